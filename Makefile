@@ -1,0 +1,44 @@
+# Every target makes and fills .venv by itself: a fresh clone needs only Python ≥ 3.11, pip, make and a package index.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# Several torch processes with default threads on few cores stall each other: one thread each.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test quick check format bench clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/'
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (once; torch is the long part)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(READY)  ## Train one model with a server and two workers, compare, plot
+	$(BIN)/outerstep demo
+
+test: $(READY)  ## Everything
+	$(BIN)/pytest
+
+quick: $(READY)  ## About two minutes: no long process tests, fewer schedules
+	$(BIN)/pytest -m "not slow"
+
+check: $(READY)  ## Format, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/architecture
+
+format: $(READY)  ## Rewrite the files as ruff wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
+	$(BIN)/python bench/http_service.py --quick
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

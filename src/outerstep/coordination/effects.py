@@ -1,0 +1,43 @@
+"""What the coordinator asks its driver to do. The driver carries effects out in the order they were given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..types import ContributionKey, Participant
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Decode this contribution, add it to the sum of the round that will make `version`, free its bytes."""
+
+    key: ContributionKey
+    version: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class CloseRound:
+    """Take the outer step over what was accumulated, publish it, then report `Coordinator.published`."""
+
+    fragment: int
+    version: int
+    participants: tuple[Participant, ...]
+
+
+@dataclass(frozen=True)
+class DropUpload:
+    """Free the bytes of a contribution that will never be accepted."""
+
+    key: ContributionKey
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something an operator would want to know."""
+
+    kind: str
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+Effect = Accumulate | CloseRound | DropUpload | Event

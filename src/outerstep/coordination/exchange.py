@@ -1,0 +1,421 @@
+"""The worker's side of one exchange, without I/O: offer, send parts, commit, poll, fetch parts.
+
+    exchange = Exchange(…)
+    while exchange.outcome is None:
+        for call in exchange.calls(now): …send it…        # several may be in flight
+        exchange.answered(call, answer, now)               # or exchange.failed(call, error, now)
+        …sleep until exchange.wake_at…
+
+The HTTP client and the simulator drive this same machine.
+
+    JOIN ◀──unknown──┐
+      └──▶ OFFER ──▶ SEND ──▶ COMMIT ──▶ POLL ──▶ FETCH ──▶ done
+             │ stale │          │          │ ▲       │
+             └───────┴──────────┴──────────┘ └───────┘ superseded while fetching
+
+Anything lost is asked again under the same key after a back-off with jitter; anything confusing goes back to OFFER,
+whose answer tells what the server has. Without a contribution (a worker that just joined) it begins at POLL.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypedDict
+
+from msgspec.structs import replace
+
+from ..digest import part_count, payload_hash
+from ..errors import (
+    Busy,
+    HashMismatch,
+    MissingParts,
+    OuterstepError,
+    Refused,
+    RoundStuck,
+    ServerError,
+    ServerUnreachable,
+    StaleRound,
+    Superseded,
+    TooOld,
+    TransportError,
+    UnknownWorker,
+)
+from ..types import (
+    Agreement,
+    Answer,
+    Commit,
+    CommitAnswer,
+    GetPart,
+    GetPartAnswer,
+    Join,
+    JoinAnswer,
+    Offer,
+    OfferAnswer,
+    Poll,
+    PollAnswer,
+    PutPart,
+    PutPartAnswer,
+    Request,
+)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How hard to try. A failed call is repeated after uniform(½, 1)·min(first·2ⁿ, longest) seconds."""
+
+    first_backoff_s: float = 0.5
+    longest_backoff_s: float = 30.0
+    give_up_after_s: float = 900.0  # without any answer at all
+    poll_wait_s: float = 5.0
+    calls_in_flight: int = 4
+    stuck_after_s: float | None = None  # while too few workers are alive for the round to close at all; None = wait
+    damaged_parts: int = 16  # parts that may arrive with a wrong hash before we believe it is not the line
+
+    def backoff_s(self, failures: int, rng: random.Random) -> float:
+        ceiling = min(self.first_backoff_s * 2.0 ** min(failures - 1, 32), self.longest_backoff_s)
+        return ceiling * rng.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to send. The driver attaches the bytes: the part to a PutPart, a place to put it to a GetPart."""
+
+    id: int
+    request: Request
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The newest agreement, its payload complete and checked; whether our contribution is counted in it or an earlier
+    one; and, if it is not, whether the server called it too old to ever count."""
+
+    agreement: Agreement
+    counted: bool
+    too_old: bool = False
+
+
+class Step(Enum):
+    JOIN = "join"
+    OFFER = "offer"
+    SEND = "send"
+    COMMIT = "commit"
+    POLL = "poll"
+    FETCH = "fetch"
+
+
+class Session:
+    """Who we are to the server. A re-join may change the incarnation for everybody who holds the session."""
+
+    def __init__(self, join: Join) -> None:
+        self._join = join
+        self.answer: JoinAnswer | None = None
+
+    @property
+    def worker_id(self) -> str:
+        return self._join.worker_id
+
+    @property
+    def joined(self) -> JoinAnswer:
+        assert self.answer is not None, "not joined yet"
+        return self.answer
+
+    @property
+    def join_request(self) -> Join:
+        """A re-join names the run, so that a server which holds another one refuses it."""
+        return self._join if self.answer is None else replace(self._join, run_id=self.answer.run_id)
+
+    @property
+    def head(self) -> Head:
+        return Head(run_id=self.joined.run_id, worker_id=self.worker_id, incarnation=self.joined.incarnation)
+
+
+class Head(TypedDict):
+    """The fields of `FromMember`."""
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+
+
+class Exchange:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        fragment: int,
+        after: int,
+        now: float,
+        offer: Offer | None = None,
+        part_hashes: tuple[str, ...] = (),
+        patience: Patience = Patience(),  # noqa: B008 - frozen
+        rng: random.Random | None = None,
+    ) -> None:
+        """`after`: the version we hold; without an offer, anything newer is fetched. `offer` carries the facts of the
+        contribution (its incarnation is replaced by the session's)."""
+        self._session = session
+        self._fragment = fragment
+        self._after = after
+        self._offer = offer
+        self._part_hashes = part_hashes
+        self._patience = patience
+        self._rng = rng or random.Random()
+        self._counted = False
+        self.step = Step.JOIN if session.answer is None else self._first_step()
+        self.outcome: Outcome | None = None
+        self.failure: OuterstepError | None = None
+        self.agreement: Agreement | None = None  # the one being fetched
+        self.retries = 0
+        self.rejoins = 0
+        self.wanted: frozenset[int] = frozenset()  # other fragments whose rounds wait for us
+        self.fetches = 0  # each one wants a buffer of its own: late bytes of the one before may still arrive
+        self._too_old = False
+        self._to_do: list[int] = []  # parts still to send or to fetch
+        self._fetched: dict[int, str] = {}
+        self._in_flight: dict[int, Call] = {}
+        self._next_id = 0
+        self._failures = 0
+        self._damaged = 0
+        self._not_before = now
+        self._last_answer_at = now
+        self._stuck_since: float | None = None
+
+    def _first_step(self) -> Step:
+        return Step.OFFER if self._offer is not None and not self._counted else Step.POLL
+
+    @property
+    def done(self) -> bool:
+        return self.outcome is not None or self.failure is not None
+
+    @property
+    def wake_at(self) -> float:
+        """Nothing is worth sending before this moment."""
+        return self._not_before
+
+    # --- what to send ---------------------------------------------------------------------------------------------
+
+    def calls(self, now: float) -> list[Call]:
+        """What to send now. Empty: wait for an answer, or until `wake_at`."""
+        if self.done or now < self._not_before:
+            return []
+        made: list[Call] = []
+        room = self._patience.calls_in_flight if self.step in (Step.SEND, Step.FETCH) else 1
+        while len(self._in_flight) < room:
+            request = self._next_request()
+            if request is None:
+                break
+            call = Call(self._next_id, request)
+            self._next_id += 1
+            self._in_flight[call.id] = call
+            made.append(call)
+        return made
+
+    def _next_request(self) -> Request | None:
+        match self.step:
+            case Step.JOIN:
+                return self._session.join_request
+            case Step.OFFER:
+                return self._offer_now()
+            case Step.SEND:
+                return self._next_part_to_send()
+            case Step.COMMIT:
+                offer = self._offer_now()
+                return Commit(
+                    **self._session.head,
+                    fragment=self._fragment,
+                    sequence=offer.sequence,
+                    payload_hash=payload_hash(self._part_hashes),
+                )
+            case Step.POLL:
+                return Poll(
+                    **self._session.head,
+                    fragment=self._fragment,
+                    after=self._after,
+                    wait_s=self._patience.poll_wait_s,
+                )
+            case Step.FETCH:
+                return self._next_part_to_fetch()
+
+    def _offer_now(self) -> Offer:
+        """The key stays for ever; only the incarnation that speaks for it may be another after a re-join."""
+        assert self._offer is not None
+        return replace(self._offer, incarnation=self._session.joined.incarnation)
+
+    def _next_part_to_send(self) -> Request | None:
+        if not self._to_do:
+            return None
+        part = self._to_do.pop(0)
+        offer = self._offer_now()
+        return PutPart(
+            **self._session.head,
+            fragment=self._fragment,
+            sequence=offer.sequence,
+            part=part,
+            hash=self._part_hashes[part],
+        )
+
+    def _next_part_to_fetch(self) -> Request | None:
+        if not self._to_do:
+            return None
+        assert self.agreement is not None
+        return GetPart(
+            **self._session.head,
+            fragment=self._fragment,
+            version=self.agreement.version,
+            part=self._to_do.pop(0),
+        )
+
+    # --- what came back -------------------------------------------------------------------------------------------
+
+    def answered(self, call: Call, answer: Answer, now: float, *, received_hash: str | None = None) -> None:
+        """`received_hash`: of the bytes that came with a GetPart, computed by the driver."""
+        if self._in_flight.pop(call.id, None) is None or self.done:
+            return  # an answer to a question of an earlier step
+        self._last_answer_at = now
+        self._failures = 0
+        match call.request, answer:
+            case Join(), JoinAnswer():
+                self._session.answer = answer
+                self._go(self._first_step())
+            case Offer(), OfferAnswer():
+                self._offered(answer, now)
+            case PutPart(), PutPartAnswer():
+                if not self._to_do and not self._in_flight:
+                    self._go(Step.COMMIT)
+            case Commit(), CommitAnswer():
+                self._accepted()
+            case Poll(), PollAnswer():
+                self._polled(answer, now)
+            case GetPart(), GetPartAnswer():
+                self._got_part(call.request, answer, received_hash)
+            case _:
+                self._fail(TransportError(f"{type(call.request).__name__} was answered by {type(answer).__name__}"))
+
+    def failed(self, call: Call, error: OuterstepError, now: float) -> None:
+        """The call got no answer (TransportError) or a "no" (Refused)."""
+        if self._in_flight.pop(call.id, None) is None or self.done:
+            return
+        request = call.request
+        if isinstance(error, Refused) and not isinstance(error, ServerError):
+            self._last_answer_at = now
+        match error:
+            case UnknownWorker():
+                self.rejoins += 1
+                self._go(Step.JOIN)
+                self._back_off(now)
+            case StaleRound() | TooOld():
+                # The round closed without us. Fetch what it agreed on; the worker rebases or discards.
+                self._too_old = isinstance(error, TooOld)
+                self._go(Step.POLL)
+            case MissingParts():
+                self._go(Step.OFFER)
+                self._back_off(now)
+            case Superseded() if isinstance(request, GetPart):
+                self._go(Step.POLL)
+            case HashMismatch() if isinstance(request, PutPart):
+                self._part_damaged(request.part)
+            case Busy() | TransportError() | ServerError():
+                self._again(request, error, now)
+            case _:
+                self._fail(error)
+
+    def _offered(self, answer: OfferAnswer, now: float) -> None:
+        if answer.state == "accepted":
+            self._accepted()
+        elif answer.state == "wait":
+            self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
+        else:
+            self._go(Step.SEND if answer.missing else Step.COMMIT)
+            self._to_do = [part for part in answer.missing if part < len(self._part_hashes)]
+
+    def _accepted(self) -> None:
+        """Wait for anything newer than what we hold: on time that is the agreement we are in. A late contribution
+        counts in a later one; its worker takes the newest there is and goes on, for its steps will come back to it."""
+        self._counted = True
+        self._go(Step.POLL)
+
+    def _polled(self, answer: PollAnswer, now: float) -> None:
+        if self._counted and self._offer is not None and answer.last_sequence < self._offer.sequence:
+            # It said "accepted" and no longer knows: it was restarted. Same key, again.
+            self._counted = False
+            self._go(Step.OFFER)
+        elif answer.agreement is None:
+            self._check_stuck(answer, now)
+            self.wanted = frozenset(answer.wanted)
+            self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
+        else:
+            self.agreement = answer.agreement
+            self._go(Step.FETCH)
+            self.fetches += 1
+            self._fetched = {}
+            self._to_do = list(
+                range(part_count(answer.agreement.size_bytes, self._session.joined.plan.part_size_bytes))
+            )
+
+    def _check_stuck(self, answer: PollAnswer, now: float) -> None:
+        self._stuck_since = (self._stuck_since or now) if answer.stuck else None
+        limit_s = self._patience.stuck_after_s
+        if self._stuck_since is not None and limit_s is not None and now - self._stuck_since >= limit_s:
+            self._fail(RoundStuck(f"the round cannot close: it waits for {answer.waiting_for}"))
+
+    def _got_part(self, request: GetPart, answer: GetPartAnswer, received_hash: str | None) -> None:
+        assert self.agreement is not None
+        if received_hash != answer.hash:
+            self._part_damaged(request.part)
+            return
+        self._fetched[request.part] = answer.hash
+        if self._to_do or self._in_flight:
+            return
+        if payload_hash([self._fetched[i] for i in sorted(self._fetched)]) != self.agreement.payload_hash:
+            self._damaged += 1
+            self._check_damage()
+            self._go(Step.POLL)
+            return
+        self.outcome = Outcome(self.agreement, self._counted, self._too_old)
+
+    # --- trouble --------------------------------------------------------------------------------------------------
+
+    def _part_damaged(self, part: int) -> None:
+        """A byte changed on its way: only that part travels again."""
+        self._damaged += 1
+        self._to_do.append(part)
+        self._check_damage()
+
+    def _check_damage(self) -> None:
+        if self._damaged > self._patience.damaged_parts:
+            self._fail(
+                HashMismatch(f"{self._damaged} parts arrived changed", hint="something on the path rewrites data")
+            )
+
+    def _again(self, request: Request, error: OuterstepError, now: float) -> None:
+        if isinstance(request, PutPart | GetPart):
+            self._to_do.insert(0, request.part)
+        if isinstance(error, Busy):
+            self._not_before = now + max(error.retry_after_s, 0.05) * self._rng.uniform(1.0, 1.5)
+            return
+        silent_s = now - self._last_answer_at
+        if silent_s > self._patience.give_up_after_s:
+            self._fail(
+                ServerUnreachable(
+                    f"no answer from the server for {silent_s:.0f} s (limit: give_up_after_s="
+                    f"{self._patience.give_up_after_s:g}); last error: {error}"
+                )
+            )
+            return
+        self._back_off(now)
+
+    def _back_off(self, now: float) -> None:
+        self._failures += 1
+        self.retries += 1
+        self._not_before = now + self._patience.backoff_s(self._failures, self._rng)
+
+    def _fail(self, error: OuterstepError) -> None:
+        self.failure = error
+        self._in_flight.clear()
+
+    def _go(self, step: Step) -> None:
+        """Answers still on their way belong to the step that is left, and will be ignored."""
+        self.step = step
+        self._in_flight.clear()
+        self._to_do = []

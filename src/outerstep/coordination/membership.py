@@ -1,0 +1,144 @@
+"""Who is here.
+
+Three sets that are easily confused, and kept apart:
+
+- *configured*: how many workers the operator announced (`num_workers`): only the start of the run waits for them;
+- *live*: joined, and heard from within `heartbeat_timeout_s`;
+- *expected*: those an open round waits for: who was live when it opened, less whoever died or left since (rounds.py).
+
+A worker id outlives its processes. Each start of the process is an *instance*, and each new instance gets the next
+*incarnation* number; a message from an older incarnation is fenced. The ledger of accepted sequences belongs to the id,
+so it survives restarts, deaths and leaves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..errors import Busy, Fenced, IdInUse, UnknownWorker
+from ..types import FromMember, Heartbeat, Join
+
+MAX_KNOWN_WORKERS = 16_384
+"""Ids remembered, live and gone. The longest-gone is forgotten first; a live one never."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The last contribution accepted from a worker for a fragment."""
+
+    sequence: int
+    payload_hash: str
+    version: int
+
+
+@dataclass
+class Member:
+    """One worker id: its current start, and what it has had accepted."""
+
+    worker_id: str
+    instance: str
+    hostname: str
+    incarnation: int
+    joined_at: float
+    last_seen: float
+    live: bool = True
+    step: int = 0
+    steps_per_second: float = 0.0
+    loss: float | None = None
+    retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+    accepted: dict[int, Accepted] = field(default_factory=dict)
+
+    def last_sequence(self, fragment: int) -> int:
+        entry = self.accepted.get(fragment)
+        return entry.sequence if entry else 0
+
+
+class Membership:
+    def __init__(self, *, heartbeat_timeout_s: float) -> None:
+        self._timeout_s = heartbeat_timeout_s
+        self._members: OrderedDict[str, Member] = OrderedDict()
+        self.total_deaths = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    @property
+    def live_ids(self) -> frozenset[str]:
+        return frozenset(m.worker_id for m in self._members.values() if m.live)
+
+    def join(self, message: Join, now: float) -> tuple[Member, bool]:
+        """The member, and whether it came (back) to life with this message. A repeated join changes nothing."""
+        member = self._members.get(message.worker_id)
+        if member is None:
+            self._make_room()
+            member = Member(message.worker_id, message.instance, message.hostname, 1, now, now)
+            self._members[message.worker_id] = member
+            return member, True
+        if message.instance == member.instance:
+            returned = not member.live
+            member.live, member.last_seen = True, now
+            return member, returned
+        if message.instance in member.retired:
+            raise Fenced(
+                f"worker {member.worker_id!r} was started again elsewhere after this process",
+                hint="stop this process; the newer start carries on",
+            )
+        if member.live and member.hostname != message.hostname:
+            raise IdInUse(
+                f"worker id {member.worker_id!r} is in use by a live worker on {member.hostname or 'another host'!r}, "
+                f"heard from {now - member.last_seen:.0f} s ago",
+                hint="choose another --worker-id, or stop that worker first",
+            )
+        # Same id, new process, and the old one is gone or ran on the same machine: a restart. The old one is fenced.
+        member.retired.append(member.instance)
+        member.instance, member.hostname = message.instance, message.hostname
+        member.incarnation += 1
+        member.live, member.joined_at, member.last_seen = True, now, now
+        return member, True
+
+    def heard(self, message: FromMember, now: float) -> Member:
+        """Check that the sender is the current, live start of its worker, and note the sign of life."""
+        member = self._members.get(message.worker_id)
+        if member is None or message.incarnation > member.incarnation:
+            raise UnknownWorker(f"worker {message.worker_id!r} has not joined this run", hint="join first")
+        if message.incarnation < member.incarnation:
+            raise Fenced(
+                f"worker {member.worker_id!r} was started again (incarnation {member.incarnation}); "
+                f"this message is from incarnation {message.incarnation}",
+                hint="stop this process; the newer start carries on",
+            )
+        if not member.live:
+            raise UnknownWorker(
+                f"worker {member.worker_id!r} left, or was declared dead after {self._timeout_s:g} s of silence",
+                hint="join again; local progress is kept",
+            )
+        member.last_seen = now
+        if isinstance(message, Heartbeat):
+            member.step, member.steps_per_second, member.loss = message.step, message.steps_per_second, message.loss
+        return member
+
+    def gone(self, member: Member) -> None:
+        member.live = False
+        self._members.move_to_end(member.worker_id)
+
+    def silent(self, now: float) -> list[Member]:
+        """The live members that have not been heard from for too long."""
+        if self._timeout_s <= 0:
+            return []
+        return [m for m in self._members.values() if m.live and now - m.last_seen > self._timeout_s]
+
+    def next_death(self) -> float | None:
+        """When, at the earliest, somebody would have been silent for too long."""
+        if self._timeout_s <= 0:
+            return None
+        return min((m.last_seen + self._timeout_s for m in self._members.values() if m.live), default=None)
+
+    def _make_room(self) -> None:
+        if len(self._members) < MAX_KNOWN_WORKERS:
+            return
+        oldest_gone = next((m.worker_id for m in self._members.values() if not m.live), None)
+        if oldest_gone is None:
+            raise Busy(f"{MAX_KNOWN_WORKERS} workers are live, which is the limit", retry_after_s=60.0)
+        del self._members[oldest_gone]

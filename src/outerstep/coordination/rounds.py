@@ -1,0 +1,102 @@
+"""When a round may close: one fragment's rounds, one after the other.
+
+A round opens the moment the one before it is decided, with the workers live at that moment *expected*. It closes when
+
+- every expected worker's contribution is in (synchronous: quorum None), or
+- `quorum` workers are in and `grace_s` has passed since the quorum was complete, or
+- `round_deadline_s` has passed since its first contribution,
+
+and never with fewer than `min_workers` contributors, nor before the run has started (coordinator.py).
+Whoever dies or leaves is no longer expected; whoever joins is expected from the next round, and counted in this one if
+its contribution comes in time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..types import Participant
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """How rounds close. `quorum` None = all who are expected."""
+
+    num_workers: int
+    min_workers: int = 1
+    quorum: int | None = None
+    grace_s: float = 0.0
+    round_deadline_s: float | None = None
+    start_deadline_s: float | None = None
+    max_staleness: int = 4
+
+    @property
+    def takes_late(self) -> bool:
+        """With a quorum a late contribution counts in the next round; without, it is refused and its worker rebases."""
+        return self.quorum is not None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Close now, or wait: until when (None = until something happens) and for what."""
+
+    close: bool
+    wake_at: float | None = None
+    waiting_for: str = ""
+    stuck: bool = False  # only more workers can help
+
+
+@dataclass
+class Round:
+    """The open round of one fragment; it will make `version`."""
+
+    version: int
+    expected: set[str]
+    participants: list[Participant] = field(default_factory=list)
+    first_at: float | None = None
+    quorum_at: float | None = None
+
+    @property
+    def contributors(self) -> set[str]:
+        return {p.worker_id for p in self.participants}
+
+    def count(self, participant: Participant, rules: RoundRules, now: float) -> None:
+        self.participants.append(participant)
+        if self.first_at is None:
+            self.first_at = now
+        if self.quorum_at is None and rules.quorum is not None and len(self.contributors) >= rules.quorum:
+            self.quorum_at = now
+
+    def wants(self, worker_id: str, rules: RoundRules) -> bool:
+        """Has somebody contributed who now waits for this worker?"""
+        contributors = self.contributors
+        if not contributors or worker_id in contributors:
+            return False
+        return worker_id in self.expected or len(contributors | self.expected) < rules.min_workers
+
+    def verdict(self, rules: RoundRules, now: float, *, started: bool) -> Verdict:
+        contributors = self.contributors
+        missing = self.expected - contributors
+        floor = max(1, rules.min_workers)
+        if len(contributors) < floor:
+            if len(contributors) + len(missing) < floor:
+                here = f"{len(contributors)} contributed, {len(missing)} more are expected"
+                return Verdict(False, waiting_for=f"{floor} workers (min_workers); {here}", stuck=True)
+            return Verdict(False, waiting_for=f"contributions of {_names(missing)}")
+        if not started:
+            return Verdict(False, waiting_for=f"{rules.num_workers} workers to join", stuck=True)
+        if not missing:
+            return Verdict(True)
+        wake_at: list[float] = []
+        if rules.round_deadline_s is not None and self.first_at is not None:
+            wake_at.append(self.first_at + rules.round_deadline_s)
+        if self.quorum_at is not None:
+            wake_at.append(self.quorum_at + rules.grace_s)
+        if any(moment <= now for moment in wake_at):
+            return Verdict(True)
+        return Verdict(False, min(wake_at, default=None), f"contributions of {_names(missing)}")
+
+
+def _names(workers: set[str]) -> str:
+    shown = sorted(workers)
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")

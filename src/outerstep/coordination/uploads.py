@@ -1,0 +1,113 @@
+"""Contributions on their way in: which parts have arrived, and who may send at all.
+
+The bytes of unfinished contributions live in a pool of bounded size. Room is granted for a whole contribution or not at
+all, so that two half-sent ones can never wait for each other; whoever finds no room stands in a queue, first come first
+served, and keeps its place by asking again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..digest import part_count, payload_hash
+from ..errors import BadRequest, MissingParts
+from ..types import ContributionKey, Offer
+
+QUEUE_PATIENCE_S = 60.0
+"""Who does not ask again for this long has lost its place in the queue."""
+
+
+@dataclass
+class Upload:
+    """One contribution that was offered and granted room."""
+
+    offer: Offer
+    part_size_bytes: int
+    part_hashes: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def part_count(self) -> int:
+        return part_count(self.offer.size_bytes, self.part_size_bytes)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(i for i in range(self.part_count) if i not in self.part_hashes)
+
+    def check_part(self, part: int) -> None:
+        if part >= self.part_count:
+            raise BadRequest(f"part {part} is out of range: contribution {self.offer.key} has {self.part_count} parts")
+
+    def payload_hash(self) -> str:
+        """Over all parts; refuses while some are missing."""
+        missing = self.missing
+        if missing:
+            raise MissingParts(
+                f"contribution {self.offer.key} misses {len(missing)} of {self.part_count} parts: {list(missing[:16])}",
+                hint="send them, then commit again",
+            )
+        return payload_hash([self.part_hashes[i] for i in range(self.part_count)])
+
+
+class Uploads:
+    """All unfinished contributions, and the room they take."""
+
+    def __init__(self, *, capacity_bytes: int, part_size_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._part_size_bytes = part_size_bytes
+        self._by_key: dict[ContributionKey, Upload] = {}
+        self._held: dict[ContributionKey, int] = {}  # bytes of room per key, until the bytes are freed
+        self._queue: dict[ContributionKey, float] = {}  # key -> when it last asked; a dict keeps the order of arrival
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self._held.values())
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def get(self, key: ContributionKey) -> Upload | None:
+        return self._by_key.get(key)
+
+    def of_fragment(self, fragment: int) -> list[Upload]:
+        return [u for u in self._by_key.values() if u.offer.fragment == fragment]
+
+    def of_worker(self, worker_id: str) -> list[Upload]:
+        return [u for u in self._by_key.values() if u.offer.worker_id == worker_id]
+
+    def request(self, offer: Offer, now: float) -> Upload | None:
+        """Room for this offer, or None: it stands in the queue."""
+        key = offer.key
+        for other, asked_at in list(self._queue.items()):
+            if now - asked_at > QUEUE_PATIENCE_S:
+                del self._queue[other]
+        ahead = next(iter(self._queue), key)
+        if ahead != key or not self._fits(offer.size_bytes):
+            self._queue[key] = now
+            return None
+        self._queue.pop(key, None)
+        upload = Upload(offer, self._part_size_bytes)
+        self._by_key[key] = upload
+        self._held[key] = offer.size_bytes
+        return upload
+
+    def finish(self, key: ContributionKey) -> None:
+        """It was accepted: no more parts are taken. Its room is held until `freed`."""
+        del self._by_key[key]
+
+    def drop(self, key: ContributionKey) -> None:
+        """It will never be accepted."""
+        self._by_key.pop(key, None)
+        self._held.pop(key, None)
+
+    def freed(self, key: ContributionKey) -> None:
+        """Its bytes are gone from memory."""
+        self._held.pop(key, None)
+
+    def unqueue(self, worker_id: str) -> None:
+        for key in [k for k in self._queue if k.worker_id == worker_id]:
+            del self._queue[key]
+
+    def _fits(self, size_bytes: int) -> bool:
+        # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
+        return not self._held or self.held_bytes + size_bytes <= self._capacity_bytes

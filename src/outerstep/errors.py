@@ -1,0 +1,200 @@
+"""Everything outerstep raises.
+
+    OuterstepError
+    ├── ConfigError              a setting is out of range, of the wrong type or contradicts another
+    ├── ModelError               this model or optimizer cannot be trained as it is
+    ├── WorkerError              the worker cannot go on
+    │   ├── ServerUnreachable        no answer for longer than the limit
+    │   ├── RoundStuck               too few workers are alive for the round to close
+    │   └── ExchangeFailed           an exchange ended in a way that more tries cannot mend; its cause says why
+    ├── TransportError           a request got no answer (refused connection, reset, timeout); it may be tried again
+    └── Refused                  the server answered "no"; `code`, `message` and `hint` travel over the wire
+        ├── BadRequest               400  not a message of this protocol
+        │   └── BadFrame             400  the payload's header is broken
+        ├── NotFound                 404  unknown path
+        ├── UnknownWorker            404  not joined, or declared dead: join (again)
+        ├── MethodNotAllowed         405
+        ├── Fenced                   409  a newer start of this worker has taken over
+        ├── IdInUse                  409  a live worker on another machine has this id
+        ├── StaleRound               409  the round closed without this contribution: rebase
+        ├── TooOld                   409  older than max_staleness: discard
+        ├── FutureRound              409  computed from a version that does not exist
+        ├── Conflict                 409  same key, other bytes
+        ├── MissingParts             409  commit before all parts were in
+        ├── Superseded               409  that agreement or sequence has been replaced by a newer one
+        ├── OtherRun                 409  this server runs another run
+        ├── PlanMismatch             409  the run has another H, codec or number of fragments
+        ├── ManifestMismatch         409  the run has another model
+        ├── LengthRequired           411
+        ├── TooLarge                 413  over a limit, named in the message
+        ├── UnsupportedMedia         415  compressed, pickled or otherwise not what is expected here
+        ├── BadTensors               422  missing, extra or wrong-shaped tensors
+        ├── NotFinite                422  NaN or Inf, with the tensor's name
+        ├── HashMismatch             422  a part changed on its way
+        ├── ProtocolMismatch         426
+        ├── ServerError              500  a bug or a full machine, at the server
+        └── Busy                     503  ask again after `retry_after_s`
+
+A message says the rule and the value that broke it; the hint says what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class OuterstepError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class ConfigError(OuterstepError, ValueError):
+    """A setting is out of range, of the wrong type, or contradicts another."""
+
+
+class ModelError(OuterstepError, ValueError):
+    """This model or optimizer cannot be trained as it is."""
+
+
+class WorkerError(OuterstepError):
+    """The worker cannot go on."""
+
+
+class ServerUnreachable(WorkerError):
+    """No answer for longer than the limit."""
+
+
+class RoundStuck(WorkerError):
+    """Too few workers are alive for the round to close, and this one will not wait any longer."""
+
+
+class ExchangeFailed(WorkerError):
+    """An exchange ended in a way that more tries cannot mend."""
+
+
+class TransportError(OuterstepError):
+    """A request got no answer. Whether it was carried out is unknown, so it is sent again under the same key."""
+
+
+class Refused(OuterstepError):
+    """The server answered "no"."""
+
+    code: ClassVar[str] = "refused"
+    status: ClassVar[int] = 400
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(f"{message}. {hint}" if hint else message)
+        self.message = message
+        self.hint = hint
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(Refused):
+    code, status = "bad_request", 400
+
+
+class BadFrame(BadRequest):
+    code, status = "bad_frame", 400
+
+
+class NotFound(Refused):
+    code, status = "not_found", 404
+
+
+class UnknownWorker(Refused):
+    code, status = "unknown_worker", 404
+
+
+class MethodNotAllowed(Refused):
+    code, status = "method_not_allowed", 405
+
+    def __init__(self, message: str, *, allow: str = "", hint: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(message, hint=hint, retry_after_s=retry_after_s)
+        self.allow = allow
+
+
+class Fenced(Refused):
+    code, status = "fenced", 409
+
+
+class IdInUse(Refused):
+    code, status = "id_in_use", 409
+
+
+class StaleRound(Refused):
+    code, status = "stale_round", 409
+
+
+class TooOld(Refused):
+    code, status = "too_old", 409
+
+
+class FutureRound(Refused):
+    code, status = "future_round", 409
+
+
+class Conflict(Refused):
+    code, status = "conflict", 409
+
+
+class MissingParts(Refused):
+    code, status = "missing_parts", 409
+
+
+class Superseded(Refused):
+    code, status = "superseded", 409
+
+
+class OtherRun(Refused):
+    code, status = "other_run", 409
+
+
+class PlanMismatch(Refused):
+    code, status = "plan_mismatch", 409
+
+
+class ManifestMismatch(Refused):
+    code, status = "manifest_mismatch", 409
+
+
+class LengthRequired(Refused):
+    code, status = "length_required", 411
+
+
+class TooLarge(Refused):
+    code, status = "too_large", 413
+
+
+class UnsupportedMedia(Refused):
+    code, status = "unsupported_media", 415
+
+
+class BadTensors(Refused):
+    code, status = "bad_tensors", 422
+
+
+class NotFinite(Refused):
+    code, status = "not_finite", 422
+
+
+class HashMismatch(Refused):
+    code, status = "hash_mismatch", 422
+
+
+class ProtocolMismatch(Refused):
+    code, status = "protocol_mismatch", 426
+
+
+class ServerError(Refused):
+    code, status = "server_error", 500
+
+
+class Busy(Refused):
+    code, status = "busy", 503
+
+
+def _leaves(of: type[Refused]) -> list[type[Refused]]:
+    return [of, *(leaf for child in of.__subclasses__() for leaf in _leaves(child))]
+
+
+BY_CODE: dict[str, type[Refused]] = {kind.code: kind for kind in _leaves(Refused)}
+"""How a refusal finds its class again on the other side of the wire."""

@@ -1,0 +1,152 @@
+"""One simulated run: start everything, let the faults happen, wait for calm, see rounds go on, end cleanly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from ..coordination.coordinator import Coordinator
+from .agenda import Agenda
+from .history import History
+from .network import Conditions, Network
+from .scenario import Fault, Scenario
+from .server import SimServer
+from .worker import SimWorker
+
+CALM_LIMIT_S = 3_000.0
+"""Virtual seconds after the last fault within which every worker must have been counted in another round."""
+
+
+def run(
+    scenario: Scenario,
+    seed: int,
+    coordinator_type: Callable[..., Coordinator] = Coordinator,
+    worker_type: type[SimWorker] = SimWorker,
+) -> History:
+    return World(scenario, seed, coordinator_type, worker_type).run()
+
+
+class World:
+    def __init__(
+        self,
+        scenario: Scenario,
+        seed: int,
+        coordinator_type: Callable[..., Coordinator],
+        worker_type: type[SimWorker],
+    ) -> None:
+        self.scenario = scenario
+        self.rng = random.Random(f"world {seed}")
+        self.agenda = Agenda()
+        self.history = History()
+        self.network = Network(self.agenda, self.rng)
+        self.network.conditions = self._weather()
+        self.server = SimServer(scenario, self.agenda, self.history, coordinator_type)
+        self._worker_type = worker_type
+        self._starts = 0
+        self.everyone: list[SimWorker] = []
+        self.current = [self._start(i) for i in range(scenario.workers)]
+        for fault in scenario.faults:
+            self.agenda.at(fault.at_s, self._inject(fault))
+
+    def run(self) -> History:
+        agenda, history = self.agenda, self.history
+        agenda.run_until(lambda: agenda.now >= self.scenario.calm_after_s, limit_s=self.scenario.calm_after_s + 1.0)
+        self.network.conditions = Conditions()
+        self.network.cut.clear()
+        before = self._exchanges()
+        limit_s = agenda.now + CALM_LIMIT_S
+        if not agenda.run_until(lambda: self._all_advanced(before), limit_s=limit_s):
+            history.violated(f"no progress after the faults stopped: {before} exchanges, then {self._exchanges()}")
+            return self._close()
+        survivors = [worker for worker in self.everyone if worker.alive]
+        for worker in survivors:
+            worker.leave_when_done()
+        if not agenda.run_until(lambda: all(not w.alive for w in survivors), limit_s=agenda.now + CALM_LIMIT_S):
+            history.violated("a clean exit never ended")
+        agenda.run_until(lambda: False, limit_s=agenda.now + 2.0)  # an outer step may still be under way
+        self._check_nothing_lost([worker for worker in survivors if worker.left])
+        self.history.check_beliefs(self.server.pending)
+        return self._close()
+
+    def _close(self) -> History:
+        self.history.virtual_s = self.agenda.now
+        self.history.faults["lost"] += self.network.lost
+        self.history.faults["repeated"] += self.network.repeated
+        self.history.faults["damaged"] += self.network.damaged
+        return self.history
+
+    def _exchanges(self) -> list[int]:
+        """Per worker id, over all its starts: how often a round counted it (or told it to discard)."""
+        done = [0] * self.scenario.workers
+        for worker in self.everyone:
+            done[worker.index] += worker.exchanges_done
+        return done
+
+    def _all_advanced(self, before: list[int]) -> bool:
+        return all(now > then for now, then in zip(self._exchanges(), before, strict=True))
+
+    def _weather(self) -> Conditions:
+        return Conditions(loss=self.scenario.loss, repeat=self.scenario.repeat, damage=self.scenario.damage)
+
+    def _start(self, index: int) -> SimWorker:
+        self._starts += 1
+        # Steps are named for ever: a restarted worker's numbers go on where the old process had got to, and beyond.
+        first_step = 1_000_000 * self._starts
+        worker = self._worker_type(
+            index,
+            self._starts,
+            first_step,
+            self.scenario,
+            self.agenda,
+            self.network,
+            self.server,
+            self.history,
+            self.rng,
+        )
+        self.everyone.append(worker)
+        return worker
+
+    def _inject(self, fault: Fault) -> Callable[[], None]:
+        def restart() -> None:
+            self.current[fault.worker] = self._start(fault.worker)
+
+        def act() -> None:
+            worker = self.current[fault.worker]
+            link = f"w{fault.worker}"
+            directions = {
+                "cut": {(link, "server"), ("server", link)},
+                "cut_up": {(link, "server")},
+                "cut_down": {("server", link)},
+            }
+            self.history.faults[fault.kind] += 1
+            match fault.kind:
+                case "crash":
+                    worker.kill()
+                    self.agenda.after(
+                        fault.lasts_s, lambda: restart() if not self.current[fault.worker].alive else None
+                    )
+                case "pause":
+                    worker.pause(fault.lasts_s)
+                case "replace":
+                    worker.pause(fault.lasts_s)  # the old one wakes up after its replacement has started
+                    restart()
+                case "bad_weather":
+                    self.network.conditions = Conditions(delay_s=0.5, loss=0.4, repeat=0.3, damage=0.05)
+                    self.agenda.after(fault.lasts_s, lambda: setattr(self.network, "conditions", self._weather()))
+                case _:
+                    cut = directions[fault.kind]
+                    self.network.cut |= cut
+                    self.agenda.after(fault.lasts_s, lambda: self.network.cut.difference_update(cut))
+
+        return act
+
+    def _check_nothing_lost(self, leavers: list[SimWorker]) -> None:
+        """Every step of a process that ended cleanly has been applied, or it is known why not."""
+        for worker in leavers:
+            known = set(worker.discarded) | set(worker.abandoned) | self.server.pending
+            for fragment in range(self.scenario.fragments):
+                for number in range(worker.first_step + 1, worker.steps_taken + 1):
+                    step = (worker.worker_id, number)
+                    if (fragment, step) not in self.history.applied and step not in known:
+                        self.history.violated(f"step {step} of fragment {fragment} vanished")
+                        return

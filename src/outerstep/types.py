@@ -1,0 +1,272 @@
+"""The words of the system as plain, frozen values: what both ends say to each other, and nothing that does anything.
+
+Each request of the protocol is one class here, and so is its answer. The coordinator, the exchange machine, the HTTP
+service, the in-memory twin and the simulator all use these same classes, so a simulated round and a real one differ in
+who carries the message and in nothing else. `docs/reference/wire.md` is the same thing in prose.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION = 1
+
+# Bounds are part of the type: a message that breaks one is refused before anybody acts on it.
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Weight = Annotated[float, Meta(gt=0.0, le=1e12)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Label = Annotated[str, Meta(max_length=256)]
+WorkerId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:\-]*$")]
+RunId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_\-]+$")]
+Instance = Annotated[str, Meta(min_length=8, max_length=64, pattern=r"^[A-Za-z0-9_\-]+$")]
+TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
+PartHash = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
+Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+
+
+class Plain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value: immutable, compared by content, refusing fields it does not know."""
+
+
+# --- the model and the plan ---------------------------------------------------------------------------------------
+
+
+class ParameterSpec(Plain):
+    """One trainable parameter. `block` names the layer it belongs to ("" = none), for fragments along layer borders."""
+
+    name: TensorName
+    shape: tuple[Count, ...]
+    dtype: Label
+    block: Label = ""
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class Manifest(Plain):
+    """What a worker's model is. Tied parameters appear once; `aliases` maps each other name to the one that is kept."""
+
+    parameters: tuple[ParameterSpec, ...]
+    aliases: dict[TensorName, TensorName] = {}
+    buffers: tuple[TensorName, ...] = ()
+    frozen: tuple[TensorName, ...] = ()
+
+
+class Wishes(Plain):
+    """What somebody wants the plan to say. None = whatever the plan says."""
+
+    sync_every: Positive | None = None
+    codec: Label | None = None
+    num_fragments: Positive | None = None
+
+
+class Plan(Plain):
+    """What every worker follows. Owned by the coordinator."""
+
+    sync_every: Positive
+    codec: Label
+    fragments: tuple[tuple[TensorName, ...], ...]
+    part_size_bytes: Positive
+    max_staleness: Count
+    heartbeat_timeout_s: Seconds  # 0 = nobody is ever declared dead
+
+
+# --- membership ---------------------------------------------------------------------------------------------------
+
+
+class Join(Plain):
+    """A worker introduces itself. `instance` is drawn at each start of the process; a re-join names its `run_id`."""
+
+    protocol: Count
+    worker_id: WorkerId
+    instance: Instance
+    hostname: Label = ""
+    manifest: Manifest | None = None  # None = as the run has it
+    wishes: Wishes = Wishes()
+    run_id: RunId | None = None
+
+
+class FragmentState(Plain):
+    """Where a fragment stands: its newest version, and the last sequence accepted from the worker that asks."""
+
+    version: Count
+    last_sequence: Count
+
+
+class JoinAnswer(Plain):
+    run_id: RunId
+    incarnation: Positive
+    plan: Plan
+    manifest: Manifest
+    fragments: tuple[FragmentState, ...]
+
+
+class FromMember(Plain):
+    """The head of everything a joined worker sends: which run, who, and which start of it."""
+
+    run_id: RunId
+    worker_id: WorkerId
+    incarnation: Positive
+
+
+class Heartbeat(FromMember):
+    step: Count
+    steps_per_second: Annotated[float, Meta(ge=0.0, le=1e9)]
+    loss: float | None = None
+
+
+class HeartbeatAnswer(Plain):
+    sync_round: Count
+
+
+class Leave(FromMember):
+    reason: Label = ""
+
+
+class LeaveAnswer(Plain):
+    pass
+
+
+# --- one exchange -------------------------------------------------------------------------------------------------
+
+
+class ContributionKey(Plain):
+    """The identity of a contribution, fixed when it is begun and never relabelled."""
+
+    run_id: RunId
+    worker_id: WorkerId
+    fragment: Count
+    sequence: Positive
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}/fragment {self.fragment}/#{self.sequence}"
+
+
+class OfContribution(FromMember):
+    """The head of everything that concerns one contribution."""
+
+    fragment: Count
+    sequence: Positive
+
+    @property
+    def key(self) -> ContributionKey:
+        return ContributionKey(
+            run_id=self.run_id, worker_id=self.worker_id, fragment=self.fragment, sequence=self.sequence
+        )
+
+
+class Offer(OfContribution):
+    """ "I have a contribution." `oldest_base` is the version under its oldest unsent step (≤ base_version)."""
+
+    base_version: Count
+    oldest_base: Count
+    weight: Weight
+    steps: Count
+    codec: Label
+    size_bytes: Positive
+
+
+class OfferAnswer(Plain):
+    """send: these parts are missing. wait: no room yet, ask again. accepted: it is in already (a repeated offer)."""
+
+    state: Literal["send", "wait", "accepted"]
+    missing: tuple[Count, ...] = ()
+    version: Count = 0
+    retry_after_s: Seconds = 0.0
+
+
+class PutPart(OfContribution):
+    """Carries the bytes of one part as its body."""
+
+    part: Count
+    hash: PartHash
+
+
+class PutPartAnswer(Plain):
+    state: Literal["stored", "duplicate"]
+
+
+class Commit(OfContribution):
+    """ "That was all." The payload hash is over the parts' hashes (digest.py)."""
+
+    payload_hash: Hash
+
+
+class CommitAnswer(Plain):
+    """Accepted: it counts in the agreement with this version."""
+
+    version: Positive
+
+
+class Participant(Plain):
+    """One contribution inside an agreement. Staleness 0 = it was computed from the agreement just before."""
+
+    worker_id: WorkerId
+    sequence: Positive
+    weight: Weight
+    staleness: Count = 0
+
+
+class Agreement(Plain):
+    """What a round produced. `kind` "full" = the payload is the whole anchor; `base` is the version that an update
+    applies to (None for "full"). `anchor_hash` is over the fragment's fp32 values, however they were carried."""
+
+    fragment: Count
+    version: Count
+    kind: Literal["full"]
+    base: Count | None
+    codec: Label
+    size_bytes: Positive
+    payload_hash: Hash
+    anchor_hash: Hash
+    participants: tuple[Participant, ...] = ()
+
+
+class Poll(FromMember):
+    """ "Is there an agreement newer than `after`?" Answered when there is, or after at most `wait_s`."""
+
+    fragment: Count
+    after: Annotated[int, Meta(ge=-1, le=2**53)]
+    wait_s: Seconds = 0.0
+
+
+class PollAnswer(Plain):
+    """`last_sequence`: the last contribution of this worker to this fragment that the server has accepted; a worker
+    that was told "accepted" and then sees a smaller number knows that the server lost it, and sends it again.
+    `stuck`: the open round cannot close unless more workers join. `wanted`: other fragments whose rounds wait for this
+    worker; if it stands still while it waits, it contributes to them too, so that two workers at different fragments
+    never wait for each other."""
+
+    agreement: Agreement | None
+    last_sequence: Count
+    waiting_for: Label = ""
+    stuck: bool = False
+    wanted: tuple[Count, ...] = ()
+    retry_after_s: Seconds = 0.0
+
+
+class GetPart(FromMember):
+    """Asks for one part of an agreement's payload; the answer's body is the bytes."""
+
+    fragment: Count
+    version: Count
+    part: Count
+
+
+class GetPartAnswer(Plain):
+    """Beside the bytes: the hash the sender computed. The receiver computes its own and compares."""
+
+    hash: PartHash
+
+
+Request = Join | Heartbeat | Leave | Offer | PutPart | Commit | Poll | GetPart
+Answer = (
+    JoinAnswer | HeartbeatAnswer | LeaveAnswer | OfferAnswer | PutPartAnswer | CommitAnswer | PollAnswer | GetPartAnswer
+)
