@@ -34,13 +34,15 @@ class Plain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 # --- the model and the plan ---------------------------------------------------------------------------------------
 
 
-class ParameterSpec(Plain):
-    """One trainable parameter. `block` names the layer it belongs to ("" = none), for fragments along layer borders."""
+class ParameterSpec(Plain, frozen=True):
+    """One trainable parameter. `block` names the layer it belongs to ("" = none), so that fragments follow layers;
+    `embedding` tells the tables, which may get a fragment of their own."""
 
     name: TensorName
     shape: tuple[Count, ...]
     dtype: Label
     block: Label = ""
+    embedding: bool = False
 
     @property
     def numel(self) -> int:
@@ -50,7 +52,7 @@ class ParameterSpec(Plain):
         return count
 
 
-class Manifest(Plain):
+class Manifest(Plain, frozen=True):
     """What a worker's model is. Tied parameters appear once; `aliases` maps each other name to the one that is kept."""
 
     parameters: tuple[ParameterSpec, ...]
@@ -59,7 +61,7 @@ class Manifest(Plain):
     frozen: tuple[TensorName, ...] = ()
 
 
-class Wishes(Plain):
+class Wishes(Plain, frozen=True):
     """What somebody wants the plan to say. None = whatever the plan says."""
 
     sync_every: Positive | None = None
@@ -67,7 +69,7 @@ class Wishes(Plain):
     num_fragments: Positive | None = None
 
 
-class Plan(Plain):
+class Plan(Plain, frozen=True):
     """What every worker follows. Owned by the coordinator."""
 
     sync_every: Positive
@@ -81,7 +83,7 @@ class Plan(Plain):
 # --- membership ---------------------------------------------------------------------------------------------------
 
 
-class Join(Plain):
+class Join(Plain, frozen=True):
     """A worker introduces itself. `instance` is drawn at each start of the process; a re-join names its `run_id`."""
 
     protocol: Count
@@ -93,14 +95,14 @@ class Join(Plain):
     run_id: RunId | None = None
 
 
-class FragmentState(Plain):
+class FragmentState(Plain, frozen=True):
     """Where a fragment stands: its newest version, and the last sequence accepted from the worker that asks."""
 
     version: Count
     last_sequence: Count
 
 
-class JoinAnswer(Plain):
+class JoinAnswer(Plain, frozen=True):
     run_id: RunId
     incarnation: Positive
     plan: Plan
@@ -108,7 +110,7 @@ class JoinAnswer(Plain):
     fragments: tuple[FragmentState, ...]
 
 
-class FromMember(Plain):
+class FromMember(Plain, frozen=True):
     """The head of everything a joined worker sends: which run, who, and which start of it."""
 
     run_id: RunId
@@ -116,28 +118,28 @@ class FromMember(Plain):
     incarnation: Positive
 
 
-class Heartbeat(FromMember):
+class Heartbeat(FromMember, frozen=True):
     step: Count
     steps_per_second: Annotated[float, Meta(ge=0.0, le=1e9)]
     loss: float | None = None
 
 
-class HeartbeatAnswer(Plain):
+class HeartbeatAnswer(Plain, frozen=True):
     sync_round: Count
 
 
-class Leave(FromMember):
+class Leave(FromMember, frozen=True):
     reason: Label = ""
 
 
-class LeaveAnswer(Plain):
+class LeaveAnswer(Plain, frozen=True):
     pass
 
 
 # --- one exchange -------------------------------------------------------------------------------------------------
 
 
-class ContributionKey(Plain):
+class ContributionKey(Plain, frozen=True):
     """The identity of a contribution, fixed when it is begun and never relabelled."""
 
     run_id: RunId
@@ -149,7 +151,7 @@ class ContributionKey(Plain):
         return f"{self.worker_id}/fragment {self.fragment}/#{self.sequence}"
 
 
-class OfContribution(FromMember):
+class OfContribution(FromMember, frozen=True):
     """The head of everything that concerns one contribution."""
 
     fragment: Count
@@ -162,7 +164,7 @@ class OfContribution(FromMember):
         )
 
 
-class Offer(OfContribution):
+class Offer(OfContribution, frozen=True):
     """ "I have a contribution." `oldest_base` is the version under its oldest unsent step (≤ base_version)."""
 
     base_version: Count
@@ -173,7 +175,7 @@ class Offer(OfContribution):
     size_bytes: Positive
 
 
-class OfferAnswer(Plain):
+class OfferAnswer(Plain, frozen=True):
     """send: these parts are missing. wait: no room yet, ask again. accepted: it is in already (a repeated offer)."""
 
     state: Literal["send", "wait", "accepted"]
@@ -182,30 +184,30 @@ class OfferAnswer(Plain):
     retry_after_s: Seconds = 0.0
 
 
-class PutPart(OfContribution):
+class PutPart(OfContribution, frozen=True):
     """Carries the bytes of one part as its body."""
 
     part: Count
     hash: PartHash
 
 
-class PutPartAnswer(Plain):
+class PutPartAnswer(Plain, frozen=True):
     state: Literal["stored", "duplicate"]
 
 
-class Commit(OfContribution):
+class Commit(OfContribution, frozen=True):
     """ "That was all." The payload hash is over the parts' hashes (digest.py)."""
 
     payload_hash: Hash
 
 
-class CommitAnswer(Plain):
+class CommitAnswer(Plain, frozen=True):
     """Accepted: it counts in the agreement with this version."""
 
     version: Positive
 
 
-class Participant(Plain):
+class Participant(Plain, frozen=True):
     """One contribution inside an agreement. Staleness 0 = it was computed from the agreement just before."""
 
     worker_id: WorkerId
@@ -214,7 +216,7 @@ class Participant(Plain):
     staleness: Count = 0
 
 
-class Agreement(Plain):
+class Agreement(Plain, frozen=True):
     """What a round produced. `kind` "full" = the payload is the whole anchor; `base` is the version that an update
     applies to (None for "full"). `anchor_hash` is over the fragment's fp32 values, however they were carried."""
 
@@ -229,7 +231,7 @@ class Agreement(Plain):
     participants: tuple[Participant, ...] = ()
 
 
-class Poll(FromMember):
+class Poll(FromMember, frozen=True):
     """ "Is there an agreement newer than `after`?" Answered when there is, or after at most `wait_s`."""
 
     fragment: Count
@@ -237,7 +239,7 @@ class Poll(FromMember):
     wait_s: Seconds = 0.0
 
 
-class PollAnswer(Plain):
+class PollAnswer(Plain, frozen=True):
     """`last_sequence`: the last contribution of this worker to this fragment that the server has accepted; a worker
     that was told "accepted" and then sees a smaller number knows that the server lost it, and sends it again.
     `stuck`: the open round cannot close unless more workers join. `wanted`: other fragments whose rounds wait for this
@@ -252,7 +254,7 @@ class PollAnswer(Plain):
     retry_after_s: Seconds = 0.0
 
 
-class GetPart(FromMember):
+class GetPart(FromMember, frozen=True):
     """Asks for one part of an agreement's payload; the answer's body is the bytes."""
 
     fragment: Count
@@ -260,7 +262,7 @@ class GetPart(FromMember):
     part: Count
 
 
-class GetPartAnswer(Plain):
+class GetPartAnswer(Plain, frozen=True):
     """Beside the bytes: the hash the sender computed. The receiver computes its own and compares."""
 
     hash: PartHash

@@ -25,6 +25,7 @@ from ..errors import (
     OtherRun,
     PlanMismatch,
     ProtocolMismatch,
+    Refused,
     StaleRound,
     Superseded,
     TooLarge,
@@ -395,8 +396,18 @@ class Coordinator:
         return upload
 
     def _check_offer(self, offer: Offer, fragment: Fragment) -> None:
-        """Is it computed from the right version, with the run's codec, and not too large?"""
+        """Is it encoded with the run's codec, not too large, and not too old?"""
         assert self.plan is not None
+        if offer.codec != self.plan.codec:
+            raise PlanMismatch(f"contribution is encoded as {offer.codec!r}; the run uses {self.plan.codec!r}")
+        if offer.size_bytes > fragment.max_payload_bytes:
+            raise TooLarge(
+                f"contribution of {offer.size_bytes} bytes; fragment {offer.fragment} as {self.plan.codec} "
+                f"takes at most {fragment.max_payload_bytes}"
+            )
+        self._check_age(offer, fragment)
+
+    def _check_age(self, offer: Offer, fragment: Fragment) -> None:
         newest = fragment.round.version - 1  # of the open round: one more than published while a round is closing
         if offer.base_version > newest or offer.oldest_base > offer.base_version:
             raise FutureRound(
@@ -415,13 +426,6 @@ class Coordinator:
                 f"the oldest step in this contribution was taken on version {offer.oldest_base}, "
                 f"{newest - offer.oldest_base} before the newest; max_staleness is {self.rules.max_staleness}",
                 hint="discard it and adopt the newest anchor",
-            )
-        if offer.codec != self.plan.codec:
-            raise PlanMismatch(f"contribution is encoded as {offer.codec!r}; the run uses {self.plan.codec!r}")
-        if offer.size_bytes > fragment.max_payload_bytes:
-            raise TooLarge(
-                f"contribution of {offer.size_bytes} bytes; fragment {offer.fragment} as {self.plan.codec} "
-                f"takes at most {fragment.max_payload_bytes}"
             )
 
     def _start_if_ready(self, now: float) -> None:
@@ -452,9 +456,11 @@ class Coordinator:
         index = fragment.published.fragment
         self._effects.append(CloseRound(index, closing.version, tuple(closing.participants)))
         fragment.round = Round(closing.version + 1, set(self.members.live_ids))
-        if not self.rules.takes_late:
-            for upload in self.uploads.of_fragment(index):
-                self._drop(upload.offer.key)
+        for upload in self.uploads.of_fragment(index):
+            try:
+                self._check_age(upload.offer, fragment)
+            except Refused:
+                self._drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
 
     def _remove(self, member: Member, now: float, kind: str, **facts: object) -> None:
         self.members.gone(member)

@@ -1,0 +1,142 @@
+"""Settings as frozen dataclasses: every value checked where it is made, every error naming field, value and range."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from .coordination.rounds import RoundRules
+from .errors import ConfigError
+from .types import Wishes
+
+DEFAULT_PORT = 8512
+DEFAULT_HOST = "127.0.0.1"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Everything a server can be told. None for sync_every, num_fragments or codec = the first worker decides."""
+
+    num_workers: int
+    host: str = DEFAULT_HOST
+    port: int | None = DEFAULT_PORT  # None = the first free one from 8512 on, 0 = any free one
+    min_workers: int = 1
+    heartbeat_timeout: float = 120.0  # seconds of silence until a worker counts as dead; 0 = never
+    sync_every: int | None = None
+    num_fragments: int | None = None
+    codec: str | None = None
+    fragment_strategy: Literal["contiguous", "strided"] = "contiguous"
+    embeddings_apart: bool = False
+    quorum: int | None = None  # None = all expected workers
+    grace_period: float = 0.0
+    round_deadline_s: float | None = None
+    start_deadline_s: float | None = None
+    max_staleness: int = 4
+    pool_bytes: int = 2 << 30
+    part_size_bytes: int = 16 << 20
+    max_connections: int = 1024
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_workers", "min_workers", "pool_bytes", "max_connections")
+        _at_least(self, 0, "max_staleness", "heartbeat_timeout", "grace_period")
+        _at_least(self, 1, "sync_every", "num_fragments", "quorum", optional=True)
+        _at_least(self, 0, "round_deadline_s", "start_deadline_s", optional=True)
+        if self.min_workers > self.num_workers:
+            raise ConfigError(f"min_workers ({self.min_workers}) must not exceed num_workers ({self.num_workers})")
+        if self.quorum is not None and self.quorum > self.num_workers:
+            raise ConfigError(f"quorum ({self.quorum}) must not exceed num_workers ({self.num_workers})")
+        if self.port is not None and not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        if not 64 <= self.part_size_bytes <= 16 << 20 or self.part_size_bytes % 64:
+            raise ConfigError(
+                f"part_size_bytes must be a multiple of 64 between 64 and {16 << 20}, got {self.part_size_bytes}"
+            )
+        if self.fragment_strategy not in ("contiguous", "strided"):
+            raise ConfigError(f"fragment_strategy must be contiguous or strided, got {self.fragment_strategy!r}")
+
+    @property
+    def wishes(self) -> Wishes:
+        return Wishes(sync_every=self.sync_every, codec=self.codec, num_fragments=self.num_fragments)
+
+    @property
+    def rules(self) -> RoundRules:
+        return RoundRules(
+            num_workers=self.num_workers,
+            min_workers=self.min_workers,
+            quorum=self.quorum,
+            grace_s=self.grace_period,
+            round_deadline_s=self.round_deadline_s,
+            start_deadline_s=self.start_deadline_s,
+            max_staleness=self.max_staleness,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Everything a worker can be told. None = follow the plan of the run."""
+
+    server_addr: str
+    worker_id: str | None = None  # None = made from host name and process
+    sync_every: int | None = None
+    num_fragments: int | None = None
+    bf16_comm: bool | None = None  # True = bf16, False = fp32 on the wire
+    heartbeat_interval: float = 30.0
+    on_exit: Literal["global", "local"] = "global"  # what `model` holds afterwards: the agreed weights, or its own
+    join_timeout_s: float = 120.0
+    give_up_after_s: float = 900.0  # without any answer from the server
+    exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "sync_every", "num_fragments", optional=True)
+        _at_least(self, 0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s")
+        if self.on_exit not in ("global", "local"):
+            raise ConfigError(f'on_exit must be "global" or "local", got {self.on_exit!r}')
+
+    @property
+    def wishes(self) -> Wishes:
+        codec = None if self.bf16_comm is None else ("bf16" if self.bf16_comm else "fp32")
+        return Wishes(sync_every=self.sync_every, codec=codec, num_fragments=self.num_fragments)
+
+
+def build(kind: type[T], settings: dict[str, Any]) -> T:
+    """A config from keyword arguments; an unknown one is answered with the nearest known one."""
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            suggestion = f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(known)}"
+            raise ConfigError(f'unknown setting "{name}"{suggestion}')
+    return kind(**settings)
+
+
+def _at_least(config: object, least: int, *names: str, optional: bool = False) -> None:
+    """Whole-number fields take ints only, others any finite number."""
+    for name in names:
+        value = getattr(config, name)
+        if value is None and optional:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{name} must be a number ≥ {least}, got {value!r}")
+        if not math.isfinite(value) or value < least:
+            raise ConfigError(f"{name} must be ≥ {least}, got {value}")
+        if isinstance(value, float) and name in _WHOLE:
+            raise ConfigError(f"{name} must be a whole number ≥ {least}, got {value}")
+
+
+_WHOLE = {
+    "num_workers",
+    "min_workers",
+    "sync_every",
+    "num_fragments",
+    "quorum",
+    "max_staleness",
+    "pool_bytes",
+    "max_connections",
+}

@@ -1,0 +1,148 @@
+"""Fragments: named groups of parameters, balanced by bytes, that are exchanged one at a time.
+
+In each cycle of H local steps fragment p is sent after step ⌊(p+1)·H/P⌋, so that some fragment travels every H/P steps
+and each of them once per cycle (Douillard et al. 2025, "Streaming DiLoCo"). With P = 1: everything, after H steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+from ..errors import ConfigError
+from ..types import ParameterSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Strategy = Literal["contiguous", "strided"]
+BYTES_PER_VALUE = 4  # balance is about the fp32 anchor; every codec shrinks all fragments alike
+
+
+class FragmentManager:
+    """Which parameter is in which fragment, and which fragment is due when.
+
+    contiguous: neighbours stay together, cut into P runs of about equal bytes;
+    strided:    layer i goes to fragment i mod P, what belongs to no layer to the lightest.
+    `embeddings_apart`: the embedding tables get the first fragment to themselves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[ParameterSpec],
+        num_fragments: int,
+        *,
+        strategy: Strategy = "contiguous",
+        embeddings_apart: bool = False,
+    ) -> None:
+        specs = _specs(model)
+        if not 1 <= num_fragments <= len(specs):
+            raise ConfigError(
+                f"num_fragments must be between 1 and the number of trainable parameters ({len(specs)}), "
+                f"got {num_fragments}"
+            )
+        self.num_fragments = num_fragments
+        self.fragments = _split(specs, num_fragments, strategy, embeddings_apart)
+        self.param_to_fragment = {name: i for i, names in enumerate(self.fragments) for name in names}
+
+    def get_fragment_schedule(self, local_step: int, sync_every: int) -> int | None:
+        """The fragment to send after `local_step` (counted from 1, over any number of cycles), or None."""
+        return due_fragment(local_step, sync_every, self.num_fragments)
+
+
+def due_fragment(local_step: int, sync_every: int, num_fragments: int) -> int | None:
+    """Fragment p if `local_step` ≡ ⌊(p+1)·H/P⌋ within its cycle, else None. H need not be divisible by P."""
+    if local_step < 1:
+        return None
+    position = (local_step - 1) % sync_every + 1
+    p = -(-position * num_fragments // sync_every) - 1  # the smallest p with (p+1)·H/P ≥ position
+    return p if send_step(p, sync_every, num_fragments) == position else None
+
+
+def send_step(fragment: int, sync_every: int, num_fragments: int) -> int:
+    """⌊(p+1)·H/P⌋: the step of the cycle after which fragment p is sent. Fragment −1 is the cycle's beginning."""
+    return (fragment + 1) * sync_every // num_fragments
+
+
+def check_cycle(sync_every: int, num_fragments: int) -> None:
+    """Each fragment needs a step of its own."""
+    if sync_every < num_fragments:
+        raise ConfigError(
+            f"sync_every ({sync_every}) must be at least num_fragments ({num_fragments}): "
+            "each fragment is sent after a step of its own"
+        )
+
+
+def _specs(model: nn.Module | Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    if isinstance(model, Sequence):
+        return list(model)
+    return [
+        ParameterSpec(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), block=block_of(name))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+
+
+def block_of(name: str) -> str:
+    """The layer a parameter belongs to: its name up to the first number ("h.3.attn.weight" → "h.3"), else ""."""
+    pieces = name.split(".")
+    for i, piece in enumerate(pieces):
+        if piece.isdigit():
+            return ".".join(pieces[: i + 1])
+    return ""
+
+
+def _split(specs: list[ParameterSpec], count: int, strategy: Strategy, embeddings_apart: bool) -> list[list[str]]:
+    if embeddings_apart and count > 1:
+        tables = [s for s in specs if s.embedding]
+        rest = [s for s in specs if not s.embedding]
+        if tables and len(rest) >= count - 1:
+            return [[s.name for s in tables], *_split(rest, count - 1, strategy, embeddings_apart=False)]
+    units = _units(specs)
+    if len(units) < count:
+        units = [[s] for s in specs]  # fewer layers than fragments: cut inside layers
+    groups = _strided(units, count) if strategy == "strided" else _contiguous(units, count)
+    order = {s.name: i for i, s in enumerate(specs)}
+    return [sorted((s.name for unit in group for s in unit), key=order.__getitem__) for group in groups]
+
+
+def _units(specs: list[ParameterSpec]) -> list[list[ParameterSpec]]:
+    """Runs of parameters of one layer; a parameter outside any layer is a unit of its own."""
+    units: list[list[ParameterSpec]] = []
+    for spec in specs:
+        if units and spec.block and units[-1][0].block == spec.block:
+            units[-1].append(spec)
+        else:
+            units.append([spec])
+    return units
+
+
+def _bytes(unit: list[ParameterSpec]) -> int:
+    return sum(BYTES_PER_VALUE * spec.numel for spec in unit)
+
+
+def _contiguous(units: list[list[ParameterSpec]], count: int) -> list[list[list[ParameterSpec]]]:
+    """Cut k comes where the bytes so far are nearest to k/P of all, leaving at least one unit on each side."""
+    sums = [0]
+    for unit in units:
+        sums.append(sums[-1] + _bytes(unit))
+    cuts = [0]
+    for k in range(1, count):
+        candidates = range(cuts[-1] + 1, len(units) - (count - k) + 1)
+        target = sums[-1] * k / count
+        cuts.append(min(candidates, key=lambda i: abs(sums[i] - target)))
+    cuts.append(len(units))
+    return [units[a:b] for a, b in pairwise(cuts)]
+
+
+def _strided(units: list[list[ParameterSpec]], count: int) -> list[list[list[ParameterSpec]]]:
+    """Layers in turn, then the rest, largest first into the lightest."""
+    groups: list[list[list[ParameterSpec]]] = [[] for _ in range(count)]
+    layers = [unit for unit in units if unit[0].block]
+    loose = [unit for unit in units if not unit[0].block]
+    for i, unit in enumerate(layers):
+        groups[i % count].append(unit)
+    for unit in sorted(loose, key=_bytes, reverse=True):
+        min(groups, key=lambda group: sum(map(_bytes, group))).append(unit)
+    return groups

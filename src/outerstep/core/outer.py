@@ -1,0 +1,109 @@
+"""The outer step.
+
+    buf = μ·buf + g                 first call: buf = g
+    θ   = θ − η·(g + μ·buf)         Nesterov, with the updated buf
+
+where g is the weighted mean of the workers' pseudo-gradients. It is the rule of `torch.optim.SGD(nesterov=True)`, bit
+for bit: tests/golden compares ten rounds. (Douillard et al. 2023, "DiLoCo", use η = 0.7, μ = 0.9.)
+
+Parameters and state are fp32 and keyed by name, never by position: a fragment steps alone, and its momentum with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+
+State = dict[str, dict[str, Tensor]]
+"""parameter name -> what its optimizer remembers"""
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class OuterOptimizer(Protocol):
+    def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        """Move `params` (fp32) in place. The names of one fragment, or of all."""
+
+    def state_dict(self) -> State:
+        """By parameter name; the tensors are the live ones."""
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class Nesterov:
+    """SGD with (Nesterov) momentum, as in the module's docstring; `nesterov=False` gives θ − η·buf."""
+
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9, *, nesterov: bool = True) -> None:
+        if not lr > 0.0:
+            raise ConfigError(f"outer lr must be > 0, got {lr}")
+        if not 0.0 <= momentum < 1.0:
+            raise ConfigError(f"outer momentum must be in [0, 1), got {momentum}")
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self._buf: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        for name, theta in params.items():
+            g = grads[name]
+            if self.momentum == 0.0:
+                theta.add_(g, alpha=-self.lr)
+                continue
+            buf = self._buf.get(name)
+            if buf is None:
+                buf = self._buf[name] = g.clone()
+            else:
+                buf.mul_(self.momentum).add_(g)
+            theta.add_(g.add(buf, alpha=self.momentum) if self.nesterov else buf, alpha=-self.lr)
+
+    def state_dict(self) -> State:
+        return {name: {"momentum_buffer": buf} for name, buf in self._buf.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        self._buf = {name: entry["momentum_buffer"].clone() for name, entry in state.items()}
+
+
+class TorchOuter:
+    """Any `torch.optim` optimizer as the outer one: `factory(parameters)` builds it, once, over all parameters.
+
+    Only the parameters of the fragment that steps get a gradient; optimizers skip the others, momentum and all.
+    """
+
+    def __init__(self, factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._params = {name: nn.Parameter(torch.zeros(shape), requires_grad=False) for name, shape in shapes.items()}
+        self._optimizer = factory(list(self._params.values()))
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"outer_optimizer_factory must return a torch.optim.Optimizer, got {type(self._optimizer).__name__}; "
+                "for example: lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+            )
+
+    @torch.no_grad()
+    def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        for name, theta in params.items():
+            self._params[name].data = theta  # the optimizer works on the caller's memory
+            self._params[name].grad = grads[name]
+        self._optimizer.step()
+        for name in params:
+            self._params[name].grad = None
+
+    def state_dict(self) -> State:
+        found: State = {}
+        for name, param in self._params.items():
+            entry = {k: v for k, v in self._optimizer.state.get(param, {}).items() if isinstance(v, Tensor)}
+            if entry:
+                found[name] = entry
+        return found
+
+    def load_state_dict(self, state: State) -> None:
+        for name, entry in state.items():
+            self._optimizer.state[self._params[name]] = {key: value.clone() for key, value in entry.items()}
+
+
+def check_factory(factory: OptimizerFactory) -> None:
+    """Try the factory on one tiny parameter, so that a mistake in it shows at start and not at the first join."""
+    TorchOuter(factory, {"probe": (1,)})

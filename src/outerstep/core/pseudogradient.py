@@ -1,0 +1,39 @@
+"""Where the sign lives.
+
+A worker starts from the anchor θ, trains, and ends at its local weights l. What it learned is
+
+    Δ = θ − l                    (the pseudo-gradient: where plain SGD would put a gradient)
+
+so that the outer optimizer *descends*: θ − η·Δ moves towards l, and with η = 1 and no momentum it arrives there.
+The sign is taken here and nowhere else (docs/adr/0001-sign-convention.md).
+
+Arithmetic is fp32 whatever the model's dtype. A bf16 or fp16 model cannot hold θ itself, only θ rounded to its dtype,
+and that is where its training began; so Δ is measured from there, and a model that has not moved has Δ = 0 exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pseudo_gradient(anchor: Tensor, local: Tensor) -> Tensor:
+    """Δ = θ − l, fp32, on the anchor's device. Both of one shape."""
+    local = local.detach().to(anchor.device)
+    return anchor.to(local.dtype).float() - local.float()
+
+
+@torch.no_grad()
+def adopt(local: Tensor, agreed: Tensor) -> None:
+    """l ← θ′: our steps are in the agreement, so the agreement replaces them."""
+    local.copy_(agreed)
+
+
+@torch.no_grad()
+def rebase(local: Tensor, anchor: Tensor, agreed: Tensor) -> None:
+    """l ← l + (θ′ − θ): the round closed without us. We take over what the others did and keep our own unsent steps,
+    so that the next pseudo-gradient θ′ − l holds exactly those: nobody's work is undone, and none is sent twice."""
+    began_at = anchor.to(local.dtype).float()
+    begins_at = agreed.to(anchor.device).to(local.dtype).float()
+    moved = local.to(anchor.device).float() + (begins_at - began_at)
+    local.copy_(moved)

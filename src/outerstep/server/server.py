@@ -1,0 +1,166 @@
+"""DiLoCoServer: the parameter server as an object.
+
+server = DiLoCoServer(model.state_dict(), num_workers=2, port=8512)
+server.run()                      # or start() … stop()
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..config import DEFAULT_PORT, ServerConfig, build
+from ..core.codecs import get_codec
+from ..core.fragments import check_cycle
+from ..core.outer import Nesterov, OptimizerFactory, OuterOptimizer, TorchOuter, check_factory
+from ..errors import ConfigError
+from ..types import Manifest
+from ..wire.http_service import HttpService, ServiceLimits
+from .health import HealthMonitor
+from .model_state import ModelState
+from .service import ParameterService
+
+log = logging.getLogger(__name__)
+
+PORTS_TRIED = 100
+
+
+class DiLoCoServer:
+    """Holds the global model, takes contributions, steps, publishes.
+
+    `model_state_dict` is the starting point; `outer_optimizer_factory(parameters)` builds any torch optimizer (default:
+    Nesterov with `outer_lr` 0.7 and `outer_momentum` 0.9). Every other keyword is a field of `ServerConfig`.
+    """
+
+    def __init__(
+        self,
+        model_state_dict: Mapping[str, Tensor],
+        num_workers: int,
+        port: int | None = DEFAULT_PORT,
+        outer_optimizer_factory: OptimizerFactory | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = build(ServerConfig, {"num_workers": num_workers, "port": port, **settings})
+        if self.config.codec is not None:
+            get_codec(self.config.codec)
+        if self.config.sync_every is not None and self.config.num_fragments is not None:
+            check_cycle(self.config.sync_every, self.config.num_fragments)
+        self.run_id = secrets.token_hex(8)
+        self.service = ParameterService(
+            self.config,
+            ModelState(model_state_dict),
+            _optimizer_maker(self.config, outer_optimizer_factory),
+            run_id=self.run_id,
+            on_change=self._nudge,
+        )
+        self._monitor = HealthMonitor(self.service.tick, self.service.next_wake)
+        self._http: HttpService | None = None
+        self._stopped = threading.Event()
+        self._life = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """host:port, once started."""
+        if self._http is None:
+            raise ConfigError("the server has no address before start()")
+        host = self.config.host
+        return f"[{host}]:{self._http.port}" if ":" in host else f"{host}:{self._http.port}"
+
+    @property
+    def sync_round(self) -> int:
+        return self.service.coordinator.sync_round
+
+    def start(self) -> DiLoCoServer:
+        """Listen, in the background."""
+        with self._life:
+            if self._http is not None:
+                raise ConfigError("this server was started before; make a new one")
+            self._http = self._listen()
+        self.service.start()
+        self._monitor.start()
+        self._http.start()
+        log.info("listening on %s", self.address)
+        if not _is_loopback(self.config.host):
+            log.warning(
+                "listening on %s without authentication or encryption: whoever reaches port %d can join and change the "
+                "model. Use it on a network you trust, or stay on 127.0.0.1 behind a tunnel.",
+                self.config.host,
+                self._http.port,
+            )
+        return self
+
+    def run(self) -> None:
+        """Start if need be, and stay until stop() or Ctrl-C."""
+        if self._http is None:
+            self.start()
+        try:
+            self._stopped.wait()
+        except KeyboardInterrupt:
+            log.info("stopping")
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop listening and finish what was decided. Safe to call twice."""
+        with self._life:
+            first = not self._stopped.is_set()
+            self._stopped.set()
+        if first and self._http is not None:
+            self._http.stop()
+            self._monitor.stop()
+            self.service.stop()
+
+    def status(self) -> dict[str, object]:
+        return self.service.status()
+
+    def get_global_params(self) -> dict[str, Tensor]:
+        """A copy of the newest global weights, fp32."""
+        return self.service.global_params()
+
+    def __enter__(self) -> DiLoCoServer:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def _nudge(self) -> None:
+        self._monitor.nudge()
+
+    def _listen(self) -> HttpService:
+        limits = ServiceLimits(max_connections=self.config.max_connections)
+        port = self.config.port
+        candidates = [port] if port is not None else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))
+        for candidate in candidates:
+            try:
+                return HttpService(self.service, self.config.host, candidate, limits)
+            except OSError as error:
+                last = error
+        raise ConfigError(
+            f"cannot listen on {self.config.host}:{candidates[0]}: {last.strerror or last}; "
+            "choose another port, or stop what uses it"
+        ) from last
+
+
+def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> Callable[[Manifest], OuterOptimizer]:
+    if factory is None:
+        Nesterov(
+            config.outer_lr, config.outer_momentum, nesterov=config.nesterov
+        )  # complains now, not at the first join
+        return lambda manifest: Nesterov(config.outer_lr, config.outer_momentum, nesterov=config.nesterov)
+    check_factory(factory)
+    return lambda manifest: TorchOuter(factory, {spec.name: spec.shape for spec in manifest.parameters})
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,340 @@
+"""The parameter service: carries out what the coordinator decides.
+
+Two kinds of threads meet here. Connection threads bring messages: under one lock the coordinator decides
+(microseconds), outside of it bytes are read and checked. One *rounds* thread carries out the heavy effects, in the order
+in which they were decided: decode and add a contribution, take the outer step, publish. So a sum never misses a contribution that was
+accepted before its round closed, and a round ends in one place.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from ..config import ServerConfig
+from ..coordination.coordinator import Coordinator
+from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event
+from ..coordination.plan import settle
+from ..core.codecs import get_codec
+from ..core.fragments import FragmentManager, check_cycle
+from ..core.outer import OuterOptimizer
+from ..digest import part_hash, part_range
+from ..errors import BadRequest, ConfigError, HashMismatch, PlanMismatch, Refused, ServerError, Superseded
+from ..types import (
+    Answer,
+    Commit,
+    CommitAnswer,
+    ContributionKey,
+    GetPart,
+    GetPartAnswer,
+    Heartbeat,
+    Join,
+    JoinAnswer,
+    Leave,
+    Manifest,
+    Offer,
+    Plan,
+    Poll,
+    PollAnswer,
+    PutPart,
+    PutPartAnswer,
+    Request,
+)
+from ..wire.service import Body
+from .model_state import ModelState
+from .status import build_status
+from .store import FragmentStore
+
+log = logging.getLogger(__name__)
+
+LONGEST_POLL_S = 20.0
+QUIET_EVENTS = frozenset({"round"})  # logged at debug level: there are many
+
+
+@dataclass
+class _Writing:
+    """A part whose bytes are being read from a socket right now."""
+
+    body: Body
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class ParameterService:
+    def __init__(
+        self,
+        config: ServerConfig,
+        model: ModelState,
+        make_optimizer: Callable[[Manifest], OuterOptimizer],
+        *,
+        run_id: str,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.clock = clock
+        self.coordinator = Coordinator(
+            run_id=run_id,
+            rules=config.rules,
+            heartbeat_timeout_s=config.heartbeat_timeout,
+            pool_bytes=config.pool_bytes,
+            part_size_bytes=config.part_size_bytes,
+        )
+        self.stores: list[FragmentStore] = []
+        self.failure = ""
+        self.started_at = clock()
+        self.bytes_received = 0
+        self.bytes_sent = 0
+        self._make_optimizer = make_optimizer
+        self._optimizer: OuterOptimizer | None = None
+        self._on_change = on_change
+        self._changed = threading.Condition()  # its lock guards the coordinator and everything below
+        self._buffers: dict[ContributionKey, memoryview] = {}
+        self._writing: dict[tuple[ContributionKey, int], _Writing] = {}
+        self._work: queue.SimpleQueue[Accumulate | CloseRound | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._carry_out, name="outerstep-rounds", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the rounds that were decided, then end."""
+        self._work.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def answer(self, request: Request) -> Answer:
+        self._check_health()
+        match request:
+            case Join():
+                return self._decide(lambda now: self._join(request, now))
+            case Heartbeat():
+                return self._decide(lambda now: self.coordinator.heartbeat(request, now))
+            case Leave():
+                return self._decide(lambda now: self.coordinator.leave(request, now))
+            case Offer():
+                return self._decide(lambda now: self.coordinator.offer(request, now))
+            case Commit():
+                return self._commit(request)
+            case Poll():
+                return self._poll(request)
+            case PutPart() | GetPart():
+                raise BadRequest(f"{type(request).__name__} carries bytes")
+
+    def put_part(self, request: PutPart, body: Body) -> PutPartAnswer:
+        """Read the part straight to its place. Only one connection at a time writes to a place, and none once the part
+        is in: what was hashed is what will be added."""
+        self._check_health()
+        place = (request.key, request.part)
+        while True:
+            with self._changed:
+                begun = self.coordinator.begin_part(request, self.clock())
+                if isinstance(begun, PutPartAnswer):
+                    return begun
+                begin, end = part_range(request.part, begun.offer.size_bytes, self.config.part_size_bytes)
+                if body.length != end - begin:
+                    raise BadRequest(f"part {request.part} has {end - begin} bytes, got {body.length}")
+                earlier = self._writing.get(place)
+                if earlier is None:
+                    writing = self._writing[place] = _Writing(body)
+                    buffer = self._buffers.get(request.key)
+                    if buffer is None:
+                        buffer = self._buffers[request.key] = memoryview(mmap.mmap(-1, begun.offer.size_bytes))
+                    break
+            # The sender gave up on an earlier connection and came back on this one.
+            earlier.body.abort()
+            earlier.done.wait()
+        stored = False
+        try:
+            body.read_into(buffer[begin:end])
+            got = part_hash(buffer[begin:end])
+            if got != request.hash:
+                raise HashMismatch(
+                    f"part {request.part} of {request.key} arrived as {got}, it was sent as {request.hash}",
+                    hint="send this part again",
+                )
+            stored = True
+        finally:
+            with self._changed:
+                del self._writing[place]
+                writing.done.set()
+                if stored:
+                    answer = self.coordinator.part_arrived(request, self.clock())
+                    self.bytes_received += end - begin
+        return answer
+
+    def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:
+        self._check_health()
+        with self._changed:
+            self.coordinator.get_part(request, self.clock())
+            published = self.stores[request.fragment].version(request.version)
+            if published is None:
+                raise Superseded(f"version {request.version} of fragment {request.fragment} is not held")
+            if request.part >= len(published.part_hashes):
+                raise BadRequest(f"part {request.part} is out of range: there are {len(published.part_hashes)}")
+            begin, end = part_range(request.part, len(published.frame), self.config.part_size_bytes)
+            self.bytes_sent += end - begin
+            return GetPartAnswer(hash=published.part_hashes[request.part]), published.frame[begin:end]
+
+    def status(self) -> dict[str, object]:
+        with self._changed:
+            return build_status(self)
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        with self._changed:
+            self.coordinator.tick(now)
+            self._flush()
+
+    def next_wake(self, now: float) -> float | None:
+        with self._changed:
+            return self.coordinator.next_wake(now)
+
+    def global_params(self) -> dict[str, Tensor]:
+        """A copy of the newest global weights, fp32, by every name the model has for them."""
+        with self._changed:
+            newest = {name: theta for store in self.stores for name, theta in store.params().items()}
+        aliases = self.coordinator.manifest.aliases if self.coordinator.manifest is not None else {}
+        return self.model.with_trained(newest, aliases)
+
+    # --- decisions, under the lock --------------------------------------------------------------------------------
+
+    def _decide(self, decide: Callable[[float], Answer]) -> Answer:
+        with self._changed:
+            try:
+                return decide(self.clock())
+            finally:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Hand over the coordinator's effects, in its order. Called with the lock held."""
+        for effect in self.coordinator.take_effects():
+            match effect:
+                case Accumulate() | CloseRound():
+                    self._work.put(effect)
+                case DropUpload():
+                    self._buffers.pop(effect.key, None)
+                case Event():
+                    level = logging.DEBUG if effect.kind in QUIET_EVENTS else logging.INFO
+                    log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
+        self._changed.notify_all()
+        self._on_change()
+
+    def _join(self, request: Join, now: float) -> JoinAnswer:
+        self.coordinator.check_join(request)
+        if self.coordinator.plan is None:
+            self._fix_plan(request)
+        return self.coordinator.join(request, now)
+
+    def _fix_plan(self, request: Join) -> None:
+        """The first worker is here: what its model is and what nobody has settled yet is settled now."""
+        settled = settle(self.config.wishes, request.wishes, request.worker_id)
+        manifest = request.manifest or self.model.manifest()
+        self.model.check(manifest)
+        try:
+            codec = get_codec(settled.codec)
+            check_cycle(settled.sync_every, settled.num_fragments)
+            fragments = FragmentManager(
+                manifest.parameters,
+                settled.num_fragments,
+                strategy=self.config.fragment_strategy,
+                embeddings_apart=self.config.embeddings_apart,
+            ).fragments
+            self._optimizer = self._make_optimizer(manifest)
+        except ConfigError as error:
+            raise PlanMismatch(str(error)) from error
+        specs = {spec.name: spec for spec in manifest.parameters}
+        initial = self.model.initial(manifest)
+        self.stores = [
+            FragmentStore(i, [specs[name] for name in names], initial, codec, self.config.part_size_bytes)
+            for i, names in enumerate(fragments)
+        ]
+        self.coordinator.fix(
+            plan=Plan(
+                sync_every=settled.sync_every,
+                codec=settled.codec,
+                fragments=tuple(tuple(names) for names in fragments),
+                part_size_bytes=self.config.part_size_bytes,
+                max_staleness=self.config.max_staleness,
+                heartbeat_timeout_s=self.config.heartbeat_timeout,
+            ),
+            settled=settled,
+            manifest=manifest,
+            agreements=[store.newest.agreement for store in self.stores],
+            max_payload_bytes=[store.max_payload_bytes for store in self.stores],
+        )
+
+    def _poll(self, request: Poll) -> PollAnswer:
+        """Answer when there is something new to say, or after a few seconds."""
+        until = self.clock() + min(request.wait_s, LONGEST_POLL_S)
+        with self._changed:
+            while True:
+                now = self.clock()
+                answer = self.coordinator.poll(request, now)
+                if answer.agreement is not None or answer.wanted:
+                    return answer
+                if now >= until or self.failure:
+                    return replace(answer, retry_after_s=0.0)  # it has waited here
+                self._changed.wait(until - now)
+
+    def _commit(self, request: Commit) -> CommitAnswer:
+        with self._changed:
+            begun = self.coordinator.begin_commit(request, self.clock())
+            if isinstance(begun, CommitAnswer):
+                return begun
+            payload = self._buffers[request.key]
+        try:
+            self.stores[request.fragment].check(payload)
+        except Refused as refusal:
+            with self._changed:
+                self.coordinator.reject(request.key, refusal.message)
+                self._flush()
+            raise
+        answer = self._decide(lambda now: self.coordinator.accept(request, now))
+        assert isinstance(answer, CommitAnswer)
+        return answer
+
+    # --- the rounds thread ----------------------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        while (effect := self._work.get()) is not None:
+            try:
+                if isinstance(effect, Accumulate):
+                    self._accumulate(effect)
+                else:
+                    self._close(effect)
+            except Exception as error:  # the model may be half done: say so to everybody and do nothing more
+                log.exception("the server cannot go on")
+                with self._changed:
+                    self.failure = f"{type(effect).__name__} failed: {type(error).__name__}: {error}"
+                    self._changed.notify_all()
+                return
+
+    def _accumulate(self, effect: Accumulate) -> None:
+        payload = self._buffers[effect.key]
+        self.stores[effect.key.fragment].accumulate(payload, effect.version, effect.weight)
+        with self._changed:
+            del self._buffers[effect.key]
+            self.coordinator.freed(effect.key)
+
+    def _close(self, effect: CloseRound) -> None:
+        assert self._optimizer is not None
+        published = self.stores[effect.fragment].close(effect.version, effect.participants, self._optimizer)
+        with self._changed:
+            self.coordinator.published(published.agreement, self.clock())
+            self._flush()
+
+    def _check_health(self) -> None:
+        if self.failure:
+            raise ServerError(f"the server has stopped: {self.failure}", hint="restart it; its log has the cause")

@@ -1,0 +1,68 @@
+"""What `/status` says."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .service import ParameterService
+
+
+def build_status(service: ParameterService) -> dict[str, object]:
+    """Called with the service's lock held."""
+    coordinator, config, now = service.coordinator, service.config, service.clock()
+    plan, settled = coordinator.plan, coordinator.settled
+    pending = sorted({p.worker_id for f in coordinator.fragments for p in f.round.participants})
+    return {
+        "outerstep": version("outerstep"),
+        "run_id": coordinator.run_id,
+        "mode": "sync" if config.quorum is None else "quorum",
+        "uptime_s": round(now - service.started_at, 1),
+        "failure": service.failure,
+        "started": coordinator.started,
+        "sync_round": coordinator.sync_round,
+        "num_workers": config.num_workers,
+        "min_workers": config.min_workers,
+        "heartbeat_timeout": config.heartbeat_timeout,
+        "total_worker_deaths": coordinator.members.total_deaths,
+        "total_submissions": coordinator.total_accepted,
+        "pending_submissions": pending,
+        "num_parameters": sum(spec.numel for spec in coordinator.manifest.parameters) if coordinator.manifest else None,
+        "bytes_received": service.bytes_received,
+        "bytes_sent": service.bytes_sent,
+        "pool_held_bytes": coordinator.uploads.held_bytes,
+        "pool_queue": coordinator.uploads.queued,
+        "plan": None
+        if plan is None or settled is None
+        else {
+            "sync_every": plan.sync_every,
+            "codec": plan.codec,
+            "num_fragments": len(plan.fragments),
+            "said_by": settled.said_by,
+        },
+        "workers": {
+            member.worker_id: {
+                "hostname": member.hostname,
+                "incarnation": member.incarnation,
+                "step": member.step,
+                "steps_per_second": member.steps_per_second,
+                "loss": member.loss,
+                "last_seen_s": round(now - member.last_seen, 1),
+                "joined_s": round(now - member.joined_at, 1),
+            }
+            for member in coordinator.members
+            if member.live
+        },
+        "fragments": [
+            {
+                "version": fragment.published.version,
+                "anchor_hash": fragment.published.anchor_hash,
+                "last_participants": [p.worker_id for p in fragment.published.participants],
+                "contributed": sorted(fragment.round.contributors),
+                "expected": sorted(fragment.round.expected),
+                "waiting_for": coordinator.waiting_for(fragment, now),
+            }
+            for fragment in coordinator.fragments
+        ],
+    }

@@ -1,0 +1,170 @@
+"""The global model: one flat fp32 store per fragment, laid out as the frame that is sent.
+
+A published version is a frame in memory that never changes again: serving it is a slice, and nobody can read one that
+is half replaced. The next version is a new frame; the outer step writes into it, then it is hashed and published.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from ..coordination.coordinator import KEPT_VERSIONS
+from ..core.aggregate import RunningMean
+from ..core.codecs import FP32, Codec
+from ..core.outer import OuterOptimizer
+from ..digest import data_hash, part_count, part_hash, part_range, payload_hash
+from ..errors import NotFinite
+from ..types import Agreement, ParameterSpec, Participant
+from ..wire.frames import Entry, Layout, check_frame, layout
+
+BLOCK_VALUES = 1 << 18  # 1 MiB of fp32: decoded, checked and added while it is in the cache
+SLACK_BYTES = 64 << 10  # a frame that is a little too long is read, so that the refusal can name the tensor
+
+
+@dataclass(frozen=True)
+class Published:
+    """One version of one fragment, ready to be served."""
+
+    agreement: Agreement
+    frame: memoryview
+    part_hashes: tuple[str, ...]
+
+
+class FragmentStore:
+    """θ of one fragment, the sums of its open rounds, and its last published versions."""
+
+    def __init__(
+        self, index: int, specs: list[ParameterSpec], state: dict[str, Tensor], codec: Codec, part_size_bytes: int
+    ) -> None:
+        self.index = index
+        self._codec = codec
+        self._part_size_bytes = part_size_bytes
+        self.down = layout(FP32.name, [(s.name, s.shape, FP32.encoded_bytes(s.numel)) for s in specs])
+        self.up = layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in specs])
+        self._sums: dict[int, RunningMean] = {}
+        self._versions: dict[int, Published] = {}
+        frame = _new_frame(self.down)
+        for name, theta in _tensors(frame, self.down).items():
+            theta.copy_(state[name])
+        self._publish(frame, 0, ())
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self.up.size_bytes + SLACK_BYTES
+
+    @property
+    def newest(self) -> Published:
+        return self._versions[max(self._versions)]
+
+    def version(self, number: int) -> Published | None:
+        return self._versions.get(number)
+
+    def params(self) -> dict[str, Tensor]:
+        """θ by name: read-only views of the newest version."""
+        return _tensors(self.newest.frame, self.down)
+
+    # --- a contribution -------------------------------------------------------------------------------------------
+
+    def check(self, payload: memoryview) -> float:
+        """Refuse a payload with the wrong tensors or with NaN or Inf, naming them. Returns ‖Δ‖."""
+        check_frame(payload, self.up)
+        squares = 0.0
+        for entry in self.up.entries:
+            # A norm is many times cheaper than isfinite(), and not finite exactly if one of its values is not.
+            norms = [float(vector_norm(block, dtype=torch.float64)) for _, block in self._blocks(payload, entry)]
+            squares += sum(norm * norm for norm in norms)
+            if not all(map(math.isfinite, norms)):
+                raise NotFinite(
+                    f"tensor {entry.name!r} holds NaN or Inf",
+                    hint="the contribution was not applied; lower the learning rate, or reload the model",
+                )
+        return math.sqrt(squares)
+
+    def accumulate(self, payload: memoryview, version: int, weight: float) -> None:
+        """Add w·Δ to the sum of the round that makes `version`, block by block."""
+        total = self._sums.get(version)
+        if total is None:
+            total = self._sums[version] = RunningMean((self.down.size_bytes - self.down.data_begin) // 4)
+        for entry, target in zip(self.up.entries, self.down.entries, strict=True):
+            for start, block in self._blocks(payload, entry):
+                total.add(target.begin // 4 + start, block, weight)
+        total.count(weight)
+
+    def _blocks(self, payload: memoryview, entry: Entry) -> Iterator[tuple[int, Tensor]]:
+        """The tensor's values, decoded a cache-sized block at a time into one scratch tensor: (first index, values)."""
+        codec, numel = self._codec, math.prod(entry.shape)
+        per_block = max(BLOCK_VALUES // codec.block_values, 1) * codec.block_values
+        scratch = torch.empty(min(numel, per_block))
+        begin = self.up.data_begin + entry.begin
+        for start in range(0, numel, per_block):
+            stop = min(start + per_block, numel)
+            first, last = codec.encoded_bytes(start), codec.encoded_bytes(stop)
+            data = torch.frombuffer(payload, dtype=torch.uint8, count=last - first, offset=begin + first)
+            codec.decode(data, scratch[: stop - start])
+            yield start, scratch[: stop - start]
+
+    # --- the outer step -------------------------------------------------------------------------------------------
+
+    def close(self, version: int, participants: tuple[Participant, ...], optimizer: OuterOptimizer) -> Published:
+        """θ′ from θ and the round's mean, published as `version`."""
+        mean = self._sums.pop(version).result()
+        frame = _new_frame(self.down)
+        frame[self.down.data_begin :] = self.newest.frame[self.down.data_begin :]
+        grads = {entry.name: mean[entry.begin // 4 : entry.end // 4].view(entry.shape) for entry in self.down.entries}
+        optimizer.step(_tensors(frame, self.down), grads)
+        return self._publish(frame, version, participants)
+
+    def _publish(self, frame: memoryview, version: int, participants: tuple[Participant, ...]) -> Published:
+        size = self.down.size_bytes
+        hashes = tuple(
+            part_hash(frame[slice(*part_range(i, size, self._part_size_bytes))])
+            for i in range(part_count(size, self._part_size_bytes))
+        )
+        agreement = Agreement(
+            fragment=self.index,
+            version=version,
+            kind="full",
+            base=None,
+            codec=FP32.name,
+            size_bytes=size,
+            payload_hash=payload_hash(hashes),
+            anchor_hash=data_hash(_pieces(frame, self.down)),
+            participants=participants,
+        )
+        made = Published(agreement, frame, hashes)
+        self._versions[version] = made
+        for old in [v for v in self._versions if v <= version - KEPT_VERSIONS]:
+            del self._versions[old]
+        return made
+
+
+def _new_frame(of: Layout) -> memoryview:
+    """Zeroed memory that goes back to the system when the last reader lets go of it, with the header in place."""
+    frame = memoryview(mmap.mmap(-1, of.size_bytes))
+    frame[: of.data_begin] = of.prefix
+    return frame
+
+
+def _tensors(frame: memoryview, of: Layout) -> dict[str, Tensor]:
+    """fp32 views into the frame, by name."""
+    views: dict[str, Tensor] = {}
+    for entry in of.entries:
+        if entry.end == entry.begin:
+            views[entry.name] = torch.empty(entry.shape)
+            continue
+        count, offset = (entry.end - entry.begin) // 4, of.data_begin + entry.begin
+        views[entry.name] = torch.frombuffer(frame, dtype=torch.float32, count=count, offset=offset).view(entry.shape)
+    return views
+
+
+def _pieces(frame: memoryview, of: Layout) -> Iterator[memoryview]:
+    """The values alone, without header and gaps: what the anchor's hash is over."""
+    for entry in of.entries:
+        yield frame[of.data_begin + entry.begin : of.data_begin + entry.end]

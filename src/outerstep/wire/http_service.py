@@ -1,0 +1,325 @@
+"""The HTTP/1.1 service: a thread per connection, heads by h11, bodies straight from the socket to their destination.
+
+Why so, with the measurement: docs/adr/0004-threads-and-the-http-server.md. On top of h11's strictness come three rules:
+no Transfer-Encoding, no bare LF, no folded lines. They close the gap between what h11 (rightly) tolerates and what a
+body loop that knows only Content-Length can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import h11
+
+from ..errors import BadRequest, LengthRequired, MethodNotAllowed, Refused, ServerError, TooLarge, UnsupportedMedia
+from ..types import GetPart, PutPart
+from . import strict_json
+from .messages import (
+    BYTES_TYPE,
+    HASH_HEADER,
+    JSON_TYPE,
+    MAX_JOIN_BYTES,
+    MAX_JSON_BYTES,
+    MAX_PART_BYTES,
+    encode_error,
+    find_route,
+    parse_query,
+)
+from .service import Service
+
+log = logging.getLogger(__name__)
+
+HEAD_READ_BYTES = 16 * 1024
+SLICE_BYTES = 1 << 20
+BACKLOG = 1024
+DRAIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    max_connections: int = 1024
+    idle_s: float = 120.0  # between two requests on one connection
+    stall_s: float = 30.0  # without a byte, inside a request
+
+
+class _Gone(Exception):
+    """The peer closed the connection, or said nothing for too long."""
+
+
+class HttpBody:
+    """The unread rest of a request. `began` holds the bytes that arrived together with the head."""
+
+    def __init__(self, sock: socket.socket, length: int, began: bytes, *, expects_continue: bool) -> None:
+        self._sock = sock
+        self.length = length
+        self._began = began
+        self._left = length
+        self._expects_continue = expects_continue
+
+    @property
+    def left(self) -> int:
+        return self._left
+
+    @property
+    def unexpected(self) -> bytes:
+        """What came after the end of the body: the beginning of the next request."""
+        return self._began
+
+    def read_into(self, view: memoryview) -> None:
+        if len(view) > self._left:
+            raise BadRequest(f"body has {self.length} bytes, {len(view)} expected")
+        if self._expects_continue:
+            self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._expects_continue = False
+        here = min(len(self._began), len(view))
+        view[:here] = self._began[:here]
+        self._began = self._began[here:]
+        self._left -= here
+        rest = view[here:]
+        while rest:
+            count = self._sock.recv_into(rest)
+            if count == 0:
+                raise BadRequest(f"the body ended {self._left} bytes short of its announced {self.length}")
+            self._left -= count
+            rest = rest[count:]
+
+    def read(self) -> bytes:
+        data = bytearray(self.length)
+        self.read_into(memoryview(data))
+        return bytes(data)
+
+    def discard(self) -> None:
+        scratch = memoryview(bytearray(min(self._left, SLICE_BYTES)))
+        while self._left:
+            self.read_into(scratch[: min(self._left, len(scratch))])
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True)
+class _Reply:
+    status: int
+    body: bytes | memoryview
+    headers: tuple[tuple[str, str], ...] = (("Content-Type", JSON_TYPE),)
+
+
+class HttpService:
+    """Listens on `host:port` (port 0 = any free one) and passes requests to `service`."""
+
+    def __init__(
+        self,
+        service: Service,
+        host: str,
+        port: int,
+        limits: ServiceLimits = ServiceLimits(),  # noqa: B008 - frozen
+    ) -> None:
+        self._service = service
+        self._limits = limits
+        self._connections: dict[socket.socket, bool] = {}  # -> is a request being served?
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._thread = threading.Thread(target=self._accept, name="outerstep-accept", daemon=True)
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, *, patience_s: float = 5.0) -> None:
+        """Take no more requests, let those being served finish, close."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self._listener.close()
+        give_up_at = time.monotonic() + patience_s
+        while time.monotonic() < give_up_at and any(self._connections.values()):
+            time.sleep(0.02)
+        with self._lock:
+            for sock in self._connections:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive():
+            self._thread.join(timeout=patience_s)
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._stopping.is_set():
+                    return
+                log.exception("accept failed")
+                time.sleep(0.1)  # out of file descriptors, say: don't spin
+                continue
+            with self._lock:
+                full = len(self._connections) >= self._limits.max_connections
+                if not full:
+                    self._connections[sock] = False
+            if full:
+                log.warning("refused a connection: max_connections=%d are open", self._limits.max_connections)
+                sock.close()
+                continue
+            threading.Thread(target=self._converse, args=(sock,), name="outerstep-connection", daemon=True).start()
+
+    def _converse(self, sock: socket.socket) -> None:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            carry: bytes | None = b""
+            while carry is not None and not self._stopping.is_set():
+                carry = self._serve_one(sock, carry)
+        except (_Gone, OSError) as error:
+            log.debug("connection ended: %s", error)
+        finally:
+            with self._lock:
+                self._connections.pop(sock, None)
+            sock.close()
+
+    def _serve_one(self, sock: socket.socket, carry: bytes) -> bytes | None:
+        """One request and its answer; returns what already arrived of the next one, None = close."""
+        http = h11.Connection(h11.SERVER)
+        sock.settimeout(self._limits.idle_s)
+        try:
+            head, beyond = _read_head(http, sock, carry)
+        except h11.RemoteProtocolError as error:
+            refusal = BadRequest(f"not HTTP/1.1 as we take it: {error}")
+            self._send(sock, http, _Reply(error.error_status_hint or 400, encode_error(refusal, "")), close=True)
+            _linger(sock)
+            return None
+        sock.settimeout(self._limits.stall_s)
+        self._connections[sock] = True
+        try:
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+            body = HttpBody(
+                sock,
+                int(headers.get("content-length", "0")),  # h11 has checked that it is a number, and only one
+                beyond,
+                expects_continue=headers.get("expect", "").lower() == "100-continue",
+            )
+            reply = self._reply(head, headers, body)
+            close = head.http_version == b"1.0" or headers.get("connection", "").lower() == "close"
+            if body.left > MAX_PART_BYTES:
+                self._send(sock, http, reply, close=True)
+                _linger(sock)
+                return None
+            # A client that sends its whole body before it reads would never see an answer to a half-read one.
+            self._send(sock, http, reply, close=close)
+            body.discard()
+            return None if close else body.unexpected
+        except BadRequest as error:  # the body ended early, here or while discarding it
+            log.debug("connection ended: %s", error)
+            return None
+        finally:
+            self._connections[sock] = False
+
+    def _reply(self, head: h11.Request, headers: dict[str, str], body: HttpBody) -> _Reply:
+        request_id = secrets.token_hex(6)
+        path, _, query = head.target.decode("latin-1").partition("?")
+        try:
+            return self._dispatch(head.method.decode("latin-1"), path, query, headers, body)
+        except Refused as refusal:
+            log.info("%s %s refused: %s %s [%s]", head.method.decode(), path[:64], refusal.code, refusal, request_id)
+            return _error_reply(refusal, request_id)
+        except (TimeoutError, ConnectionError) as error:
+            raise _Gone(str(error)) from error
+        except Exception as error:  # the last line of defence of a thread that serves strangers
+            log.exception("%s %s failed [%s]", head.method.decode(), path[:64], request_id)
+            failure = ServerError(
+                f"internal error ({type(error).__name__})", hint=f"see the server's log: {request_id}"
+            )
+            return _error_reply(failure, request_id)
+
+    def _dispatch(self, method: str, path: str, query: str, headers: dict[str, str], body: HttpBody) -> _Reply:
+        if method == "GET" and path == "/status":
+            return _Reply(200, strict_json.encode(self._service.status()))
+        if method == "GET" and path == "/healthz":
+            return _Reply(200, b'{"status":"ok"}')
+        kind = find_route(method, path)
+        if headers.get("content-encoding", "identity") != "identity":
+            raise UnsupportedMedia("compressed bodies are not taken", hint="send without Content-Encoding")
+        if method != "GET" and "content-length" not in headers:
+            raise LengthRequired(f"{method} {path} needs a Content-Length")
+        if issubclass(kind, PutPart):
+            put = parse_query(query, kind)
+            assert isinstance(put, PutPart)
+            _check_size(body, MAX_PART_BYTES, "a part")
+            return _Reply(200, strict_json.encode(self._service.put_part(put, body)))
+        if issubclass(kind, GetPart):
+            get = parse_query(query, kind)
+            assert isinstance(get, GetPart)
+            answer, data = self._service.get_part(get)
+            return _Reply(200, data, (("Content-Type", BYTES_TYPE), (HASH_HEADER, answer.hash)))
+        _check_size(body, MAX_JOIN_BYTES if path == "/v1/join" else MAX_JSON_BYTES, f"the body of {path}")
+        return _Reply(200, strict_json.encode(self._service.answer(strict_json.decode(body.read(), kind))))
+
+    @staticmethod
+    def _send(sock: socket.socket, http: h11.Connection, reply: _Reply, *, close: bool) -> None:
+        headers = [("Content-Length", str(len(reply.body))), *reply.headers]
+        if close:
+            headers.append(("Connection", "close"))
+        head = http.send(h11.Response(status_code=reply.status, headers=headers))
+        assert head is not None
+        if len(reply.body) <= HEAD_READ_BYTES:
+            sock.sendall(head + bytes(reply.body))  # one packet for a small answer
+            return
+        sock.sendall(head)
+        view = memoryview(reply.body)
+        for start in range(0, len(view), SLICE_BYTES):  # a timeout bounds each slice, not the whole
+            sock.sendall(view[start : start + SLICE_BYTES])
+
+
+def _read_head(http: h11.Connection, sock: socket.socket, carry: bytes) -> tuple[h11.Request, bytes]:
+    raw = carry
+    if carry:
+        http.receive_data(carry)
+    while (event := http.next_event()) is h11.NEED_DATA:  # bounded: h11 refuses heads over 16 KiB
+        data = sock.recv(HEAD_READ_BYTES)
+        raw += data
+        http.receive_data(data)
+    if not isinstance(event, h11.Request):
+        raise _Gone("closed between requests")
+    beyond = http.trailing_data[0]
+    head = raw[: len(raw) - len(beyond)]
+    if head.count(b"\n") != head.count(b"\r\n") or b"\n " in head or b"\n\t" in head:
+        raise h11.RemoteProtocolError("bare LF or folded line in the head", error_status_hint=400)
+    if any(name == b"transfer-encoding" for name, _ in event.headers):
+        raise h11.RemoteProtocolError("Transfer-Encoding is not taken; send Content-Length", error_status_hint=411)
+    return event, beyond
+
+
+def _check_size(body: HttpBody, limit_bytes: int, what: str) -> None:
+    if body.length > limit_bytes:
+        raise TooLarge(f"{what} has {body.length} bytes; at most {limit_bytes} are taken")
+
+
+def _error_reply(refusal: Refused, request_id: str) -> _Reply:
+    headers = [("Content-Type", JSON_TYPE)]
+    if isinstance(refusal, MethodNotAllowed):
+        headers.append(("Allow", refusal.allow))
+    if refusal.retry_after_s:
+        headers.append(("Retry-After", str(max(1, round(refusal.retry_after_s)))))
+    return _Reply(refusal.status, encode_error(refusal, request_id), tuple(headers))
+
+
+def _linger(sock: socket.socket) -> None:
+    """Closing with unread bytes resets the connection and may destroy our answer on its way: read a little first."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+        sock.settimeout(DRAIN_S)
+        give_up_at = time.monotonic() + DRAIN_S
+        while time.monotonic() < give_up_at and sock.recv(SLICE_BYTES):
+            pass
+
+
+__all__ = ["HttpBody", "HttpService", "ServiceLimits"]

@@ -1,0 +1,31 @@
+"""What a transport calls at the server, and what it hands over: the seam between bytes and decisions."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..types import Answer, GetPart, GetPartAnswer, PutPart, PutPartAnswer, Request
+
+
+class Body(Protocol):
+    """A request body that has not been read yet."""
+
+    @property
+    def length(self) -> int: ...
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view` straight from the wire; raises BadRequest if the sender stops short."""
+
+    def abort(self) -> None:
+        """Make a `read_into` that is under way in another thread fail soon."""
+
+
+class Service(Protocol):
+    def answer(self, request: Request) -> Answer:
+        """Everything that travels without a body of bytes."""
+
+    def put_part(self, request: PutPart, body: Body) -> PutPartAnswer: ...
+
+    def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]: ...
+
+    def status(self) -> dict[str, object]: ...

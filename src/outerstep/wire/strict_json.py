@@ -1,0 +1,74 @@
+"""JSON as we accept it: UTF-8, finite numbers, no repeated keys, shallow, and of the shape that the message has."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import TypeVar
+
+import msgspec
+
+from ..errors import BadRequest
+
+MAX_DEPTH = 16
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+
+T = TypeVar("T")
+
+
+def decode(data: bytes | memoryview, kind: type[T]) -> T:
+    """Parse and check in one go; whatever is wrong is a BadRequest that says where."""
+    text = bytes(data)
+    _check_depth(text)
+    try:
+        parsed = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_no_repeats, parse_constant=_no_constants, parse_float=_finite
+        )
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"not acceptable JSON: {error}") from error
+    return convert(parsed, kind)
+
+
+def convert(parsed: object, kind: type[T], *, from_text: bool = False) -> T:
+    """Plain values into a message. `from_text`: numbers may come as strings (a query string has nothing else)."""
+    try:
+        return msgspec.convert(parsed, kind, strict=not from_text)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"not a {kind.__name__}: {error}") from error
+
+
+def encode(message: object) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def _check_depth(text: bytes) -> None:
+    """A hundred thousand brackets must not reach a recursive parser. Brackets inside strings don't count."""
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        first = text[found.start()]
+        depth += (first in b"[{") - (first in b"]}")
+        if depth > MAX_DEPTH:
+            raise BadRequest(f"JSON is nested deeper than {MAX_DEPTH} levels")
+
+
+def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} appears twice")
+            seen.add(key)
+    return made
+
+
+def _no_constants(name: str) -> object:
+    raise ValueError(f"{name} is not a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is out of range")
+    return value

@@ -1,0 +1,21 @@
+"""What a worker calls: one request, one answer. HTTP and the in-memory twin both are this."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..types import Answer, Request
+
+
+class Transport(Protocol):
+    @property
+    def address(self) -> str: ...
+
+    def call(self, request: Request, *, body: memoryview | None = None, into: memoryview | None = None) -> Answer:
+        """Send `request`, with the bytes of a PutPart as `body`; the bytes of a GetPart are written to `into`.
+
+        Raises a Refused if the server says no, a TransportError if there was no answer."""
+
+    def status(self) -> dict[str, object]: ...
+
+    def close(self) -> None: ...
