@@ -1,1 +1,56 @@
-"""outerstep."""
+"""outerstep trains one PyTorch model on machines that are far apart.
+
+    import outerstep
+    with outerstep.attach(model, optimizer):
+        train()
+
+The names below are loaded when they are first used: a command that needs no tensors imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .core.fragments import FragmentManager
+    from .errors import OuterstepError
+    from .model_folder import load_model, save_model
+    from .server import DiLoCoServer, HealthMonitor
+    from .topology.client import DiLoCoClient
+    from .worker import DiLoCoWorker, attach
+
+_WHERE = {
+    "DiLoCoClient": ".topology.client",
+    "DiLoCoServer": ".server",
+    "DiLoCoWorker": ".worker",
+    "FragmentManager": ".core.fragments",
+    "HealthMonitor": ".server",
+    "OuterstepError": ".errors",
+    "attach": ".worker",
+    "load_model": ".model_folder",
+    "save_model": ".model_folder",
+}
+
+__all__ = [
+    "DiLoCoClient",
+    "DiLoCoServer",
+    "DiLoCoWorker",
+    "FragmentManager",
+    "HealthMonitor",
+    "OuterstepError",
+    "attach",
+    "load_model",
+    "save_model",
+]
+
+
+def __getattr__(name: str) -> object:
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module 'outerstep' has no attribute {name!r}")
+    return getattr(import_module(module, __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

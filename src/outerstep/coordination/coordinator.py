@@ -319,7 +319,7 @@ class Coordinator:
             waiting_for=verdict.waiting_for[:256],
             stuck=verdict.stuck,
             wanted=tuple(
-                i
+                (i, other.round.version)
                 for i, other in enumerate(self.fragments)
                 if other is not fragment and other.round.wants(member.worker_id, self.rules)
             ),

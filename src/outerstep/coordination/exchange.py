@@ -168,7 +168,7 @@ class Exchange:
         self.agreement: Agreement | None = None  # the one being fetched
         self.retries = 0
         self.rejoins = 0
-        self.wanted: frozenset[int] = frozenset()  # other fragments whose rounds wait for us
+        self.wanted: frozenset[tuple[int, int]] = frozenset()  # (fragment, version) of other rounds that wait for us
         self.fetches = 0  # each one wants a buffer of its own: late bytes of the one before may still arrive
         self._too_old = False
         self._to_do: list[int] = []  # parts still to send or to fetch

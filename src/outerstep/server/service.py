@@ -1,9 +1,9 @@
 """The parameter service: carries out what the coordinator decides.
 
 Two kinds of threads meet here. Connection threads bring messages: under one lock the coordinator decides
-(microseconds), outside of it bytes are read and checked. One *rounds* thread carries out the heavy effects, in the order
-in which they were decided: decode and add a contribution, take the outer step, publish. So a sum never misses a contribution that was
-accepted before its round closed, and a round ends in one place.
+(microseconds), outside of it bytes are read and checked. One *rounds* thread carries out the heavy effects in the order
+in which they were decided: decode and add a contribution, take the outer step, publish. So a sum never misses a
+contribution that was accepted before its round closed, and a round ends in one place.
 """
 
 from __future__ import annotations

@@ -168,9 +168,10 @@ class SimWorker:
             self._then()
 
     def _also_wanted(self, exchange: Exchange) -> None:
-        for index in exchange.wanted - self._waiting:
-            self._waiting.add(index)
-            self._contribute(index, 1)
+        for index, version in sorted(exchange.wanted):
+            if index not in self._waiting and self.fragments[index].version < version:
+                self._waiting.add(index)
+                self._contribute(index, 1)
 
     def _contribute_rest(self) -> None:
         self._sync([i for i, fragment in enumerate(self.fragments) if fragment.unsent], self._goodbye)

@@ -1,0 +1,127 @@
+"""Carries one exchange: the machine says what to send, threads send it, the answers go back to the machine."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..coordination.exchange import Call, Exchange
+from ..digest import part_hash, part_range
+from ..errors import OuterstepError, TransportError
+from ..types import Answer, GetPart, PutPart
+from ..wire.transport import Transport
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+QUIET_RETRIES = 2  # a lost packet is not news
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What came back for one call: an answer (and the hash of the bytes with it) or an error."""
+
+    call: Call
+    answer: Answer | None
+    received_hash: str | None
+    error: OuterstepError | None
+
+
+class Courier:
+    """One per exchange. `payload` is what to upload; `received` holds what was downloaded, when it is done."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        exchange: Exchange,
+        *,
+        part_size_bytes: Callable[[], int],
+        payload: memoryview | None = None,
+        max_download_bytes: Callable[[], int | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self.exchange = exchange
+        self._payload = payload
+        self._part_size_bytes = part_size_bytes
+        self._max_download_bytes = max_download_bytes
+        self._clock = clock
+        self._deliveries: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._fetch = 0
+        self.received = memoryview(b"")
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._deliveries.put(None)
+
+    def run(self) -> None:
+        """Until the exchange has an outcome or a failure, or is cancelled."""
+        exchange = self.exchange
+        while not exchange.done and not self._cancelled:
+            for call in exchange.calls(self._clock()):
+                # A daemon thread per call: nothing of it keeps the user's process alive, and parts are large.
+                threading.Thread(target=self._perform, args=(call, self._buffer(call)), daemon=True).start()
+            until_s = max(exchange.wake_at - self._clock(), 0.0)
+            try:
+                delivery = self._deliveries.get(timeout=min(until_s, TICK_S) if until_s else TICK_S)
+            except queue.Empty:
+                continue
+            if delivery is not None:
+                self._hand_over(delivery)
+
+    def _hand_over(self, delivery: Delivery) -> None:
+        now = self._clock()
+        if delivery.error is not None:
+            self.exchange.failed(delivery.call, delivery.error, now)
+            if isinstance(delivery.error, TransportError) and self.exchange.retries > QUIET_RETRIES:
+                wait_s = max(self.exchange.wake_at - now, 0.0)
+                log.warning("%s; trying again in %.1f s", delivery.error, wait_s)
+        elif delivery.answer is not None:
+            self.exchange.answered(delivery.call, delivery.answer, now, received_hash=delivery.received_hash)
+
+    def _buffer(self, call: Call) -> memoryview | None:
+        """The bytes to send, or the place for those to come."""
+        request, size = call.request, self._part_size_bytes
+        if isinstance(request, PutPart):
+            assert self._payload is not None
+            return self._payload[slice(*part_range(request.part, len(self._payload), size()))]
+        if isinstance(request, GetPart):
+            agreement = self.exchange.agreement
+            assert agreement is not None
+            if self.exchange.fetches != self._fetch:
+                # A fresh buffer per fetch: late bytes of an abandoned one must not land in this one.
+                self._fetch = self.exchange.fetches
+                limit = self._max_download_bytes()
+                if limit is not None and agreement.size_bytes > limit:
+                    raise TransportError(
+                        f"the server announces {agreement.size_bytes} bytes, at most {limit} make sense"
+                    )
+                self.received = memoryview(bytearray(agreement.size_bytes))
+            return self.received[slice(*part_range(request.part, agreement.size_bytes, size()))]
+        return None
+
+    def _perform(self, call: Call, buffer: memoryview | None) -> None:
+        answer: Answer | None = None
+        received_hash: str | None = None
+        error: OuterstepError | None = None
+        try:
+            if isinstance(call.request, GetPart) and buffer is not None:
+                answer = self._transport.call(call.request, into=buffer)
+                received_hash = part_hash(buffer)
+                self.bytes_received += len(buffer)
+            else:
+                answer = self._transport.call(call.request, body=buffer)
+                self.bytes_sent += len(buffer) if buffer is not None else 0
+        except OuterstepError as expected:
+            error = expected
+        except Exception as unexpected:  # a bug in this thread must not leave the exchange waiting for ever
+            log.exception("%s failed", type(call.request).__name__)
+            error = OuterstepError(f"{type(call.request).__name__}: {type(unexpected).__name__}: {unexpected}")
+        self._deliveries.put(Delivery(call, answer, received_hash, error))

@@ -1,0 +1,297 @@
+"""Contributions become agreements at a parameter server: the tensor side of the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..coordination.exchange import Exchange, Outcome, Patience, Session
+from ..core.codecs import FP32, Codec, get_codec
+from ..digest import data_hash, part_count, part_hash, part_range
+from ..errors import ExchangeFailed, Refused, TransportError, UnknownWorker, WorkerError
+from ..types import PROTOCOL_VERSION, Heartbeat, Join, JoinAnswer, Leave, Manifest, Offer, ParameterSpec, Wishes
+from ..wire.frames import Layout, check_frame, layout
+from ..wire.transport import Transport
+from . import Agreed, Contribution, Joined, Ticket
+from .courier import Courier
+
+log = logging.getLogger(__name__)
+
+LEAVE_TRIES = 2
+
+
+class ServerTicket:
+    """An exchange with the server, carried by a thread of its own."""
+
+    def __init__(self, fragment: int, courier: Courier) -> None:
+        self.fragment = fragment
+        self.courier = courier
+        self._done = threading.Event()
+        self._crash: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"outerstep-exchange-{fragment}", daemon=True)
+        self._thread.start()
+
+    @property
+    def wanted(self) -> frozenset[tuple[int, int]]:
+        return self.courier.exchange.wanted
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._done.wait(timeout_s)
+
+    def cancel(self) -> None:
+        self.courier.cancel()
+
+    def outcome(self) -> Outcome:
+        """What the exchange came to; whatever went wrong in the background is raised here, with its cause."""
+        exchange = self.courier.exchange
+        failure = self._crash or exchange.failure
+        if isinstance(failure, WorkerError):
+            raise failure
+        if failure is not None:
+            raise ExchangeFailed(f"the exchange of fragment {self.fragment} failed: {failure}") from failure
+        if exchange.outcome is None:
+            raise ExchangeFailed(f"the exchange of fragment {self.fragment} was cancelled")
+        return exchange.outcome
+
+    def _run(self) -> None:
+        try:
+            self.courier.run()
+        except BaseException as error:  # noqa: BLE001 - it surfaces in outcome(), in the training thread
+            self._crash = error
+        finally:
+            self._done.set()
+
+
+class ServerTopology:
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        worker_id: str,
+        instance: str,
+        hostname: str,
+        patience: Patience = Patience(),  # noqa: B008 - frozen
+        join_timeout_s: float = 120.0,
+    ) -> None:
+        self._transport = transport
+        self._worker_id, self._instance, self._hostname = worker_id, instance, hostname
+        self._patience = patience
+        self._join_timeout_s = join_timeout_s
+        self._rng = random.Random(instance)
+        self._session: Session | None = None
+        self._up: list[Layout] = []
+        self._down: list[Layout] = []
+        self._codec: Codec = FP32
+        self._sequence: list[int] = []
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
+        """Introduce ourselves and fetch the newest anchor of every fragment."""
+        self._session = Session(
+            Join(
+                protocol=PROTOCOL_VERSION,
+                worker_id=self._worker_id,
+                instance=self._instance,
+                hostname=self._hostname,
+                manifest=manifest,
+                wishes=wishes,
+            )
+        )
+        # The first fetch does the joining; only then is it known how many fragments there are.
+        patience = _with_limit(self._patience, self._join_timeout_s)
+        first = self._start(Exchange(self._session, fragment=0, after=-1, now=time.monotonic(), patience=patience), 0)
+        while not first.wait(1.0):
+            pass
+        try:
+            first.outcome()
+        except ExchangeFailed as failure:
+            if isinstance(failure.__cause__, Refused):
+                raise failure.__cause__ from None  # "no" at join is said as the server said it
+            raise
+        self._adopt_plan(self._session.joined)
+        tickets = [first]
+        for fragment in range(1, len(self._down)):
+            fetch = Exchange(self._session, fragment=fragment, after=-1, now=time.monotonic(), patience=self._patience)
+            tickets.append(self._start(fetch, fragment))
+        anchors = tuple(self.finish(ticket) for ticket in tickets)
+        return Joined(self._worker_id, self._session.joined.plan, anchors)
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        session = self._joined
+        try:
+            self._transport.call(Heartbeat(**session.head, step=step, steps_per_second=steps_per_second, loss=loss))
+        except UnknownWorker:
+            log.warning("the server had given this worker up; joining again, local progress is kept")
+            answer = self._transport.call(session.join_request)
+            assert isinstance(answer, JoinAnswer)
+            session.answer = answer
+
+    def leave(self, reason: str) -> None:
+        """Best effort: a server that does not hear it finds out by itself."""
+        if self._session is None or self._session.answer is None:
+            return
+        message = Leave(**self._session.head, reason=reason[:256])
+        for _ in range(LEAVE_TRIES):
+            try:
+                self._transport.call(message)
+                return
+            except TransportError as error:
+                log.debug("leaving: %s", error)
+            except Refused as refusal:
+                log.debug("leaving: %s", refusal)
+                return
+
+    def close(self) -> None:
+        self._transport.close()
+
+    # --- exchanges ------------------------------------------------------------------------------------------------
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> ServerTicket:
+        """Encode now (the weights will change), send in the background."""
+        session = self._joined
+        fragment = contribution.fragment
+        payload = encode_frame(contribution.deltas, self._up[fragment], self._codec)
+        size = session.joined.plan.part_size_bytes
+        hashes = tuple(
+            part_hash(payload[slice(*part_range(i, len(payload), size))]) for i in range(part_count(len(payload), size))
+        )
+        self._sequence[fragment] += 1
+        offer = Offer(
+            **session.head,
+            fragment=fragment,
+            sequence=self._sequence[fragment],
+            base_version=contribution.base_version,
+            oldest_base=contribution.oldest_base,
+            weight=contribution.weight,
+            steps=contribution.steps,
+            codec=self._codec.name,
+            size_bytes=len(payload),
+        )
+        exchange = Exchange(
+            session,
+            fragment=fragment,
+            after=contribution.base_version,
+            now=time.monotonic(),
+            offer=offer,
+            part_hashes=hashes,
+            patience=_with_limit(self._patience, self._patience.give_up_after_s, stuck_after_s),
+            rng=self._rng,
+        )
+        return self._start(exchange, fragment, payload)
+
+    def finish(self, ticket: Ticket) -> Agreed:
+        assert isinstance(ticket, ServerTicket)
+        while not ticket.wait(1.0):  # in slices, so that Ctrl-C gets through
+            pass
+        outcome = ticket.outcome()
+        agreement, courier = outcome.agreement, ticket.courier
+        down = self._down[ticket.fragment]
+        try:
+            check_frame(courier.received, down)
+        except Refused as error:
+            raise ExchangeFailed(f"the server sent something else than fragment {ticket.fragment}: {error}") from error
+        anchor = decode_fp32(courier.received, down)
+        got = anchor_hash(anchor.values())
+        if got != agreement.anchor_hash:
+            raise ExchangeFailed(
+                f"fragment {ticket.fragment} version {agreement.version}: our anchor's hash is {got}, "
+                f"the server's {agreement.anchor_hash}"
+            )
+        return Agreed(
+            fragment=ticket.fragment,
+            version=agreement.version,
+            counted=outcome.counted,
+            too_old=outcome.too_old,
+            anchor=anchor,
+            anchor_hash=agreement.anchor_hash,
+            participants=agreement.participants,
+            bytes_sent=courier.bytes_sent,
+            bytes_received=courier.bytes_received,
+            retries=courier.exchange.retries,
+            rejoins=courier.exchange.rejoins,
+        )
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _joined(self) -> Session:
+        if self._session is None or self._session.answer is None:
+            raise ExchangeFailed("not joined yet: call join first")
+        return self._session
+
+    def _start(self, exchange: Exchange, fragment: int, payload: memoryview | None = None) -> ServerTicket:
+        session = self._session
+        assert session is not None
+        courier = Courier(
+            self._transport,
+            exchange,
+            part_size_bytes=lambda: session.joined.plan.part_size_bytes,
+            payload=payload,
+            max_download_bytes=lambda: self._down[fragment].size_bytes if self._down else None,
+        )
+        return ServerTicket(fragment, courier)
+
+    def _adopt_plan(self, answer: JoinAnswer) -> None:
+        self._codec = get_codec(answer.plan.codec)
+        specs = {spec.name: spec for spec in answer.manifest.parameters}
+        groups = [[specs[name] for name in names] for names in answer.plan.fragments]
+        self._up = [_layout(self._codec, group) for group in groups]
+        self._down = [_layout(FP32, group) for group in groups]
+        self._sequence = [state.last_sequence for state in answer.fragments]
+
+
+def encode_frame(deltas: Mapping[str, Tensor], up: Layout, codec: Codec) -> memoryview:
+    """The frame of these tensors: encoded on their device, then copied once into place."""
+    frame = memoryview(bytearray(up.size_bytes))
+    frame[: up.data_begin] = up.prefix
+    for entry in up.entries:
+        if entry.end == entry.begin:
+            continue
+        count, offset = entry.end - entry.begin, up.data_begin + entry.begin
+        target = torch.frombuffer(frame, dtype=torch.uint8, count=count, offset=offset)
+        values = deltas[entry.name].detach().reshape(-1)
+        if values.device.type == "cpu":
+            codec.encode(values, target)
+        else:
+            encoded = torch.empty(count, dtype=torch.uint8, device=values.device)
+            codec.encode(values, encoded)
+            target.copy_(encoded)
+    return frame
+
+
+def decode_fp32(frame: memoryview, down: Layout) -> dict[str, Tensor]:
+    """fp32 views into the frame, by name."""
+    return {
+        entry.name: torch.frombuffer(
+            frame, dtype=torch.float32, count=(entry.end - entry.begin) // 4, offset=down.data_begin + entry.begin
+        ).view(entry.shape)
+        if entry.end > entry.begin
+        else torch.empty(entry.shape)
+        for entry in down.entries
+    }
+
+
+def anchor_hash(tensors: Iterable[Tensor]) -> str:
+    """The identity of an anchor: over its fp32 values in the fragment's order."""
+    return data_hash(_bytes(tensor) for tensor in tensors if tensor.numel())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    array = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return array.data
+
+
+def _layout(codec: Codec, specs: Sequence[ParameterSpec]) -> Layout:
+    return layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in specs])
+
+
+def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float | None = None) -> Patience:
+    return dataclasses.replace(patience, give_up_after_s=give_up_after_s, stuck_after_s=stuck_after_s)

@@ -1,0 +1,6 @@
+"""The worker: hooks into the user's optimizer and exchanges what was learned."""
+
+from .attach import attach
+from .worker import DiLoCoWorker
+
+__all__ = ["DiLoCoWorker", "attach"]

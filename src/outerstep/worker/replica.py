@@ -1,0 +1,99 @@
+"""The local copy of the model, and the anchor it departed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..core.fragments import block_of
+from ..core.pseudogradient import adopt, pseudo_gradient, rebase
+from ..errors import ModelError
+from ..types import Manifest, ParameterSpec
+
+
+class Replica:
+    """Trainable parameters by name (tied ones once), and their fp32 anchors on the same device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module and would prefix every name
+        self.params, self.manifest = _describe(model)
+        on_meta = next((name for name, p in self.params.items() if p.is_meta), None)
+        if on_meta is not None:
+            raise ModelError(
+                f"parameter {on_meta!r} is on the meta device: give the model real memory first (to_empty)"
+            )
+        if not self.params:
+            raise ModelError("the model has no trainable parameters (requires_grad=True): there is nothing to exchange")
+        self.anchors: dict[str, Tensor] = {}
+
+    def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: pseudo_gradient(self.anchors[name], self.params[name]) for name in names}
+
+    def adopt(self, agreed: Mapping[str, Tensor]) -> None:
+        """Our steps are in it (or there were none): local = anchor = θ′."""
+        for name, theta in agreed.items():
+            adopt(self.params[name], theta)
+        self.set_anchor(agreed)
+
+    def rebase(self, agreed: Mapping[str, Tensor]) -> None:
+        """It came about without us: move along, keep our unsent steps."""
+        for name, theta in agreed.items():
+            rebase(self.params[name], self.anchors[name], theta)
+        self.set_anchor(agreed)
+
+    def set_anchor(self, agreed: Mapping[str, Tensor]) -> None:
+        for name, theta in agreed.items():
+            anchor = self.anchors.get(name)
+            if anchor is None:
+                self.anchors[name] = theta.to(self.params[name].device, copy=True)
+            else:
+                anchor.copy_(theta)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Inside, the model holds the anchor; afterwards its own weights again."""
+        own = {name: p.detach().clone() for name, p in self.params.items()}
+        try:
+            for name, param in self.params.items():
+                adopt(param, self.anchors[name])
+            yield
+        finally:
+            for name, param in self.params.items():
+                adopt(param, own[name])
+
+
+def _describe(model: nn.Module) -> tuple[dict[str, nn.Parameter], Manifest]:
+    kept: dict[int, str] = {}
+    params: dict[str, nn.Parameter] = {}
+    specs: list[ParameterSpec] = []
+    aliases: dict[str, str] = {}
+    frozen: list[str] = []
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if not param.requires_grad:
+            frozen.append(name)
+        elif id(param) in kept:
+            aliases[name] = kept[id(param)]
+        else:
+            kept[id(param)] = name
+            params[name] = param
+            specs.append(
+                ParameterSpec(
+                    name=name,
+                    shape=tuple(param.shape),
+                    dtype=str(param.dtype).removeprefix("torch."),
+                    block=block_of(name)[:256],
+                    embedding=id(param) in tables,
+                )
+            )
+    buffers = tuple(name for name, _ in model.named_buffers())
+    manifest = Manifest(parameters=tuple(specs), aliases=aliases, buffers=buffers, frozen=tuple(frozen))
+    wrong = next((s for s in specs if not getattr(torch, s.dtype).is_floating_point), None)
+    if wrong is not None:
+        raise ModelError(
+            f"parameter {wrong.name!r} has dtype {wrong.dtype}; trainable parameters must be floating point"
+        )
+    return params, manifest

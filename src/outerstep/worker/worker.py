@@ -1,0 +1,236 @@
+"""DiLoCoWorker: two lines around a training loop.
+
+with DiLoCoWorker(model, optimizer, "192.168.1.100:8512", sync_every=500) as diloco:
+    for batch in data:
+        loss = model(batch).loss
+        loss.backward()
+        optimizer.step()          # every 500th step exchanges what was learned
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..config import WorkerConfig, build
+from ..coordination.exchange import Patience
+from ..errors import ModelError, OuterstepError, WorkerError
+from ..topology import Topology
+from ..topology.server import ServerTopology
+from ..types import Plan
+from ..wire.http_transport import HttpTransport
+from .replica import Replica
+from .sync import Synchronizer
+
+log = logging.getLogger(__name__)
+
+_attached: WeakSet[torch.optim.Optimizer] = WeakSet()
+SPEED_MEMORY = 0.95  # of the running mean of a step's duration
+
+
+class DiLoCoWorker:
+    """Trains as before, and every `sync_every` optimizer steps agrees with the other workers.
+
+    None for sync_every, bf16_comm and num_fragments means: as the run's plan says (500, bf16 and one fragment if nobody
+    says otherwise). Every other keyword is a field of `WorkerConfig`. A clean end of the `with` block contributes the
+    remaining steps and leaves the agreed weights in `model`; an exception leaves without contributing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        server_addr: str,
+        sync_every: int | None = None,
+        worker_id: str | None = None,
+        bf16_comm: bool | None = None,
+        heartbeat_interval: float = 30.0,
+        num_fragments: int | None = None,
+        *,
+        topology: Topology | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = build(
+            WorkerConfig,
+            {
+                "server_addr": server_addr,
+                "sync_every": sync_every,
+                "worker_id": worker_id,
+                "bf16_comm": bf16_comm,
+                "heartbeat_interval": heartbeat_interval,
+                "num_fragments": num_fragments,
+                **settings,
+            },
+        )
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise ModelError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self.model = model
+        self.optimizer = optimizer
+        self.worker_id = self.config.worker_id or _make_worker_id()
+        self._replica = Replica(model)
+        self._topology = topology or self._default_topology()
+        self._sync: Synchronizer | None = None
+        self._hook: RemovableHandle | None = None
+        self._heart: threading.Thread | None = None
+        self._ending = threading.Event()
+        self._clock: Callable[[], float] = time.perf_counter
+        self._resumed_at = 0.0
+        self._step_s = 0.0
+        self.last_loss: float | None = None  # set it if you like: it is shown in the server's status
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> DiLoCoWorker:
+        """Join, load the global weights into the model, hook into the optimizer."""
+        if self._sync is not None:
+            raise WorkerError("this worker was started before; make a new one")
+        if self.optimizer in _attached:
+            raise ModelError("this optimizer already has a DiLoCoWorker attached; stop that one first")
+        self._sync = Synchronizer(
+            self._topology, self._replica, self._topology.join(self._replica.manifest, self.config.wishes)
+        )
+        _attached.add(self.optimizer)
+        self._hook = self.optimizer.register_step_post_hook(self._after_step)
+        self._resumed_at = self._clock()
+        interval_s = self._heartbeat_interval_s(self._sync.plan)
+        if interval_s > 0:
+            self._heart = threading.Thread(
+                target=self._beat, args=(interval_s,), name="outerstep-heartbeat", daemon=True
+            )
+            self._heart.start()
+        log.info("worker %s joined %s: %s", self.worker_id, self.config.server_addr, _describe(self._sync.plan))
+        return self
+
+    def stop(self) -> None:
+        """A clean end: contribute the remaining steps, wait for the agreement, leave. Safe to call twice."""
+        if self._sync is None or self._ending.is_set():
+            return
+        try:
+            self._sync.finish(keep_local=self.config.on_exit == "local", patience_s=self.config.exit_patience_s)
+        finally:
+            self._detach("done")
+
+    def abandon(self, reason: str) -> None:
+        """Leave at once, contributing nothing. The model keeps what it holds."""
+        if self._sync is not None and not self._ending.is_set():
+            self._detach(reason)
+
+    def _detach(self, reason: str) -> None:
+        self._ending.set()
+        if self._hook is not None:
+            self._hook.remove()
+        _attached.discard(self.optimizer)
+        self._topology.leave(reason)
+
+    def __enter__(self) -> DiLoCoWorker:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.stop()
+        else:
+            self.abandon(f"{type(error).__name__}: {error}")
+
+    # --- what users ask for ---------------------------------------------------------------------------------------
+
+    def force_sync(self) -> None:
+        """Exchange every fragment now, under the run's usual deadline."""
+        self._started.sync_all()
+        self._resumed_at = self._clock()
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """`with worker.global_weights(): evaluate(model)` evaluates the last agreed model instead of the local one."""
+        self._started  # noqa: B018 - an anchor exists only after start()
+        return self._replica.global_weights()
+
+    @property
+    def plan(self) -> Plan:
+        return self._started.plan
+
+    @property
+    def sync_every(self) -> int:
+        return self._started.plan.sync_every
+
+    @property
+    def sync_metrics(self) -> dict[str, float | int | str | list[int]]:
+        sync, metrics = self._started, self._started.metrics
+        return {
+            "worker_id": self.worker_id,
+            "local_step": sync.step,
+            "sync_every": sync.plan.sync_every,
+            "versions": [progress.version for progress in sync.fragments],
+            "steps_per_second": round(self.steps_per_second, 4),
+            **{name: getattr(metrics, name) for name in metrics.__dataclass_fields__},
+        }
+
+    @property
+    def steps_per_second(self) -> float:
+        """Over training time only: waiting for a round makes nobody slow."""
+        return 1.0 / self._step_s if self._step_s > 0.0 else 0.0
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _started(self) -> Synchronizer:
+        if self._sync is None:
+            raise WorkerError("this worker has not been started: use `with DiLoCoWorker(…)` or call start()")
+        return self._sync
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        assert self._sync is not None
+        now = self._clock()
+        took_s = now - self._resumed_at
+        self._step_s = took_s if self._step_s == 0.0 else SPEED_MEMORY * self._step_s + (1 - SPEED_MEMORY) * took_s
+        self._resumed_at = self._clock() if self._sync.stepped() else now
+
+    def _heartbeat_interval_s(self, plan: Plan) -> float:
+        """Three beats within the server's patience: a default interval must not get anyone evicted."""
+        if plan.heartbeat_timeout_s > 0 and self.config.heartbeat_interval > 0:
+            return min(self.config.heartbeat_interval, plan.heartbeat_timeout_s / 3)
+        return self.config.heartbeat_interval
+
+    def _beat(self, interval_s: float) -> None:
+        while not self._ending.wait(interval_s):
+            sync = self._sync
+            assert sync is not None
+            try:
+                self._topology.heartbeat(sync.step, self.steps_per_second, self.last_loss)
+            except OuterstepError as error:
+                # The exchange has its own patience and raises what cannot be mended; a missed beat is not an error.
+                log.debug("heartbeat: %s", error)
+
+    def _default_topology(self) -> Topology:
+        return ServerTopology(
+            HttpTransport(self.config.server_addr),
+            worker_id=self.worker_id,
+            instance=secrets.token_hex(8),
+            hostname=socket.gethostname(),
+            patience=Patience(give_up_after_s=self.config.give_up_after_s),
+            join_timeout_s=self.config.join_timeout_s,
+        )
+
+
+def _make_worker_id() -> str:
+    host = re.sub(r"[^A-Za-z0-9_.\-]", "-", socket.gethostname()).strip(".-") or "worker"
+    return f"{host[:64]}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def _describe(plan: Plan) -> str:
+    return f"sync_every={plan.sync_every}, {len(plan.fragments)} fragment(s), {plan.codec}"
