@@ -243,8 +243,8 @@ class PollAnswer(Plain, frozen=True):
     """`last_sequence`: the last contribution of this worker to this fragment that the server has accepted; a worker
     that was told "accepted" and then sees a smaller number knows that the server lost it, and sends it again.
     `stuck`: the open round cannot close unless more workers join. `wanted`: (fragment, version) of other rounds that
-    wait for this worker; if it stands still while it waits, it contributes to them too, so that two workers at different fragments
-    never wait for each other."""
+    wait for this worker; if it stands still while it waits, it contributes to them too, so that two workers at
+    different fragments never wait for each other."""
 
     agreement: Agreement | None
     last_sequence: Count

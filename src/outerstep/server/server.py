@@ -62,6 +62,7 @@ class DiLoCoServer:
         self._monitor = HealthMonitor(self.service.tick, self.service.next_wake)
         self._http: HttpService | None = None
         self._stopped = threading.Event()
+        self._asked_to_stop = threading.Event()
         self._life = threading.Lock()
 
     @property
@@ -100,17 +101,22 @@ class DiLoCoServer:
         if self._http is None:
             self.start()
         try:
-            self._stopped.wait()
+            self._asked_to_stop.wait()
         except KeyboardInterrupt:
             log.info("stopping")
         finally:
             self.stop()
+
+    def request_stop(self) -> None:
+        """Make run() stop and return; for signal handlers, which must not wait."""
+        self._asked_to_stop.set()
 
     def stop(self) -> None:
         """Stop listening and finish what was decided. Safe to call twice."""
         with self._life:
             first = not self._stopped.is_set()
             self._stopped.set()
+        self._asked_to_stop.set()
         if first and self._http is not None:
             self._http.stop()
             self._monitor.stop()

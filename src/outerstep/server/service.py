@@ -56,7 +56,6 @@ from .store import FragmentStore
 log = logging.getLogger(__name__)
 
 LONGEST_POLL_S = 20.0
-QUIET_EVENTS = frozenset({"round"})  # logged at debug level: there are many
 
 
 @dataclass
@@ -226,8 +225,7 @@ class ParameterService:
                 case DropUpload():
                     self._buffers.pop(effect.key, None)
                 case Event():
-                    level = logging.DEBUG if effect.kind in QUIET_EVENTS else logging.INFO
-                    log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
+                    log.info("%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
         self._changed.notify_all()
         self._on_change()
 

@@ -1,0 +1,5 @@
+"""`python -m outerstep` is `outerstep`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,60 @@
+"""The command line. One file per command; torch is imported only by those that need it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ..errors import OuterstepError, Refused
+from . import demo, server, status, worker
+
+app = typer.Typer(
+    name="outerstep",
+    help="Train one PyTorch model on machines that are far apart.\n\n"
+    "On one machine: [bold]outerstep server -m MODEL_DIR -n 2[/bold]. On each worker: "
+    "[bold]outerstep worker --server HOST:PORT -- python train.py[/bold]. To see it work: [bold]outerstep demo[/bold].",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("server")(server.server)
+app.command("worker", context_settings={"allow_interspersed_args": False})(worker.worker)
+app.command("status")(status.status)
+app.command("demo")(demo.demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"outerstep {version('outerstep')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks instead of one-line errors.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that every command has."""
+
+
+def main() -> None:
+    """Expected errors are one line and a hint, exit code 2; `outerstep --debug …` shows the traceback."""
+    try:
+        app()
+    except OuterstepError as error:
+        if "--debug" in sys.argv[1:2]:
+            raise
+        message, hint = (error.message, error.hint) if isinstance(error, Refused) else (str(error), "")
+        typer.secho(f"error: {message}", fg="red", err=True)
+        if hint:
+            typer.echo(f"hint: {hint}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,91 @@
+"""The demo's processes: a server, workers, plain runs. Real ones, each with its own log, ended by their id."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import OuterstepError, TransportError
+from ..wire.http_transport import HttpTransport
+
+SERVER_START_S = 60.0
+STOP_S = 10.0
+
+
+class DemoFailed(OuterstepError):
+    """One of the demo's processes ended badly."""
+
+
+@dataclass
+class Process:
+    """A child process with a log file; its training progress, if it has any, is in `progress`."""
+
+    name: str
+    command: list[str]
+    log: Path
+    progress: Path | None = None
+    threads: int = 1
+    child: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def start(self) -> Process:
+        environ = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
+        with self.log.open("wb") as log:
+            self.child = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+        return self
+
+    def is_running(self) -> bool:
+        """Raises if it ended with an error."""
+        assert self.child is not None
+        code = self.child.poll()
+        if code not in (None, 0):
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+            raise DemoFailed(f"{self.name} ended with exit code {code}; the end of {self.log}:\n{tail}")
+        return code is None
+
+    def stop(self) -> None:
+        if self.child is None or self.child.poll() is not None:
+            return
+        self.child.terminate()
+        try:
+            self.child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What it has told so far, one report per line; a line still being written is left for the next look."""
+        if self.progress is None or not self.progress.exists():
+            return []
+        text = self.progress.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def python_module(module: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", module, *map(str, arguments)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def wait_for_server(server: Process, address: str) -> HttpTransport:
+    """Until it answers; its own error if it ended instead."""
+    transport = HttpTransport(address, timeout_s=5.0)
+    give_up_at = time.monotonic() + SERVER_START_S
+    while server.is_running():
+        try:
+            transport.status()
+            return transport
+        except TransportError as error:
+            if time.monotonic() > give_up_at:
+                raise DemoFailed(f"the server did not answer within {SERVER_START_S:g} s: {error}") from error
+            time.sleep(0.2)
+    raise DemoFailed(f"the server ended before it answered; see {server.log}")
