@@ -215,10 +215,12 @@ class ParameterService:
                 return decide(self.clock())
             finally:
                 self._flush()
+                self._on_change()
 
     def _flush(self) -> None:
         """Hand over the coordinator's effects, in its order. Called with the lock held."""
-        for effect in self.coordinator.take_effects():
+        effects = self.coordinator.take_effects()
+        for effect in effects:
             match effect:
                 case Accumulate() | CloseRound():
                     self._work.put(effect)
@@ -226,8 +228,8 @@ class ParameterService:
                     self._buffers.pop(effect.key, None)
                 case Event():
                     log.info("%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
-        self._changed.notify_all()
-        self._on_change()
+        if effects:
+            self._changed.notify_all()
 
     def _join(self, request: Join, now: float) -> JoinAnswer:
         self.coordinator.check_join(request)

@@ -1,0 +1,130 @@
+"""The house keeps its shape: who may import whom, which rooms are pure, what stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import outerstep
+
+SOURCE = Path(outerstep.__file__).parent
+PLAIN = {"types", "errors", "digest"}
+
+# room -> what of outerstep it may import, besides itself
+MAY_IMPORT = {
+    "types": set(),
+    "errors": set(),
+    "digest": set(),
+    "config": PLAIN | {"coordination"},
+    "model_folder": PLAIN,
+    "core": PLAIN,
+    "coordination": PLAIN,
+    "wire": PLAIN,
+    "simulate": PLAIN | {"coordination"},
+    "topology": PLAIN | {"core", "coordination", "wire"},
+    "server": PLAIN | {"config", "core", "coordination", "wire"},
+    "worker": PLAIN | {"config", "core", "coordination", "topology", "wire"},
+    "demo": PLAIN | {"", "model_folder", "wire"},
+    "cli": PLAIN | {"config", "demo", "model_folder", "server", "wire"},
+    "__main__": {"cli"},
+    "": {"core", "errors", "model_folder", "server", "topology", "worker"},
+}
+# room -> modules that would make it impure
+FORBIDDEN_OUTSIDE = {
+    "core": {"socket", "threading", "time", "logging", "os", "http", "queue", "random"},
+    "coordination": {"socket", "threading", "time", "logging", "os", "http", "torch", "numpy", "queue"},
+    "simulate": {"socket", "threading", "time", "os", "http", "torch", "numpy"},
+    "wire": {"torch", "numpy"},
+    "types": {"torch", "numpy", "os"},
+}
+MAX_LINES = 500
+
+
+def room_of(file: Path) -> str:
+    first = file.relative_to(SOURCE).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imports_of(file: Path) -> set[tuple[str, bool]]:
+    """(module, is it ours?) for every import in the file, wherever it stands."""
+    package = ["outerstep", *file.relative_to(SOURCE).parts[:-1]]
+    found: set[tuple[str, bool]] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            target = base + (node.module.split(".") if node.module else [])
+            names = [".".join([*target, alias.name]) for alias in node.names] if not node.module else [".".join(target)]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
+        found |= {(name, name.split(".")[0] == "outerstep") for name in names}
+    return found
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_imports_point_one_way(file: Path) -> None:
+    room = room_of(file)
+    allowed = MAY_IMPORT[room] | {room}
+    for module, ours in imports_of(file):
+        if ours:
+            target = module.split(".")[1] if "." in module else ""
+            assert target in allowed, f"{room or 'outerstep'} must not import {module}"
+        else:
+            assert module.split(".")[0] not in FORBIDDEN_OUTSIDE.get(room, set()), f"{room} must not import {module}"
+
+
+def test_every_room_has_a_rule() -> None:
+    assert {room_of(file) for file in FILES} <= MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_a_file_is_read_in_one_sitting(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_every_module_says_what_it_is_for(file: Path) -> None:
+    assert ast.get_docstring(ast.parse(file.read_text())), f"{file.name} has no docstring"
+
+
+def test_nothing_is_ever_unpickled() -> None:
+    for file in FILES:
+        text = file.read_text()
+        assert "import pickle" not in text, file
+        assert "torch.load(" not in text, file
+
+
+def test_every_public_name_can_be_loaded() -> None:
+    assert sorted(outerstep.__all__) == outerstep.__all__ == sorted(outerstep._WHERE)
+    for name in outerstep.__all__:
+        assert getattr(outerstep, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'DiLoCoSever'"):
+        outerstep.DiLoCoSever  # noqa: B018
+
+
+LIGHT = [
+    "import outerstep",
+    "import outerstep.coordination.coordinator, outerstep.simulate, outerstep.wire.http_service",
+    "import outerstep.cli",
+    "import outerstep.cli, sys; sys.argv = ['outerstep', 'status', '--help']\n"
+    "try: outerstep.cli.main()\nexcept SystemExit: pass",
+    "import outerstep.cli, sys; sys.argv = ['outerstep', 'status', '--server', '127.0.0.1:9']\n"
+    "try: outerstep.cli.main()\nexcept SystemExit: pass",
+]
+
+
+@pytest.mark.parametrize("code", LIGHT)
+def test_what_needs_no_tensors_imports_no_torch(code: str) -> None:
+    check = f"{code}\nimport sys; assert 'torch' not in sys.modules, 'torch was imported'"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,171 @@
+"""What several tests need: tiny models, workers without sockets, jobs in threads, and clients that speak by hand."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outerstep.coordination.exchange import Patience, Session
+from outerstep.core.codecs import get_codec
+from outerstep.digest import part_count, part_hash, part_range, payload_hash
+from outerstep.server import DiLoCoServer
+from outerstep.topology.server import ServerTopology, encode_frame
+from outerstep.types import PROTOCOL_VERSION, Commit, Join, JoinAnswer, Offer, OfferAnswer, PutPart
+from outerstep.wire.frames import Layout, layout
+from outerstep.wire.memory import MemoryTransport
+from outerstep.wire.transport import Transport
+from outerstep.worker import DiLoCoWorker
+
+EAGER = Patience(first_backoff_s=0.01, longest_backoff_s=0.05, give_up_after_s=30.0, poll_wait_s=0.2)
+
+
+def tiny_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    """Ordinary training on seeded random data."""
+    source = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        inputs = torch.randn(8, 6, generator=source)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_threads(*jobs: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
+    """Run jobs side by side; their results in order, or the first exception."""
+    results: list[Any] = [None] * len(jobs)
+    errors: list[BaseException] = []
+
+    def run(i: int, job: Callable[[], Any]) -> None:
+        try:
+            results[i] = job()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i, job), daemon=True) for i, job in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a job is still running"
+    return results
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, "it never happened"
+        time.sleep(0.01)
+
+
+def memory_topology(server: DiLoCoServer, worker_id: str, transport: Transport | None = None) -> ServerTopology:
+    """A worker's way to a server without sockets."""
+    return ServerTopology(
+        transport or MemoryTransport(server.service),
+        worker_id=worker_id,
+        instance=secrets.token_hex(8),
+        hostname="test",
+        patience=EAGER,
+    )
+
+
+def memory_worker(
+    server: DiLoCoServer, worker_id: str, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any
+) -> DiLoCoWorker:
+    topology = memory_topology(server, worker_id)
+    return DiLoCoWorker(model, optimizer, "memory:1", worker_id=worker_id, topology=topology, **settings)
+
+
+class HandClient:
+    """Speaks the protocol message by message, so that tests can say things a worker never would."""
+
+    def __init__(self, transport: Transport, worker_id: str = "by-hand") -> None:
+        self.transport = transport
+        self.session = Session(
+            Join(protocol=PROTOCOL_VERSION, worker_id=worker_id, instance=secrets.token_hex(8), hostname="test")
+        )
+        self.sequence = 0
+
+    def join(self) -> JoinAnswer:
+        answer = self.transport.call(self.session.join_request)
+        assert isinstance(answer, JoinAnswer)
+        self.session.answer = answer
+        self.sequence = answer.fragments[0].last_sequence
+        return answer
+
+    def frame(self, tensors: Mapping[str, Tensor], codec: str = "fp32") -> memoryview:
+        return make_frame(tensors, codec)
+
+    def offer(self, size_bytes: int, **changes: Any) -> OfferAnswer:
+        facts: dict[str, Any] = {
+            **self.session.head,
+            "fragment": 0,
+            "sequence": self.sequence,
+            "base_version": 0,
+            "oldest_base": 0,
+            "weight": 1.0,
+            "steps": 1,
+            "codec": "fp32",
+            "size_bytes": size_bytes,
+            **changes,
+        }
+        answer = self.transport.call(Offer(**facts))
+        assert isinstance(answer, OfferAnswer)
+        return answer
+
+    def put(self, payload: memoryview, part: int, body: memoryview | None = None, hash_: str | None = None) -> Any:
+        size = self.session.joined.plan.part_size_bytes
+        piece = payload[slice(*part_range(part, len(payload), size))]
+        request = PutPart(
+            **self.session.head, fragment=0, sequence=self.sequence, part=part, hash=hash_ or part_hash(piece)
+        )
+        return self.transport.call(request, body=piece if body is None else body)
+
+    def commit(self, payload: memoryview) -> Any:
+        size = self.session.joined.plan.part_size_bytes
+        parts = part_count(len(payload), size)
+        hashes = [part_hash(payload[slice(*part_range(i, len(payload), size))]) for i in range(parts)]
+        request = Commit(**self.session.head, fragment=0, sequence=self.sequence, payload_hash=payload_hash(hashes))
+        return self.transport.call(request)
+
+    def contribute(self, payload: memoryview, **changes: Any) -> Any:
+        """Offer, all parts, commit, under the next sequence."""
+        self.sequence += 1
+        answer = self.offer(len(payload), **changes)
+        for part in answer.missing:
+            self.put(payload, part)
+        return self.commit(payload)
+
+
+def make_frame(tensors: Mapping[str, Tensor], codec: str = "fp32") -> memoryview:
+    coder = get_codec(codec)
+    return encode_frame(tensors, make_layout(tensors, codec), coder)
+
+
+def make_layout(tensors: Mapping[str, Tensor], codec: str = "fp32") -> Layout:
+    coder = get_codec(codec)
+    return layout(coder.name, [(n, tuple(t.shape), coder.encoded_bytes(t.numel())) for n, t in tensors.items()])
+
+
+def params_of(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return found if names is None else {name: found[name] for name in names}
+
+
+def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name

@@ -1,0 +1,134 @@
+"""g = Σ w·Δ / Σ w, at once or block by block."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outerstep.core.aggregate import RunningMean, weighted_mean
+from outerstep.errors import ConfigError
+
+PROPERTY = settings(max_examples=100, deadline=None)
+weights = st.floats(1e-3, 1e6)
+weight_lists = st.lists(weights, min_size=1, max_size=6)
+sizes = st.integers(1, 300)
+seeds = st.integers(0, 2**31)
+
+
+def random_deltas(seed: int, count: int, numel: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) for _ in range(count)]
+
+
+def blockwise_mean(deltas: list[Tensor], each: list[float], cuts: list[int]) -> Tensor:
+    numel = deltas[0].numel()
+    borders = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
+    mean = RunningMean(numel)
+    for delta, weight in zip(deltas, each, strict=True):
+        for begin, end in pairwise(borders):
+            mean.add(begin, delta[begin:end], weight)
+        mean.count(weight)
+    return mean.result()
+
+
+class TestWeightedMean:
+    @PROPERTY
+    @given(each=weight_lists, numel=sizes, seed=seeds)
+    def test_it_agrees_with_a_float64_reference_to_fp32_rounding(
+        self, each: list[float], numel: int, seed: int
+    ) -> None:
+        deltas = random_deltas(seed, len(each), numel)
+        stacked, column = np.stack([d.double().numpy() for d in deltas]), np.array(each)[:, None]
+        reference = (column * stacked).sum(0) / column.sum()
+        magnitude = (column * np.abs(stacked)).sum(0) / column.sum()
+        error = np.abs(weighted_mean(deltas, each).double().numpy() - reference)
+        assert (error <= 2 * (len(each) + 1) * 2.0**-24 * magnitude + 1e-30).all()
+
+    def test_a_heavier_contribution_pulls_harder(self) -> None:
+        assert weighted_mean([torch.tensor([0.0]), torch.tensor([4.0])], [1.0, 3.0]).tolist() == [3.0]
+
+    def test_equal_weights_give_the_plain_mean(self) -> None:
+        deltas = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])]
+        assert weighted_mean(deltas, [1.0, 1.0]).tolist() == [2.0, 4.0]
+        assert weighted_mean(deltas, [8.0, 8.0]).tolist() == [2.0, 4.0]
+
+    @PROPERTY
+    @given(each=weight_lists, power=st.integers(-6, 6), seed=seeds)
+    def test_only_the_ratio_of_the_weights_matters(self, each: list[float], power: int, seed: int) -> None:
+        deltas = random_deltas(seed, len(each), 33)
+        scaled = [weight * 2.0**power for weight in each]
+        assert torch.equal(weighted_mean(deltas, each), weighted_mean(deltas, scaled))
+
+    def test_a_lone_contribution_of_weight_one_is_the_mean_bit_for_bit(self) -> None:
+        (delta,) = random_deltas(0, 1, 1000)
+        assert torch.equal(weighted_mean([delta], [1.0]), delta)
+
+    def test_the_shape_is_kept_and_the_inputs_are_left_alone(self) -> None:
+        deltas = [torch.ones(2, 3), torch.full((2, 3), 3.0)]
+        assert torch.equal(weighted_mean(deltas, [1.0, 1.0]), torch.full((2, 3), 2.0))
+        assert torch.equal(deltas[0], torch.ones(2, 3))
+
+    def test_low_precision_deltas_are_summed_in_fp32(self) -> None:
+        deltas = [torch.tensor([256.0], dtype=torch.bfloat16), torch.tensor([1.0], dtype=torch.bfloat16)]
+        mean = weighted_mean(deltas, [1.0, 1.0])
+        assert mean.dtype == torch.float32
+        assert mean.tolist() == [128.5]  # bf16 would have lost the 1
+
+    @pytest.mark.parametrize("weight", [0.0, -1.0, -0.0, float("nan"), float("-inf")])
+    def test_a_weight_that_is_not_positive_is_refused(self, weight: float) -> None:
+        with pytest.raises(ConfigError, match=r"weight must be > 0, got"):
+            weighted_mean([torch.ones(2), torch.ones(2)], [1.0, weight])
+
+    def test_the_mean_of_nothing_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="no contributions"):
+            weighted_mean([], [])
+
+    @pytest.mark.parametrize("each", [[1.0], [1.0, 1.0, 1.0]])
+    def test_each_delta_needs_exactly_one_weight(self, each: list[float]) -> None:
+        with pytest.raises(ValueError, match=r"zip\(\)"):
+            weighted_mean([torch.ones(2), torch.ones(2)], each)
+
+
+class TestRunningMean:
+    @PROPERTY
+    @given(each=weight_lists, numel=sizes, seed=seeds, cuts=st.lists(sizes, max_size=6))
+    def test_block_by_block_equals_all_at_once_bit_for_bit(
+        self, each: list[float], numel: int, seed: int, cuts: list[int]
+    ) -> None:
+        deltas = random_deltas(seed, len(each), numel)
+        assert torch.equal(blockwise_mean(deltas, each, cuts), weighted_mean(deltas, each))
+
+    def test_a_sum_large_enough_for_several_threads_gives_the_same_bits(self) -> None:
+        deltas, each = random_deltas(1, 3, 100_003), [0.3, 1.0, 7.7]
+        assert torch.equal(blockwise_mean(deltas, each, [1, 4097, 65_537]), weighted_mean(deltas, each))
+
+    def test_it_divides_by_the_weights_that_came_not_by_those_expected(self) -> None:
+        mean = RunningMean(2)
+        for weight, value in [(2.0, 6.0), (1.0, 3.0)]:  # a third worker was expected and never came
+            mean.add(0, torch.full((2,), value), weight)
+            mean.count(weight)
+        assert mean.result().tolist() == [5.0, 5.0]
+
+    def test_a_block_lands_where_it_belongs(self) -> None:
+        mean = RunningMean(5)
+        mean.add(3, torch.tensor([8.0]), 2.0)
+        mean.add(1, torch.tensor([2.0, 4.0]), 2.0)
+        mean.count(2.0)
+        assert mean.result().tolist() == [0.0, 2.0, 4.0, 8.0, 0.0]
+
+    def test_the_result_lives_in_the_memory_of_the_sum(self) -> None:
+        mean = RunningMean(4)
+        memory = mean.sum.data_ptr()
+        mean.add(0, torch.ones(4), 1.0)
+        mean.count(1.0)
+        assert mean.result().data_ptr() == memory
+
+    def test_a_contribution_that_was_not_counted_has_no_mean(self) -> None:
+        mean = RunningMean(1)
+        mean.add(0, torch.ones(1), 1.0)
+        with pytest.raises(ConfigError, match="no contributions"):
+            mean.result()

@@ -1,0 +1,256 @@
+"""The outer step: the built-in rule, and any torch optimizer in its place."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from outerstep.core.outer import Nesterov, OptimizerFactory, OuterOptimizer, TorchOuter, check_factory
+from outerstep.errors import ConfigError
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 7), "b": (33,), "c": ()}
+
+FACTORIES: dict[str, OptimizerFactory] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
+    "sgd with decay": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.1),
+}
+BUILDERS: dict[str, Callable[[], OuterOptimizer]] = {
+    "built-in": Nesterov,
+    "built-in, plain momentum": lambda: Nesterov(0.5, 0.5, nesterov=False),
+    **{name: lambda factory=factory: TorchOuter(factory, SHAPES) for name, factory in FACTORIES.items()},
+}
+every_optimizer = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+every_factory = pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES.keys())
+
+
+def values(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def only(tensors: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def torchs_own(
+    factory: OptimizerFactory, start: dict[str, Tensor], grads: list[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What torch makes of the same gradients when nobody stands in between."""
+    params = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+    optimizer = factory(list(params.values()))
+    for grad in grads:
+        for name, param in params.items():
+            param.grad = grad[name].clone()
+        optimizer.step()
+    return {name: param.detach() for name, param in params.items()}
+
+
+class TestEveryOuterOptimizer:
+    @every_optimizer
+    def test_it_moves_the_callers_tensors_in_place_and_leaves_the_gradients_alone(
+        self, build: Callable[[], OuterOptimizer]
+    ) -> None:
+        params, grads = values(0), values(1)
+        before, memory = copied(params), {name: p.data_ptr() for name, p in params.items()}
+        build().step(params, grads)
+        assert {name: p.data_ptr() for name, p in params.items()} == memory
+        assert not any(torch.equal(params[name], before[name]) for name in params)
+        assert same(grads, values(1))
+
+    @every_optimizer
+    def test_it_remembers_no_memory_of_the_callers_gradients(self, build: Callable[[], OuterOptimizer]) -> None:
+        first, second = build(), build()
+        reused, fresh = values(0), values(0)
+        buffer = values(1)
+        first.step(reused, buffer)
+        second.step(fresh, values(1))
+        for name, tensor in values(2).items():
+            buffer[name].copy_(tensor)  # the server reuses the memory of its sums
+        first.step(reused, buffer)
+        second.step(fresh, values(2))
+        assert same(reused, fresh)
+
+    @every_optimizer
+    def test_a_fragment_steps_alone_and_its_state_with_it(self, build: Callable[[], OuterOptimizer]) -> None:
+        together, params = build(), values(0)
+        alone = {"a": build(), "b": build()}
+        expected = values(0)
+        for turn, name in enumerate(["a", "b", "a", "a", "b"]):
+            grads = values(10 + turn)
+            others = copied({n: p for n, p in params.items() if n != name})
+            together.step(only(params, name), only(grads, name))
+            alone[name].step(only(expected, name), only(grads, name))
+            assert same({n: params[n] for n in others}, others)
+        assert same(params, expected)
+        assert together.state_dict().keys() == {"a", "b"}
+
+    @every_optimizer
+    def test_state_is_found_by_name_whatever_the_order(self, build: Callable[[], OuterOptimizer]) -> None:
+        forwards, backwards = values(0), values(0)
+        first, second = build(), build()
+        for seed in (1, 2, 3):
+            grads = values(seed)
+            first.step(forwards, grads)
+            second.step(only(backwards, "c", "b", "a"), only(grads, "b", "a", "c"))
+        assert same(forwards, backwards)
+
+    @every_optimizer
+    def test_a_fresh_one_has_no_state(self, build: Callable[[], OuterOptimizer]) -> None:
+        assert build().state_dict() == {}
+
+    @every_optimizer
+    def test_a_reloaded_one_continues_identically(self, build: Callable[[], OuterOptimizer]) -> None:
+        params, optimizer = values(0), build()
+        optimizer.step(params, values(1))
+        optimizer.step(only(params, "a"), only(values(2), "a"))  # fragments at different rounds
+        restored, resumed = copied(params), build()
+        resumed.load_state_dict({name: copied(entry) for name, entry in optimizer.state_dict().items()})
+        for seed in (3, 4):
+            optimizer.step(params, values(seed))
+            resumed.step(restored, values(seed))
+        assert same(params, restored)
+        for name, entry in optimizer.state_dict().items():
+            assert same(resumed.state_dict()[name], entry)
+
+    @every_optimizer
+    def test_loading_copies_so_that_two_of_them_never_share_state(self, build: Callable[[], OuterOptimizer]) -> None:
+        params, optimizer = values(0), build()
+        optimizer.step(params, values(1))
+        saved = {name: copied(entry) for name, entry in optimizer.state_dict().items()}
+        build_two = build()
+        build_two.load_state_dict(optimizer.state_dict())
+        build_two.step(copied(params), values(2))
+        assert all(same(optimizer.state_dict()[name], entry) for name, entry in saved.items())
+
+    @every_optimizer
+    def test_the_state_it_shows_is_the_live_one(self, build: Callable[[], OuterOptimizer]) -> None:
+        params, optimizer = values(0), build()
+        optimizer.step(params, values(1))
+        shown = optimizer.state_dict()["a"]
+        before = copied(shown)
+        optimizer.step(params, values(2))
+        assert not any(torch.equal(shown[key], before[key]) for key in before)
+
+
+class TestNesterov:
+    @settings(max_examples=40, deadline=None)
+    @given(
+        seed=st.integers(0, 2**31),
+        numel=st.integers(1, 200),
+        lr=st.floats(0.01, 2.0),
+        rule=st.sampled_from([(0.9, True), (0.5, True), (0.9, False), (0.0, False)]),
+    )
+    def test_it_is_torchs_sgd_bit_for_bit(self, seed: int, numel: int, lr: float, rule: tuple[float, bool]) -> None:
+        momentum, nesterov = rule
+        shapes: dict[str, tuple[int, ...]] = {"w": (numel,), "s": ()}
+        grads = [values(seed + i, shapes) for i in range(1, 5)]
+        params, optimizer = values(seed, shapes), Nesterov(lr, momentum, nesterov=nesterov)
+        for grad in grads:
+            optimizer.step(params, grad)
+
+        def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov, foreach=False)
+
+        assert same(params, torchs_own(sgd, values(seed, shapes), grads))
+
+    @pytest.mark.parametrize(
+        ("momentum", "nesterov", "first", "second"),
+        [
+            (0.5, True, -0.75, -1.625),  # buf 1 then 1.5: −½·(1 + ½), −½·(1 + ¾)
+            (0.5, False, -0.5, -1.25),  # −½·1, −½·1.5
+            (0.0, True, -0.5, -1.0),
+        ],
+    )
+    def test_two_steps_by_hand(self, momentum: float, nesterov: bool, first: float, second: float) -> None:
+        params, grads = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+        optimizer = Nesterov(0.5, momentum, nesterov=nesterov)
+        optimizer.step(params, grads)
+        assert params["w"].item() == first
+        optimizer.step(params, grads)
+        assert params["w"].item() == second
+
+    def test_the_default_is_the_papers(self) -> None:
+        assert (Nesterov().lr, Nesterov().momentum, Nesterov().nesterov) == (0.7, 0.9, True)
+
+    def test_lr_one_without_momentum_is_plain_averaging(self) -> None:
+        params = {"w": torch.tensor([8.0, 3.0])}
+        Nesterov(1.0, 0.0).step(params, {"w": torch.tensor([2.0, -1.0])})
+        assert params["w"].tolist() == [6.0, 4.0]
+
+    def test_without_momentum_there_is_nothing_to_remember(self) -> None:
+        optimizer = Nesterov(0.7, 0.0)
+        optimizer.step(values(0), values(1))
+        assert optimizer.state_dict() == {}
+
+    @pytest.mark.parametrize("lr", [0.0, -0.1, float("nan")])
+    def test_a_learning_rate_that_is_not_positive_is_refused(self, lr: float) -> None:
+        with pytest.raises(ConfigError, match=rf"lr must be > 0, got {lr}"):
+            Nesterov(lr)
+
+    @pytest.mark.parametrize("momentum", [1.0, -0.1, 2.0, float("nan")])
+    def test_a_momentum_out_of_range_is_refused(self, momentum: float) -> None:
+        with pytest.raises(ConfigError, match=rf"momentum must be in \[0, 1\), got {momentum}"):
+            Nesterov(0.7, momentum)
+
+
+class TestTorchOuter:
+    @every_factory
+    def test_it_equals_the_optimizer_on_its_own_bit_for_bit(self, factory: OptimizerFactory) -> None:
+        params, optimizer = values(0), TorchOuter(factory, SHAPES)
+        grads = [values(seed) for seed in range(1, 6)]
+        for grad in grads:
+            optimizer.step(params, grad)
+        assert same(params, torchs_own(factory, values(0), grads))
+
+    def test_sgd_equals_the_built_in_rule_bit_for_bit(self) -> None:
+        ours, theirs = values(0), values(0)
+        built_in, wrapped = Nesterov(0.7, 0.9), TorchOuter(FACTORIES["sgd"], SHAPES)
+        for seed in range(1, 6):
+            built_in.step(ours, values(seed))
+            wrapped.step(theirs, values(seed))
+        assert same(ours, theirs)
+        assert same(built_in.state_dict()["a"], wrapped.state_dict()["a"])
+
+    def test_it_follows_the_caller_to_other_memory(self) -> None:
+        optimizer = TorchOuter(FACTORIES["sgd"], SHAPES)
+        params = values(0)
+        optimizer.step(params, values(1))
+        left, moved = copied(params), copied(params)
+        optimizer.step(moved, values(2))
+        assert same(params, left)
+        assert not same(moved, left)
+
+    def test_adams_state_is_kept_whole_by_parameter_name(self) -> None:
+        optimizer = TorchOuter(FACTORIES["adam"], SHAPES)
+        optimizer.step(only(values(0), "b"), only(values(1), "b"))
+        state = optimizer.state_dict()
+        assert state.keys() == {"b"}
+        assert state["b"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert state["b"]["exp_avg"].shape == SHAPES["b"]
+
+    @pytest.mark.parametrize("made", [None, [], torch.optim.SGD, "sgd"], ids=["None", "list", "class", "text"])
+    def test_a_factory_that_makes_no_optimizer_is_refused_with_an_example(self, made: object) -> None:
+        def factory(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return made  # type: ignore[return-value]
+
+        with pytest.raises(
+            ConfigError, match=rf"must return a torch\.optim\.Optimizer, got {type(made).__name__}"
+        ) as e:
+            check_factory(factory)
+        assert "lambda params: torch.optim.SGD" in str(e.value)
+
+    @every_factory
+    def test_a_good_factory_passes_the_check(self, factory: OptimizerFactory) -> None:
+        check_factory(factory)
