@@ -13,7 +13,9 @@ from ..wire.http_transport import parse_address
 
 
 def worker(
-    command: Annotated[list[str], typer.Argument(help="The training command, after --: python train.py …")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND…", help="The training command, after --: python train.py …")
+    ],
     server: Annotated[str, typer.Option(help="The server's host:port.", envvar="DILOCO_SERVER")],
     sync_every: Annotated[
         int | None, typer.Option(min=1, help="Local steps between exchanges. Left out: as the run has it.")

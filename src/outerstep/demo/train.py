@@ -34,7 +34,7 @@ def main() -> None:
     held_out = evaluation_batches(corpus.held_out, FINAL_BATCHES)
     model = build_model(options.seed)
     optimizer = make_optimizer(model, settings)
-    every = max(1, settings.steps // EVALUATIONS)
+    every = max(5, settings.steps // EVALUATIONS)
     began_at = time.monotonic()
 
     with options.progress.open("a", buffering=1) as progress:

@@ -19,6 +19,7 @@ from outerstep.types import (
     ContributionKey,
     GetPart,
     Heartbeat,
+    HeartbeatAnswer,
     Join,
     JoinAnswer,
     Leave,
@@ -135,6 +136,7 @@ class Desk:
         """`workers`: one letter each, joined at the start and all that is configured unless `num_workers` is given.
         `prompt`: False leaves the freeing of bytes and the publishing to the test."""
         self.now = 1000.0
+        self.run_id = RUN  # that the messages name
         self.prompt = prompt
         self.incarnations: dict[str, int] = {}
         self.effects: list[Effect] = []
@@ -164,17 +166,18 @@ class Desk:
         return answer
 
     def head(self, worker: str) -> dict[str, Any]:
-        return {"run_id": RUN, "worker_id": worker, "incarnation": self.incarnations.get(worker, 1)}
+        return {"run_id": self.run_id, "worker_id": worker, "incarnation": self.incarnations.get(worker, 1)}
 
-    def heartbeat(self, worker: str) -> None:
-        self.coordinator.heartbeat(Heartbeat(**self.head(worker), step=1, steps_per_second=1.0), self.now)
+    def heartbeat(self, worker: str) -> HeartbeatAnswer:
+        message = Heartbeat(**self.head(worker), step=1, steps_per_second=1.0)
+        return self.coordinator.heartbeat(message, self.now)
 
     def leave(self, worker: str) -> None:
         self.coordinator.leave(Leave(**self.head(worker), reason="done"), self.now)
         self.carry_out()
 
     def offer(self, worker: str, sequence: int = 1, **changes: Any) -> OfferAnswer:
-        facts = {"incarnation": self.incarnations.get(worker, 1), **changes}
+        facts = {"run_id": self.run_id, "incarnation": self.incarnations.get(worker, 1), **changes}
         answer = self.coordinator.offer(make_offer(worker, sequence, **facts), self.now)
         self.carry_out()
         return answer

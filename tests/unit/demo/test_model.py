@@ -7,7 +7,7 @@ import torch
 
 from outerstep.demo.corpus import BatchStream, evaluation_batches
 from outerstep.demo.model import GPT, GPTConfig, build_model
-from outerstep.demo.training import TrainSettings, evaluate, learning_rate_at, make_optimizer, train
+from outerstep.demo.training import TrainSettings, evaluate, learning_rate_at, make_optimizer, make_stream, train
 
 TINY = GPTConfig(context=16, d_model=16, num_layers=2, num_heads=2)
 TEXT = torch.arange(2_000).remainder(50).to(torch.uint8)
@@ -95,6 +95,11 @@ class TestSchedule:
 
 
 class TestTraining:
+    def test_a_stream_follows_the_settings(self) -> None:
+        stream = make_stream(TEXT, 1, TrainSettings(batch_size=5, seed=9), context=7)
+        assert torch.equal(stream.batch(2)[0], BatchStream(TEXT, 1, seed=9, batch_size=5, context=7).batch(2)[0])
+        assert make_stream(TEXT, 0, TrainSettings()).context == GPTConfig().context
+
     def test_the_norms_are_not_decayed(self) -> None:
         model = build_model(0, TINY)
         decayed, spared = make_optimizer(model, TrainSettings()).param_groups

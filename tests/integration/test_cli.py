@@ -1,0 +1,156 @@
+"""The command line, as typed: real processes, their exit codes and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outerstep.demo.processes import free_port
+from outerstep.model_folder import save_model
+from outerstep.server import DiLoCoServer
+from outerstep.worker import DiLoCoWorker
+from support import tiny_model
+
+
+def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    return subprocess.run(
+        [sys.executable, "-m", "outerstep", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**clean, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", **environ},
+    )
+
+
+@pytest.mark.parametrize("command", [[], ["server"], ["worker"], ["status"], ["demo"]])
+def test_help_teaches(command: list[str]) -> None:
+    done = outerstep(*command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+    assert len(done.stdout.splitlines()) > 8
+
+
+def test_the_version_is_printed() -> None:
+    assert outerstep("--version").stdout.startswith("outerstep 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sevrer"], "server"),
+        (["server", "-m", "x"], "--num-workers"),
+        (["server", "-m", "/nonexistent", "-n", "2"], "no model at /nonexistent"),
+        (["server", "-m", "{model}", "-n", "0"], "num_workers must be ≥ 1, got 0"),
+        (["server", "-m", "{model}", "-n", "2", "--codec", "zip"], "unknown codec 'zip'; known: bf16, fp32"),
+        (
+            ["server", "-m", "{model}", "-n", "2", "--min-workers", "3"],
+            "min_workers (3) must not exceed num_workers (2)",
+        ),
+        (["server", "-m", "{model}", "-n", "2", "--sync-evry", "3"], "--sync-every"),
+        (["status", "--server", "127.0.0.1:9"], "no answer from 127.0.0.1:9"),
+        (["status", "--server", "nonsense:port"], "host:port"),
+        (["worker", "--server", "127.0.0.1:9"], "COMMAND"),
+        (["worker", "--server", "127.0.0.1:9", "--", "no-such-program"], "command not found: 'no-such-program'"),
+        (["worker", "--", "true"], "--server"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(arguments: list[str], said: str, tmp_path: Path) -> None:
+    save_model(tiny_model(), tmp_path / "model")
+    done = outerstep(*[argument.format(model=tmp_path / "model") for argument in arguments])
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = outerstep("--debug", "status", "--server", "127.0.0.1:9")
+    assert "Traceback" in done.stderr
+    assert done.returncode == 1
+
+
+def test_a_worker_hands_its_settings_to_the_script_and_keeps_its_exit_code() -> None:
+    script = (
+        "import json, os, sys\n"
+        "print(json.dumps({k: v for k, v in os.environ.items() if k.startswith(('DILOCO_', 'CUDA_VISIBLE'))}))\n"
+        "sys.exit(7)"
+    )
+    done = outerstep(
+        "worker", "--server", "10.0.0.1:8512", "--sync-every", "250", "--no-bf16", "--worker-id", "left",
+        "--num-fragments", "4", "--heartbeat-interval", "5", "-d", "0", "--", sys.executable, "-c", script,
+    )  # fmt: skip
+    assert done.returncode == 7
+    assert json.loads(done.stdout) == {
+        "DILOCO_SERVER": "10.0.0.1:8512",
+        "DILOCO_SYNC_EVERY": "250",
+        "DILOCO_BF16_COMM": "0",
+        "DILOCO_WORKER_ID": "left",
+        "DILOCO_NUM_FRAGMENTS": "4",
+        "DILOCO_HEARTBEAT_INTERVAL": "5.0",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+
+
+def test_what_a_worker_leaves_out_follows_the_plan() -> None:
+    script = "import os; print([k for k in os.environ if k.startswith('DILOCO_')])"
+    done = outerstep("worker", "--server", "h:1", "--", sys.executable, "-c", script)
+    assert done.stdout.strip() == "['DILOCO_SERVER']"
+
+
+def test_status_tells_a_person_and_a_program() -> None:
+    with DiLoCoServer(tiny_model().state_dict(), num_workers=2, port=0, sync_every=50) as server:
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = DiLoCoWorker(model, optimizer, server.address, worker_id="left").start()
+        for_people = outerstep("status", "--server", server.address)
+        assert for_people.returncode == 0, for_people.stderr
+        for word in ("left", "sync_every 50", "bf16", "round 0", "waiting for"):
+            assert word in for_people.stdout
+        for_programs = json.loads(outerstep("status", "--json", DILOCO_SERVER=server.address).stdout)
+        assert for_programs["num_workers"] == 2
+        assert list(for_programs["workers"]) == ["left"]
+        worker.abandon("over")
+
+
+def test_a_server_says_what_to_type_on_the_next_machine(tmp_path: Path) -> None:
+    save_model(tiny_model(), tmp_path / "model")
+    port = str(free_port())
+    child = subprocess.Popen(
+        [sys.executable, "-m", "outerstep", "server", "-m", str(tmp_path / "model"), "-n", "2", "--port", port],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert child.stderr is not None
+        for line in child.stderr:
+            if f"outerstep worker --server 127.0.0.1:{port} -- python train.py" in line:
+                break
+        else:
+            pytest.fail("it never said so")
+    finally:
+        child.terminate()
+        assert child.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_the_demo_compares_four_runs_and_leaves_a_model_that_loads(tmp_path: Path) -> None:
+    done = outerstep("demo", "--steps", "12", "--sync-every", "4", "--folder", str(tmp_path), timeout_s=280.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert len(rows) == 4
+    together = rows[2]
+    assert together["label"] == "2 workers, outer model"
+    assert together["rounds"] == 3
+    assert 3 * 2 * 836_736 <= together["bytes_sent"] <= 3 * 2.05 * 836_736  # bf16, counted
+    assert 0 < together["loss"] < 5.6  # log(256) = 5.55 before the first step
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "trained" / "model.safetensors").exists()
+    assert "times as much" in done.stdout

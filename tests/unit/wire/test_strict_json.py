@@ -1,0 +1,223 @@
+"""JSON as we accept it: whatever is wrong is a BadRequest, and nothing else."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outerstep.errors import BadRequest
+from outerstep.types import Count, Label, Plain
+from outerstep.wire import strict_json
+from outerstep.wire.strict_json import MAX_DEPTH
+
+FUZZ = settings(max_examples=300, deadline=None)
+LEVELS = 100_000
+
+
+class Note(Plain, frozen=True):
+    text: Label = ""
+    count: Count = 0
+    values: tuple[float, ...] = ()
+    inner: "Note | None" = None
+
+
+notes = st.recursive(
+    st.none(),
+    lambda inner: st.builds(
+        Note,
+        text=st.text(max_size=50),
+        count=st.integers(0, 2**53),
+        values=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4).map(tuple),
+        inner=inner,
+    ),
+    max_leaves=5,
+).filter(lambda note: note is not None)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["text", "count", "values", "inner"]) | st.text(max_size=5), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+
+
+def nested(levels: int, opening: bytes = b"[", closing: bytes = b"]") -> bytes:
+    return opening * levels + closing * levels
+
+
+def refused_or_note(data: bytes) -> Note | None:
+    """Any exception that is not a BadRequest comes through and fails the test."""
+    try:
+        return strict_json.decode(data, Note)
+    except BadRequest:
+        return None
+
+
+class TestAccepted:
+    @FUZZ
+    @given(notes)
+    def test_a_message_survives_encoding_and_decoding(self, note: Note) -> None:
+        assert strict_json.decode(strict_json.encode(note), Note) == note
+
+    def test_bytes_may_come_as_a_memoryview(self) -> None:
+        assert strict_json.decode(memoryview(b'{"count": 3}'), Note) == Note(count=3)
+
+    def test_missing_fields_take_their_defaults(self) -> None:
+        assert strict_json.decode(b" {} ", Note) == Note()
+
+    @pytest.mark.parametrize("text", ["[" * 200, "}" * 200 + "{" * 200, '"[' * 60, "\\" * 60 + "[" * 60, "[\\"])
+    def test_brackets_inside_strings_do_not_count_as_levels(self, text: str) -> None:
+        assert strict_json.decode(json.dumps({"text": text}).encode(), Note).text == text
+
+    def test_siblings_do_not_count_as_levels(self) -> None:
+        assert strict_json.decode(b"[" + b"[]," * 1000 + b"[]]", list) == [[]] * 1001
+
+    def test_the_documented_depth_is_accepted_and_one_more_is_not(self) -> None:
+        assert strict_json.decode(nested(MAX_DEPTH), list)
+        with pytest.raises(BadRequest, match=f"nested deeper than {MAX_DEPTH} levels"):
+            strict_json.decode(nested(MAX_DEPTH + 1), list)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (b'{"values": [NaN]}', "NaN is not a number"),
+            (b'{"values": [Infinity]}', "Infinity is not a number"),
+            (b'{"values": [-Infinity]}', "-Infinity is not a number"),
+            (b'{"values": [1e999]}', "1e999 is out of range"),
+            (b'{"values": [-1e999]}', "-1e999 is out of range"),
+            (b'{"values": [nan]}', "not acceptable JSON"),
+            (b'{"count": 1, "count": 1}', "'count' appears twice"),
+            (b'{"inner": {"text": "", "text": ""}}', "'text' appears twice"),
+            (b'{"count": 1, "\\u0063ount": 2}', "'count' appears twice"),
+            (b'{"text": "\xff"}', "utf-8"),
+            (b'{"text": "\xc0\xaf"}', "utf-8"),
+            (b'{"text": "\xed\xa0\x80"}', "utf-8"),
+            (b"\xef\xbb\xbf{}", "BOM"),
+            ('{"text": "x"}'.encode("utf-16"), "utf-8"),
+            (b'{"text": "a\nb"}', "control character"),
+            (b"", "Expecting value"),
+            (b"{", "not acceptable JSON"),
+            (b'{"text": "', "not acceptable JSON"),
+            (b'{"text": "\\', "not acceptable JSON"),
+            (b"{} {}", "Extra data"),
+            (b"{'count': 1}", "not acceptable JSON"),
+            (b'{"count": 1,}', "not acceptable JSON"),
+            (b'{"count": 0x10}', "not acceptable JSON"),
+        ],
+    )
+    def test_what_is_not_strict_json_is_refused_saying_why(self, data: bytes, message: str) -> None:
+        with pytest.raises(BadRequest, match=message):
+            strict_json.decode(data, Note)
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"[" * LEVELS,
+            nested(LEVELS),
+            b'{"inner":' * LEVELS,
+            nested(LEVELS, b'{"inner":', b"}"),
+            b'[{"a":' * LEVELS,
+            b'["]",' * LEVELS,
+            b'["\\"]",' * LEVELS,
+        ],
+        ids=["open lists", "lists", "open objects", "objects", "both", "closing in strings", "escaped quotes"],
+    )
+    def test_a_hundred_thousand_levels_are_refused(self, data: bytes) -> None:
+        with pytest.raises(BadRequest, match=f"nested deeper than {MAX_DEPTH} levels"):
+            strict_json.decode(data, Note)
+
+    def test_closing_brackets_in_advance_buy_no_depth(self) -> None:
+        with pytest.raises(BadRequest, match="not acceptable JSON"):
+            strict_json.decode(b"]" * LEVELS + b"[" * LEVELS, Note)
+
+    @pytest.mark.parametrize("digits", [20, 400, 5000])
+    @pytest.mark.parametrize("sign", ["", "-"])
+    @pytest.mark.parametrize("field", ['"count": {}', '"inner": {{"count": {}}}'])
+    def test_an_integer_of_any_size_out_of_range_is_refused(self, digits: int, sign: str, field: str) -> None:
+        with pytest.raises(BadRequest):
+            strict_json.decode(("{" + field.format(sign + "9" * digits) + "}").encode(), Note)
+
+    @pytest.mark.parametrize("digits", [400, 5000])
+    def test_an_integer_too_large_for_a_float_is_refused(self, digits: int) -> None:
+        with pytest.raises(BadRequest):
+            strict_json.decode(('{"values": [' + "9" * digits + "]}").encode(), Note)
+
+    @pytest.mark.parametrize(
+        ("value", "where"),
+        [
+            ({"cuont": 1}, "cuont"),
+            ({"count": "1"}, r"\$\.count"),
+            ({"count": 1.0}, r"\$\.count"),
+            ({"count": True}, r"\$\.count"),
+            ({"count": None}, r"\$\.count"),
+            ({"count": -1}, r"\$\.count"),
+            ({"count": 2**53 + 1}, r"\$\.count"),
+            ({"text": 5}, r"\$\.text"),
+            ({"text": "x" * 257}, r"\$\.text"),
+            ({"values": "12"}, r"\$\.values"),
+            ({"values": [1, "2"]}, r"\$\.values"),
+            ({"inner": {"inner": {"count": -1}}}, r"\$\.inner\.inner\.count"),
+            ([], "array"),
+            ("text", "str"),
+            (5, "int"),
+            (None, "null"),
+        ],
+    )
+    def test_a_value_of_the_wrong_shape_is_refused_saying_where(self, value: object, where: str) -> None:
+        with pytest.raises(BadRequest, match=f"^not a Note: .*{where}"):
+            strict_json.decode(json.dumps(value).encode(), Note)
+
+
+class TestText:
+    def test_numbers_may_come_as_text_only_where_there_is_nothing_else(self) -> None:
+        assert strict_json.convert({"count": "3"}, Note, from_text=True) == Note(count=3)
+        with pytest.raises(BadRequest, match=r"Expected `int`, got `str` - at `\$\.count`"):
+            strict_json.convert({"count": "3"}, Note)
+
+    @pytest.mark.parametrize("text", ["", "-1", "three", "nan", "1_0", " 3", "9" * 400, "9" * 5000, str(2**53 + 1)])
+    def test_text_that_is_no_number_of_the_range_is_refused(self, text: str) -> None:
+        with pytest.raises(BadRequest):
+            strict_json.convert({"count": text}, Note, from_text=True)
+
+
+class TestFuzz:
+    @FUZZ
+    @given(st.binary(max_size=200))
+    def test_arbitrary_bytes_raise_nothing_but_a_bad_request(self, data: bytes) -> None:
+        refused_or_note(data)
+
+    @FUZZ
+    @given(st.text(alphabet='[]{}",:\\ntu0123456789eE.+- countvalues', max_size=100))
+    def test_arbitrary_json_letters_raise_nothing_but_a_bad_request(self, text: str) -> None:
+        refused_or_note(text.encode())
+
+    @FUZZ
+    @given(json_values)
+    def test_arbitrary_json_is_a_note_or_refused(self, value: object) -> None:
+        """Python's own encoder writes NaN and Infinity, so those come by too."""
+        found = refused_or_note(json.dumps(value).encode())
+        if found is not None:
+            assert isinstance(value, dict)
+            assert value.keys() <= {"text", "count", "values", "inner"}
+            assert all(math.isfinite(number) for number in found.values)
+
+    @FUZZ
+    @given(notes, st.data())
+    def test_a_changed_byte_is_a_note_or_refused(self, note: Note, data: st.DataObject) -> None:
+        text = bytearray(strict_json.encode(note))
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+        refused_or_note(bytes(text))
+
+    @FUZZ
+    @given(notes, st.data())
+    def test_a_cut_message_is_always_refused(self, note: Note, data: st.DataObject) -> None:
+        text = strict_json.encode(note)
+        assert refused_or_note(text[: data.draw(st.integers(0, len(text) - 1))]) is None
