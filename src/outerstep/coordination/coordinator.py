@@ -193,7 +193,11 @@ class Coordinator:
         accepted = self._accepted(member, message)
         if accepted is not None:
             return OfferAnswer(state="accepted", version=accepted.version)
-        self._check_offer(message, fragment)
+        try:
+            self._check_offer(message, fragment)
+        except Refused:
+            self.uploads.unqueue(member.worker_id, message.fragment)  # it will not come back under this key
+            raise
         upload = self.uploads.get(message.key)
         if upload is not None and upload.offer != message:
             raise Conflict(
@@ -352,7 +356,7 @@ class Coordinator:
         if not self.started and self._first_join_at is not None and self.rules.start_deadline_s is not None:
             moments.append(self._first_join_at + self.rules.start_deadline_s)
         moments += [f.round.verdict(self.rules, now, started=self.started).wake_at for f in self.fragments]
-        return min((m for m in moments if m is not None), default=None)
+        return min((m for m in moments if m is not None and m > now), default=None)
 
     def waiting_for(self, fragment: Fragment, now: float) -> str:
         """Why this fragment's open round has not closed, in words."""

@@ -81,6 +81,8 @@ class Uploads:
         for other, asked_at in list(self._queue.items()):
             if now - asked_at > QUEUE_PATIENCE_S:
                 del self._queue[other]
+        if key not in self._queue:
+            self.unqueue(key.worker_id, key.fragment)  # an older sequence of its own does not stand before it
         ahead = next(iter(self._queue), key)
         if ahead != key or not self._fits(offer.size_bytes):
             self._queue[key] = now
@@ -104,8 +106,9 @@ class Uploads:
         """Its bytes are gone from memory."""
         self._held.pop(key, None)
 
-    def unqueue(self, worker_id: str) -> None:
-        for key in [k for k in self._queue if k.worker_id == worker_id]:
+    def unqueue(self, worker_id: str, fragment: int | None = None) -> None:
+        """Nothing of this worker (for this fragment) waits any more."""
+        for key in [k for k in self._queue if k.worker_id == worker_id and fragment in (None, k.fragment)]:
             del self._queue[key]
 
     def _fits(self, size_bytes: int) -> bool:

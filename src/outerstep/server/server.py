@@ -118,6 +118,7 @@ class DiLoCoServer:
             self._stopped.set()
         self._asked_to_stop.set()
         if first and self._http is not None:
+            self.service.release_polls()
             self._http.stop()
             self._monitor.stop()
             self.service.stop()

@@ -89,6 +89,7 @@ class ParameterService:
         )
         self.stores: list[FragmentStore] = []
         self.failure = ""
+        self._closing = False
         self.started_at = clock()
         self.bytes_received = 0
         self.bytes_sent = 0
@@ -103,6 +104,12 @@ class ParameterService:
 
     def start(self) -> None:
         self._thread.start()
+
+    def release_polls(self) -> None:
+        """Answer everybody who waits: the server is about to stop listening."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Finish the rounds that were decided, then end."""
@@ -284,7 +291,7 @@ class ParameterService:
                 answer = self.coordinator.poll(request, now)
                 if answer.agreement is not None or answer.wanted:
                     return answer
-                if now >= until or self.failure:
+                if now >= until or self.failure or self._closing:
                     return replace(answer, retry_after_s=0.0)  # it has waited here
                 self._changed.wait(until - now)
 

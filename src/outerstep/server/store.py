@@ -19,6 +19,7 @@ from ..coordination.coordinator import KEPT_VERSIONS
 from ..core.aggregate import RunningMean
 from ..core.codecs import FP32, Codec
 from ..core.outer import OuterOptimizer
+from ..core.views import fp32_views
 from ..digest import data_hash, part_count, part_hash, part_range, payload_hash
 from ..errors import NotFinite
 from ..types import Agreement, ParameterSpec, Participant
@@ -51,7 +52,7 @@ class FragmentStore:
         self._sums: dict[int, RunningMean] = {}
         self._versions: dict[int, Published] = {}
         frame = _new_frame(self.down)
-        for name, theta in _tensors(frame, self.down).items():
+        for name, theta in fp32_views(frame, self.down.places, self.down.data_begin).items():
             theta.copy_(state[name])
         self._publish(frame, 0, ())
 
@@ -68,7 +69,7 @@ class FragmentStore:
 
     def params(self) -> dict[str, Tensor]:
         """θ by name: read-only views of the newest version."""
-        return _tensors(self.newest.frame, self.down)
+        return fp32_views(self.newest.frame, self.down.places, self.down.data_begin)
 
     # --- a contribution -------------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ class FragmentStore:
         frame = _new_frame(self.down)
         frame[self.down.data_begin :] = self.newest.frame[self.down.data_begin :]
         grads = {entry.name: mean[entry.begin // 4 : entry.end // 4].view(entry.shape) for entry in self.down.entries}
-        optimizer.step(_tensors(frame, self.down), grads)
+        optimizer.step(fp32_views(frame, self.down.places, self.down.data_begin), grads)
         return self._publish(frame, version, participants)
 
     def _publish(self, frame: memoryview, version: int, participants: tuple[Participant, ...]) -> Published:
@@ -150,18 +151,6 @@ def _new_frame(of: Layout) -> memoryview:
     frame = memoryview(mmap.mmap(-1, of.size_bytes))
     frame[: of.data_begin] = of.prefix
     return frame
-
-
-def _tensors(frame: memoryview, of: Layout) -> dict[str, Tensor]:
-    """fp32 views into the frame, by name."""
-    views: dict[str, Tensor] = {}
-    for entry in of.entries:
-        if entry.end == entry.begin:
-            views[entry.name] = torch.empty(entry.shape)
-            continue
-        count, offset = (entry.end - entry.begin) // 4, of.data_begin + entry.begin
-        views[entry.name] = torch.frombuffer(frame, dtype=torch.float32, count=count, offset=offset).view(entry.shape)
-    return views
 
 
 def _pieces(frame: memoryview, of: Layout) -> Iterator[memoryview]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..coordination.exchange import Exchange, Outcome, Patience, Session
 from ..core.codecs import FP32, Codec, get_codec
+from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash, part_count, part_hash, part_range
 from ..errors import ExchangeFailed, Refused, TransportError, UnknownWorker, WorkerError
 from ..types import PROTOCOL_VERSION, Heartbeat, Join, JoinAnswer, Leave, Manifest, Offer, ParameterSpec, Wishes
@@ -198,7 +199,7 @@ class ServerTopology:
             check_frame(courier.received, down)
         except Refused as error:
             raise ExchangeFailed(f"the server sent something else than fragment {ticket.fragment}: {error}") from error
-        anchor = decode_fp32(courier.received, down)
+        anchor = fp32_views(courier.received, down.places, down.data_begin)
         got = anchor_hash(anchor.values())
         if got != agreement.anchor_hash:
             raise ExchangeFailed(
@@ -267,26 +268,9 @@ def encode_frame(deltas: Mapping[str, Tensor], up: Layout, codec: Codec) -> memo
     return frame
 
 
-def decode_fp32(frame: memoryview, down: Layout) -> dict[str, Tensor]:
-    """fp32 views into the frame, by name."""
-    return {
-        entry.name: torch.frombuffer(
-            frame, dtype=torch.float32, count=(entry.end - entry.begin) // 4, offset=down.data_begin + entry.begin
-        ).view(entry.shape)
-        if entry.end > entry.begin
-        else torch.empty(entry.shape)
-        for entry in down.entries
-    }
-
-
 def anchor_hash(tensors: Iterable[Tensor]) -> str:
     """The identity of an anchor: over its fp32 values in the fragment's order."""
-    return data_hash(_bytes(tensor) for tensor in tensors if tensor.numel())
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    array = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return array.data
+    return data_hash(bytes_of(tensor) for tensor in tensors if tensor.numel())
 
 
 def _layout(codec: Codec, specs: Sequence[ParameterSpec]) -> Layout:

@@ -60,6 +60,11 @@ class Layout:
         return len(self.prefix)
 
     @property
+    def places(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """(name, shape, offset in the data) of each tensor."""
+        return [(entry.name, entry.shape, entry.begin) for entry in self.entries]
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         return self.header.tensors
 

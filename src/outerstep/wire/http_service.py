@@ -144,7 +144,7 @@ class HttpService:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._listener.close()
         give_up_at = time.monotonic() + patience_s
-        while time.monotonic() < give_up_at and any(self._connections.values()):
+        while time.monotonic() < give_up_at and any(list(self._connections.values())):
             time.sleep(0.02)
         with self._lock:
             for sock in self._connections:

@@ -141,7 +141,7 @@ class HttpTransport:
             data = response.read(MAX_JOIN_BYTES)
         with self._lock:
             self.bytes_sent += len(payload)
-            self.bytes_received += len(into) if into is not None else len(data)
+            self.bytes_received += len(data) or len(into or b"")
         response.read()  # the end of the message, so that the connection can be used again
         if response.will_close or len(self._idle) >= IDLE_CONNECTIONS:
             connection.close()
