@@ -1,5 +1,6 @@
 # Every target makes and fills .venv by itself: a fresh clone needs only Python ≥ 3.11, pip, make and a package index.
 PYTHON ?= python3
+PIP_FLAGS ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -15,7 +16,7 @@ help:  ## List the targets
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once; torch is the long part)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
 demo: $(READY)  ## Train one model with a server and two workers, compare, plot

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from .coordination.rounds import RoundRules
 from .errors import ConfigError
-from .types import Wishes
+from .types import Wishes, WorkerId
 
 DEFAULT_PORT = 8512
 DEFAULT_HOST = "127.0.0.1"
@@ -44,22 +45,24 @@ class ServerConfig:
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_workers", "min_workers", "pool_bytes", "max_connections")
-        _at_least(self, 0, "max_staleness", "heartbeat_timeout", "grace_period")
-        _at_least(self, 1, "sync_every", "num_fragments", "quorum", optional=True)
-        _at_least(self, 0, "round_deadline_s", "start_deadline_s", optional=True)
+        _whole(self, 1, "num_workers", "min_workers", "pool_bytes", "max_connections", "part_size_bytes")
+        _whole(self, 0, "max_staleness")
+        _whole(self, 1, "sync_every", "num_fragments", "quorum", optional=True)
+        _whole(self, 0, "port", optional=True)
+        _number(self, 0.0, "heartbeat_timeout", "grace_period", "outer_lr", "outer_momentum")
+        _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
+        _one_of(self, (True, False), "embeddings_apart", "nesterov")
+        _one_of(self, ("contiguous", "strided"), "fragment_strategy")
         if self.min_workers > self.num_workers:
             raise ConfigError(f"min_workers ({self.min_workers}) must not exceed num_workers ({self.num_workers})")
         if self.quorum is not None and self.quorum > self.num_workers:
             raise ConfigError(f"quorum ({self.quorum}) must not exceed num_workers ({self.num_workers})")
-        if self.port is not None and not 0 <= self.port < 65536:
+        if self.port is not None and self.port > 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         if not 64 <= self.part_size_bytes <= 16 << 20 or self.part_size_bytes % 64:
             raise ConfigError(
                 f"part_size_bytes must be a multiple of 64 between 64 and {16 << 20}, got {self.part_size_bytes}"
             )
-        if self.fragment_strategy not in ("contiguous", "strided"):
-            raise ConfigError(f"fragment_strategy must be contiguous or strided, got {self.fragment_strategy!r}")
 
     @property
     def wishes(self) -> Wishes:
@@ -94,10 +97,18 @@ class WorkerConfig:
     exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "sync_every", "num_fragments", optional=True)
-        _at_least(self, 0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s")
-        if self.on_exit not in ("global", "local"):
-            raise ConfigError(f'on_exit must be "global" or "local", got {self.on_exit!r}')
+        _whole(self, 1, "sync_every", "num_fragments", optional=True)
+        _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s")
+        _one_of(self, (None, True, False), "bf16_comm")
+        _one_of(self, ("global", "local"), "on_exit")
+        if self.worker_id is not None:
+            try:
+                msgspec.convert(self.worker_id, WorkerId)
+            except msgspec.ValidationError as error:
+                raise ConfigError(
+                    f"worker_id must be 1 to 128 letters, digits, '.', ':', '-' or '_', beginning with a letter, digit "
+                    f"or '_'; got {self.worker_id!r}"
+                ) from error
 
     @property
     def wishes(self) -> Wishes:
@@ -113,30 +124,36 @@ def build(kind: type[T], settings: dict[str, Any]) -> T:
             near = difflib.get_close_matches(name, known, n=1)
             suggestion = f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(known)}"
             raise ConfigError(f'unknown setting "{name}"{suggestion}')
+    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in settings]  # type: ignore[arg-type]
+    if missing:
+        raise ConfigError(f"missing setting: {', '.join(missing)}")
     return kind(**settings)
 
 
-def _at_least(config: object, least: int, *names: str, optional: bool = False) -> None:
-    """Whole-number fields take ints only, others any finite number."""
+def _whole(config: object, least: int, *names: str, optional: bool = False) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is None and optional:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} must be a whole number ≥ {least}, got {value!r}")
+        if not least <= value < 1 << 53:
+            raise ConfigError(f"{name} must be ≥ {least}, got {str(value)[:40]}")
+
+
+def _number(config: object, least: float, *names: str, optional: bool = False) -> None:
     for name in names:
         value = getattr(config, name)
         if value is None and optional:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{name} must be a number ≥ {least}, got {value!r}")
-        if not math.isfinite(value) or value < least:
-            raise ConfigError(f"{name} must be ≥ {least}, got {value}")
-        if isinstance(value, float) and name in _WHOLE:
-            raise ConfigError(f"{name} must be a whole number ≥ {least}, got {value}")
+            raise ConfigError(f"{name} must be a number ≥ {least:g}, got {value!r}")
+        if not least <= value < 1e12:  # also false for nan
+            raise ConfigError(f"{name} must be ≥ {least:g}, got {str(value)[:40]}")
 
 
-_WHOLE = {
-    "num_workers",
-    "min_workers",
-    "sync_every",
-    "num_fragments",
-    "quorum",
-    "max_staleness",
-    "pool_bytes",
-    "max_connections",
-}
+def _one_of(config: object, allowed: tuple[object, ...], *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -37,7 +37,7 @@ def save_state_dict(state: dict[str, Tensor], folder: str | os.PathLike[str]) ->
             tied[name] = first_name[storage]
             continue
         first_name[storage] = name
-        kept[name] = tensor.detach().cpu().contiguous()
+        kept[name] = _standing_alone(tensor)
     temporary = place / f".{WEIGHTS}.{os.getpid()}.tmp"
     save_file(kept, temporary, metadata={"format": "pt", **tied})
     target = place / WEIGHTS
@@ -68,11 +68,21 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     unknown = [n for n in state if n not in own]
     if missing or unknown:
         raise ModelError(f"{folder} is another model's: missing {missing[:3]}, unknown {unknown[:3]}")
+    for name, tensor in state.items():
+        if own[name].shape != tensor.shape:
+            raise ModelError(f"{name!r}: the folder has {list(tensor.shape)}, the model {list(own[name].shape)}")
+        if own[name].is_meta:
+            raise ModelError(f"{name!r} is on the meta device: give the model real memory first (to_empty)")
     with torch.no_grad():
         for name, tensor in state.items():
-            if own[name].shape != tensor.shape:
-                raise ModelError(f"{name!r}: the folder has {list(tensor.shape)}, the model {list(own[name].shape)}")
             own[name].copy_(tensor)
+
+
+def _standing_alone(tensor: Tensor) -> Tensor:
+    """In host memory that it shares with nobody: safetensors refuses views into one storage."""
+    tensor = tensor.detach().cpu().contiguous()
+    owns_all = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if owns_all else tensor.clone()
 
 
 def _load(file: Path) -> dict[str, Tensor]:
@@ -86,13 +96,14 @@ def _load_shards(place: Path) -> dict[str, Tensor]:
     try:
         weight_map = json.loads((place / INDEX).read_text())["weight_map"]
         shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{place / INDEX} is not an index of shards: {error!r}") from error
     state: dict[str, Tensor] = {}
     for shard in shards:
-        file = place / str(shard)
-        if file.resolve().parent != place.resolve():
-            raise ModelError(f"{place / INDEX} points outside its folder: {shard!r}")
+        name = str(shard)
+        if Path(name).name != name or "\0" in name or len(name) > 255:
+            raise ModelError(f"{place / INDEX} points outside its folder: {name[:80]!r}")
+        file = place / name
         if not file.is_file():
             raise ModelError(f"{place / INDEX} names {shard!r}, which is missing")
         state.update(_load(file))

@@ -19,12 +19,12 @@ Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Weight = Annotated[float, Meta(gt=0.0, le=1e12)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Label = Annotated[str, Meta(max_length=256)]
-WorkerId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:\-]*$")]
-RunId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_\-]+$")]
-Instance = Annotated[str, Meta(min_length=8, max_length=64, pattern=r"^[A-Za-z0-9_\-]+$")]
+WorkerId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:\-]*\Z")]
+RunId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_\-]+\Z")]
+Instance = Annotated[str, Meta(min_length=8, max_length=64, pattern=r"^[A-Za-z0-9_\-]+\Z")]
 TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
-PartHash = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
-Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+PartHash = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class Plain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

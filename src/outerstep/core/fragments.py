@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from torch import nn
 
 from ..errors import ConfigError
 from ..types import ParameterSpec
-
-if TYPE_CHECKING:
-    from torch import nn
+from .manifest import describe
 
 Strategy = Literal["contiguous", "strided"]
 BYTES_PER_VALUE = 4  # balance is about the fp32 anchor; every codec shrinks all fragments alike
@@ -74,26 +74,11 @@ def check_cycle(sync_every: int, num_fragments: int) -> None:
         )
 
 
-def _specs(model: nn.Module | Sequence[ParameterSpec]) -> list[ParameterSpec]:
-    if isinstance(model, Sequence):
-        return list(model)
-    return [
-        ParameterSpec(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."), block=block_of(name))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
+def _specs(model: nn.Module | Sequence[ParameterSpec]) -> Sequence[ParameterSpec]:
+    return model if isinstance(model, Sequence) else describe(model)[1].parameters
 
 
-def block_of(name: str) -> str:
-    """The layer a parameter belongs to: its name up to the first number ("h.3.attn.weight" → "h.3"), else ""."""
-    pieces = name.split(".")
-    for i, piece in enumerate(pieces):
-        if piece.isdigit():
-            return ".".join(pieces[: i + 1])
-    return ""
-
-
-def _split(specs: list[ParameterSpec], count: int, strategy: Strategy, embeddings_apart: bool) -> list[list[str]]:
+def _split(specs: Sequence[ParameterSpec], count: int, strategy: Strategy, embeddings_apart: bool) -> list[list[str]]:
     if embeddings_apart and count > 1:
         tables = [s for s in specs if s.embedding]
         rest = [s for s in specs if not s.embedding]
@@ -107,7 +92,7 @@ def _split(specs: list[ParameterSpec], count: int, strategy: Strategy, embedding
     return [sorted((s.name for unit in group for s in unit), key=order.__getitem__) for group in groups]
 
 
-def _units(specs: list[ParameterSpec]) -> list[list[ParameterSpec]]:
+def _units(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Runs of parameters of one layer; a parameter outside any layer is a unit of its own."""
     units: list[list[ParameterSpec]] = []
     for spec in specs:

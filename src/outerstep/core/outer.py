@@ -11,15 +11,16 @@ Parameters and state are fp32 and keyed by name, never by position: a fragment s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
 
-State = dict[str, dict[str, Tensor]]
+State = dict[str, dict[str, Any]]
 """parameter name -> what its optimizer remembers"""
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -39,8 +40,8 @@ class Nesterov:
     """SGD with (Nesterov) momentum, as in the module's docstring; `nesterov=False` gives θ − η·buf."""
 
     def __init__(self, lr: float = 0.7, momentum: float = 0.9, *, nesterov: bool = True) -> None:
-        if not lr > 0.0:
-            raise ConfigError(f"outer lr must be > 0, got {lr}")
+        if not 0.0 < lr < math.inf:
+            raise ConfigError(f"outer lr must be a number > 0, got {lr}")
         if not 0.0 <= momentum < 1.0:
             raise ConfigError(f"outer momentum must be in [0, 1), got {momentum}")
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
@@ -92,16 +93,14 @@ class TorchOuter:
             self._params[name].grad = None
 
     def state_dict(self) -> State:
-        found: State = {}
-        for name, param in self._params.items():
-            entry = {k: v for k, v in self._optimizer.state.get(param, {}).items() if isinstance(v, Tensor)}
-            if entry:
-                found[name] = entry
-        return found
+        states = {name: self._optimizer.state.get(param) for name, param in self._params.items()}
+        return {name: dict(entry) for name, entry in states.items() if entry}
 
     def load_state_dict(self, state: State) -> None:
+        self._optimizer.state.clear()
         for name, entry in state.items():
-            self._optimizer.state[self._params[name]] = {key: value.clone() for key, value in entry.items()}
+            copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+            self._optimizer.state[self._params[name]] = copied
 
 
 def check_factory(factory: OptimizerFactory) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..core.fragments import block_of
+from ..core.manifest import block_of
 from ..errors import ManifestMismatch, ModelError
 from ..types import Manifest, ParameterSpec
 
@@ -17,6 +17,7 @@ class ModelState:
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = {name: tensor.detach() for name, tensor in state.items()}
+        self._names = list(self._state)
         if not any(tensor.is_floating_point() and tensor.numel() for tensor in self._state.values()):
             raise ModelError("the model's state dict holds no floating-point tensors")
         on_meta = next((name for name, tensor in self._state.items() if tensor.is_meta), None)
@@ -67,20 +68,25 @@ class ModelState:
         found = {spec.name: self._find(spec.name, manifest) for spec in manifest.parameters}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
+    def forget_trained(self, manifest: Manifest) -> None:
+        """The fragment stores hold these now; a second copy would only take room."""
+        for spec in manifest.parameters:
+            for name in self._names_of(spec.name, manifest):
+                self._state.pop(name, None)
+
     def with_trained(self, trained: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
         """A copy of the whole state, fp32, with the trained values in place under every name they have."""
         by_name = {**trained, **{alias: trained[kept] for alias, kept in aliases.items() if kept in trained}}
-        known = list(dict.fromkeys([*self._state, *trained]))
-        return {
-            name: _as_fp32(by_name[name] if name in by_name else self._state[name]).clone()
-            for name in known
-            if name in by_name or name in self._state
-        }
+        everything = {**self._state, **by_name}
+        return {name: _as_fp32(everything[name]).clone() for name in dict.fromkeys([*self._names, *everything])}
 
     def _find(self, name: str, manifest: Manifest) -> Tensor | None:
+        return next((self._state[n] for n in self._names_of(name, manifest) if n in self._state), None)
+
+    @staticmethod
+    def _names_of(name: str, manifest: Manifest) -> list[str]:
         """A tied parameter may be filed under any of its names."""
-        names = [name, *(alias for alias, kept in manifest.aliases.items() if kept == name)]
-        return next((self._state[n] for n in names if n in self._state), None)
+        return [name, *(alias for alias, kept in manifest.aliases.items() if kept == name)]
 
 
 def _as_fp32(tensor: Tensor) -> Tensor:

@@ -281,6 +281,7 @@ class ParameterService:
             agreements=[store.newest.agreement for store in self.stores],
             max_payload_bytes=[store.max_payload_bytes for store in self.stores],
         )
+        self.model.forget_trained(manifest)
 
     def _poll(self, request: Poll) -> PollAnswer:
         """Answer when there is something new to say, or after a few seconds."""

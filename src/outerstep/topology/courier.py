@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..coordination.exchange import Call, Exchange
 from ..digest import part_hash, part_range
-from ..errors import OuterstepError, TransportError
+from ..errors import OuterstepError, ServerError, TransportError
 from ..types import Answer, GetPart, PutPart
 from ..wire.transport import Transport
 
@@ -80,7 +80,7 @@ class Courier:
         now = self._clock()
         if delivery.error is not None:
             self.exchange.failed(delivery.call, delivery.error, now)
-            if isinstance(delivery.error, TransportError) and self.exchange.retries > QUIET_RETRIES:
+            if isinstance(delivery.error, TransportError | ServerError) and self.exchange.retries > QUIET_RETRIES:
                 wait_s = max(self.exchange.wake_at - now, 0.0)
                 log.warning("%s; trying again in %.1f s", delivery.error, wait_s)
         elif delivery.answer is not None:

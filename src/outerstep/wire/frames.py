@@ -29,6 +29,7 @@ from . import strict_json
 MAGIC = b"OSF1"
 DATA_ALIGNMENT = 64
 TENSOR_ALIGNMENT = 8
+HEADER_SLACK = 16  # how many times longer than right a header may be and still be read, to say what is wrong with it
 _PREFIX = struct.Struct("<4sI")
 _PICKLE_OR_ZIP = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 
@@ -85,19 +86,17 @@ def layout(codec: str, tensors: Sequence[tuple[str, tuple[int, ...], int]]) -> L
 
 def check_frame(frame: memoryview, expected: Layout) -> None:
     """Is this a frame, and is it the frame of these tensors? The common case is one comparison."""
-    if frame[: expected.data_begin] == expected.prefix and len(frame) == expected.size_bytes:
-        return
-    header, data_bytes = parse_frame(frame)
-    differences = _differences(header, expected.header)
-    if differences:
-        raise BadTensors("the tensors are not this fragment's: " + _first(differences))
-    raise BadFrame(
-        f"the frame's data is {data_bytes} bytes; its tensors take {expected.size_bytes - expected.data_begin}"
-    )
+    if frame[: expected.data_begin] != expected.prefix or len(frame) != expected.size_bytes:
+        header = parse_frame(frame, max_header_bytes=HEADER_SLACK * expected.data_begin)
+        differences = _differences(header, expected.header)
+        if differences:
+            raise BadTensors("the tensors are not this fragment's: " + _first(differences))
+        raise BadFrame("the header says the right things, but not as the format writes them: compact JSON, then spaces")
+    _check_gaps(frame, expected)
 
 
-def parse_frame(frame: memoryview) -> tuple[Header, int]:
-    """The header, checked for its own consistency, and the number of data bytes."""
+def parse_frame(frame: memoryview, *, max_header_bytes: int) -> Header:
+    """The header, checked for its own consistency and against the frame's size."""
     if len(frame) < _PREFIX.size:
         raise BadFrame(f"a frame has at least {_PREFIX.size} bytes, got {len(frame)}")
     magic, length = _PREFIX.unpack_from(frame)
@@ -109,6 +108,8 @@ def parse_frame(frame: memoryview) -> tuple[Header, int]:
                 hint="send a frame: magic 'OSF1', header, tensors",
             )
         raise BadFrame(f"a frame begins with {MAGIC!r}, got {start!r}")
+    if length > max_header_bytes:
+        raise BadFrame(f"the header says {length} bytes; at most {max_header_bytes} make sense here")
     data_begin = _PREFIX.size + length
     if data_begin > len(frame):
         raise BadFrame(f"the header says {length} bytes, but the frame has only {len(frame)}")
@@ -119,7 +120,7 @@ def parse_frame(frame: memoryview) -> tuple[Header, int]:
     except BadRequest as error:
         raise BadFrame(f"frame header: {error.message}") from error
     _check_offsets(header, len(frame) - data_begin)
-    return header, len(frame) - data_begin
+    return header
 
 
 def _check_offsets(header: Header, data_bytes: int) -> None:
@@ -136,6 +137,13 @@ def _check_offsets(header: Header, data_bytes: int) -> None:
     if offset != data_bytes:
         what = "trailing bytes" if offset < data_bytes else "too few bytes"
         raise BadFrame(f"{what}: the tensors take {offset} bytes, the frame has {data_bytes}")
+
+
+def _check_gaps(frame: memoryview, of: Layout) -> None:
+    for entry in of.entries:
+        end = of.data_begin + entry.end
+        if any(frame[end : _align(end, TENSOR_ALIGNMENT)]):
+            raise BadFrame(f"the padding after tensor {entry.name!r} is not zero")
 
 
 def _differences(got: Header, expected: Header) -> list[str]:

@@ -12,7 +12,9 @@ import msgspec
 from ..errors import BadRequest
 
 MAX_DEPTH = 16
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+# A string (whose brackets don't count) or a bracket. Possessive, so that a long string costs no memory for going back.
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 T = TypeVar("T")
 
@@ -25,6 +27,8 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
         parsed = json.loads(
             text.decode("utf-8"), object_pairs_hook=_no_repeats, parse_constant=_no_constants, parse_float=_finite
         )
+        if _SURROGATE.search(text):
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")  # half a character cannot be written back
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"not acceptable JSON: {error}") from error
     return convert(parsed, kind)
@@ -45,7 +49,7 @@ def encode(message: object) -> bytes:
 def _check_depth(text: bytes) -> None:
     """A hundred thousand brackets must not reach a recursive parser. Brackets inside strings don't count."""
     depth = 0
-    for found in _BRACKETS.finditer(text):
+    for found in _STRING_OR_BRACKET.finditer(text):
         first = text[found.start()]
         depth += (first in b"[{") - (first in b"]}")
         if depth > MAX_DEPTH:

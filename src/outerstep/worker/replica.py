@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
-from ..core.fragments import block_of
+from ..core.manifest import describe
 from ..core.pseudogradient import adopt, pseudo_gradient, rebase
 from ..errors import ModelError
-from ..types import Manifest, ParameterSpec
 
 
 class Replica:
@@ -19,7 +17,7 @@ class Replica:
 
     def __init__(self, model: nn.Module) -> None:
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module and would prefix every name
-        self.params, self.manifest = _describe(model)
+        self.params, self.manifest = describe(model)
         on_meta = next((name for name, p in self.params.items() if p.is_meta), None)
         if on_meta is not None:
             raise ModelError(
@@ -27,6 +25,9 @@ class Replica:
             )
         if not self.params:
             raise ModelError("the model has no trainable parameters (requires_grad=True): there is nothing to exchange")
+        odd = next((name for name, p in self.params.items() if not p.is_floating_point()), None)
+        if odd is not None:
+            raise ModelError(f"parameter {odd!r} has dtype {self.params[odd].dtype}: only floating point is exchanged")
         self.anchors: dict[str, Tensor] = {}
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -63,37 +64,3 @@ class Replica:
         finally:
             for name, param in self.params.items():
                 adopt(param, own[name])
-
-
-def _describe(model: nn.Module) -> tuple[dict[str, nn.Parameter], Manifest]:
-    kept: dict[int, str] = {}
-    params: dict[str, nn.Parameter] = {}
-    specs: list[ParameterSpec] = []
-    aliases: dict[str, str] = {}
-    frozen: list[str] = []
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if not param.requires_grad:
-            frozen.append(name)
-        elif id(param) in kept:
-            aliases[name] = kept[id(param)]
-        else:
-            kept[id(param)] = name
-            params[name] = param
-            specs.append(
-                ParameterSpec(
-                    name=name,
-                    shape=tuple(param.shape),
-                    dtype=str(param.dtype).removeprefix("torch."),
-                    block=block_of(name)[:256],
-                    embedding=id(param) in tables,
-                )
-            )
-    buffers = tuple(name for name, _ in model.named_buffers())
-    manifest = Manifest(parameters=tuple(specs), aliases=aliases, buffers=buffers, frozen=tuple(frozen))
-    wrong = next((s for s in specs if not getattr(torch, s.dtype).is_floating_point), None)
-    if wrong is not None:
-        raise ModelError(
-            f"parameter {wrong.name!r} has dtype {wrong.dtype}; trainable parameters must be floating point"
-        )
-    return params, manifest

@@ -100,6 +100,9 @@ class Synchronizer:
         While it waits, other workers may be waiting for this one at other fragments: it contributes to those too, so
         that nobody waits in a circle.
         """
+        due = list(due)
+        if not due:
+            return
         began_at = time.monotonic()
         waiting: dict[int, tuple[Ticket, int]] = {}
         try:

@@ -88,6 +88,7 @@ class DiLoCoWorker:
         self._hook: RemovableHandle | None = None
         self._heart: threading.Thread | None = None
         self._ending = threading.Event()
+        self._beat_now = threading.Event()
         self._clock: Callable[[], float] = time.perf_counter
         self._resumed_at = 0.0
         self._step_s = 0.0
@@ -132,6 +133,7 @@ class DiLoCoWorker:
 
     def _detach(self, reason: str) -> None:
         self._ending.set()
+        self._beat_now.set()
         if self._hook is not None:
             self._hook.remove()
         _attached.discard(self.optimizer)
@@ -198,7 +200,11 @@ class DiLoCoWorker:
         now = self._clock()
         took_s = now - self._resumed_at
         self._step_s = took_s if self._step_s == 0.0 else SPEED_MEMORY * self._step_s + (1 - SPEED_MEMORY) * took_s
-        self._resumed_at = self._clock() if self._sync.stepped() else now
+        if self._sync.stepped():
+            self._resumed_at = self._clock()
+            self._beat_now.set()  # the server's status shows where we are
+        else:
+            self._resumed_at = now
 
     def _heartbeat_interval_s(self, plan: Plan) -> float:
         """Three beats within the server's patience: a default interval must not get anyone evicted."""
@@ -207,9 +213,13 @@ class DiLoCoWorker:
         return self.config.heartbeat_interval
 
     def _beat(self, interval_s: float) -> None:
-        while not self._ending.wait(interval_s):
-            sync = self._sync
-            assert sync is not None
+        sync = self._sync
+        assert sync is not None
+        while True:
+            self._beat_now.wait(interval_s)
+            self._beat_now.clear()
+            if self._ending.is_set():
+                return
             try:
                 self._topology.heartbeat(sync.step, self.steps_per_second, self.last_loss)
             except OuterstepError as error:

@@ -5,15 +5,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from unit.coordination.builders import (
-    MANIFEST,
-    PART_BYTES,
-    SIZE_BYTES,
-    TIMEOUT_S,
-    Desk,
-    make_agreement,
-    make_key,
-)
 
 from outerstep.coordination.effects import Accumulate, CloseRound, Event
 from outerstep.coordination.uploads import QUEUE_PATIENCE_S, Upload
@@ -34,6 +25,15 @@ from outerstep.errors import (
     UnknownWorker,
 )
 from outerstep.types import PROTOCOL_VERSION, Participant, Wishes
+from unit.coordination.builders import (
+    MANIFEST,
+    PART_BYTES,
+    SIZE_BYTES,
+    TIMEOUT_S,
+    Desk,
+    make_agreement,
+    make_key,
+)
 
 Speak = Callable[[Desk, str], Any]
 
@@ -397,7 +397,7 @@ class TestShape:
 
     def test_too_large_is_refused_with_the_limit(self) -> None:
         desk = Desk("a", max_payload_bytes=100)
-        with pytest.raises(TooLarge, match="101 bytes.*at most 100"):
+        with pytest.raises(TooLarge, match=r"101 bytes.*at most 100"):
             desk.offer("a", size_bytes=101)
         assert desk.coordinator.uploads.held_bytes == 0
         assert desk.offer("a", size_bytes=100).state == "send"

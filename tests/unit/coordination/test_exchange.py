@@ -8,18 +8,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from unit.coordination.builders import (
-    MANIFEST,
-    PART_BYTES,
-    RUN,
-    agreement_hashes,
-    contribution_hashes,
-    make_agreement,
-    make_join,
-    make_key,
-    make_offer,
-    make_plan,
-)
 
 from outerstep.coordination.exchange import Call, Exchange, Patience, Session, Step
 from outerstep.digest import payload_hash
@@ -62,6 +50,18 @@ from outerstep.types import (
     PutPart,
     PutPartAnswer,
     Request,
+)
+from unit.coordination.builders import (
+    MANIFEST,
+    PART_BYTES,
+    RUN,
+    agreement_hashes,
+    contribution_hashes,
+    make_agreement,
+    make_join,
+    make_key,
+    make_offer,
+    make_plan,
 )
 
 LOST = TransportError("connection reset")

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from unit.coordination.builders import TIMEOUT_S, Desk, make_heartbeat, make_join
 
 from outerstep.coordination.membership import MAX_KNOWN_WORKERS, Membership
 from outerstep.errors import Busy, Fenced, IdInUse, UnknownWorker
 from outerstep.types import JoinAnswer
+from unit.coordination.builders import TIMEOUT_S, Desk, make_heartbeat, make_join
 
 
 def members_with(*ids: str, heartbeat_timeout_s: float = TIMEOUT_S, now: float = 0.0) -> Membership:

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from unit.coordination.builders import MANIFEST
 
 from outerstep.coordination.plan import DEFAULTS, check_manifest, check_wishes, settle
 from outerstep.errors import ManifestMismatch, PlanMismatch
 from outerstep.types import Manifest, ParameterSpec, Wishes
+from unit.coordination.builders import MANIFEST
 
 ONE_AND_ANOTHER = [("sync_every", 40, 50), ("codec", "fp32", "int8"), ("num_fragments", 2, 3)]
 FLAGS = {"sync_every": "--sync-every", "codec": "--codec", "num_fragments": "--fragments"}

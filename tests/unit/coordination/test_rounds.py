@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from unit.coordination.builders import TIMEOUT_S, Desk
 
 from outerstep.coordination.rounds import Round, RoundRules, Verdict
 from outerstep.types import Participant
+from unit.coordination.builders import TIMEOUT_S, Desk
 
 SOON, NEVER = 1.0, 1e9
 

@@ -1,12 +1,12 @@
 """Contributions on their way in: their parts, the room they take, and the queue for it."""
 
 import pytest
-from unit.coordination.builders import PART_BYTES, contribution_hashes, make_key, make_offer
 
 from outerstep.coordination.uploads import QUEUE_PATIENCE_S, Upload, Uploads
 from outerstep.digest import payload_hash
 from outerstep.errors import BadRequest, MissingParts
 from outerstep.types import Offer
+from unit.coordination.builders import PART_BYTES, contribution_hashes, make_key, make_offer
 
 CAPACITY = 100
 

@@ -40,6 +40,7 @@ class TestEveryCodec:
         assert get_codec(name).name == name
 
     @all_codecs
+    @PROPERTY
     @given(blocks=st.integers(0, 10_000), rest=st.integers(0, 10_000))
     def test_sizes_add_up_at_block_borders(self, codec: Codec, blocks: int, rest: int) -> None:
         border = blocks * codec.block_values

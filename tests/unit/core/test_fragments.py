@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from outerstep.core.fragments import FragmentManager, Strategy, block_of, check_cycle, due_fragment, send_step
+from outerstep.core.fragments import FragmentManager, Strategy, check_cycle, due_fragment, send_step
+from outerstep.core.manifest import block_of
 from outerstep.errors import ConfigError
 from outerstep.types import ParameterSpec
 

@@ -10,6 +10,7 @@ from outerstep.core.pseudogradient import adopt, pseudo_gradient, rebase
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LOW_PRECISION = [torch.bfloat16, torch.float16]
+PROPERTY = settings(deadline=None)
 integers = st.lists(st.integers(-1000, 1000), min_size=3, max_size=3)
 
 
@@ -25,6 +26,7 @@ class TestPseudoGradient:
     def test_it_is_the_anchor_minus_the_local_weights(self) -> None:
         assert pseudo_gradient(tensor([5, 5, 5]), tensor([3, 5, 9])).tolist() == [2.0, 0.0, -4.0]
 
+    @PROPERTY
     @given(anchor=integers, local=integers)
     def test_one_plain_descent_step_from_the_anchor_arrives_at_the_local_weights(
         self, anchor: list[int], local: list[int]
@@ -77,6 +79,7 @@ class TestAdopt:
 
 
 class TestRebase:
+    @PROPERTY
     @given(anchor=integers, steps=integers, rounds=st.lists(integers, min_size=1, max_size=5))
     def test_unsent_steps_are_kept_exactly_over_any_number_of_missed_rounds(
         self, anchor: list[int], steps: list[int], rounds: list[list[int]]
@@ -88,6 +91,7 @@ class TestRebase:
             theta = agreed
             assert torch.equal(pseudo_gradient(theta, local), -tensor(steps))
 
+    @PROPERTY
     @given(anchor=integers, first=integers, others=integers, later=integers)
     def test_steps_before_and_after_a_missed_round_travel_together(
         self, anchor: list[int], first: list[int], others: list[int], later: list[int]
@@ -108,7 +112,7 @@ class TestRebase:
         assert anchor.tolist() == [1.0, 1.0, 1.0]
         assert agreed.tolist() == [10.0, 20.0, 30.0]
 
-    @settings(max_examples=30, deadline=None)
+    @PROPERTY
     @given(dtype=st.sampled_from(LOW_PRECISION), seed=st.integers(0, 2**31), shift=st.integers(-6, 6))
     def test_a_low_precision_model_that_has_not_moved_lands_on_the_rounded_agreement(
         self, dtype: torch.dtype, seed: int, shift: int

@@ -71,7 +71,7 @@ class TestAccepted:
     def test_missing_fields_take_their_defaults(self) -> None:
         assert strict_json.decode(b" {} ", Note) == Note()
 
-    @pytest.mark.parametrize("text", ["[" * 200, "}" * 200 + "{" * 200, '"[' * 60, "\\" * 60 + "[" * 60, "[\\"])
+    @pytest.mark.parametrize("text", ["[" * 200, "}" * 60 + "{" * 120, '"[' * 60, "\\" * 60 + "[" * 60, "[\\"])
     def test_brackets_inside_strings_do_not_count_as_levels(self, text: str) -> None:
         assert strict_json.decode(json.dumps({"text": text}).encode(), Note).text == text
 

@@ -1,0 +1,186 @@
+"""Settings: checked where they are made, and every error names field, value and range."""
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from outerstep.config import DEFAULT_PORT, ServerConfig, WorkerConfig, build
+from outerstep.errors import ConfigError
+
+NAN, INF = float("nan"), float("inf")
+
+SERVER_WHOLE_FROM_1 = [
+    "num_workers",
+    "min_workers",
+    "sync_every",
+    "num_fragments",
+    "quorum",
+    "pool_bytes",
+    "max_connections",
+]
+SERVER_WHOLE_FROM_0 = ["max_staleness"]
+SERVER_TIMES = ["heartbeat_timeout", "grace_period", "round_deadline_s", "start_deadline_s"]
+WORKER_WHOLE_FROM_1 = ["sync_every", "num_fragments"]
+WORKER_TIMES = ["heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s"]
+SERVER_OPTIONAL = ["sync_every", "num_fragments", "quorum", "round_deadline_s", "start_deadline_s"]
+
+
+def server(**settings: Any) -> ServerConfig:
+    return build(ServerConfig, {"num_workers": 4, **settings})
+
+
+def worker(**settings: Any) -> WorkerConfig:
+    return build(WorkerConfig, {"server_addr": "127.0.0.1:8512", **settings})
+
+
+class TestUnknownSettings:
+    @pytest.mark.parametrize(
+        ("kind", "wrong", "meant"),
+        [
+            (ServerConfig, "sync_evry", "sync_every"),
+            (ServerConfig, "num_worker", "num_workers"),
+            (ServerConfig, "heartbeat_timeout_s", "heartbeat_timeout"),
+            (WorkerConfig, "on_exti", "on_exit"),
+            (WorkerConfig, "server_address", "server_addr"),
+        ],
+    )
+    def test_a_typo_is_answered_with_the_nearest_known_setting(self, kind: type, wrong: str, meant: str) -> None:
+        with pytest.raises(ConfigError, match=f'unknown setting "{wrong}"; did you mean "{meant}"\\?'):
+            build(kind, {wrong: 1})
+
+    @pytest.mark.parametrize("kind", [ServerConfig, WorkerConfig])
+    def test_what_resembles_nothing_is_answered_with_all_that_is_known(self, kind: type) -> None:
+        with pytest.raises(ConfigError, match='unknown setting "zzz"; known: ') as error:
+            build(kind, {"zzz": 1})
+        assert all(field.name in str(error.value) for field in fields(kind))
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("name", SERVER_WHOLE_FROM_1)
+    @pytest.mark.parametrize("value", [0, -1, NAN, INF, -INF, 1.5, 2.0])
+    def test_a_servers_count_is_a_whole_number_from_one_on(self, name: str, value: float) -> None:
+        with pytest.raises(ConfigError, match=rf"{name} must be .*≥ 1, got {value}"):
+            server(**{name: value})
+
+    @pytest.mark.parametrize("name", WORKER_WHOLE_FROM_1)
+    @pytest.mark.parametrize("value", [0, -1, NAN, INF, 1.5])
+    def test_a_workers_count_is_a_whole_number_from_one_on(self, name: str, value: float) -> None:
+        with pytest.raises(ConfigError, match=rf"{name} must be .*≥ 1, got {value}"):
+            worker(**{name: value})
+
+    @pytest.mark.parametrize("name", SERVER_WHOLE_FROM_0)
+    @pytest.mark.parametrize("value", [-1, NAN, 0.5])
+    def test_staleness_is_a_whole_number_from_zero_on(self, name: str, value: float) -> None:
+        assert getattr(server(**{name: 0}), name) == 0
+        with pytest.raises(ConfigError, match=rf"{name} must be .*≥ 0, got {value}"):
+            server(**{name: value})
+
+    @pytest.mark.parametrize("make_and_name", [(server, n) for n in SERVER_TIMES] + [(worker, n) for n in WORKER_TIMES])
+    @pytest.mark.parametrize("value", [-0.1, -1, NAN, INF])
+    def test_a_time_is_finite_and_not_negative_and_may_have_a_fraction(
+        self, make_and_name: tuple[Any, str], value: float
+    ) -> None:
+        make, name = make_and_name
+        assert getattr(make(**{name: 0.25}), name) == 0.25
+        assert getattr(make(**{name: 0}), name) == 0
+        with pytest.raises(ConfigError, match=rf"{name} must be ≥ 0, got {value}"):
+            make(**{name: value})
+
+    @pytest.mark.parametrize("name", SERVER_WHOLE_FROM_1 + SERVER_WHOLE_FROM_0 + SERVER_TIMES)
+    @pytest.mark.parametrize("value", [True, False, "3", [3], b"3", 3j], ids=repr)
+    def test_neither_truth_values_nor_text_are_numbers_to_a_server(self, name: str, value: object) -> None:
+        with pytest.raises(ConfigError, match=rf"{name} must be a number ≥ [01], got "):
+            server(**{name: value})
+
+    @pytest.mark.parametrize("name", WORKER_WHOLE_FROM_1 + WORKER_TIMES)
+    @pytest.mark.parametrize("value", [True, False, "3", [3]], ids=repr)
+    def test_neither_truth_values_nor_text_are_numbers_to_a_worker(self, name: str, value: object) -> None:
+        with pytest.raises(ConfigError, match=rf"{name} must be a number ≥ [01], got "):
+            worker(**{name: value})
+
+    @pytest.mark.parametrize("name", SERVER_OPTIONAL)
+    def test_none_leaves_an_optional_setting_open(self, name: str) -> None:
+        assert getattr(server(**{name: None}), name) is None
+
+    @pytest.mark.parametrize(
+        "name", ["num_workers", "min_workers", "max_staleness", "heartbeat_timeout", "grace_period"]
+    )
+    def test_none_is_no_value_for_the_others(self, name: str) -> None:
+        with pytest.raises(ConfigError, match=f"{name} must be a number"):
+            server(**{name: None})
+
+
+class TestServer:
+    @pytest.mark.parametrize("name", ["min_workers", "quorum"])
+    def test_more_than_the_number_of_workers_cannot_be_asked_for(self, name: str) -> None:
+        assert getattr(server(**{name: 4}), name) == 4
+        with pytest.raises(ConfigError, match=rf"{name} \(5\) must not exceed num_workers \(4\)"):
+            server(**{name: 5})
+
+    @pytest.mark.parametrize("port", [-1, 65536, 10**9])
+    def test_a_port_out_of_range_is_refused(self, port: int) -> None:
+        with pytest.raises(ConfigError, match=f"port must be between 0 and 65535, got {port}"):
+            server(port=port)
+
+    @pytest.mark.parametrize("port", [None, 0, 1, 65535])
+    def test_any_other_port_is_accepted(self, port: int | None) -> None:
+        assert server(port=port).port == port
+
+    @pytest.mark.parametrize("size", [0, 63, 65, 100, -64, (16 << 20) + 64, 1 << 40])
+    def test_a_part_size_is_a_multiple_of_64_up_to_16_mib(self, size: int) -> None:
+        with pytest.raises(ConfigError, match=f"multiple of 64 between 64 and 16777216, got {size}"):
+            server(part_size_bytes=size)
+
+    @pytest.mark.parametrize("size", [64, 128, 16 << 20])
+    def test_the_ends_of_that_range_are_accepted(self, size: int) -> None:
+        assert server(part_size_bytes=size).part_size_bytes == size
+
+    @pytest.mark.parametrize("strategy", ["random", "", None, 3, ["strided"]])
+    def test_an_unknown_fragment_strategy_is_refused(self, strategy: object) -> None:
+        with pytest.raises(ConfigError, match="fragment_strategy must be contiguous or strided, got"):
+            server(fragment_strategy=strategy)
+
+    def test_the_defaults_need_only_the_number_of_workers(self) -> None:
+        config = server()
+        assert (config.port, config.min_workers, config.quorum) == (DEFAULT_PORT, 1, None)
+        assert (config.outer_lr, config.outer_momentum, config.nesterov) == (0.7, 0.9, True)
+
+    def test_it_listens_on_this_machine_only_unless_told_otherwise(self) -> None:
+        assert server().host == "127.0.0.1"
+
+    def test_what_it_leaves_open_stays_open_in_its_wishes(self) -> None:
+        assert server().wishes == server(sync_every=None, codec=None, num_fragments=None).wishes
+        wishes = server(sync_every=50, codec="bf16", num_fragments=2).wishes
+        assert (wishes.sync_every, wishes.codec, wishes.num_fragments) == (50, "bf16", 2)
+        assert (server().wishes.sync_every, server().wishes.codec, server().wishes.num_fragments) == (None, None, None)
+
+    def test_its_rules_are_its_settings(self) -> None:
+        rules = server(
+            min_workers=2, quorum=3, grace_period=1.5, round_deadline_s=60.0, start_deadline_s=90.0, max_staleness=7
+        ).rules
+        assert (rules.num_workers, rules.min_workers, rules.quorum, rules.grace_s) == (4, 2, 3, 1.5)
+        assert (rules.round_deadline_s, rules.start_deadline_s, rules.max_staleness) == (60.0, 90.0, 7)
+
+
+class TestWorker:
+    @pytest.mark.parametrize("on_exit", ["Global", "", None, 1, ["global"]])
+    def test_what_the_model_holds_at_the_end_is_global_or_local(self, on_exit: object) -> None:
+        with pytest.raises(ConfigError, match='on_exit must be "global" or "local", got'):
+            worker(on_exit=on_exit)
+
+    @pytest.mark.parametrize(("bf16_comm", "codec"), [(None, None), (True, "bf16"), (False, "fp32")])
+    def test_bf16_comm_is_a_wish_for_a_codec(self, bf16_comm: bool | None, codec: str | None) -> None:
+        assert worker(bf16_comm=bf16_comm).wishes.codec == codec
+
+    def test_it_follows_the_plan_unless_told_otherwise(self) -> None:
+        wishes = worker().wishes
+        assert (wishes.sync_every, wishes.codec, wishes.num_fragments) == (None, None, None)
+        assert worker(sync_every=7, num_fragments=3).wishes.sync_every == 7
+        assert worker(sync_every=7, num_fragments=3).wishes.num_fragments == 3
+
+
+@pytest.mark.parametrize("config", [server(), worker()], ids=["server", "worker"])
+def test_a_config_cannot_be_changed_behind_its_checks(config: ServerConfig | WorkerConfig) -> None:
+    with pytest.raises(FrozenInstanceError):
+        config.sync_every = 0  # type: ignore[misc]

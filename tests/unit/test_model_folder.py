@@ -1,0 +1,221 @@
+"""A model on disk: what is written comes back, and whatever else is found there is refused by name."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from outerstep.errors import ModelError
+from outerstep.model_folder import INDEX, WEIGHTS, load_model, load_state_dict, save_model, save_state_dict
+
+
+class Tied(nn.Module):
+    """Tied weights, a buffer, a scalar and a bf16 parameter."""
+
+    def __init__(self, seed: int, vocabulary: int = 7) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embed = nn.Embedding(vocabulary, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.tensor(0.0))
+        self.small = nn.Parameter(torch.zeros(3, 2).to(torch.bfloat16))
+        self.head = nn.Linear(4, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        with torch.no_grad():
+            for tensor in [*self.parameters(), *self.buffers()]:
+                if tensor.is_floating_point():
+                    tensor.copy_(torch.randn(tensor.shape, generator=generator))
+                else:
+                    tensor.fill_(seed)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def linear(rows: int = 2) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, rows))
+
+
+def shard(folder: Path, *parts: dict[str, Tensor]) -> None:
+    """The Hugging Face layout: several files and an index of which tensor is where."""
+    weight_map: dict[str, str] = {}
+    for i, part in enumerate(parts):
+        name = f"model-{i + 1:05}-of-{len(parts):05}.safetensors"
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    write_index(folder, {"metadata": {"total_size": 1}, "weight_map": weight_map})
+
+
+def write_index(folder: Path, index: object) -> None:
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+class TestRoundTrip:
+    def test_a_model_with_tied_weights_comes_back_whole_and_still_tied(self, tmp_path: Path) -> None:
+        saved, loaded = Tied(1), Tied(2)
+        assert not same(saved, loaded)
+        assert save_model(saved, tmp_path) == tmp_path / WEIGHTS
+        load_model(loaded, tmp_path)
+        assert same(saved, loaded)
+        assert loaded.head.weight is loaded.embed.weight
+
+    def test_tied_tensors_are_written_once_under_their_first_name(self, tmp_path: Path) -> None:
+        save_model(Tied(1), tmp_path)
+        names = load_file(tmp_path / WEIGHTS).keys()
+        assert "embed.weight" in names
+        assert "head.weight" not in names
+
+    def test_a_folder_that_kept_the_other_name_of_a_tie_loads_as_well(self, tmp_path: Path) -> None:
+        saved, loaded = Tied(1), Tied(2)
+        state = dict(saved.state_dict())
+        del state["embed.weight"]
+        save_file(state, tmp_path / WEIGHTS)
+        load_model(loaded, tmp_path)
+        assert same(saved, loaded)
+
+    def test_tensors_keep_their_dtypes_and_shapes_on_disk(self, tmp_path: Path) -> None:
+        state = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.tensor(5), "c": torch.zeros(0, 4)}
+        save_state_dict(state, tmp_path)
+        found = load_state_dict(tmp_path)
+        assert {n: (t.dtype, t.shape) for n, t in found.items()} == {n: (t.dtype, t.shape) for n, t in state.items()}
+
+    def test_equal_values_in_different_memory_are_not_taken_for_ties(self, tmp_path: Path) -> None:
+        save_state_dict({"a": torch.ones(3), "b": torch.ones(3), "c": torch.zeros(0), "d": torch.zeros(0)}, tmp_path)
+        assert load_state_dict(tmp_path).keys() == {"a", "b", "c", "d"}
+
+    def test_a_tensor_that_is_not_contiguous_comes_back_as_it_looked(self, tmp_path: Path) -> None:
+        matrix = torch.arange(6.0).reshape(2, 3)
+        save_state_dict({"w": matrix, "w_t": matrix.t()}, tmp_path)
+        assert torch.equal(load_state_dict(tmp_path)["w_t"], matrix.t())
+
+    def test_folders_are_made_and_old_weights_replaced_without_leftovers(self, tmp_path: Path) -> None:
+        place = tmp_path / "a" / "b"
+        save_model(linear(), place)
+        second = linear()
+        save_model(second, str(place))
+        loaded = linear()
+        load_model(loaded, str(place))
+        assert same(second, loaded)
+        assert [file.name for file in place.iterdir()] == [WEIGHTS]
+
+    def test_one_file_can_be_named_instead_of_its_folder(self, tmp_path: Path) -> None:
+        model = linear()
+        file = save_model(model, tmp_path)
+        assert torch.equal(load_state_dict(file)["0.weight"], model.state_dict()["0.weight"])
+
+    def test_the_parameters_are_filled_in_place(self, tmp_path: Path) -> None:
+        save_model(linear(), tmp_path)
+        model = linear()
+        before = [p.data_ptr() for p in model.parameters()]
+        load_model(model, tmp_path)
+        assert [p.data_ptr() for p in model.parameters()] == before
+        assert all(p.requires_grad for p in model.parameters())
+
+
+class TestShards:
+    def test_a_sharded_folder_loads_like_a_single_file(self, tmp_path: Path) -> None:
+        saved, loaded = linear(), linear()
+        state = saved.state_dict()
+        shard(tmp_path, {"0.weight": state["0.weight"]}, {"0.bias": state["0.bias"]})
+        load_model(loaded, tmp_path)
+        assert same(saved, loaded)
+
+    def test_a_single_file_wins_over_an_index(self, tmp_path: Path) -> None:
+        shard(tmp_path, {"old": torch.ones(1)})
+        save_file({"new": torch.ones(1)}, tmp_path / WEIGHTS)
+        assert load_state_dict(tmp_path).keys() == {"new"}
+
+    @pytest.mark.parametrize("where", ["../stolen.safetensors", "{absolute}", "sub/x.safetensors", "..", ".", ""])
+    def test_an_index_that_points_outside_its_folder_is_refused_by_name(self, tmp_path: Path, where: str) -> None:
+        folder = tmp_path / "model"
+        (folder / "sub").mkdir(parents=True)
+        for file in (tmp_path / "stolen.safetensors", folder / "sub" / "x.safetensors"):
+            save_file({"w": torch.ones(1)}, file)  # they exist and are sound: only their place is wrong
+        where = where.format(absolute=tmp_path / "stolen.safetensors")
+        write_index(folder, {"weight_map": {"w": where}})
+        with pytest.raises(ModelError, match="points outside its folder") as refusal:
+            load_state_dict(folder)
+        assert repr(where) in str(refusal.value)
+        assert INDEX in str(refusal.value)
+
+    def test_a_missing_shard_is_named(self, tmp_path: Path) -> None:
+        shard(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)})
+        (tmp_path / "model-00002-of-00002.safetensors").unlink()
+        with pytest.raises(ModelError, match=r"names 'model-00002-of-00002\.safetensors', which is missing"):
+            load_state_dict(tmp_path)
+
+    def test_a_tensor_that_no_shard_holds_is_named(self, tmp_path: Path) -> None:
+        save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
+        write_index(tmp_path, {"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}})
+        with pytest.raises(ModelError, match=r"names tensors that no shard holds: \['b'\]"):
+            load_state_dict(tmp_path)
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "not json", "[]", "{}", "3", '{"weight_map": []}', '{"weight_map": 3}', '{"weight_map": {"a": ["x"]}}'],
+    )
+    def test_an_index_that_is_none_is_refused_by_name(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / INDEX).write_text(text)
+        with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is not an index of shards"):
+            load_state_dict(tmp_path)
+
+    def test_an_index_that_is_not_text_is_refused_by_name(self, tmp_path: Path) -> None:
+        (tmp_path / INDEX).write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ModelError, match="is not an index of shards"):
+            load_state_dict(tmp_path)
+
+
+class TestRefused:
+    def test_a_missing_folder_is_named_with_the_remedy(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"no model at .*/nowhere: .*save_model writes one"):
+            load_state_dict(tmp_path / "nowhere")
+
+    def test_a_file_that_is_no_model_folder_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "model.bin").write_bytes(b"x")
+        with pytest.raises(ModelError, match=r"no model at .*/model\.bin"):
+            load_state_dict(tmp_path / "model.bin")
+
+    def test_an_empty_folder_is_named_with_what_it_lacks(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=rf"has neither {WEIGHTS} nor {INDEX}"):
+            load_state_dict(tmp_path)
+
+    @pytest.mark.parametrize("keep", [0, 4, 8, 60, -1], ids=lambda keep: f"first {keep} bytes")
+    def test_a_truncated_file_is_refused_by_name(self, tmp_path: Path, keep: int) -> None:
+        file = save_model(linear(), tmp_path)
+        file.write_bytes(file.read_bytes()[:keep])
+        with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors"):
+            load_state_dict(tmp_path)
+
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_a_pickle_in_place_of_the_weights_is_refused_and_not_run(self, tmp_path: Path, sharded: bool) -> None:
+        class Trap:
+            def __reduce__(self) -> tuple[object, ...]:
+                return Path.touch, (tmp_path / "sprung",)
+
+        name = "one.safetensors" if sharded else WEIGHTS
+        (tmp_path / name).write_bytes(pickle.dumps(Trap()))
+        if sharded:
+            write_index(tmp_path, {"weight_map": {"w": name}})
+        with pytest.raises(ModelError, match=f"{name} cannot be read as safetensors"):
+            load_state_dict(tmp_path)
+        assert not (tmp_path / "sprung").exists()
+
+    def test_another_model_is_refused_naming_what_is_missing_and_what_is_unknown(self, tmp_path: Path) -> None:
+        save_model(linear(), tmp_path)
+        model = nn.Sequential(nn.Identity(), nn.Linear(3, 2))
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(ModelError, match=r"another model's: missing \['1.weight', '1.bias'\], unknown \['0\.") as e:
+            load_model(model, tmp_path)
+        assert str(tmp_path) in str(e.value)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    def test_a_tensor_of_another_shape_is_refused_showing_both(self, tmp_path: Path) -> None:
+        save_state_dict({"weight": torch.zeros(4, 3)}, tmp_path)
+        with pytest.raises(ModelError, match=r"'weight': the folder has \[4, 3\], the model \[3, 4\]"):
+            load_model(nn.Linear(4, 3, bias=False), tmp_path)
