@@ -14,6 +14,7 @@ from .types import Wishes, WorkerId
 
 DEFAULT_PORT = 8512
 DEFAULT_HOST = "127.0.0.1"
+MOST = 1 << 53  # no setting is larger; JSON numbers are exact up to here
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class ServerConfig:
         _whole(self, 0, "port", optional=True)
         _number(self, 0.0, "heartbeat_timeout", "grace_period", "outer_lr", "outer_momentum")
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
+        _text(self, "host", "codec")
         _one_of(self, (True, False), "embeddings_apart", "nesterov")
         _one_of(self, ("contiguous", "strided"), "fragment_strategy")
         if self.min_workers > self.num_workers:
@@ -99,6 +101,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
         _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s")
+        _text(self, "server_addr", "worker_id")
         _one_of(self, (None, True, False), "bf16_comm")
         _one_of(self, ("global", "local"), "on_exit")
         if self.worker_id is not None:
@@ -137,8 +140,8 @@ def _whole(config: object, least: int, *names: str, optional: bool = False) -> N
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name} must be a whole number ≥ {least}, got {value!r}")
-        if not least <= value < 1 << 53:
-            raise ConfigError(f"{name} must be ≥ {least}, got {str(value)[:40]}")
+        if not least <= value <= MOST:
+            raise ConfigError(f"{name} must be ≥ {least}, got {_shown(value)}")
 
 
 def _number(config: object, least: float, *names: str, optional: bool = False) -> None:
@@ -148,8 +151,22 @@ def _number(config: object, least: float, *names: str, optional: bool = False) -
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{name} must be a number ≥ {least:g}, got {value!r}")
-        if not least <= value < 1e12:  # also false for nan
-            raise ConfigError(f"{name} must be ≥ {least:g}, got {str(value)[:40]}")
+        if not least <= value <= MOST:  # also false for nan
+            raise ConfigError(f"{name} must be ≥ {least:g}, got {_shown(value)}")
+
+
+def _shown(value: float) -> str:
+    """The value, and that it is too large if that is what is wrong with it."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits, which is too large"
+    return f"{value}, which is too large" if value > MOST else f"{value}"
+
+
+def _text(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{name} must be text, got {value!r}")
 
 
 def _one_of(config: object, allowed: tuple[object, ...], *names: str) -> None:

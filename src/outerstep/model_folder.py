@@ -31,13 +31,14 @@ def save_state_dict(state: dict[str, Tensor], folder: str | os.PathLike[str]) ->
     kept: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first_name: dict[tuple[object, ...], str] = {}
+    taken: set[int] = set()
     for name, tensor in state.items():
         storage = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         if tensor.numel() and storage in first_name:
             tied[name] = first_name[storage]
             continue
         first_name[storage] = name
-        kept[name] = _standing_alone(tensor)
+        kept[name] = _standing_alone(tensor, taken)
     temporary = place / f".{WEIGHTS}.{os.getpid()}.tmp"
     save_file(kept, temporary, metadata={"format": "pt", **tied})
     target = place / WEIGHTS
@@ -78,11 +79,14 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             own[name].copy_(tensor)
 
 
-def _standing_alone(tensor: Tensor) -> Tensor:
-    """In host memory that it shares with nobody: safetensors refuses views into one storage."""
+def _standing_alone(tensor: Tensor, taken: set[int]) -> Tensor:
+    """In host memory that it shares with nobody: safetensors refuses several views into one storage."""
     tensor = tensor.detach().cpu().contiguous()
-    owns_all = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if owns_all else tensor.clone()
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.numel() * tensor.element_size() or storage.data_ptr() in taken:
+        return tensor.clone()
+    taken.add(storage.data_ptr())
+    return tensor
 
 
 def _load(file: Path) -> dict[str, Tensor]:
@@ -101,7 +105,7 @@ def _load_shards(place: Path) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for shard in shards:
         name = str(shard)
-        if Path(name).name != name or "\0" in name or len(name) > 255:
+        if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode(errors="replace")) > 255:
             raise ModelError(f"{place / INDEX} points outside its folder: {name[:80]!r}")
         file = place / name
         if not file.is_file():

@@ -94,6 +94,38 @@ class TestRoundTrip:
         save_state_dict({"w": matrix, "w_t": matrix.t()}, tmp_path)
         assert torch.equal(load_state_dict(tmp_path)["w_t"], matrix.t())
 
+    def test_views_that_overlap_are_saved_each_as_it_looks(self, tmp_path: Path) -> None:
+        whole = torch.arange(10.0)
+        state = {
+            "front": whole[:6],
+            "back": whole[4:],
+            "all": whole,
+            "even": whole[::2],
+            "table": whole[:6].view(2, 3),
+            "repeated": whole[3:4].expand(4),
+        }
+        save_state_dict(state, tmp_path)
+        found = load_state_dict(tmp_path)
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], state[name]) for name in state)
+
+    def test_a_model_whose_parameters_are_views_of_one_buffer_comes_back(self, tmp_path: Path) -> None:
+        """As a flattened model has them."""
+
+        def flattened(start: float) -> nn.Module:
+            model, flat = linear(), torch.arange(start, start + 8)
+            model[0].weight.data, model[0].bias.data = flat[:6].view(2, 3), flat[6:]
+            return model
+
+        saved, loaded = flattened(0.0), flattened(100.0)
+        save_model(saved, tmp_path)
+        load_model(loaded, tmp_path)
+        assert same(saved, loaded)
+
+    def test_a_slice_is_saved_without_the_rest_of_its_memory(self, tmp_path: Path) -> None:
+        file = save_state_dict({"w": torch.zeros(1 << 20)[:4]}, tmp_path)
+        assert file.stat().st_size < 1000
+
     def test_folders_are_made_and_old_weights_replaced_without_leftovers(self, tmp_path: Path) -> None:
         place = tmp_path / "a" / "b"
         save_model(linear(), place)
@@ -144,6 +176,50 @@ class TestShards:
         assert repr(where) in str(refusal.value)
         assert INDEX in str(refusal.value)
 
+    def test_shards_that_are_links_load_as_in_a_hugging_face_cache(self, tmp_path: Path) -> None:
+        snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+        snapshot.mkdir(parents=True)
+        blobs.mkdir()
+        saved, loaded = linear(), linear()
+        state = saved.state_dict()
+        shard(snapshot, {"0.weight": state["0.weight"]}, {"0.bias": state["0.bias"]})
+        for i, file in enumerate(sorted(snapshot.iterdir())):  # the index too
+            file.rename(blobs / f"{i:064x}")
+            file.symlink_to(Path("../../blobs") / f"{i:064x}")
+        load_model(loaded, snapshot)
+        assert same(saved, loaded)
+
+    def test_a_link_to_nothing_is_a_missing_shard(self, tmp_path: Path) -> None:
+        shard(tmp_path, {"a": torch.ones(1)})
+        file = tmp_path / "model-00001-of-00001.safetensors"
+        file.unlink()
+        file.symlink_to(tmp_path / "gone")
+        with pytest.raises(ModelError, match=r"names 'model-00001-of-00001\.safetensors', which is missing"):
+            load_state_dict(tmp_path)
+
+    @pytest.mark.parametrize("name", ["a\0b", "\0", "x" * 256, "x" * 100_000], ids=lambda name: repr(name)[:20])
+    def test_a_shard_name_that_no_file_can_have_is_refused_in_short(self, tmp_path: Path, name: str) -> None:
+        write_index(tmp_path, {"weight_map": {"w": name}})
+        with pytest.raises(ModelError, match="points outside its folder") as refusal:
+            load_state_dict(tmp_path)
+        assert repr(name[:80]) in str(refusal.value)
+        assert len(str(refusal.value)) < len(str(tmp_path)) + 200
+
+    @pytest.mark.parametrize(
+        "name", ["x" * 255, "\ud800", " ", "a\nb", "~", "*", "C:\\x", 3, 1.5, True, None], ids=repr
+    )
+    def test_any_other_odd_shard_name_is_one_that_is_missing(self, tmp_path: Path, name: object) -> None:
+        write_index(tmp_path, {"weight_map": {"w": name}})
+        with pytest.raises(ModelError, match="which is missing") as refusal:
+            load_state_dict(tmp_path)
+        assert f"{INDEX} names {name!r}" in str(refusal.value)
+
+    def test_a_folder_in_place_of_a_shard_is_one_that_is_missing(self, tmp_path: Path) -> None:
+        (tmp_path / "one.safetensors").mkdir()
+        write_index(tmp_path, {"weight_map": {"w": "one.safetensors"}})
+        with pytest.raises(ModelError, match=r"names 'one\.safetensors', which is missing"):
+            load_state_dict(tmp_path)
+
     def test_a_missing_shard_is_named(self, tmp_path: Path) -> None:
         shard(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)})
         (tmp_path / "model-00002-of-00002.safetensors").unlink()
@@ -158,7 +234,23 @@ class TestShards:
 
     @pytest.mark.parametrize(
         "text",
-        ["", "not json", "[]", "{}", "3", '{"weight_map": []}', '{"weight_map": 3}', '{"weight_map": {"a": ["x"]}}'],
+        [
+            "",
+            "not json",
+            "[]",
+            "{}",
+            "3",
+            '{"weight_map": []}',
+            '{"weight_map": 3}',
+            '{"weight_map": {"a": ["x"]}}',
+            '{"weight_map": {"a": "x", "b": 3}}',
+            '{"weight_map": ' + "9" * 5000 + "}",
+            "[" * 100_000,
+            "[" * 100_000 + "]" * 100_000,
+            '{"weight_map": ' * 100_000,
+            '{"weight_map": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}",
+        ],
+        ids=lambda text: repr(text)[:40],
     )
     def test_an_index_that_is_none_is_refused_by_name(self, tmp_path: Path, text: str) -> None:
         (tmp_path / INDEX).write_text(text)
@@ -219,3 +311,42 @@ class TestRefused:
         save_state_dict({"weight": torch.zeros(4, 3)}, tmp_path)
         with pytest.raises(ModelError, match=r"'weight': the folder has \[4, 3\], the model \[3, 4\]"):
             load_model(nn.Linear(4, 3, bias=False), tmp_path)
+
+    @pytest.mark.parametrize("wrong", ["0.weight", "0.bias", "1.weight", "1.bias"])
+    def test_one_wrong_shape_leaves_the_whole_model_untouched(self, tmp_path: Path, wrong: str) -> None:
+        def model() -> nn.Module:
+            return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+
+        state = dict(model().state_dict())
+        state[wrong] = torch.zeros(5)
+        save_state_dict(state, tmp_path)
+        target = model()
+        before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+        with pytest.raises(ModelError, match=rf"'{wrong}': the folder has \[5\], the model \["):
+            load_model(target, tmp_path)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+    def test_a_scalar_does_not_spread_over_a_whole_tensor(self, tmp_path: Path) -> None:
+        save_state_dict({"weight": torch.tensor(1.0)}, tmp_path)
+        with pytest.raises(ModelError, match=r"'weight': the folder has \[\], the model \[3, 4\]"):
+            load_model(nn.Linear(4, 3, bias=False), tmp_path)
+
+    def test_a_model_without_memory_is_refused_with_the_remedy(self, tmp_path: Path) -> None:
+        """Copying into it would be no error, and nothing would be loaded."""
+        save_model(linear(), tmp_path)
+        model = linear().to("meta")
+        with pytest.raises(ModelError, match=r"'0\.\w+' is on the meta device: .*\(to_empty\)"):
+            load_model(model, tmp_path)
+        load_model(model.to_empty(device="cpu"), tmp_path)
+        assert torch.equal(model.state_dict()["0.weight"], load_state_dict(tmp_path)["0.weight"])
+
+    def test_a_model_of_which_one_part_has_no_memory_is_left_untouched(self, tmp_path: Path) -> None:
+        def model(device: str) -> nn.Module:
+            return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, device=device))
+
+        save_model(model("cpu"), tmp_path)
+        target = model("meta")
+        before = target[0].weight.detach().clone()
+        with pytest.raises(ModelError, match=r"'1\.\w+' is on the meta device"):
+            load_model(target, tmp_path)
+        assert torch.equal(target[0].weight, before)

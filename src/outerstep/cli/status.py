@@ -62,7 +62,7 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
         loss = "" if facts["loss"] is None else f"{facts['loss']:.4f}"
         speed = f"{facts['steps_per_second']:.2f}" if facts["steps_per_second"] else ""
         workers.add_row(name, facts["hostname"], str(facts["step"]), speed, loss, f"{facts['last_seen_s']:.0f} s ago")
-    lines: list[RenderableType] = [head, workers if status["workers"] else "no workers yet"]
+    lines: list[RenderableType] = [head, workers if status["workers"] else "no workers at the moment"]
     if status["failure"]:
         lines.append(f"[red]{status['failure']}[/red]")
     for i, fragment in enumerate(status["fragments"]):

@@ -80,8 +80,8 @@ class Round:
         floor = max(1, rules.min_workers)
         if len(contributors) < floor:
             if len(contributors) + len(missing) < floor:
-                here = f"{len(contributors)} contributed, {len(missing)} more are expected"
-                return Verdict(False, waiting_for=f"{floor} workers (min_workers); {here}", stuck=True)
+                here = f"{len(contributors)} contributed, {len(missing)} more expected"
+                return Verdict(False, waiting_for=f"at least {floor} (min_workers): {here}", stuck=True)
             return Verdict(False, waiting_for=f"contributions of {_names(missing)}")
         if not started:
             return Verdict(False, waiting_for=f"{rules.num_workers} workers to join", stuck=True)

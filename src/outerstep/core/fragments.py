@@ -129,5 +129,5 @@ def _strided(units: list[list[ParameterSpec]], count: int) -> list[list[list[Par
     for i, unit in enumerate(layers):
         groups[i % count].append(unit)
     for unit in sorted(loose, key=_bytes, reverse=True):
-        min(groups, key=lambda group: sum(map(_bytes, group))).append(unit)
+        min(groups, key=lambda group: (bool(group), sum(map(_bytes, group)))).append(unit)  # nobody stays empty
     return groups

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -149,7 +150,7 @@ class DiLoCoServer:
             except OSError as error:
                 last = error
         raise ConfigError(
-            f"cannot listen on {self.config.host}:{candidates[0]}: {last.strerror or last}; "
+            f"cannot listen on {self.config.host}:{candidates[0]}: {os.strerror(last.errno or 0)}; "
             "choose another port, or stop what uses it"
         ) from last
 

@@ -542,6 +542,16 @@ class TestFetching:
         assert talk.exchange.outcome is not None
         assert talk.exchange.outcome.agreement.version == 3
 
+    def test_parts_of_an_abandoned_fetch_are_not_mixed_with_those_of_the_next(self) -> None:
+        talk = Talk().brought_to(Step.POLL)
+        talk.say(agreed(1, parts=3))
+        calls = [talk.next() for _ in range(3)]
+        talk.reply(calls[2], GetPartAnswer(hash=agreement_hashes(0, 1, 3)[2]))
+        talk.reply(calls[0], Superseded("version 1 is not held"))
+        talk.say(agreed(3, parts=2))
+        talk.hand_over(make_agreement(3, parts=2))
+        assert talk.exchange.outcome is not None
+
     def test_parts_that_do_not_make_the_announced_payload_are_not_an_outcome(self) -> None:
         talk = Talk().brought_to(Step.FETCH)
         talk.say(*(GetPartAnswer(hash=hash_) for hash_ in agreement_hashes(0, 2)))
@@ -590,7 +600,7 @@ class TestInFlight:
     @pytest.mark.parametrize("step", [Step.JOIN, Step.OFFER, Step.COMMIT, Step.POLL], ids=lambda step: step.value)
     def test_a_question_is_asked_once_until_it_is_answered(self, step: Step) -> None:
         talk = Talk(is_joined=False).brought_to(step)
-        talk.next()
+        assert len(talk.exchange.calls(talk.now)) == 1
         assert talk.exchange.calls(talk.now + 1e6) == []
 
 

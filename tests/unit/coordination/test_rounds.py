@@ -106,7 +106,7 @@ class TestFloor:
 
     def test_a_stuck_round_says_how_many_it_needs_and_has(self) -> None:
         assert verdict("ab", "a", min_workers=3).waiting_for == (
-            "3 workers (min_workers); 1 contributed, 1 more are expected"
+            "at least 3 (min_workers): 1 contributed, 1 more expected"
         )
 
     def test_the_dead_who_contributed_count_towards_min_workers(self) -> None:

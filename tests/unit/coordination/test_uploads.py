@@ -102,12 +102,12 @@ class TestQueue:
 
     def test_asking_again_keeps_the_place(self) -> None:
         uploads = pool(offer_of("a"))
-        for moment in (1.0, 2.0, 3.0):
-            uploads.request(offer_of("b"), moment)
-            uploads.request(offer_of("c"), moment)
+        for moment, worker in enumerate("bcbb"):
+            uploads.request(offer_of(worker), float(moment))
         assert uploads.queued == 2
         uploads.drop(make_key("a"))
         assert uploads.request(offer_of("c"), 4.0) is None
+        assert uploads.request(offer_of("b"), 5.0) is not None
 
     def test_who_was_served_has_left_the_queue(self) -> None:
         uploads = pool(offer_of("a"))

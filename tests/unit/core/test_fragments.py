@@ -194,6 +194,26 @@ class TestEmbeddingsApart:
         apart = FragmentManager(self.SPECS, 4, strategy=strategy, embeddings_apart=True)
         assert apart.fragments[1:] == FragmentManager(rest, 3, strategy=strategy).fragments
 
+    @every_strategy
+    def test_the_tables_of_a_module_are_found_by_what_they_are(self, strategy: Strategy) -> None:
+        """Not by their name, and a tied table counts once, under the name that is kept."""
+        model = TinyTransformer()
+        model.positions = nn.Embedding(8, 4)
+        manager = FragmentManager(model, 3, strategy=strategy, embeddings_apart=True)
+        assert manager.fragments[0] == ["embed.weight", "positions.weight"]
+        rest = [name for fragment in manager.fragments[1:] for name in fragment]
+        assert sorted(rest) == sorted(name for name, _ in model.h.named_parameters(prefix="h"))
+
+    def test_the_tables_of_a_module_stay_with_their_neighbours_unless_asked_for(self) -> None:
+        assert len(FragmentManager(TinyTransformer(), 2).fragments[0]) > 1
+
+    def test_a_frozen_table_is_in_no_fragment(self) -> None:
+        model = TinyTransformer()
+        model.embed.requires_grad_(False)
+        manager = FragmentManager(model, 2, embeddings_apart=True)
+        assert manager.fragments == FragmentManager(model, 2).fragments
+        assert "embed.weight" not in manager.param_to_fragment
+
     def test_they_stay_with_their_neighbours_unless_asked_for(self) -> None:
         assert FragmentManager(self.SPECS, 2).fragments[0] != ["wte", "wpe"]
 

@@ -1,6 +1,7 @@
 """The outer step: the built-in rule, and any torch optimizer in its place."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from outerstep.core.outer import Nesterov, OptimizerFactory, OuterOptimizer, TorchOuter, check_factory
+from outerstep.core.outer import Nesterov, OptimizerFactory, OuterOptimizer, State, TorchOuter, check_factory
 from outerstep.errors import ConfigError
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 7), "b": (33,), "c": ()}
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a number, a word and nothing at all beside its tensor, and steps by the number."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                state["mode"] = "odd" if state["count"] % 2 else "even"
+                state["unused"] = None
+                state["sum"] = state.get("sum", torch.zeros_like(param)) + param.grad
+                param.add_(state["sum"], alpha=(-1.0 if state["mode"] == "odd" else 0.25) / state["count"])
+
 
 FACTORIES: dict[str, OptimizerFactory] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
@@ -24,6 +46,12 @@ BUILDERS: dict[str, Callable[[], OuterOptimizer]] = {
     **{name: lambda factory=factory: TorchOuter(factory, SHAPES) for name, factory in FACTORIES.items()},
 }
 every_optimizer = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+RESUMABLE: dict[str, OptimizerFactory] = {
+    **FACTORIES,
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "counting": Counting,
+}
+every_resumable_factory = pytest.mark.parametrize("factory", RESUMABLE.values(), ids=RESUMABLE.keys())
 every_factory = pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES.keys())
 
 
@@ -42,6 +70,22 @@ def only(tensors: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def same_state(a: State, b: State) -> bool:
+    """Same names and keys; tensors bit for bit, the rest by value."""
+    return a.keys() == b.keys() and all(
+        a[name].keys() == b[name].keys() and all(same_value(a[name][key], b[name][key]) for key in a[name])
+        for name in a
+    )
+
+
+def same_value(a: object, b: object) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+
+def only_state(state: State, *names: str) -> State:
+    return {name: state[name] for name in names}
 
 
 def torchs_own(
@@ -194,9 +238,9 @@ class TestNesterov:
         optimizer.step(values(0), values(1))
         assert optimizer.state_dict() == {}
 
-    @pytest.mark.parametrize("lr", [0.0, -0.1, float("nan")])
-    def test_a_learning_rate_that_is_not_positive_is_refused(self, lr: float) -> None:
-        with pytest.raises(ConfigError, match=rf"lr must be > 0, got {lr}"):
+    @pytest.mark.parametrize("lr", [0.0, -0.1, float("nan"), float("inf"), -float("inf")])
+    def test_a_learning_rate_that_is_not_positive_and_finite_is_refused(self, lr: float) -> None:
+        with pytest.raises(ConfigError, match=rf"^outer lr must be a number > 0, got {lr}$"):
             Nesterov(lr)
 
     @pytest.mark.parametrize("momentum", [1.0, -0.1, 2.0, float("nan")])
@@ -231,6 +275,49 @@ class TestTorchOuter:
         optimizer.step(moved, values(2))
         assert same(params, left)
         assert not same(moved, left)
+
+    @every_resumable_factory
+    def test_it_resumes_identically_whatever_the_optimizer_remembers(self, factory: OptimizerFactory) -> None:
+        params, optimizer = values(0), TorchOuter(factory, SHAPES)
+        optimizer.step(params, values(1))
+        optimizer.step(only(params, "a"), only(values(2), "a"))  # fragments at different rounds
+        restored, resumed = copied(params), TorchOuter(factory, SHAPES)
+        resumed.load_state_dict(optimizer.state_dict())
+        for seed in (3, 4, 5):
+            optimizer.step(params, values(seed))
+            resumed.step(restored, values(seed))
+        assert same(params, restored)
+        assert same_state(optimizer.state_dict(), resumed.state_dict())
+
+    def test_what_is_no_tensor_is_kept_too(self) -> None:
+        optimizer, resumed = TorchOuter(Counting, SHAPES), TorchOuter(Counting, SHAPES)
+        params = values(0)
+        optimizer.step(params, values(1))
+        optimizer.step(only(params, "a"), only(values(2), "a"))
+        resumed.load_state_dict(optimizer.state_dict())
+        found = {name: (e["count"], e["mode"], e["unused"]) for name, e in resumed.state_dict().items()}
+        assert found == {"a": (2, "even", None), "b": (1, "odd", None), "c": (1, "odd", None)}
+
+    @every_resumable_factory
+    def test_loading_replaces_what_was_there_and_merges_nothing(self, factory: OptimizerFactory) -> None:
+        """An optimizer that went its own way for a while forgets all of it: fragments, keys and values."""
+        saved = TorchOuter(factory, SHAPES)
+        saved.step(only(values(0), "a", "b"), only(values(1), "a", "b"))
+        state = only_state(saved.state_dict(), "a")
+        used = TorchOuter(factory, SHAPES)
+        for seed in (2, 3):
+            used.step(values(0), values(seed))
+        used.load_state_dict(state)
+        assert same_state(used.state_dict(), state)
+        used.load_state_dict({})
+        assert used.state_dict() == {}
+
+    def test_the_built_in_one_replaces_as_well(self) -> None:
+        saved, used = Nesterov(), Nesterov()
+        saved.step(only(values(0), "a"), only(values(1), "a"))
+        used.step(values(0), values(2))
+        used.load_state_dict(saved.state_dict())
+        assert same_state(used.state_dict(), saved.state_dict())
 
     def test_adams_state_is_kept_whole_by_parameter_name(self) -> None:
         optimizer = TorchOuter(FACTORIES["adam"], SHAPES)

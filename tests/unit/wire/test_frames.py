@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outerstep.errors import BadFrame, BadTensors, Refused, UnsupportedMedia
-from outerstep.wire.frames import DATA_ALIGNMENT, MAGIC, TENSOR_ALIGNMENT, Layout, check_frame, layout, parse_frame
+from outerstep.wire.frames import (
+    DATA_ALIGNMENT,
+    HEADER_SLACK,
+    MAGIC,
+    TENSOR_ALIGNMENT,
+    Layout,
+    check_frame,
+    layout,
+    parse_frame,
+)
 
 FUZZ = settings(max_examples=300, deadline=None)
 Tensors = list[tuple[str, tuple[int, ...], int]]
@@ -29,10 +38,28 @@ tensor_lists: st.SearchStrategy[Tensors] = st.lists(
 EXPECTED = layout("fp32", [("h.0.weight", (2, 4), 32), ("h.0.bias", (3,), 12), ("head", (1,), 4)])
 ROWS: list[Row] = [["h.0.weight", [2, 4], 0, 32], ["h.0.bias", [3], 32, 44], ["head", [1], 48, 52]]
 DATA_BYTES = 56
+MAX_HEADER_BYTES = HEADER_SLACK * EXPECTED.data_begin
 
 
 def frame_of(made: Layout, fill: int = 0x5A) -> bytes:
-    return made.prefix + bytes([fill]) * (made.size_bytes - made.data_begin)
+    """The frame of these tensors, every byte of them `fill` and the padding zero."""
+    frame = bytearray(made.prefix + bytes(made.size_bytes - made.data_begin))
+    for entry in made.entries:
+        size = entry.end - entry.begin
+        frame[made.data_begin + entry.begin : made.data_begin + entry.end] = bytes([fill]) * size
+    return bytes(frame)
+
+
+def padding_of(made: Layout) -> dict[int, str]:
+    """Position in the frame -> the tensor after which it is padding."""
+    return {
+        made.data_begin + position: entry.name
+        for entry in made.entries
+        for position in range(entry.end, entry.end + -entry.end % TENSOR_ALIGNMENT)
+    }
+
+
+PADDING = padding_of(EXPECTED)
 
 
 def with_header(header: object, data_bytes: int = DATA_BYTES) -> bytes:
@@ -59,11 +86,12 @@ class TestLayout:
         made = layout(codec, tensors)
         frame = frame_of(made)
         check(frame, made)
-        header, data_bytes = parse_frame(memoryview(frame))
+        header = parse_frame(memoryview(frame), max_header_bytes=made.data_begin)
         assert header == made.header
         assert header.codec == codec
         assert [(e.name, e.shape, e.end - e.begin) for e in header.tensors] == tensors
-        assert data_bytes == made.size_bytes - made.data_begin
+        assert made.places == [(e.name, e.shape, e.begin) for e in header.tensors]
+        assert len(frame) == made.size_bytes
 
     @FUZZ
     @given(tensors=tensor_lists)
@@ -125,6 +153,36 @@ class TestBrokenOffsets:
         assert refusal.value.status == 400
 
 
+class TestPadding:
+    def test_there_is_padding_behind_tensors_inside_and_at_the_end(self) -> None:
+        assert set(PADDING.values()) == {"h.0.bias", "head"}
+        assert len(PADDING) == 8
+
+    @pytest.mark.parametrize(("position", "name"), PADDING.items())
+    @pytest.mark.parametrize("value", [0x01, 0x20, 0x80, 0xFF])
+    def test_padding_that_is_not_zero_is_refused_naming_the_tensor_before_it(
+        self, position: int, name: str, value: int
+    ) -> None:
+        frame = bytearray(frame_of(EXPECTED))
+        frame[position] = value
+        with pytest.raises(BadFrame, match=f"^the padding after tensor '{name}' is not zero$") as refusal:
+            check(frame)
+        assert refusal.value.status == 400
+
+    @FUZZ
+    @given(tensors=tensor_lists, data=st.data())
+    def test_no_byte_of_padding_goes_unseen_in_any_frame(self, tensors: Tensors, data: st.DataObject) -> None:
+        made = layout("fp32", tensors)
+        padding = padding_of(made)
+        if padding:
+            position = data.draw(st.sampled_from(sorted(padding)))
+            frame = bytearray(frame_of(made))
+            frame[position] = data.draw(st.integers(1, 255))
+            with pytest.raises(BadFrame) as refusal:
+                check(frame, made)
+            assert refusal.value.message == f"the padding after tensor {padding[position]!r} is not zero"
+
+
 class TestBrokenHeaders:
     @pytest.mark.parametrize(
         "header",
@@ -135,7 +193,7 @@ class TestBrokenHeaders:
             b"null",
             b"[]",
             b"{}",
-            b"[" * 100_000,
+            b"[" * 1000,
             b'{"codec":"fp32","codec":"fp32","tensors":[]}',
             b'{"codec":"fp32","tensors":[["w",[1],0,NaN]]}',
             b'{"codec":"fp32","tensors":[["w",[1],0,1e999]]}',
@@ -167,6 +225,41 @@ class TestBrokenHeaders:
     def test_a_header_longer_than_its_frame_is_refused_before_anything_is_read(self, length: int) -> None:
         frame = MAGIC + struct.pack("<I", length) + frame_of(EXPECTED)[8:]
         with pytest.raises(BadFrame, match=f"the header says {length} bytes"):
+            check(frame)
+
+    @pytest.mark.parametrize("header", [b"[" * 100_000, b" " * 100_000, b'{"codec":"' + b"x" * 100_000], ids=repr)
+    def test_a_header_far_longer_than_these_tensors_need_is_refused_unread(self, header: bytes) -> None:
+        frame = with_header(header)
+        length = struct.unpack_from("<I", frame, 4)[0]
+        with pytest.raises(
+            BadFrame, match=f"the header says {length} bytes; at most {MAX_HEADER_BYTES} make sense here"
+        ):
+            check(frame)
+
+    def test_a_header_is_read_up_to_its_cap_and_not_one_byte_further(self) -> None:
+        frame = memoryview(frame_of(EXPECTED))
+        length = EXPECTED.data_begin - 8
+        assert parse_frame(frame, max_header_bytes=length) == EXPECTED.header
+        with pytest.raises(BadFrame, match=f"the header says {length} bytes; at most {length - 1} make sense here"):
+            parse_frame(frame, max_header_bytes=length - 1)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            json.dumps({"codec": "fp32", "tensors": ROWS}).encode(),
+            json.dumps({"codec": "fp32", "tensors": ROWS}, indent=1).encode(),
+            json.dumps({"tensors": ROWS, "codec": "fp32"}, separators=(",", ":")).encode(),
+            b" " + EXPECTED.prefix[8:].rstrip(),
+            EXPECTED.prefix[8:].rstrip() + b"\n",
+            EXPECTED.prefix[8:].replace(b"fp32", b"\\u0066p32"),
+            EXPECTED.prefix[8:] + b" " * DATA_ALIGNMENT,
+        ],
+        ids=["spaces", "lines", "other order", "space before", "line feed after", "escape", "more padding"],
+    )
+    def test_a_header_that_says_the_same_in_other_bytes_is_refused(self, text: bytes) -> None:
+        frame = with_header(text)
+        assert parse_frame(memoryview(frame), max_header_bytes=MAX_HEADER_BYTES) == EXPECTED.header
+        with pytest.raises(BadFrame, match="says the right things, but not as the format writes them: compact JSON"):
             check(frame)
 
     def test_data_that_begins_off_its_alignment_is_refused(self) -> None:
@@ -260,12 +353,12 @@ class TestFuzz:
 
     @FUZZ
     @given(position=st.integers(0, EXPECTED.size_bytes - 1), flip=st.integers(1, 255))
-    def test_one_changed_byte_is_refused_in_the_head_and_not_looked_at_in_the_data(
+    def test_one_changed_byte_is_refused_in_head_and_padding_and_not_looked_at_in_the_data(
         self, position: int, flip: int
     ) -> None:
         frame = bytearray(frame_of(EXPECTED))
         frame[position] ^= flip
-        assert (refusal_of(frame) is not None) == (position < EXPECTED.data_begin)
+        assert (refusal_of(frame) is not None) == (position < EXPECTED.data_begin or position in PADDING)
 
     @FUZZ
     @given(begin=st.integers(0, EXPECTED.size_bytes), removed=st.integers(0, 60), inserted=st.binary(max_size=60))
@@ -275,6 +368,7 @@ class TestFuzz:
         valid = frame_of(EXPECTED)
         frame = valid[:begin] + inserted + valid[begin + removed :]
         still_valid = len(frame) == len(valid) and frame.startswith(EXPECTED.prefix)
+        still_valid = still_valid and not any(frame[position] for position in PADDING)
         assert (refusal_of(frame) is None) == still_valid
 
     def test_every_truncation_is_refused_as_a_bad_frame(self) -> None:

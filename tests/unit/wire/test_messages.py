@@ -187,6 +187,8 @@ class TestQueries:
             (GOOD_QUERY.replace("worker_id=w", "worker_id=.."), r"\$\.worker_id"),
             (GOOD_QUERY.replace("worker_id=w", "worker_id=a%2Fb"), r"\$\.worker_id"),
             (GOOD_QUERY.replace("worker_id=w", "worker_id=a%00"), r"\$\.worker_id"),
+            (GOOD_QUERY.replace("worker_id=w", "worker_id=w%0A"), r"\$\.worker_id"),
+            (GOOD_QUERY.replace("run_id=r", "run_id=r%0A"), r"\$\.run_id"),
             (GOOD_QUERY.replace("worker_id=w", "worker_id=%ff"), "utf-8"),
             ("&".join(f"a{i}=1" for i in range(33)), "bad query string"),
         ],
@@ -196,7 +198,7 @@ class TestQueries:
         with pytest.raises(BadRequest, match=message):
             parse_query(query, GetPart)
 
-    @pytest.mark.parametrize("bad", ["0" * 15, "0" * 17, "0" * 15 + "G", "0" * 15 + "A", ""])
+    @pytest.mark.parametrize("bad", ["0" * 15, "0" * 17, "0" * 15 + "G", "0" * 15 + "A", "0" * 16 + "%0A", ""])
     def test_a_part_hash_is_sixteen_small_hex_digits(self, bad: str) -> None:
         good = f"run_id=r&worker_id=w&incarnation=1&fragment=0&sequence=1&part=0&hash={'0' * 16}"
         assert parse_query(good, PutPart)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -74,6 +75,15 @@ class TestAccepted:
     @pytest.mark.parametrize("text", ["[" * 200, "}" * 60 + "{" * 120, '"[' * 60, "\\" * 60 + "[" * 60, "[\\"])
     def test_brackets_inside_strings_do_not_count_as_levels(self, text: str) -> None:
         assert strict_json.decode(json.dumps({"text": text}).encode(), Note).text == text
+
+    @pytest.mark.parametrize(
+        "data", [b'{"text": "\\ud83d\\ude00"}', b'{"text": "\\uD83D\\uDE00"}', '{"text": "😀"}'.encode()]
+    )
+    def test_a_whole_character_may_be_written_in_two_halves(self, data: bytes) -> None:
+        assert strict_json.decode(data, Note).text == "😀"
+
+    def test_an_escaped_backslash_is_not_half_a_character(self) -> None:
+        assert strict_json.decode(b'{"text": "\\\\ud800"}', Note).text == "\\ud800"
 
     def test_siblings_do_not_count_as_levels(self) -> None:
         assert strict_json.decode(b"[" + b"[]," * 1000 + b"[]]", list) == [[]] * 1001
@@ -174,6 +184,59 @@ class TestRefused:
     def test_a_value_of_the_wrong_shape_is_refused_saying_where(self, value: object, where: str) -> None:
         with pytest.raises(BadRequest, match=f"^not a Note: .*{where}"):
             strict_json.decode(json.dumps(value).encode(), Note)
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b'{"text": "\\ud800"}',
+            b'{"text": "\\uDFFF"}',
+            b'{"text": "a\\uD83Db"}',
+            b'{"text": "\\ude00\\ud83d"}',
+            b'{"text": "\\ud83d\\\\ude00"}',
+            b'{"inner": {"text": "\\ud83d"}}',
+            b'{"\\ud800": 1}',
+            b'{"inner": {"\\udc00": 1}}',
+        ],
+        ids=repr,
+    )
+    def test_half_a_character_is_refused_as_key_and_as_value(self, data: bytes) -> None:
+        with pytest.raises(BadRequest, match=r"^not acceptable JSON: .*surrogates not allowed"):
+            strict_json.decode(data, Note)
+
+    @pytest.mark.parametrize("kind", [dict, Note])
+    def test_half_a_character_is_refused_whatever_the_kind_would_allow(self, kind: type) -> None:
+        with pytest.raises(BadRequest, match="surrogates not allowed"):
+            strict_json.decode(b'{"\\ud800": "\\udc00"}', kind)
+
+
+class TestMemory:
+    @pytest.mark.parametrize(
+        "piece",
+        [b"x", b"[", b"]", b"{[", b"\\n", b'\\"', b"\\\\", b"a\\t", "é".encode(), "😀".encode(), b"\\ud83d\\ude00"],
+        ids=repr,
+    )
+    def test_a_string_of_four_mib_costs_a_few_times_its_size(self, piece: bytes) -> None:
+        text = b'"' + piece * ((4 << 20) // len(piece)) + b'"'
+        tracemalloc.start()
+        try:
+            found = strict_json.decode(memoryview(text), str)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert found == json.loads(text)
+        assert peak < 10 * len(text)
+
+    @pytest.mark.parametrize("piece", [b"x", b"\\n", b'\\"'], ids=repr)
+    def test_a_string_that_never_ends_costs_no_more(self, piece: bytes) -> None:
+        text = b'"' + piece * ((4 << 20) // len(piece))
+        tracemalloc.start()
+        try:
+            with pytest.raises(BadRequest, match="Unterminated string"):
+                strict_json.decode(memoryview(text), str)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 10 * len(text)
 
 
 class TestText:
