@@ -101,7 +101,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
         _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s")
-        _text(self, "server_addr", "worker_id")
+        _text(self, "server_addr")
         _one_of(self, (None, True, False), "bf16_comm")
         _one_of(self, ("global", "local"), "on_exit")
         if self.worker_id is not None:
