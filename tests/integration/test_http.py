@@ -15,7 +15,7 @@ import torch
 from outerstep.digest import part_hash
 from outerstep.errors import Refused
 from outerstep.server import DiLoCoServer
-from outerstep.types import PutPart
+from outerstep.types import Leave, PutPart
 from outerstep.wire.http_service import ServiceLimits
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import address_of
@@ -151,6 +151,34 @@ def test_a_second_try_takes_over_from_a_connection_that_hangs(server: DiLoCoServ
         assert client.commit(payload).version == 1
         hanging.settimeout(20)
         assert hanging.recv(1) in (b"", b"H")  # closed, or told so first
+
+
+def test_bytes_for_a_dropped_upload_are_not_taken_for_its_successor(server: DiLoCoServer) -> None:
+    """While a part is being read its worker leaves, comes back and offers the same key again: it is still missing."""
+    client = HandClient(HttpTransport(server.address))
+    client.join()
+    payload = make_frame({name: torch.ones_like(p) for name, p in params_of(tiny_model()).items()})
+    client.sequence = 1
+    client.offer(len(payload))
+    put = PutPart(**client.session.head, fragment=0, sequence=1, part=0, hash=part_hash(payload))
+    method, target, _ = address_of(put)
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as slow:
+        head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+        slow.sendall(head.encode() + bytes(payload[:20]))
+        wait_until(lambda: server.service._writing)
+        client.transport.call(Leave(**client.session.head))
+        client.join()
+        client.sequence = 1
+        assert client.offer(len(payload)).missing == (0,)
+        slow.sendall(payload[20:])
+        assert slow.recv(4096).startswith(b"HTTP/1.1 409 ")
+    assert client.offer(len(payload)).missing == (0,)
+    client.put(payload, 0)
+    assert client.commit(payload).version == 1
+    wait_until(lambda: server.sync_round == 1)
+    moved = params_of(tiny_model())["0.weight"] - server.get_global_params()["0.weight"]
+    assert bool((moved > 0.5).all())  # ones went in, not zeros
 
 
 def test_expect_continue_is_answered(server: DiLoCoServer) -> None:

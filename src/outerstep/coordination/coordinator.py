@@ -61,7 +61,7 @@ from ..types import (
 from .effects import Accumulate, CloseRound, DropUpload, Effect, Event
 from .membership import Accepted, Member, Membership
 from .plan import Settled, check_manifest, check_wishes
-from .rounds import Round, RoundRules
+from .rounds import Round, RoundRules, Verdict
 from .uploads import Upload, Uploads
 
 KEPT_VERSIONS = 2
@@ -216,6 +216,7 @@ class Coordinator:
     def begin_part(self, message: PutPart, now: float) -> Upload | PutPartAnswer:
         """Where the part belongs; or, if it is here already, the answer."""
         member = self._heard(message, now)
+        self._fragment(message.fragment)
         if self._accepted(member, message) is not None:
             return PutPartAnswer(state="duplicate")
         upload = self._sending(message)
@@ -316,7 +317,7 @@ class Coordinator:
         last_sequence = member.last_sequence(message.fragment)
         if fragment.published.version > message.after:
             return PollAnswer(agreement=fragment.published, last_sequence=last_sequence)
-        verdict = fragment.round.verdict(self.rules, now, started=self.started)
+        verdict = self._verdict(fragment, now)
         return PollAnswer(
             agreement=None,
             last_sequence=last_sequence,
@@ -355,12 +356,12 @@ class Coordinator:
         moments = [self.members.next_death()]
         if not self.started and self._first_join_at is not None and self.rules.start_deadline_s is not None:
             moments.append(self._first_join_at + self.rules.start_deadline_s)
-        moments += [f.round.verdict(self.rules, now, started=self.started).wake_at for f in self.fragments]
+        moments += [self._verdict(fragment, now).wake_at for fragment in self.fragments]
         return min((m for m in moments if m is not None and m > now), default=None)
 
     def waiting_for(self, fragment: Fragment, now: float) -> str:
         """Why this fragment's open round has not closed, in words."""
-        return fragment.round.verdict(self.rules, now, started=self.started).waiting_for
+        return self._verdict(fragment, now).waiting_for
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -413,10 +414,10 @@ class Coordinator:
 
     def _check_age(self, offer: Offer, fragment: Fragment) -> None:
         newest = fragment.round.version - 1  # of the open round: one more than published while a round is closing
-        if offer.base_version > newest or offer.oldest_base > offer.base_version:
+        if offer.base_version > fragment.published.version or offer.oldest_base > offer.base_version:
             raise FutureRound(
-                f"fragment {offer.fragment} is at version {newest}; got base_version {offer.base_version}, "
-                f"oldest_base {offer.oldest_base}",
+                f"fragment {offer.fragment} is at version {fragment.published.version}; "
+                f"got base_version {offer.base_version}, oldest_base {offer.oldest_base}",
                 hint="0 ≤ oldest_base ≤ base_version ≤ current version",
             )
         if offer.base_version < newest and not self.rules.takes_late:
@@ -448,6 +449,9 @@ class Coordinator:
                 fragment.round.expected = set(live)
             self._event("start", workers=sorted(live))
 
+    def _verdict(self, fragment: Fragment, now: float) -> Verdict:
+        return fragment.round.verdict(self.rules, now, started=self.started, live=self.members.live_ids)
+
     def _evaluate_all(self, now: float) -> None:
         for fragment in self.fragments:
             self._evaluate(fragment, now)
@@ -455,7 +459,7 @@ class Coordinator:
     def _evaluate(self, fragment: Fragment, now: float) -> None:
         """The one place where a round ends."""
         closing = fragment.round
-        if not closing.verdict(self.rules, now, started=self.started).close:
+        if not self._verdict(fragment, now).close:
             return
         index = fragment.published.fragment
         self._effects.append(CloseRound(index, closing.version, tuple(closing.participants)))

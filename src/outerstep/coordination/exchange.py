@@ -325,9 +325,11 @@ class Exchange:
             self._accepted()
         elif answer.state == "wait":
             self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
+        elif any(part >= len(self._part_hashes) for part in answer.missing):
+            self._fail(TransportError(f"the server misses parts that do not exist: {answer.missing[-1]}"))
         else:
             self._go(Step.SEND if answer.missing else Step.COMMIT)
-            self._to_do = [part for part in answer.missing if part < len(self._part_hashes)]
+            self._to_do = list(answer.missing)
 
     def _accepted(self) -> None:
         """Wait for anything newer than what we hold: on time that is the agreement we are in. A late contribution
@@ -354,7 +356,10 @@ class Exchange:
             )
 
     def _check_stuck(self, answer: PollAnswer, now: float) -> None:
-        self._stuck_since = (self._stuck_since or now) if answer.stuck else None
+        if not answer.stuck:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
         limit_s = self._patience.stuck_after_s
         if self._stuck_since is not None and limit_s is not None and now - self._stuck_since >= limit_s:
             self._fail(RoundStuck(f"the round cannot close: it waits for {answer.waiting_for}"))

@@ -13,6 +13,7 @@ its contribution comes in time.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ..types import Participant
@@ -74,15 +75,16 @@ class Round:
             return False
         return worker_id in self.expected or len(contributors | self.expected) < rules.min_workers
 
-    def verdict(self, rules: RoundRules, now: float, *, started: bool) -> Verdict:
+    def verdict(self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str]) -> Verdict:
         contributors = self.contributors
         missing = self.expected - contributors
         floor = max(1, rules.min_workers)
         if len(contributors) < floor:
-            if len(contributors) + len(missing) < floor:
-                here = f"{len(contributors)} contributed, {len(missing)} more expected"
+            able = live - contributors
+            if len(contributors) + len(able) < floor:
+                here = f"{len(contributors)} contributed, {len(able)} more alive"
                 return Verdict(False, waiting_for=f"at least {floor} (min_workers): {here}", stuck=True)
-            return Verdict(False, waiting_for=f"contributions of {_names(missing)}")
+            return Verdict(False, waiting_for=f"contributions of {_names(missing or able)}")
         if not started:
             return Verdict(False, waiting_for=f"{rules.num_workers} workers to join", stuck=True)
         if not missing:
@@ -97,6 +99,6 @@ class Round:
         return Verdict(False, min(wake_at, default=None), f"contributions of {_names(missing)}")
 
 
-def _names(workers: set[str]) -> str:
+def _names(workers: AbstractSet[str]) -> str:
     shown = sorted(workers)
     return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")

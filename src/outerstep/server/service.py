@@ -27,7 +27,7 @@ from ..core.codecs import get_codec
 from ..core.fragments import FragmentManager, check_cycle
 from ..core.outer import OuterOptimizer
 from ..digest import part_hash, part_range
-from ..errors import BadRequest, ConfigError, HashMismatch, PlanMismatch, Refused, ServerError, Superseded
+from ..errors import BadRequest, ConfigError, HashMismatch, MissingParts, PlanMismatch, Refused, ServerError, Superseded
 from ..types import (
     Answer,
     Commit,
@@ -174,6 +174,9 @@ class ParameterService:
             with self._changed:
                 del self._writing[place]
                 writing.done.set()
+                if stored and self._buffers.get(request.key) is not buffer:
+                    # The upload was dropped meanwhile (its worker left, died, came back): these bytes went nowhere.
+                    raise MissingParts(f"contribution {request.key} is not on offer any more", hint="offer it again")
                 if stored:
                     answer = self.coordinator.part_arrived(request, self.clock())
                     self.bytes_received += end - begin

@@ -520,6 +520,24 @@ class TestPool:
         desk.later(silent_s)
         assert desk.offer("c").state == state
 
+    def test_a_waiter_that_is_refused_loses_its_place_at_once(self) -> None:
+        desk = Desk("abc", pool_bytes=SIZE_BYTES, round_deadline_s=3.0)
+        desk.contribute("a")
+        desk.offer("b")
+        assert desk.offer("c").state == "wait"
+        desk.later(3.0)
+        with pytest.raises(StaleRound):
+            desk.offer("c")
+        assert desk.offer("a", 2, base_version=1).state == "send"
+
+    def test_a_waiter_does_not_stand_behind_an_older_sequence_of_its_own(self) -> None:
+        desk = Desk("ab", pool_bytes=SIZE_BYTES)
+        desk.offer("a")
+        assert desk.offer("b", 1).state == "wait"
+        assert desk.offer("b", 2).state == "wait"
+        desk.leave("a")
+        assert desk.offer("b", 2).state == "send"
+
     def test_a_waiter_that_is_gone_loses_its_place_at_once(self) -> None:
         desk = Desk("abc", pool_bytes=SIZE_BYTES)
         desk.offer("a")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from outerstep.coordination.effects import Accumulate, CloseRound, DropUpload
-from outerstep.coordination.uploads import QUEUE_PATIENCE_S, Upload
+from outerstep.coordination.uploads import Upload
 from outerstep.digest import payload_hash
 from outerstep.errors import Refused
 from outerstep.types import (
@@ -49,6 +49,7 @@ WORKERS = "abcd"
 workers = st.sampled_from(WORKERS)
 fragments = st.integers(0, 1)
 sizes = st.sampled_from([PART_BYTES, 2 * PART_BYTES, 3 * PART_BYTES])
+ahead = st.sampled_from([1, 1, 0, -1])
 anything = st.integers(0, 10**6)
 
 
@@ -109,9 +110,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.deliver(Leave(**self.head(self.one_of_the_live(who))))
 
     @precondition(lambda self: self.live)
-    @rule(who=anything, fragment=fragments, new=st.booleans(), behind=st.integers(-1, 2), size_bytes=sizes)
-    def offer(self, who: int, fragment: int, new: bool, behind: int, size_bytes: int) -> None:
-        self.deliver(self.make_offer(self.one_of_the_live(who), fragment, new, behind, size_bytes))
+    @rule(who=anything, fragment=fragments, ahead=ahead, behind=st.integers(-1, 2), size_bytes=sizes)
+    def offer(self, who: int, fragment: int, ahead: int, behind: int, size_bytes: int) -> None:
+        self.deliver(self.make_offer(self.one_of_the_live(who), fragment, ahead, behind, size_bytes))
 
     @precondition(lambda self: self.offers)
     @rule(which=anything, part=st.integers(0, 3))
@@ -124,17 +125,25 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.deliver(self.commit_of(self.offers[-1 - which % len(self.offers)], "other" if other_bytes else ""))
 
     @precondition(lambda self: self.live)
-    @rule(who=anything, fragment=fragments, behind=st.integers(0, 1), size_bytes=sizes)
-    def contribute(self, who: int, fragment: int, behind: int, size_bytes: int) -> None:
-        """The whole of it, as a healthy worker would."""
-        self.whole_contribution(self.make_offer(self.one_of_the_live(who), fragment, True, behind, size_bytes))
+    @rule(
+        who=anything,
+        fragment=fragments,
+        ahead=ahead,
+        behind=st.integers(0, 1),
+        size_bytes=sizes,
+        flavour=st.sampled_from(["", "", "other"]),
+    )
+    def contribute(self, who: int, fragment: int, ahead: int, behind: int, size_bytes: int, flavour: str) -> None:
+        """The whole of it: a new one, or one more try of an earlier one; perhaps with a commit that lies."""
+        offer = self.make_offer(self.one_of_the_live(who), fragment, ahead, behind, size_bytes)
+        self.whole_contribution(offer, flavour)
 
     @precondition(lambda self: self.live)
     @rule(fragment=fragments, absent=workers)
     def all_but_one_contribute(self, fragment: int, absent: str) -> None:
         for worker in self.live:
             if worker != absent:
-                self.whole_contribution(self.make_offer(worker, fragment, True, 0, PART_BYTES))
+                self.whole_contribution(self.make_offer(worker, fragment, 1, 0, PART_BYTES))
 
     @rule(worker=workers, fragment=fragments, after=st.integers(-1, 3))
     def poll(self, worker: str, fragment: int, after: int) -> None:
@@ -171,14 +180,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(fragment=fragments)
     def all_faults_stop(self, fragment: int) -> None:
         """Whatever has happened: everybody restarts and contributes, and the round completes."""
-        self.now += QUEUE_PATIENCE_S + 1.0
         before = self.closed[fragment]
         for worker in WORKERS:
             self.deliver(Leave(**self.head(worker)))
             self.join(worker, True, "home")
         for worker in WORKERS:
             self.carry_out(len(self.work))
-            self.whole_contribution(self.make_offer(worker, fragment, True, 0, PART_BYTES))
+            self.whole_contribution(self.make_offer(worker, fragment, 1, 0, PART_BYTES))
         assert self.closed[fragment] > before
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -193,12 +201,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def head(self, worker: str) -> dict[str, Any]:
         return {"run_id": RUN, "worker_id": worker, "incarnation": self.incarnation.get(worker, 1)}
 
-    def make_offer(self, worker: str, fragment: int, new: bool, behind: int, size_bytes: int) -> Offer:
-        self.sequence[worker, fragment] += new or not self.sequence[worker, fragment]
+    def make_offer(self, worker: str, fragment: int, ahead: int, behind: int, size_bytes: int) -> Offer:
+        """`ahead` of the last sequence begun; `behind` the newest version."""
+        sequence = max(1, self.sequence[worker, fragment] + ahead)
+        self.sequence[worker, fragment] = max(sequence, self.sequence[worker, fragment])
         newest = self.coordinator.fragments[fragment].round.version - 1
         offer = make_offer(
             worker,
-            self.sequence[worker, fragment],
+            sequence,
             fragment=fragment,
             incarnation=self.incarnation.get(worker, 1),
             base_version=max(0, newest - behind),
@@ -224,12 +234,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
             "sequence": offer.sequence,
         }
 
-    def whole_contribution(self, offer: Offer) -> None:
+    def whole_contribution(self, offer: Offer, flavour: str = "") -> None:
         answer = self.deliver(offer)
         if isinstance(answer, OfferAnswer) and answer.state == "send":
             for part in answer.missing:
                 self.deliver(self.part_of(offer, part))
-            self.deliver(self.commit_of(offer))
+            self.deliver(self.commit_of(offer, flavour))
 
     # --- the server -----------------------------------------------------------------------------------------------
 
@@ -281,15 +291,19 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if isinstance(message, Commit) and isinstance(answer, CommitAnswer):
             assert self.answers.setdefault(message.key, answer) == answer, "the same key got two answers"
             assert self.counted_in[message.key] == answer.version
+            sent = payload_hash(contribution_hashes(message.key, self.sizes[message.key]))
+            assert message.payload_hash == sent, "a commit of other bytes than were sent was accepted"
         if isinstance(message, Offer) and isinstance(answer, OfferAnswer) and answer.state == "accepted":
             assert self.counted_in[message.key] == answer.version
 
     def check_join(self, message: Join, answer: JoinAnswer) -> None:
         worker = message.worker_id
         assert message.instance not in self.retired, "a retired instance came back"
-        if self.instance.get(worker) not in (None, message.instance):
+        if self.instance.get(worker, message.instance) != message.instance:
             self.retired.add(self.instance[worker])
-            assert answer.incarnation > self.incarnation[worker]
+            assert answer.incarnation == self.incarnation[worker] + 1
+        else:
+            assert answer.incarnation == self.incarnation.get(worker, 1)
         self.instance[worker], self.incarnation[worker] = message.instance, answer.incarnation
         for fragment, state in enumerate(answer.fragments):
             counted = [k.sequence for k in self.counted_in if (k.worker_id, k.fragment) == (worker, fragment)]
@@ -343,16 +357,22 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert sum(held) <= self.capacity_bytes or len(held) == 1
 
     @invariant()
+    def nobody_uploads_two_contributions_to_one_fragment(self) -> None:
+        for fragment in range(2):
+            senders = [upload.offer.worker_id for upload in self.coordinator.uploads.of_fragment(fragment)]
+            assert len(senders) == len(set(senders))
+
+    @invariant()
     def a_deadline_that_has_passed_is_acted_on(self) -> None:
         self.coordinator.tick(self.now)
         self.take_effects()
         for fragment in self.coordinator.fragments:
-            assert not fragment.round.verdict(self.coordinator.rules, self.now, started=self.coordinator.started).close
+            assert not self.coordinator._verdict(fragment, self.now).close
 
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase
 TestCoordinatorMachine.settings = settings(
-    max_examples=250,
+    max_examples=400,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

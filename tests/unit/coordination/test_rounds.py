@@ -19,9 +19,12 @@ def open_round(expected: str, contributions: str = "", **rules: Any) -> tuple[Ro
     return round_, fixed
 
 
-def verdict(expected: str, contributions: str, now: float = SOON, *, started: bool = True, **rules: Any) -> Verdict:
+def verdict(
+    expected: str, contributions: str, now: float = SOON, *, started: bool = True, live: str | None = None, **rules: Any
+) -> Verdict:
+    """`live`: who is alive, if it is not just those expected."""
     round_, fixed = open_round(expected, contributions, **rules)
-    return round_.verdict(fixed, now, started=started)
+    return round_.verdict(fixed, now, started=started, live=frozenset(expected if live is None else live))
 
 
 class TestSynchronous:
@@ -99,14 +102,19 @@ class TestFloor:
         ("expected", "contributions", "stuck"),
         [("a", "a", True), ("", "a", True), ("ab", "a", False), ("b", "a", False), ("", "", True), ("ab", "", False)],
     )
-    def test_stuck_means_that_those_expected_cannot_reach_min_workers(
+    def test_stuck_means_that_those_alive_cannot_reach_min_workers(
         self, expected: str, contributions: str, stuck: bool
     ) -> None:
         assert verdict(expected, contributions, min_workers=2).stuck is stuck
 
+    def test_a_live_worker_that_is_not_expected_may_still_come(self) -> None:
+        answer = verdict("a", "a", live="ab", min_workers=2)
+        assert not answer.stuck
+        assert answer.waiting_for == "contributions of b"
+
     def test_a_stuck_round_says_how_many_it_needs_and_has(self) -> None:
         assert verdict("ab", "a", min_workers=3).waiting_for == (
-            "at least 3 (min_workers): 1 contributed, 1 more expected"
+            "at least 3 (min_workers): 1 contributed, 1 more alive"
         )
 
     def test_the_dead_who_contributed_count_towards_min_workers(self) -> None:
@@ -274,6 +282,11 @@ class TestWaking:
         assert desk.coordinator.next_wake(desk.now) == desk.now + TIMEOUT_S
         desk.contribute("a")
         assert desk.coordinator.next_wake(desk.now) == desk.now + 3.0
+
+    def test_a_start_deadline_that_passed_in_vain_wakes_nobody(self) -> None:
+        desk = Desk("a", num_workers=3, min_workers=2, start_deadline_s=5.0, heartbeat_timeout_s=0.0)
+        desk.later(6.0)
+        assert desk.coordinator.next_wake(desk.now) is None
 
     def test_with_nothing_to_decide_it_sleeps(self) -> None:
         desk = Desk("a", heartbeat_timeout_s=0.0)

@@ -133,6 +133,14 @@ class TestQueue:
         assert uploads.queued == 1
         assert uploads.request(offer_of("c"), 1.0) is not None
 
+    def test_a_refused_offer_leaves_the_queue_of_its_fragment_only(self) -> None:
+        uploads = pool(offer_of("a"))
+        uploads.request(offer_of("b"), 0.0)
+        uploads.request(make_offer("b", fragment=1, size_bytes=60), 0.0)
+        uploads.unqueue("b", 0)
+        uploads.drop(make_key("a"))
+        assert uploads.request(make_offer("b", fragment=1, size_bytes=60), 1.0) is not None
+
 
 class TestLooking:
     def test_uploads_are_found_by_fragment_and_by_worker(self) -> None:
