@@ -25,9 +25,14 @@ from outerstep.worker import DiLoCoWorker
 EAGER = Patience(first_backoff_s=0.01, longest_backoff_s=0.05, give_up_after_s=30.0, poll_wait_s=0.2)
 
 
+_drawing = threading.Lock()
+
+
 def tiny_model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    """The same weights for the same seed, in whichever thread: the generator is one for all of them."""
+    with _drawing:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:

@@ -96,11 +96,14 @@ class WorkerConfig:
     on_exit: Literal["global", "local"] = "global"  # what `model` holds afterwards: the agreed weights, or its own
     join_timeout_s: float = 120.0
     give_up_after_s: float = 900.0  # without any answer from the server
+    stalled_after_s: float = 900.0  # without an optimizer step: stop beating, so that the others go on; 0 = never
     exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close
 
     def __post_init__(self) -> None:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
-        _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s")
+        _number(
+            self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s", "stalled_after_s"
+        )
         _text(self, "server_addr")
         _one_of(self, (None, True, False), "bf16_comm")
         _one_of(self, ("global", "local"), "on_exit")

@@ -32,7 +32,8 @@
         ├── NotFinite                422  NaN or Inf, with the tensor's name
         ├── HashMismatch             422  a part changed on its way
         ├── ProtocolMismatch         426
-        ├── ServerError              500  a bug or a full machine, at the server
+        ├── ServerError              500  a bug or a full machine, at the server; may be tried again
+        │   └── ServerFailed         500  the server cannot go on
         └── Busy                     503  ask again after `retry_after_s`
 
 A message says the rule and the value that broke it; the hint says what to do about it.
@@ -186,6 +187,10 @@ class ProtocolMismatch(Refused):
 
 class ServerError(Refused):
     code, status = "server_error", 500
+
+
+class ServerFailed(ServerError):
+    code, status = "server_failed", 500
 
 
 class Busy(Refused):

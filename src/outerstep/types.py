@@ -16,7 +16,7 @@ PROTOCOL_VERSION = 1
 # Bounds are part of the type: a message that breaks one is refused before anybody acts on it.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
-Weight = Annotated[float, Meta(gt=0.0, le=1e12)]
+Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Label = Annotated[str, Meta(max_length=256)]
 WorkerId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:\-]*\Z")]

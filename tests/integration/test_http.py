@@ -261,5 +261,5 @@ def test_an_idle_server_does_not_spin(server: DiLoCoServer) -> None:
 
 def test_two_servers_cannot_have_one_port(server: DiLoCoServer) -> None:
     port = int(server.address.split(":")[1])
-    with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: .*choose another port"):
+    with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: .*choose another host or port"):
         DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=port).start()

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from ..config import DEFAULT_PORT
@@ -61,14 +62,22 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
     for name, facts in sorted(status["workers"].items()):
         loss = "" if facts["loss"] is None else f"{facts['loss']:.4f}"
         speed = f"{facts['steps_per_second']:.2f}" if facts["steps_per_second"] else ""
-        workers.add_row(name, facts["hostname"], str(facts["step"]), speed, loss, f"{facts['last_seen_s']:.0f} s ago")
+        workers.add_row(
+            escape(name),
+            escape(facts["hostname"]),
+            str(facts["step"]),
+            speed,
+            loss,
+            f"{facts['last_seen_s']:.0f} s ago",
+        )
     lines: list[RenderableType] = [head, workers if status["workers"] else "no workers at the moment"]
     if status["failure"]:
-        lines.append(f"[red]{status['failure']}[/red]")
+        lines.append(f"[red]{escape(status['failure'])}[/red]")
     for i, fragment in enumerate(status["fragments"]):
         done = ", ".join(fragment["contributed"]) or "nobody yet"
         lines.append(
-            f"fragment {i}: version {fragment['version']}; contributed: {done}; waiting for {fragment['waiting_for']}"
+            f"fragment {i}: version {fragment['version']}; contributed: {escape(done)}; "
+            f"waiting for {escape(fragment['waiting_for'])}"
         )
     return Group(*lines)
 

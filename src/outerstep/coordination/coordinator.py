@@ -64,9 +64,6 @@ from .plan import Settled, check_manifest, check_wishes
 from .rounds import Round, RoundRules, Verdict
 from .uploads import Upload, Uploads
 
-KEPT_VERSIONS = 2
-"""Published versions that can still be fetched: the newest, and the one before it for whoever is reading it."""
-
 ASK_AGAIN_S = 0.5
 
 
@@ -332,14 +329,9 @@ class Coordinator:
         )
 
     def get_part(self, message: GetPart, now: float) -> None:
-        """May this part be fetched? (The driver has the bytes.)"""
+        """May this worker fetch? (The driver has the bytes, and knows how long it keeps them.)"""
         self._heard(message, now)
-        newest = self._fragment(message.fragment).published.version
-        if not newest - KEPT_VERSIONS < message.version <= newest:
-            raise Superseded(
-                f"version {message.version} of fragment {message.fragment} is not held; the newest is {newest}",
-                hint="poll again and fetch the newest",
-            )
+        self._fragment(message.fragment)
 
     # --- time -----------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from ..errors import (
     Refused,
     RoundStuck,
     ServerError,
+    ServerFailed,
     ServerUnreachable,
     StaleRound,
     Superseded,
@@ -312,9 +313,12 @@ class Exchange:
                 self._go(Step.OFFER)
                 self._back_off(now)
             case Superseded() if isinstance(request, GetPart):
+                self.retries += 1
                 self._go(Step.POLL)
             case HashMismatch() if isinstance(request, PutPart):
                 self._part_damaged(request.part)
+            case ServerFailed():
+                self._fail(error)
             case Busy() | TransportError() | ServerError():
                 self._again(request, error, now)
             case _:

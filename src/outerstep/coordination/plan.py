@@ -78,7 +78,8 @@ def _differences(run: Manifest, offered: Manifest) -> list[str]:
         found.append("the parameters are in another order")
     if not found and run.aliases != offered.aliases:
         found.append(f"other parameters are tied: got {offered.aliases}, run has {run.aliases}")
-    for what in ("buffers", "frozen"):
+    # A manifest that the server made itself, for a client that brought none, knows neither.
+    for what in ("buffers", "frozen") if run.buffers or run.frozen else ():
         odd = sorted(set(getattr(run, what)) ^ set(getattr(offered, what)))
         found += [f"{name!r} is among the {what} of only one of them" for name in odd]
     return found

@@ -104,5 +104,11 @@ class TorchOuter:
 
 
 def check_factory(factory: OptimizerFactory) -> None:
-    """Try the factory on one tiny parameter, so that a mistake in it shows at start and not at the first join."""
-    TorchOuter(factory, {"probe": (1,)})
+    """Take a step with one tiny parameter, so that a mistake shows at start and not in the first round."""
+    probe = {"probe": torch.zeros(2, 2)}
+    try:
+        TorchOuter(factory, {"probe": (2, 2)}).step(probe, {"probe": torch.ones(2, 2)})
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"outer_optimizer_factory makes an optimizer that cannot step by itself: {error}") from error

@@ -20,7 +20,7 @@ from torch import Tensor
 def pseudo_gradient(anchor: Tensor, local: Tensor) -> Tensor:
     """Δ = θ − l, fp32, on the anchor's device. Both of one shape."""
     local = local.detach().to(anchor.device)
-    return anchor.to(local.dtype).float() - local.float()
+    return _held(anchor, local) - local.float()
 
 
 @torch.no_grad()
@@ -30,10 +30,21 @@ def adopt(local: Tensor, agreed: Tensor) -> None:
 
 
 @torch.no_grad()
+def carry(local: Tensor, anchor: Tensor, agreed: Tensor, sent: Tensor) -> None:
+    """l ← l + (θ′ − θ) + Δ_sent: what was sent is in the agreement, the steps taken since are not, and stay ours.
+    (With l as it was when Δ_sent = θ − l was taken, this is l ← θ′.)"""
+    moved = local.to(anchor.device).float() + (_held(agreed.to(anchor.device), local) - _held(anchor, local)) + sent
+    local.copy_(moved)
+
+
+@torch.no_grad()
 def rebase(local: Tensor, anchor: Tensor, agreed: Tensor) -> None:
     """l ← l + (θ′ − θ): the round closed without us. We take over what the others did and keep our own unsent steps,
     so that the next pseudo-gradient θ′ − l holds exactly those: nobody's work is undone, and none is sent twice."""
-    began_at = anchor.to(local.dtype).float()
-    begins_at = agreed.to(anchor.device).to(local.dtype).float()
-    moved = local.to(anchor.device).float() + (begins_at - began_at)
+    moved = local.to(anchor.device).float() + (_held(agreed.to(anchor.device), local) - _held(anchor, local))
     local.copy_(moved)
+
+
+def _held(theta: Tensor, local: Tensor) -> Tensor:
+    """θ as a model of this dtype can hold it, back in fp32."""
+    return theta.to(local.dtype).float()

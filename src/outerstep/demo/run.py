@@ -227,7 +227,11 @@ def _look_after(team: Team | None, lane: list[Team], progress: Progress) -> Team
     if team is None:
         team = lane.pop(0) if lane else None
         if team is not None:
-            team.start()
+            try:
+                team.start()
+            except BaseException:
+                team.stop()
+                raise
         return team
     still_running = team.is_running()
     _show(team, progress)

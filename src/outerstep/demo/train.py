@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import outerstep
-from outerstep.demo.corpus import BatchStream, evaluation_batches, load_corpus
+from outerstep.demo.corpus import evaluation_batches, load_corpus
 from outerstep.demo.model import build_model
-from outerstep.demo.training import TrainSettings, evaluate, make_optimizer, train
+from outerstep.demo.training import TrainSettings, evaluate, make_optimizer, make_stream, train
 
 EVALUATIONS = 12
 FINAL_BATCHES = 16  # for the table
@@ -30,7 +30,7 @@ def main() -> None:
     options = parse_options()
     settings = TrainSettings(steps=options.steps, learning_rate=options.learning_rate, seed=options.seed)
     corpus = load_corpus()
-    streams = [BatchStream(corpus.train, shard, options.seed) for shard in options.shards]
+    streams = [make_stream(corpus.train, shard, settings) for shard in options.shards]
     held_out = evaluation_batches(corpus.held_out, FINAL_BATCHES)
     model = build_model(options.seed)
     optimizer = make_optimizer(model, settings)

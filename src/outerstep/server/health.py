@@ -47,8 +47,12 @@ class HealthMonitor:
     def _run(self) -> None:
         while not self._stopping:
             now = self._clock()
-            self._tick(now)
-            wake_at = self._next_wake(now)
+            wake_at = None
+            try:
+                self._tick(now)
+                wake_at = self._next_wake(now)
+            except Exception:  # a server without this thread would wait for the dead for ever
+                log.exception("health check failed; going on")
             nap_s = self._check_interval if wake_at is None else min(self._check_interval, max(wake_at - now, 0.005))
             self._nudge.wait(nap_s)
             self._nudge.clear()

@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -150,8 +151,8 @@ class DiLoCoServer:
             except OSError as error:
                 last = error
         raise ConfigError(
-            f"cannot listen on {self.config.host}:{candidates[0]}: {os.strerror(last.errno or 0)}; "
-            "choose another port, or stop what uses it"
+            f"cannot listen on {self.config.host}:{candidates[0]}: {_reason(last)}; "
+            "choose another host or port, or stop what uses it"
         ) from last
 
 
@@ -163,6 +164,11 @@ def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> 
         return lambda manifest: Nesterov(config.outer_lr, config.outer_momentum, nesterov=config.nesterov)
     check_factory(factory)
     return lambda manifest: TorchOuter(factory, {spec.name: spec.shape for spec in manifest.parameters})
+
+
+def _reason(error: OSError) -> str:
+    """Without the address, which the message has already. (Name look-ups have error numbers of their own.)"""
+    return str(error.strerror) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
 
 
 def _is_loopback(host: str) -> bool:

@@ -27,7 +27,16 @@ from ..core.codecs import get_codec
 from ..core.fragments import FragmentManager, check_cycle
 from ..core.outer import OuterOptimizer
 from ..digest import part_hash, part_range
-from ..errors import BadRequest, ConfigError, HashMismatch, MissingParts, PlanMismatch, Refused, ServerError, Superseded
+from ..errors import (
+    BadRequest,
+    ConfigError,
+    HashMismatch,
+    MissingParts,
+    PlanMismatch,
+    Refused,
+    ServerFailed,
+    Superseded,
+)
 from ..types import (
     Answer,
     Commit,
@@ -93,6 +102,7 @@ class ParameterService:
         self.started_at = clock()
         self.bytes_received = 0
         self.bytes_sent = 0
+        self.delta_norms: dict[str, float] = {}  # of each worker's last contribution
         self._make_optimizer = make_optimizer
         self._optimizer: OuterOptimizer | None = None
         self._on_change = on_change
@@ -152,10 +162,10 @@ class ParameterService:
                     raise BadRequest(f"part {request.part} has {end - begin} bytes, got {body.length}")
                 earlier = self._writing.get(place)
                 if earlier is None:
-                    writing = self._writing[place] = _Writing(body)
                     buffer = self._buffers.get(request.key)
                     if buffer is None:
                         buffer = self._buffers[request.key] = memoryview(mmap.mmap(-1, begun.offer.size_bytes))
+                    writing = self._writing[place] = _Writing(body)
                     break
             # The sender gave up on an earlier connection and came back on this one.
             earlier.body.abort()
@@ -185,10 +195,16 @@ class ParameterService:
     def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:
         self._check_health()
         with self._changed:
-            self.coordinator.get_part(request, self.clock())
-            published = self.stores[request.fragment].version(request.version)
+            now = self.clock()
+            self.coordinator.get_part(request, now)
+            store = self.stores[request.fragment]
+            published = store.read(request.version, now)
             if published is None:
-                raise Superseded(f"version {request.version} of fragment {request.fragment} is not held")
+                raise Superseded(
+                    f"version {request.version} of fragment {request.fragment} is not held; "
+                    f"the newest is {store.newest.agreement.version}",
+                    hint="poll again and fetch the newest",
+                )
             if request.part >= len(published.part_hashes):
                 raise BadRequest(f"part {request.part} is out of range: there are {len(published.part_hashes)}")
             begin, end = part_range(request.part, len(published.frame), self.config.part_size_bytes)
@@ -214,8 +230,8 @@ class ParameterService:
         """A copy of the newest global weights, fp32, by every name the model has for them."""
         with self._changed:
             newest = {name: theta for store in self.stores for name, theta in store.params().items()}
-        aliases = self.coordinator.manifest.aliases if self.coordinator.manifest is not None else {}
-        return self.model.with_trained(newest, aliases)
+            aliases = self.coordinator.manifest.aliases if self.coordinator.manifest is not None else {}
+            return self.model.with_trained(newest, aliases)
 
     # --- decisions, under the lock --------------------------------------------------------------------------------
 
@@ -306,7 +322,7 @@ class ParameterService:
                 return begun
             payload = self._buffers[request.key]
         try:
-            self.stores[request.fragment].check(payload)
+            norm = self.stores[request.fragment].check(payload)
         except Refused as refusal:
             with self._changed:
                 self.coordinator.reject(request.key, refusal.message)
@@ -314,6 +330,7 @@ class ParameterService:
             raise
         answer = self._decide(lambda now: self.coordinator.accept(request, now))
         assert isinstance(answer, CommitAnswer)
+        self.delta_norms[request.worker_id] = norm
         return answer
 
     # --- the rounds thread ----------------------------------------------------------------------------------------
@@ -341,11 +358,14 @@ class ParameterService:
 
     def _close(self, effect: CloseRound) -> None:
         assert self._optimizer is not None
-        published = self.stores[effect.fragment].close(effect.version, effect.participants, self._optimizer)
+        store = self.stores[effect.fragment]
+        published = store.close(effect.version, effect.participants, self._optimizer)
         with self._changed:
-            self.coordinator.published(published.agreement, self.clock())
+            now = self.clock()
+            store.forget_old(now)
+            self.coordinator.published(published.agreement, now)
             self._flush()
 
     def _check_health(self) -> None:
         if self.failure:
-            raise ServerError(f"the server has stopped: {self.failure}", hint="restart it; its log has the cause")
+            raise ServerFailed(f"the server has stopped: {self.failure}", hint="restart it; its log has the cause")

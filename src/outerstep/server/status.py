@@ -48,6 +48,7 @@ def build_status(service: ParameterService) -> dict[str, object]:
                 "step": member.step,
                 "steps_per_second": member.steps_per_second,
                 "loss": member.loss,
+                "delta_norm": service.delta_norms.get(member.worker_id),
                 "last_seen_s": round(now - member.last_seen, 1),
                 "joined_s": round(now - member.joined_at, 1),
             }

@@ -6,6 +6,7 @@ is half replaced. The next version is a new frame; the outer step writes into it
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from ..coordination.coordinator import KEPT_VERSIONS
 from ..core.aggregate import RunningMean
 from ..core.codecs import FP32, Codec
 from ..core.outer import OuterOptimizer
@@ -25,7 +25,11 @@ from ..errors import NotFinite
 from ..types import Agreement, ParameterSpec, Participant
 from ..wire.frames import Entry, Layout, check_frame, layout
 
+log = logging.getLogger(__name__)
+
 BLOCK_VALUES = 1 << 18  # 1 MiB of fp32: decoded, checked and added while it is in the cache
+KEPT_VERSIONS = 2  # the newest, and the one before it for whoever is in the middle of it
+READING_S = 60.0  # who has not asked for a part for this long has stopped reading
 SLACK_BYTES = 64 << 10  # a frame that is a little too long is read, so that the refusal can name the tensor
 
 
@@ -51,6 +55,7 @@ class FragmentStore:
         self.up = layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in specs])
         self._sums: dict[int, RunningMean] = {}
         self._versions: dict[int, Published] = {}
+        self._last_read: dict[int, float] = {}
         frame = _new_frame(self.down)
         for name, theta in fp32_views(frame, self.down.places, self.down.data_begin).items():
             theta.copy_(state[name])
@@ -64,8 +69,23 @@ class FragmentStore:
     def newest(self) -> Published:
         return self._versions[max(self._versions)]
 
-    def version(self, number: int) -> Published | None:
-        return self._versions.get(number)
+    def read(self, version: int, now: float) -> Published | None:
+        """A version that is still held; it will be held on while it is being read."""
+        if version in self._versions:
+            self._last_read[version] = now
+        return self._versions.get(version)
+
+    def forget_old(self, now: float) -> None:
+        """Hold the newest two, and one older version if somebody is in the middle of it: a slow reader must be able to
+        finish what it began, and memory must not grow with the number of readers."""
+        newest = max(self._versions)
+        older = [v for v in self._versions if v <= newest - KEPT_VERSIONS]
+        read = {v: self._last_read[v] for v in older if now - self._last_read.get(v, -math.inf) < READING_S}
+        pinned = max(read, key=read.__getitem__, default=None)
+        for version in older:
+            if version != pinned:
+                del self._versions[version]
+                self._last_read.pop(version, None)
 
     def params(self) -> dict[str, Tensor]:
         """θ by name: read-only views of the newest version."""
@@ -116,10 +136,17 @@ class FragmentStore:
     def close(self, version: int, participants: tuple[Participant, ...], optimizer: OuterOptimizer) -> Published:
         """θ′ from θ and the round's mean, published as `version`."""
         mean = self._sums.pop(version).result()
+        if not math.isfinite(vector_norm(mean, dtype=torch.float64)):
+            # Finite contributions, but their weighted sum is not. Nobody gets such a model; the round is void.
+            log.error("fragment %d version %d: the mean is not finite; the model stays as it is", self.index, version)
+            return self._publish(self.newest.frame, version, ())
         frame = _new_frame(self.down)
         frame[self.down.data_begin :] = self.newest.frame[self.down.data_begin :]
         grads = {entry.name: mean[entry.begin // 4 : entry.end // 4].view(entry.shape) for entry in self.down.entries}
         optimizer.step(fp32_views(frame, self.down.places, self.down.data_begin), grads)
+        flat = torch.frombuffer(frame, dtype=torch.float32, offset=self.down.data_begin)
+        if not math.isfinite(vector_norm(flat, dtype=torch.float64)):
+            raise FloatingPointError(f"the outer step made fragment {self.index} version {version} not finite")
         return self._publish(frame, version, participants)
 
     def _publish(self, frame: memoryview, version: int, participants: tuple[Participant, ...]) -> Published:
@@ -141,8 +168,6 @@ class FragmentStore:
         )
         made = Published(agreement, frame, hashes)
         self._versions[version] = made
-        for old in [v for v in self._versions if v <= version - KEPT_VERSIONS]:
-            del self._versions[old]
         return made
 
 

@@ -9,7 +9,7 @@ from ..coordination.effects import Accumulate, CloseRound, DropUpload
 from ..coordination.plan import settle
 from ..coordination.uploads import Upload
 from ..digest import data_hash, part_hash, payload_hash
-from ..errors import HashMismatch, Refused
+from ..errors import HashMismatch, Refused, Superseded
 from ..types import (
     Agreement,
     Answer,
@@ -37,6 +37,7 @@ from .history import History, StepName
 from .scenario import Scenario
 
 PART_BYTES = 8
+KEPT_VERSIONS = 2
 OUTER_STEP_S = 0.2
 
 
@@ -121,6 +122,9 @@ class SimServer:
                 return coordinator.poll(request, now)
             case GetPart():
                 coordinator.get_part(request, now)
+                newest = coordinator.fragments[request.fragment].published.version
+                if not newest - KEPT_VERSIONS < request.version <= newest:
+                    raise Superseded(f"version {request.version} is not held")
                 return GetPartAnswer(hash=_agreement_part(request.fragment, request.version, request.part))
 
     def _carry_out(self) -> None:

@@ -78,6 +78,9 @@ class Topology(Protocol):
 
     def finish(self, ticket: Ticket) -> Agreed: ...
 
+    def resume(self, ticket: Ticket) -> Ticket:
+        """Carry an exchange that failed on, under the same key: whether it counted is settled by asking again."""
+
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None: ...
 
     def leave(self, reason: str) -> None: ...

@@ -63,7 +63,8 @@ class DiLoCoClient:
         weight: float = 1.0,
         steps: int = 1,
     ) -> dict[str, Tensor]:
-        """The same for one fragment."""
+        """The same for one fragment. All clients must take the fragments in the same order: one that waits at another
+        fragment than the rest keeps them waiting too, until the run's round deadline."""
         seat = self._seat(worker_id)
         if not 0 <= fragment_id < len(seat.anchors):
             raise ConfigError(f"fragment {fragment_id} does not exist: the plan has {len(seat.anchors)}")

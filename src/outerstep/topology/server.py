@@ -7,7 +7,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..coordination.exchange import Exchange, Outcome, Patience, Session
 from ..core.codecs import FP32, Codec, get_codec
 from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash, part_count, part_hash, part_range
-from ..errors import ExchangeFailed, Refused, TransportError, UnknownWorker, WorkerError
+from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
 from ..types import PROTOCOL_VERSION, Heartbeat, Join, JoinAnswer, Leave, Manifest, Offer, ParameterSpec, Wishes
 from ..wire.frames import Layout, check_frame, layout
 from ..wire.transport import Transport
@@ -25,15 +26,17 @@ from .courier import Courier
 
 log = logging.getLogger(__name__)
 
-LEAVE_TRIES = 2
+HEARTBEAT_TIMEOUT_S = 5.0
+LEAVE_TIMEOUT_S = 3.0
 
 
 class ServerTicket:
     """An exchange with the server, carried by a thread of its own."""
 
-    def __init__(self, fragment: int, courier: Courier) -> None:
+    def __init__(self, fragment: int, courier: Courier, again: Callable[[], ServerTicket]) -> None:
         self.fragment = fragment
         self.courier = courier
+        self.again = again  # the same exchange, from the beginning
         self._done = threading.Event()
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"outerstep-exchange-{fragment}", daemon=True)
@@ -91,6 +94,8 @@ class ServerTopology:
         self._down: list[Layout] = []
         self._codec: Codec = FP32
         self._sequence: list[int] = []
+        self._leaving = threading.Lock()
+        self._left = False
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -126,31 +131,30 @@ class ServerTopology:
         return Joined(self._worker_id, self._session.joined.plan, anchors)
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """A stalled heartbeat must not keep the next one waiting, so it is not given long."""
         session = self._joined
+        message = Heartbeat(**session.head, step=step, steps_per_second=steps_per_second, loss=loss)
         try:
-            self._transport.call(Heartbeat(**session.head, step=step, steps_per_second=steps_per_second, loss=loss))
+            self._transport.call(message, timeout_s=HEARTBEAT_TIMEOUT_S)
         except UnknownWorker:
-            log.warning("the server had given this worker up; joining again, local progress is kept")
-            answer = self._transport.call(session.join_request)
-            assert isinstance(answer, JoinAnswer)
-            session.answer = answer
+            with self._leaving:  # a heartbeat that arrives after our own goodbye must not bring us back
+                if self._left:
+                    return
+                log.warning("the server had given this worker up; joining again, local progress is kept")
+                answer = self._transport.call(session.join_request, timeout_s=HEARTBEAT_TIMEOUT_S)
+                assert isinstance(answer, JoinAnswer)
+                session.answer = answer
 
     def leave(self, reason: str) -> None:
-        """Best effort: a server that does not hear it finds out by itself."""
-        if self._session is None or self._session.answer is None:
-            return
-        message = Leave(**self._session.head, reason=reason[:256])
-        for _ in range(LEAVE_TRIES):
+        """Best effort, and short: a server that does not hear it finds out by itself."""
+        with self._leaving:
+            self._left = True
+        if self._session is not None and self._session.answer is not None:
+            printable = reason.encode("utf-8", "replace").decode("utf-8")[:256]
             try:
-                self._transport.call(message)
-                return
-            except TransportError as error:
-                log.debug("leaving: %s", error)
-            except Refused as refusal:
-                log.debug("leaving: %s", refusal)
-                return
-
-    def close(self) -> None:
+                self._transport.call(Leave(**self._session.head, reason=printable), timeout_s=LEAVE_TIMEOUT_S)
+            except OuterstepError as error:
+                log.info("the server was not told that this worker leaves: %s", error)
         self._transport.close()
 
     # --- exchanges ------------------------------------------------------------------------------------------------
@@ -176,17 +180,28 @@ class ServerTopology:
             codec=self._codec.name,
             size_bytes=len(payload),
         )
+        return self._carry(offer, hashes, payload, stuck_after_s)
+
+    def resume(self, ticket: Ticket) -> ServerTicket:
+        assert isinstance(ticket, ServerTicket)
+        ticket.cancel()
+        return ticket.again()
+
+    def _carry(
+        self, offer: Offer, hashes: tuple[str, ...], payload: memoryview, stuck_after_s: float | None
+    ) -> ServerTicket:
         exchange = Exchange(
-            session,
-            fragment=fragment,
-            after=contribution.base_version,
+            self._joined,
+            fragment=offer.fragment,
+            after=offer.base_version,
             now=time.monotonic(),
             offer=offer,
             part_hashes=hashes,
             patience=_with_limit(self._patience, self._patience.give_up_after_s, stuck_after_s),
             rng=self._rng,
         )
-        return self._start(exchange, fragment, payload)
+        again = partial(self._carry, offer, hashes, payload, stuck_after_s)
+        return self._start(exchange, offer.fragment, payload, again)
 
     def finish(self, ticket: Ticket) -> Agreed:
         assert isinstance(ticket, ServerTicket)
@@ -228,7 +243,13 @@ class ServerTopology:
             raise ExchangeFailed("not joined yet: call join first")
         return self._session
 
-    def _start(self, exchange: Exchange, fragment: int, payload: memoryview | None = None) -> ServerTicket:
+    def _start(
+        self,
+        exchange: Exchange,
+        fragment: int,
+        payload: memoryview | None = None,
+        again: Callable[[], ServerTicket] | None = None,
+    ) -> ServerTicket:
         session = self._session
         assert session is not None
         courier = Courier(
@@ -238,7 +259,7 @@ class ServerTopology:
             payload=payload,
             max_download_bytes=lambda: self._down[fragment].size_bytes if self._down else None,
         )
-        return ServerTicket(fragment, courier)
+        return ServerTicket(fragment, courier, again or partial(self._start, exchange, fragment))
 
     def _adopt_plan(self, answer: JoinAnswer) -> None:
         self._codec = get_codec(answer.plan.codec)

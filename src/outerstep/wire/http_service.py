@@ -8,6 +8,7 @@ body loop that knows only Content-Length can read.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import secrets
 import socket
@@ -65,6 +66,11 @@ class HttpBody:
     @property
     def left(self) -> int:
         return self._left
+
+    @property
+    def is_held_back(self) -> bool:
+        """The sender waits for our "100 Continue", which it will not get any more."""
+        return self._expects_continue and self._left > 0
 
     @property
     def unexpected(self) -> bytes:
@@ -171,7 +177,13 @@ class HttpService:
                 log.warning("refused a connection: max_connections=%d are open", self._limits.max_connections)
                 sock.close()
                 continue
-            threading.Thread(target=self._converse, args=(sock,), name="outerstep-connection", daemon=True).start()
+            try:
+                threading.Thread(target=self._converse, args=(sock,), name="outerstep-connection", daemon=True).start()
+            except RuntimeError:  # no more threads to be had: lose this connection, not all that come after it
+                log.exception("refused a connection")
+                with self._lock:
+                    self._connections.pop(sock, None)
+                sock.close()
 
     def _converse(self, sock: socket.socket) -> None:
         try:
@@ -209,7 +221,9 @@ class HttpService:
             )
             reply = self._reply(head, headers, body)
             close = head.http_version == b"1.0" or headers.get("connection", "").lower() == "close"
-            if body.left > MAX_PART_BYTES:
+            if head.method == b"HEAD":
+                reply = dataclasses.replace(reply, body=b"")
+            if body.left > MAX_PART_BYTES or body.is_held_back:
                 self._send(sock, http, reply, close=True)
                 _linger(sock)
                 return None
@@ -244,7 +258,8 @@ class HttpService:
         if method == "GET" and path == "/status":
             return _Reply(200, strict_json.encode(self._service.status()))
         if method == "GET" and path == "/healthz":
-            return _Reply(200, b'{"status":"ok"}')
+            failure = str(self._service.status().get("failure", ""))
+            return _Reply(503 if failure else 200, strict_json.encode({"status": failure or "ok"}))
         kind = find_route(method, path)
         if headers.get("content-encoding", "identity") != "identity":
             raise UnsupportedMedia("compressed bodies are not taken", hint="send without Content-Encoding")

@@ -25,6 +25,8 @@ DEFAULT_PORT = 8512
 def parse_address(address: str) -> tuple[str, int]:
     """ "host", "host:port" or "[v6]:port" → (host, port)."""
     text = address.strip().removeprefix("http://").rstrip("/")
+    if "://" in text:
+        raise ConfigError(f"server address {address!r}: write host:port; the server speaks plain HTTP")
     if text.startswith("["):
         host, _, rest = text[1:].partition("]")
         port = rest.removeprefix(":") or str(DEFAULT_PORT)
@@ -33,6 +35,10 @@ def parse_address(address: str) -> tuple[str, int]:
     else:
         host, _, port = text.partition(":")
         port = port or str(DEFAULT_PORT)
+    try:
+        host.encode("idna")  # what the socket will do with it
+    except UnicodeError:
+        host = ""
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(
             f"server address must be host:port, got {address!r}; for example 192.168.1.100:{DEFAULT_PORT}"
@@ -55,14 +61,21 @@ class HttpTransport:
     def address(self) -> str:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
-    def call(self, request: Request, *, body: memoryview | None = None, into: memoryview | None = None) -> Answer:
+    def call(
+        self,
+        request: Request,
+        *,
+        body: memoryview | None = None,
+        into: memoryview | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
         method, target, answer_type = address_of(request)
-        timeout_s = self._timeout_s + (request.wait_s if isinstance(request, Poll) else 0.0)
+        limit_s = (timeout_s or self._timeout_s) + (request.wait_s if isinstance(request, Poll) else 0.0)
         if body is not None:
             payload, content_type = body, BYTES_TYPE
         else:
             payload, content_type = memoryview(b"" if method == "GET" else strict_json.encode(request)), JSON_TYPE
-        status, headers, data = self._exchange(method, target, payload, content_type, into, timeout_s)
+        status, headers, data = self._exchange(method, target, payload, content_type, into, limit_s)
         if status != 200:
             raise decode_error(data, status)
         if answer_type is GetPartAnswer:

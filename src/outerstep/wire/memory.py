@@ -40,7 +40,14 @@ class MemoryTransport:
     def address(self) -> str:
         return "memory"
 
-    def call(self, request: Request, *, body: memoryview | None = None, into: memoryview | None = None) -> Answer:
+    def call(
+        self,
+        request: Request,
+        *,
+        body: memoryview | None = None,
+        into: memoryview | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
         if self.drop_requests > 0:
             self.drop_requests -= 1
             raise TransportError("the request was lost (drop_requests)")

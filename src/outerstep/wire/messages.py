@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
-from ..errors import BY_CODE, BadRequest, MethodNotAllowed, NotFound, Refused
+from ..errors import BY_CODE, BadRequest, MethodNotAllowed, NotFound, Refused, ServerError
 from ..types import (
     Answer,
     Commit,
@@ -112,7 +112,8 @@ def decode_error(data: bytes, status: int) -> Refused:
         body = strict_json.decode(data, ErrorAnswer).error
     except BadRequest:
         shown = data[:80].decode("utf-8", "replace")
-        return Refused(
+        kind = ServerError if status >= 500 else Refused  # a proxy in front may say 502 for a while
+        return kind(
             f"HTTP status {status}, and not in the form an outerstep server answers: {shown!r}",
             hint="is this the address of an outerstep server?",
         )

@@ -11,8 +11,16 @@ class Transport(Protocol):
     @property
     def address(self) -> str: ...
 
-    def call(self, request: Request, *, body: memoryview | None = None, into: memoryview | None = None) -> Answer:
+    def call(
+        self,
+        request: Request,
+        *,
+        body: memoryview | None = None,
+        into: memoryview | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
         """Send `request`, with the bytes of a PutPart as `body`; the bytes of a GetPart are written to `into`.
+        `timeout_s`: of silence; None = the transport's own.
 
         Raises a Refused if the server says no, a TransportError if there was no answer."""
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from ..core.manifest import describe
-from ..core.pseudogradient import adopt, pseudo_gradient, rebase
+from ..core.pseudogradient import adopt, carry, pseudo_gradient, rebase
 from ..errors import ModelError
 
 
@@ -43,6 +43,12 @@ class Replica:
         """It came about without us: move along, keep our unsent steps."""
         for name, theta in agreed.items():
             rebase(self.params[name], self.anchors[name], theta)
+        self.set_anchor(agreed)
+
+    def carry(self, agreed: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+        """It holds what we sent; what we did since then stays ours."""
+        for name, theta in agreed.items():
+            carry(self.params[name], self.anchors[name], theta, sent[name])
         self.set_anchor(agreed)
 
     def set_anchor(self, agreed: Mapping[str, Tensor]) -> None:

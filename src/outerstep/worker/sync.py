@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..core.fragments import due_fragment, send_step
 from ..errors import RoundStuck
 from ..topology import Agreed, Contribution, Joined, Ticket, Topology
@@ -31,6 +33,15 @@ class Progress:
     version: int
     counted_step: int
     oldest_base: int
+
+
+@dataclass
+class Flight:
+    """An exchange under way, with the step it was sent at; `sent` is filled in if training goes on before it lands."""
+
+    ticket: Ticket
+    step: int
+    sent: dict[str, Tensor] | None = None
 
 
 @dataclass
@@ -56,6 +67,7 @@ class Synchronizer:
         self.metrics = Metrics()
         self.step = 0  # local optimizer steps since start
         self.fragments = [Progress(a.version, 0, a.version) for a in joined.anchors]
+        self._flights: dict[int, Flight] = {}
         for agreed in joined.anchors:
             replica.adopt(agreed.anchor)
         self._cycle_step = self._position()
@@ -98,76 +110,108 @@ class Synchronizer:
         """Contribute to the due fragments, wait for their agreements, adopt them.
 
         While it waits, other workers may be waiting for this one at other fragments: it contributes to those too, so
-        that nobody waits in a circle.
+        that nobody waits in a circle. If the wait is interrupted (Ctrl-C, a server out of reach), what was sent may
+        count all the same; the flight is kept, and the next sync settles it before anything new is sent.
         """
-        due = list(due)
-        if not due:
+        tries_left = dict.fromkeys(due, tries)
+        if not tries_left:
             return
         began_at = time.monotonic()
-        waiting: dict[int, tuple[Ticket, int]] = {}
         try:
-            for fragment in due:
-                waiting[fragment] = (self._begin(fragment, stuck_after_s), tries)
-            while waiting:
-                done = [f for f, (ticket, _) in waiting.items() if ticket.wait(LOOK_AROUND_S / len(waiting))]
-                wanted = {w for ticket, _ in waiting.values() for w in ticket.wanted}
-                for fragment in done:
-                    ticket, tries_left = waiting.pop(fragment)
-                    if not self._adopt(self._topology.finish(ticket)) and tries_left > 1:
-                        waiting[fragment] = (self._begin(fragment, stuck_after_s), tries_left - 1)
-                for fragment, version in sorted(wanted):
-                    if fragment not in waiting and self.fragments[fragment].version < version:
-                        waiting[fragment] = (self._begin(fragment, stuck_after_s), 1)
+            for fragment in tries_left:
+                self._take_off(fragment, stuck_after_s)
+            while tries_left:
+                for fragment in [
+                    f for f in tries_left if self._flights[f].ticket.wait(LOOK_AROUND_S / len(tries_left))
+                ]:
+                    if self._land(fragment):
+                        del tries_left[fragment]
+                    elif tries_left[fragment] > 1:
+                        tries_left[fragment] -= 1
+                        self._take_off(fragment, stuck_after_s)
+                    else:
+                        del tries_left[fragment]
+                for fragment, version in self._wanted():
+                    if fragment not in tries_left and self.fragments[fragment].version < version:
+                        tries_left[fragment] = 1
+                        self._take_off(fragment, stuck_after_s)
+        except BaseException:
+            for fragment, flight in self._flights.items():
+                if flight.sent is None:  # the weights are still those that were sent: remember what that was
+                    flight.sent = self._replica.deltas(self.plan.fragments[fragment])
+            raise
         finally:
-            for ticket, _ in waiting.values():
-                ticket.cancel()
             self.metrics.last_sync_s = time.monotonic() - began_at
             self.metrics.seconds_waiting += self.metrics.last_sync_s
 
-    def _begin(self, fragment: int, stuck_after_s: float | None) -> Ticket:
-        progress = self.fragments[fragment]
-        return self._topology.begin(
-            Contribution(
-                fragment=fragment,
-                base_version=progress.version,
-                oldest_base=progress.oldest_base,
-                steps=self.step - progress.counted_step,
-                weight=1.0,
-                deltas=self._replica.deltas(self.plan.fragments[fragment]),
-            ),
-            stuck_after_s=stuck_after_s,
-        )
+    def cancel(self) -> None:
+        """Stop sending; nothing more will be adopted."""
+        for flight in self._flights.values():
+            flight.ticket.cancel()
 
-    def _adopt(self, agreed: Agreed) -> bool:
-        """Take the agreement over. False: our steps are not in it and are kept for the next round."""
-        progress, metrics = self.fragments[agreed.fragment], self.metrics
+    def _wanted(self) -> list[tuple[int, int]]:
+        return sorted({wanted for flight in self._flights.values() for wanted in flight.ticket.wanted})
+
+    def _take_off(self, fragment: int, stuck_after_s: float | None) -> None:
+        """Send what is unsent; or carry on with what was sent before an interruption."""
+        interrupted = self._flights.get(fragment)
+        if interrupted is not None:
+            if interrupted.ticket.wait(0.0):
+                interrupted.ticket = self._topology.resume(interrupted.ticket)
+            return
+        progress = self.fragments[fragment]
+        contribution = Contribution(
+            fragment=fragment,
+            base_version=progress.version,
+            oldest_base=progress.oldest_base,
+            steps=self.step - progress.counted_step,
+            weight=1.0,
+            deltas=self._replica.deltas(self.plan.fragments[fragment]),
+        )
+        self._flights[fragment] = Flight(self._topology.begin(contribution, stuck_after_s=stuck_after_s), self.step)
+
+    def _land(self, fragment: int) -> bool:
+        """Take an agreement over. False: some of our steps are not in it, and are kept for the next round."""
+        agreed = self._topology.finish(self._flights[fragment].ticket)
+        flight = self._flights.pop(fragment)
+        progress, metrics = self.fragments[fragment], self.metrics
         metrics.bytes_sent += agreed.bytes_sent
         metrics.bytes_received += agreed.bytes_received
         metrics.sync_retries += agreed.retries
         metrics.reconnections += agreed.rejoins
         progress.version = agreed.version
-        unsent = self.step - progress.counted_step
         if agreed.counted:
             metrics.sync_count += 1
+            progress.counted_step, progress.oldest_base = flight.step, agreed.version
+            if flight.sent is not None and flight.step < self.step:
+                self._replica.carry(agreed.anchor, flight.sent)
+                return False
+        elif not self._too_old(agreed):
+            metrics.missed_rounds += 1
+            self._replica.rebase(agreed.anchor)
+            unsent = self.step - progress.counted_step
+            log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
+            return False
         else:
             metrics.missed_rounds += 1
-            if not agreed.too_old and agreed.version - progress.oldest_base <= self.plan.max_staleness:
-                self._replica.rebase(agreed.anchor)
-                log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
-                return False
-            metrics.steps_discarded += unsent
-            log.warning("%d local steps were older than max_staleness=%d and are lost", unsent, self.plan.max_staleness)
+            lost = self.step - progress.counted_step
+            metrics.steps_discarded += lost
+            log.warning("%d local steps were older than max_staleness=%d and are lost", lost, self.plan.max_staleness)
+            progress.counted_step, progress.oldest_base = self.step, agreed.version
         self._replica.adopt(agreed.anchor)
-        progress.counted_step, progress.oldest_base = self.step, agreed.version
         log.info(
             "fragment %d version %d: %s; %.1f MB up, %.1f MB down",
-            agreed.fragment,
+            fragment,
             agreed.version,
             ", ".join(p.worker_id for p in agreed.participants),
             agreed.bytes_sent / 1e6,
             agreed.bytes_received / 1e6,
         )
         return True
+
+    def _too_old(self, agreed: Agreed) -> bool:
+        age = agreed.version - self.fragments[agreed.fragment].oldest_base
+        return agreed.too_old or age > self.plan.max_staleness
 
     def _unsent(self) -> list[int]:
         return [i for i, progress in enumerate(self.fragments) if progress.counted_step < self.step]

@@ -11,6 +11,7 @@ with DiLoCoWorker(model, optimizer, "192.168.1.100:8512", sync_every=500) as dil
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import secrets
@@ -92,7 +93,10 @@ class DiLoCoWorker:
         self._clock: Callable[[], float] = time.perf_counter
         self._resumed_at = 0.0
         self._step_s = 0.0
-        self.last_loss: float | None = None  # set it if you like: it is shown in the server's status
+        self._last_loss: float | None = None
+        self._progress_at = time.monotonic()
+        self._in_exchange = False
+        self._said_stalled = False
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -121,6 +125,7 @@ class DiLoCoWorker:
         """A clean end: contribute the remaining steps, wait for the agreement, leave. Safe to call twice."""
         if self._sync is None or self._ending.is_set():
             return
+        self._in_exchange = True
         try:
             self._sync.finish(keep_local=self.config.on_exit == "local", patience_s=self.config.exit_patience_s)
         finally:
@@ -137,6 +142,8 @@ class DiLoCoWorker:
         if self._hook is not None:
             self._hook.remove()
         _attached.discard(self.optimizer)
+        if self._sync is not None:
+            self._sync.cancel()
         self._topology.leave(reason)
 
     def __enter__(self) -> DiLoCoWorker:
@@ -154,8 +161,13 @@ class DiLoCoWorker:
 
     def force_sync(self) -> None:
         """Exchange every fragment now, under the run's usual deadline."""
-        self._started.sync_all()
-        self._resumed_at = self._clock()
+        self._in_exchange = True
+        try:
+            self._started.sync_all()
+        finally:
+            self._in_exchange = False
+            self._progress_at = time.monotonic()
+            self._resumed_at = self._clock()
 
     def global_weights(self) -> AbstractContextManager[None]:
         """`with worker.global_weights(): evaluate(model)` evaluates the last agreed model instead of the local one."""
@@ -187,6 +199,16 @@ class DiLoCoWorker:
         """Over training time only: waiting for a round makes nobody slow."""
         return 1.0 / self._step_s if self._step_s > 0.0 else 0.0
 
+    @property
+    def last_loss(self) -> float | None:
+        """Set it if you like, to a number or a tensor with one: it is shown in the server's status."""
+        return self._last_loss
+
+    @last_loss.setter
+    def last_loss(self, loss: float | torch.Tensor | None) -> None:
+        value = None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._last_loss = value if value is not None and math.isfinite(value) else None
+
     # --- inside ---------------------------------------------------------------------------------------------------
 
     @property
@@ -200,7 +222,13 @@ class DiLoCoWorker:
         now = self._clock()
         took_s = now - self._resumed_at
         self._step_s = took_s if self._step_s == 0.0 else SPEED_MEMORY * self._step_s + (1 - SPEED_MEMORY) * took_s
-        if self._sync.stepped():
+        self._in_exchange = True
+        try:
+            exchanged = self._sync.stepped()
+        finally:
+            self._in_exchange = False
+            self._progress_at = time.monotonic()
+        if exchanged:
             self._resumed_at = self._clock()
             self._beat_now.set()  # the server's status shows where we are
         else:
@@ -220,11 +248,26 @@ class DiLoCoWorker:
             self._beat_now.clear()
             if self._ending.is_set():
                 return
+            if self._is_stalled():
+                continue
             try:
                 self._topology.heartbeat(sync.step, self.steps_per_second, self.last_loss)
             except OuterstepError as error:
                 # The exchange has its own patience and raises what cannot be mended; a missed beat is not an error.
                 log.debug("heartbeat: %s", error)
+
+    def _is_stalled(self) -> bool:
+        """Alive is who trains, not who has a thread: a hung loop stops beating, so that the others can go on without
+        it. If it wakes up, it joins again by itself."""
+        limit_s = self.config.stalled_after_s
+        idle_s = time.monotonic() - self._progress_at
+        stalled = limit_s > 0 and not self._in_exchange and idle_s > limit_s
+        if stalled and not self._said_stalled:
+            log.warning(
+                "no optimizer step for %.0f s (stalled_after_s=%g): the server will go on without us", idle_s, limit_s
+            )
+        self._said_stalled = stalled
+        return stalled
 
     def _default_topology(self) -> Topology:
         return ServerTopology(

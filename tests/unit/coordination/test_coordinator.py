@@ -588,15 +588,12 @@ class TestPolling:
         desk.contribute("a", fragment=0)
         assert desk.poll("b", fragment=0).wanted == ()
 
-    @pytest.mark.parametrize(("version", "held"), [(0, False), (1, True), (2, True), (3, False)])
-    def test_the_newest_version_and_the_one_before_can_be_fetched(self, version: int, held: bool) -> None:
+    def test_only_a_member_may_fetch(self) -> None:
         desk = Desk("ab")
-        full_rounds(desk, 2)
-        if held:
-            desk.get_part("a", version)
-            return
-        with pytest.raises(Superseded, match=f"version {version} of fragment 0 is not held; the newest is 2"):
-            desk.get_part("a", version)
+        desk.get_part("a", 0)
+        desk.leave("a")
+        with pytest.raises(UnknownWorker):
+            desk.get_part("a", 0)
 
 
 class TestEffects:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outerstep.errors import BY_CODE, BadRequest, Busy, MethodNotAllowed, NotFound, Refused, StaleRound
+from outerstep.errors import BY_CODE, BadRequest, Busy, MethodNotAllowed, NotFound, Refused, ServerError, StaleRound
 from outerstep.types import (
     Answer,
     Commit,
@@ -89,7 +89,7 @@ REQUESTS: dict[type[Request], st.SearchStrategy[Request]] = {
         **contribution,
         base_version=counts,
         oldest_base=counts,
-        weight=st.floats(1e-12, 1e12),
+        weight=st.floats(1e-6, 1e6),
         steps=counts,
         codec=labels,
         size_bytes=positives,
@@ -256,10 +256,14 @@ class TestErrors:
         ],
         ids=lambda body: repr(body)[:40],
     )
-    def test_an_answer_of_something_else_says_so_and_asks_about_the_address(self, body: bytes) -> None:
-        got = decode_error(body, 502)
-        assert type(got) is Refused
-        assert "HTTP status 502" in got.message
+    @pytest.mark.parametrize(("status", "kind"), [(404, Refused), (502, ServerError)])
+    def test_an_answer_of_something_else_says_so_and_asks_about_the_address(
+        self, body: bytes, status: int, kind: type[Refused]
+    ) -> None:
+        """A proxy's 502 is worth another try; a stranger's 404 is not."""
+        got = decode_error(body, status)
+        assert type(got) is kind
+        assert f"HTTP status {status}" in got.message
         assert got.hint == "is this the address of an outerstep server?"
         assert len(got.message) < 500
 
