@@ -46,6 +46,22 @@ def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
         optimizer.zero_grad()
 
 
+class Ledger(nn.Module):
+    """Two counters. Each step of worker i adds one to cell i: the model shows which steps are in it, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.Parameter(torch.zeros(2))
+
+
+def count(model: Ledger, optimizer: torch.optim.Optimizer, cell: int, steps: int) -> None:
+    """`steps` optimizer steps (with lr = 1) that each add one to `cell`."""
+    for _ in range(steps):
+        model.cells.grad = torch.zeros(2)
+        model.cells.grad[cell] = -1.0
+        optimizer.step()
+
+
 def in_threads(*jobs: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
     """Run jobs side by side; their results in order, or the first exception."""
     results: list[Any] = [None] * len(jobs)

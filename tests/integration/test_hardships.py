@@ -8,7 +8,6 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 from outerstep.errors import (
     BadRequest,
@@ -27,7 +26,9 @@ from outerstep.wire.messages import decode_error
 from outerstep.worker import DiLoCoWorker
 from support import (
     HandClient,
+    Ledger,
     assert_same,
+    count,
     in_threads,
     make_frame,
     memory_topology,
@@ -39,21 +40,6 @@ from support import (
 )
 
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32"}
-
-
-class Ledger(nn.Module):
-    """Two counters. Each step of worker i adds one to cell i: the model shows which steps are in it, and how often."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.Parameter(torch.zeros(2))
-
-
-def count(model: Ledger, optimizer: torch.optim.Optimizer, cell: int, steps: int) -> None:
-    for _ in range(steps):
-        model.cells.grad = torch.zeros(2)
-        model.cells.grad[cell] = -1.0
-        optimizer.step()
 
 
 def ledger_server(num_workers: int, **settings: object) -> DiLoCoServer:

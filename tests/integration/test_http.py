@@ -42,6 +42,19 @@ def raw(server: DiLoCoServer, data: bytes, *, half_close: bool = False) -> tuple
         return response.status, body.get("error", body), head
 
 
+def begun_upload(server: DiLoCoServer) -> tuple[HandClient, memoryview, bytes]:
+    """A joined client that has offered a contribution of one part, the payload, and the head of the request for it."""
+    client = HandClient(HttpTransport(server.address))
+    client.join()
+    payload = make_frame({name: torch.ones_like(p) for name, p in params_of(tiny_model()).items()})
+    client.sequence = 1
+    client.offer(len(payload))
+    put = PutPart(**client.session.head, fragment=0, sequence=1, part=0, hash=part_hash(payload))
+    method, target, _ = address_of(put)
+    head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    return client, payload, head.encode()
+
+
 def request(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "Host: test", *headers]
     if body or method in ("POST", "PUT"):
@@ -117,14 +130,7 @@ def test_a_wrong_method_names_the_right_ones(server: DiLoCoServer) -> None:
 
 
 def test_a_body_shorter_than_announced_is_not_stored(server: DiLoCoServer) -> None:
-    client = HandClient(HttpTransport(server.address))
-    client.join()
-    payload = make_frame({name: torch.ones_like(p) for name, p in params_of(tiny_model()).items()})
-    client.sequence = 1
-    client.offer(len(payload))
-    put = PutPart(**client.session.head, fragment=0, sequence=1, part=0, hash=part_hash(payload))
-    method, target, _ = address_of(put)
-    head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
+    client, payload, head = begun_upload(server)
     status, error, _ = raw(server, head + bytes(payload[:-10]), half_close=True)
     assert status == 400
     assert "10 bytes short" in str(error["message"])
@@ -135,17 +141,10 @@ def test_a_body_shorter_than_announced_is_not_stored(server: DiLoCoServer) -> No
 
 def test_a_second_try_takes_over_from_a_connection_that_hangs(server: DiLoCoServer) -> None:
     """The first sender stops in the middle and never closes; the same part on a new connection is taken at once."""
-    client = HandClient(HttpTransport(server.address))
-    client.join()
-    payload = make_frame({name: torch.ones_like(p) for name, p in params_of(tiny_model()).items()})
-    client.sequence = 1
-    client.offer(len(payload))
-    put = PutPart(**client.session.head, fragment=0, sequence=1, part=0, hash=part_hash(payload))
-    method, target, _ = address_of(put)
+    client, payload, head = begun_upload(server)
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as hanging:
-        head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
-        hanging.sendall(head.encode() + bytes(payload[:20]))
+        hanging.sendall(head + bytes(payload[:20]))
         wait_until(lambda: server.service._writing)
         client.put(payload, 0)
         assert client.commit(payload).version == 1
@@ -155,17 +154,10 @@ def test_a_second_try_takes_over_from_a_connection_that_hangs(server: DiLoCoServ
 
 def test_bytes_for_a_dropped_upload_are_not_taken_for_its_successor(server: DiLoCoServer) -> None:
     """While a part is being read its worker leaves, comes back and offers the same key again: it is still missing."""
-    client = HandClient(HttpTransport(server.address))
-    client.join()
-    payload = make_frame({name: torch.ones_like(p) for name, p in params_of(tiny_model()).items()})
-    client.sequence = 1
-    client.offer(len(payload))
-    put = PutPart(**client.session.head, fragment=0, sequence=1, part=0, hash=part_hash(payload))
-    method, target, _ = address_of(put)
+    client, payload, head = begun_upload(server)
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as slow:
-        head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
-        slow.sendall(head.encode() + bytes(payload[:20]))
+        slow.sendall(head + bytes(payload[:20]))
         wait_until(lambda: server.service._writing)
         client.transport.call(Leave(**client.session.head))
         client.join()

@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from outerstep.config import WorkerConfig
 from outerstep.errors import (
-    ConfigError,
     ExchangeFailed,
     Fenced,
-    ManifestMismatch,
-    ModelError,
-    PlanMismatch,
     ServerUnreachable,
     TransportError,
     WorkerError,
@@ -25,10 +20,12 @@ from outerstep.topology.client import DiLoCoClient
 from outerstep.topology.server import ServerTopology
 from outerstep.types import Answer, Offer, Request
 from outerstep.wire.memory import MemoryTransport
-from outerstep.worker import DiLoCoWorker, attach
+from outerstep.worker import DiLoCoWorker
 from support import (
     EAGER,
+    Ledger,
     assert_same,
+    count,
     in_threads,
     memory_topology,
     memory_worker,
@@ -277,31 +274,19 @@ def test_a_worker_that_joins_in_the_middle_of_a_round_counts_from_the_next() -> 
 
 def test_a_missed_round_keeps_the_steps_and_undoes_nobodys_work() -> None:
     """An exact ledger on whole numbers: what each worker did is in the model once, whichever round it travelled in."""
-
-    class Ledger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cells = nn.Parameter(torch.zeros(2))
-
-    def steps(model: Ledger, optimizer: torch.optim.Optimizer, cell: int, count: int) -> None:
-        for _ in range(count):
-            model.cells.grad = torch.zeros(2)
-            model.cells.grad[cell] = -1.0
-            optimizer.step()
-
     server = DiLoCoServer(Ledger().state_dict(), num_workers=1, port=0, sync_every=4, **PLAIN)
     server.service.start()
     models = [Ledger(), Ledger()]
     optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
     a = memory_worker(server, "a", models[0], optimizers[0]).start()
-    steps(models[0], optimizers[0], 0, 1)
+    count(models[0], optimizers[0], 0, 1)
     b = memory_worker(server, "b", models[1], optimizers[1]).start()
-    steps(models[1], optimizers[1], 1, 3)
-    steps(models[0], optimizers[0], 0, 3)  # a closes round 1 alone: [4, 0]
+    count(models[1], optimizers[1], 1, 3)
+    count(models[0], optimizers[0], 0, 3)  # a closes round 1 alone: [4, 0]
     assert server.get_global_params()["cells"].tolist() == [4.0, 0.0]
     in_threads(
-        lambda: steps(models[1], optimizers[1], 1, 1),  # b's fourth: stale, rebased on [4, 0], sent again
-        lambda: steps(models[0], optimizers[0], 0, 4),
+        lambda: count(models[1], optimizers[1], 1, 1),  # b's fourth: stale, rebased on [4, 0], sent again
+        lambda: count(models[0], optimizers[0], 0, 4),
     )
     # Round 2 is the mean of a's (4, 0) and b's (0, 4), on top of [4, 0]: each step once, nothing of a's undone.
     assert server.get_global_params()["cells"].tolist() == [6.0, 2.0]
@@ -411,100 +396,6 @@ def test_a_bug_in_a_background_thread_surfaces_in_the_training_thread(server: Di
     with pytest.raises(ExchangeFailed, match="ZeroDivisionError: a bug"):  # noqa: SIM117
         with DiLoCoWorker(model, optimizer, "memory:1", topology=topology):
             train_steps(model, optimizer, 5, seed=1)
-
-
-# --- what is refused at once ----------------------------------------------------------------------------------------
-
-
-def test_a_different_plan_is_refused_showing_both(server: DiLoCoServer) -> None:
-    model = tiny_model()
-    with pytest.raises(PlanMismatch, match=r"wants sync_every=7, but the run has sync_every=5 \(said by the server\)"):
-        memory_worker(server, "w", model, sgd(model), sync_every=7).start()
-
-
-def test_what_the_server_left_open_the_first_worker_fixes() -> None:
-    server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0)
-    server.service.start()
-    model = tiny_model()
-    first = memory_worker(server, "first", model, sgd(model), sync_every=123, bf16_comm=False).start()
-    assert (first.plan.sync_every, first.plan.codec, len(first.plan.fragments)) == (123, "fp32", 1)
-    model = tiny_model()
-    with pytest.raises(PlanMismatch, match=r"wants codec=bf16, but the run has codec=fp32 \(said by worker 'first'\)"):
-        memory_worker(server, "second", model, sgd(model), bf16_comm=True).start()
-    model = tiny_model()
-    follower = memory_worker(server, "third", model, sgd(model)).start()
-    assert follower.sync_every == 123
-    first.abandon("over")
-    follower.abandon("over")
-
-
-def test_a_different_model_is_refused_by_name(server: DiLoCoServer) -> None:
-    torch.manual_seed(0)
-    other = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    with pytest.raises(ManifestMismatch, match=r"'2.weight': got \[3, 5\], run has \[4, 5\]"):
-        memory_worker(server, "w", other, sgd(other)).start()
-    model = tiny_model()
-    first = memory_worker(server, "first", model, sgd(model)).start()
-    half = tiny_model().bfloat16()
-    with pytest.raises(ManifestMismatch, match="got bfloat16, run has float32"):
-        memory_worker(server, "half", half, sgd(half)).start()
-    first.abandon("over")
-
-
-@pytest.mark.parametrize(
-    ("model", "problem"),
-    [
-        (nn.Linear(2, 2, device="meta"), "meta device"),
-        (nn.Linear(2, 2).requires_grad_(False), "no trainable parameters"),
-    ],
-)
-def test_a_model_that_cannot_be_trained_is_refused(model: nn.Module, problem: str) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(ModelError, match=problem):
-        DiLoCoWorker(model, optimizer, "127.0.0.1:9")
-
-
-def test_an_optimizer_has_one_worker_at_a_time(server: DiLoCoServer) -> None:
-    model = tiny_model()
-    optimizer = sgd(model)
-    with memory_worker(server, "w", model, optimizer), pytest.raises(ModelError, match="already has a DiLoCoWorker"):
-        memory_worker(server, "again", model, optimizer).start()
-    memory_worker(server, "later", model, optimizer).start().abandon("over")
-
-
-def test_settings_are_checked_where_they_are_written() -> None:
-    model = tiny_model()
-    with pytest.raises(ConfigError, match='unknown setting "heartbeat_intervall"; did you mean "heartbeat_interval"'):
-        DiLoCoWorker(model, sgd(model), "127.0.0.1:9", heartbeat_intervall=3)
-    with pytest.raises(ConfigError, match="sync_every must be ≥ 1, got 0"):
-        DiLoCoWorker(model, sgd(model), "127.0.0.1:9", sync_every=0)
-    with pytest.raises(ConfigError, match="host:port"):
-        DiLoCoWorker(model, sgd(model), "127.0.0.1:port")
-
-
-def test_attach_reads_the_environment() -> None:
-    model = tiny_model()
-    environ = {
-        "DILOCO_SERVER": "127.0.0.1:9",
-        "DILOCO_SYNC_EVERY": "12",
-        "DILOCO_BF16_COMM": "0",
-        "DILOCO_NUM_FRAGMENTS": "2",
-        "DILOCO_HEARTBEAT_INTERVAL": "7.5",
-        "DILOCO_WORKER_ID": "left",
-    }
-    worker = attach(model, sgd(model), environ=environ, num_fragments=3)
-    assert worker.config == WorkerConfig(
-        server_addr="127.0.0.1:9",
-        sync_every=12,
-        bf16_comm=False,
-        num_fragments=3,
-        heartbeat_interval=7.5,
-        worker_id="left",
-    )
-    with pytest.raises(ConfigError, match="DILOCO_SERVER is not set"):
-        attach(model, sgd(model), environ={})
-    with pytest.raises(ConfigError, match="DILOCO_SYNC_EVERY='often' is not a valid sync_every"):
-        attach(model, sgd(model), environ={**environ, "DILOCO_SYNC_EVERY": "often"})
 
 
 # --- the documented low-level client --------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def plot(rows: list[Row], file: Path) -> Path | None:
     lowest = min(row.loss for row in rows)
     axes.set_ylim(lowest - 0.1, min(max(row.curve[0][1] for row in rows), lowest + 1.6))
     axes.grid(alpha=0.25)
-    axes.legend(title="final loss (full evaluation)", frameon=False)
+    axes.legend(title="loss at the end", frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(file, dpi=130)

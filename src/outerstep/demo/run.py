@@ -26,7 +26,7 @@ from .corpus import evaluation_batches, load_corpus
 from .model import build_model
 from .processes import Process, free_port, python_module, wait_for_server
 from .results import Row, plot, print_table
-from .train import FINAL_BATCHES
+from .train import HELD_OUT_BATCHES
 from .training import evaluate
 
 # Each row at the best of the learning rates tried on this model (2e-3, 3e-3, 4e-3; three seeds where it was close).
@@ -259,6 +259,6 @@ def _check_checkpoint(folder: Path, row: Row, settings: DemoSettings) -> None:
     """The saved model is the model that was evaluated: load it and evaluate it again."""
     model = build_model(settings.seed + 1)
     load_model(model, folder)
-    again = evaluate(model, evaluation_batches(load_corpus().held_out, FINAL_BATCHES))
+    again = evaluate(model, evaluation_batches(load_corpus().held_out, HELD_OUT_BATCHES))
     if abs(again - row.loss) > 1e-4:
         raise RuntimeError(f"the checkpoint in {folder} evaluates to {again:.4f}, the worker said {row.loss:.4f}")
