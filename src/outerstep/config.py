@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -38,7 +39,9 @@ class ServerConfig:
     round_deadline_s: float | None = None
     start_deadline_s: float | None = None
     max_staleness: int = 4
-    pool_bytes: int = 2 << 30
+    pool_bytes: int = 2 << 30  # of memory for contributions on their way in
+    spool_bytes: int = 16 << 30  # and of disk, when that is full; 0 = none
+    spool_dir: str | None = None  # None = /var/tmp
     part_size_bytes: int = 16 << 20
     max_connections: int = 1024
     outer_lr: float = 0.7
@@ -47,18 +50,20 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _whole(self, 1, "num_workers", "min_workers", "pool_bytes", "max_connections", "part_size_bytes")
-        _whole(self, 0, "max_staleness")
+        _whole(self, 0, "max_staleness", "spool_bytes")
         _whole(self, 1, "sync_every", "num_fragments", "quorum", optional=True)
         _whole(self, 0, "port", optional=True)
         _number(self, 0.0, "heartbeat_timeout", "grace_period", "outer_lr", "outer_momentum")
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
-        _text(self, "host", "codec")
+        _text(self, "host", "codec", "spool_dir")
         _one_of(self, (True, False), "embeddings_apart", "nesterov")
         _one_of(self, ("contiguous", "strided"), "fragment_strategy")
         if self.min_workers > self.num_workers:
             raise ConfigError(f"min_workers ({self.min_workers}) must not exceed num_workers ({self.num_workers})")
         if self.quorum is not None and self.quorum > self.num_workers:
             raise ConfigError(f"quorum ({self.quorum}) must not exceed num_workers ({self.num_workers})")
+        if self.spool_dir is not None and not Path(self.spool_dir).is_dir():
+            raise ConfigError(f"spool_dir must be a folder, got {self.spool_dir!r}")
         if self.port is not None and self.port > 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         if not 64 <= self.part_size_bytes <= 16 << 20 or self.part_size_bytes % 64:

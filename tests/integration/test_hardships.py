@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import mmap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,23 @@ def test_steps_are_counted_once_when_the_server_was_out_of_reach() -> None:
     assert server.status()["total_submissions"] == 2
 
 
+def test_a_worker_whose_weights_were_nan_goes_on_after_it_reloads() -> None:
+    server = ledger_server(1, sync_every=2)
+    model = Ledger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with memory_worker(server, "w", model, optimizer) as worker:
+        count(model, optimizer, 0, 3)
+        model.cells.data[1] = float("nan")
+        with pytest.raises(ExchangeFailed, match="'cells' holds NaN or Inf"):
+            count(model, optimizer, 0, 1)
+        assert server.get_global_params()["cells"].tolist() == [2.0, 0.0]
+        with worker.global_weights():
+            good = model.cells.detach().clone()
+        model.cells.data.copy_(good)
+        count(model, optimizer, 0, 2)
+    assert server.get_global_params()["cells"].tolist() == [4.0, 0.0]
+
+
 # --- life and death of a worker -------------------------------------------------------------------------------------
 
 
@@ -236,6 +254,46 @@ def test_a_failed_allocation_costs_one_try(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(OSError, match="Cannot allocate"):
             client.put(payload, 0)
     in_threads(lambda: client.put(payload, 0), timeout_s=20.0)
+    assert client.commit(payload).version == 1
+
+
+def test_what_does_not_fit_into_memory_goes_through_a_file(tmp_path: Path) -> None:
+    """Room for one in memory: of three contributions on their way at once, two lie on disk. The sum is the same."""
+    payload = make_frame({"cells": torch.ones(2)})
+    server = ledger_server(3, pool_bytes=len(payload), spool_dir=str(tmp_path))
+    clients = [HandClient(MemoryTransport(server.service), f"w{i}") for i in range(3)]
+    for client in clients:
+        client.join()
+        client.sequence = 1
+        client.offer(len(payload))
+        client.put(payload, 0)
+    assert server.status()["pool_memory_bytes"] == len(payload)
+    assert server.status()["pool_spooled_bytes"] == 2 * len(payload)
+    assert list(tmp_path.iterdir()) == []  # the files have no names: nothing is left behind, whatever happens
+    for client in clients:
+        client.commit(payload)
+    wait_until(lambda: server.sync_round == 1)
+    assert server.get_global_params()["cells"].tolist() == [-1.0, -1.0]
+    assert server.status()["pool_memory_bytes"] == server.status()["pool_spooled_bytes"] == 0
+
+
+def test_a_full_disk_costs_one_try_and_heals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """posix_fallocate is replaced: a disk cannot be filled safely in a unit test."""
+    server = ledger_server(1, pool_bytes=1, spool_dir=str(tmp_path))
+    client = HandClient(MemoryTransport(server.service))
+    client.join()
+    payload = make_frame({"cells": torch.ones(2)})
+    client.sequence = 1
+    client.offer(len(payload))
+
+    def full(*args: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            client.put(payload, 0)
+    client.put(payload, 0)
     assert client.commit(payload).version == 1
 
 

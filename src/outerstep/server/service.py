@@ -9,7 +9,6 @@ contribution that was accepted before its round closed, and a round ends in one 
 from __future__ import annotations
 
 import logging
-import mmap
 import queue
 import threading
 import time
@@ -59,6 +58,7 @@ from ..types import (
 )
 from ..wire.service import Body
 from .model_state import ModelState
+from .pool import Pool, Room
 from .status import build_status
 from .store import FragmentStore
 
@@ -93,7 +93,7 @@ class ParameterService:
             run_id=run_id,
             rules=config.rules,
             heartbeat_timeout_s=config.heartbeat_timeout,
-            pool_bytes=config.pool_bytes,
+            pool_bytes=config.pool_bytes + config.spool_bytes,
             part_size_bytes=config.part_size_bytes,
         )
         self.stores: list[FragmentStore] = []
@@ -107,7 +107,8 @@ class ParameterService:
         self._optimizer: OuterOptimizer | None = None
         self._on_change = on_change
         self._changed = threading.Condition()  # its lock guards the coordinator and everything below
-        self._buffers: dict[ContributionKey, memoryview] = {}
+        self.pool = Pool(memory_bytes=config.pool_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
+        self._rooms: dict[ContributionKey, Room] = {}
         self._writing: dict[tuple[ContributionKey, int], _Writing] = {}
         self._work: queue.SimpleQueue[Accumulate | CloseRound | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._carry_out, name="outerstep-rounds", daemon=True)
@@ -162,9 +163,9 @@ class ParameterService:
                     raise BadRequest(f"part {request.part} has {end - begin} bytes, got {body.length}")
                 earlier = self._writing.get(place)
                 if earlier is None:
-                    buffer = self._buffers.get(request.key)
-                    if buffer is None:
-                        buffer = self._buffers[request.key] = memoryview(mmap.mmap(-1, begun.offer.size_bytes))
+                    room = self._rooms.get(request.key)
+                    if room is None:
+                        room = self._rooms[request.key] = self.pool.take(begun.offer.size_bytes)
                     writing = self._writing[place] = _Writing(body)
                     break
             # The sender gave up on an earlier connection and came back on this one.
@@ -172,8 +173,8 @@ class ParameterService:
             earlier.done.wait()
         stored = False
         try:
-            body.read_into(buffer[begin:end])
-            got = part_hash(buffer[begin:end])
+            body.read_into(room.view[begin:end])
+            got = part_hash(room.view[begin:end])
             if got != request.hash:
                 raise HashMismatch(
                     f"part {request.part} of {request.key} arrived as {got}, it was sent as {request.hash}",
@@ -184,7 +185,7 @@ class ParameterService:
             with self._changed:
                 del self._writing[place]
                 writing.done.set()
-                if stored and self._buffers.get(request.key) is not buffer:
+                if stored and self._rooms.get(request.key) is not room:
                     # The upload was dropped meanwhile (its worker left, died, came back): these bytes went nowhere.
                     raise MissingParts(f"contribution {request.key} is not on offer any more", hint="offer it again")
                 if stored:
@@ -251,11 +252,16 @@ class ParameterService:
                 case Accumulate() | CloseRound():
                     self._work.put(effect)
                 case DropUpload():
-                    self._buffers.pop(effect.key, None)
+                    self._free(effect.key)
                 case Event():
                     log.info("%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
         if effects:
             self._changed.notify_all()
+
+    def _free(self, key: ContributionKey) -> None:
+        room = self._rooms.pop(key, None)
+        if room is not None:
+            self.pool.give_back(room)
 
     def _join(self, request: Join, now: float) -> JoinAnswer:
         self.coordinator.check_join(request)
@@ -320,7 +326,7 @@ class ParameterService:
             begun = self.coordinator.begin_commit(request, self.clock())
             if isinstance(begun, CommitAnswer):
                 return begun
-            payload = self._buffers[request.key]
+            payload = self._rooms[request.key].view
         try:
             norm = self.stores[request.fragment].check(payload)
         except Refused as refusal:
@@ -350,10 +356,10 @@ class ParameterService:
                 return
 
     def _accumulate(self, effect: Accumulate) -> None:
-        payload = self._buffers[effect.key]
+        payload = self._rooms[effect.key].view
         self.stores[effect.key.fragment].accumulate(payload, effect.version, effect.weight)
         with self._changed:
-            del self._buffers[effect.key]
+            self._free(effect.key)
             self.coordinator.freed(effect.key)
 
     def _close(self, effect: CloseRound) -> None:

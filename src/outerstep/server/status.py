@@ -32,6 +32,8 @@ def build_status(service: ParameterService) -> dict[str, object]:
         "bytes_received": service.bytes_received,
         "bytes_sent": service.bytes_sent,
         "pool_held_bytes": coordinator.uploads.held_bytes,
+        "pool_memory_bytes": service.pool.memory_bytes,
+        "pool_spooled_bytes": service.pool.spooled_bytes,
         "pool_queue": coordinator.uploads.queued,
         "plan": None
         if plan is None or settled is None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..core.fragments import due_fragment, send_step
-from ..errors import RoundStuck
+from ..errors import ExchangeFailed, Refused, RoundStuck
 from ..topology import Agreed, Contribution, Joined, Ticket, Topology
 from ..types import Plan
 from .replica import Replica
@@ -121,16 +121,13 @@ class Synchronizer:
             for fragment in tries_left:
                 self._take_off(fragment, stuck_after_s)
             while tries_left:
-                for fragment in [
-                    f for f in tries_left if self._flights[f].ticket.wait(LOOK_AROUND_S / len(tries_left))
-                ]:
-                    if self._land(fragment):
+                look_s = LOOK_AROUND_S / len(tries_left)
+                for fragment in [f for f in tries_left if self._flights[f].ticket.wait(look_s)]:
+                    if self._land(fragment) or tries_left[fragment] == 1:
                         del tries_left[fragment]
-                    elif tries_left[fragment] > 1:
+                    else:
                         tries_left[fragment] -= 1
                         self._take_off(fragment, stuck_after_s)
-                    else:
-                        del tries_left[fragment]
                 for fragment, version in self._wanted():
                     if fragment not in tries_left and self.fragments[fragment].version < version:
                         tries_left[fragment] = 1
@@ -172,8 +169,14 @@ class Synchronizer:
 
     def _land(self, fragment: int) -> bool:
         """Take an agreement over. False: some of our steps are not in it, and are kept for the next round."""
-        agreed = self._topology.finish(self._flights[fragment].ticket)
-        flight = self._flights.pop(fragment)
+        flight = self._flights[fragment]
+        try:
+            agreed = self._topology.finish(flight.ticket)
+        except ExchangeFailed as failure:
+            if isinstance(failure.__cause__, Refused):
+                del self._flights[fragment]  # it never counted, and never will: nothing is in doubt
+            raise
+        del self._flights[fragment]
         progress, metrics = self.fragments[fragment], self.metrics
         metrics.bytes_sent += agreed.bytes_sent
         metrics.bytes_received += agreed.bytes_received
