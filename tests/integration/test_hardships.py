@@ -246,7 +246,7 @@ def test_a_failed_allocation_costs_one_try(monkeypatch: pytest.MonkeyPatch) -> N
     client.sequence = 1
     client.offer(len(payload))
 
-    def no_memory(*args: object) -> mmap.mmap:
+    def no_memory(*args: object, **flags: object) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patched:

@@ -1,8 +1,8 @@
 """Where the bytes of unfinished contributions lie: in memory up to a limit, beyond it in files on disk.
 
 Both are mappings, so that a part is read from its socket straight into its place either way; how much there may be in
-all is the coordinator's decision (coordination/uploads.py). A spool file has no name and is gone when nobody uses it any
-more, also after a crash.
+all is the coordinator's decision (coordination/uploads.py). A spool file has no name and is gone when nobody uses it
+any more, also after a crash.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Pool:
         """Memory if there is room for it, else a file. Raises OSError if neither is to be had."""
         with self._lock:
             on_disk = self._may_spool and self.memory_bytes + size_bytes > self._memory_limit_bytes
-            room = Room(self._spool(size_bytes) if on_disk else memoryview(mmap.mmap(-1, size_bytes)), on_disk)
+            room = Room(self._spool(size_bytes) if on_disk else private_memory(size_bytes), on_disk)
             self._count(room, size_bytes)
             return room
 
@@ -58,6 +58,11 @@ class Pool:
                 # Reserve the blocks now: a full disk is an error here, and not a SIGBUS in the middle of a write.
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
             return memoryview(mmap.mmap(file.fileno(), size_bytes))
+
+
+def private_memory(size_bytes: int) -> memoryview:
+    """Zeroed memory that goes back to the system when the last reader lets go of it."""
+    return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _roomy_folder() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from ..digest import data_hash, part_count, part_hash, part_range, payload_hash
 from ..errors import NotFinite
 from ..types import Agreement, ParameterSpec, Participant
 from ..wire.frames import Entry, Layout, check_frame, layout
+from .pool import private_memory
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class FragmentStore:
     def close(self, version: int, participants: tuple[Participant, ...], optimizer: OuterOptimizer) -> Published:
         """θ′ from θ and the round's mean, published as `version`."""
         mean = self._sums.pop(version).result()
-        if not math.isfinite(vector_norm(mean, dtype=torch.float64)):
+        if not _is_finite(mean):
             # Finite contributions, but their weighted sum is not. Nobody gets such a model; the round is void.
             log.error("fragment %d version %d: the mean is not finite; the model stays as it is", self.index, version)
             return self._publish(self.newest.frame, version, ())
@@ -145,7 +145,7 @@ class FragmentStore:
         grads = {entry.name: mean[entry.begin // 4 : entry.end // 4].view(entry.shape) for entry in self.down.entries}
         optimizer.step(fp32_views(frame, self.down.places, self.down.data_begin), grads)
         flat = torch.frombuffer(frame, dtype=torch.float32, offset=self.down.data_begin)
-        if not math.isfinite(vector_norm(flat, dtype=torch.float64)):
+        if not _is_finite(flat):
             raise FloatingPointError(f"the outer step made fragment {self.index} version {version} not finite")
         return self._publish(frame, version, participants)
 
@@ -171,9 +171,15 @@ class FragmentStore:
         return made
 
 
+def _is_finite(flat: Tensor) -> bool:
+    """Block by block: in fp64 as a whole it would need twice its own size."""
+    blocks = (flat[start : start + BLOCK_VALUES] for start in range(0, flat.numel(), BLOCK_VALUES))
+    return all(math.isfinite(vector_norm(block, dtype=torch.float64)) for block in blocks)
+
+
 def _new_frame(of: Layout) -> memoryview:
-    """Zeroed memory that goes back to the system when the last reader lets go of it, with the header in place."""
-    frame = memoryview(mmap.mmap(-1, of.size_bytes))
+    """Fresh memory with the header in place."""
+    frame = private_memory(of.size_bytes)
     frame[: of.data_begin] = of.prefix
     return frame
 
