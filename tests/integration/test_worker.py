@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from outerstep.errors import (
+    ConfigError,
     ExchangeFailed,
     Fenced,
     ServerUnreachable,
@@ -409,6 +410,8 @@ def test_the_client_registers_submits_and_leaves_as_documented() -> None:
             params = client.register(f"worker-{i}", {"hostname": "machine-a"})
             assert_same(params, params_of(tiny_model()))
             pseudograds = {name: torch.full_like(value, float(i + 1)) for name, value in params.items()}
+            with pytest.raises(ConfigError, match="unknown \\['extra'\\]"):
+                client.submit_pseudogradients(f"worker-{i}", {**pseudograds, "extra": torch.zeros(1)})
             new = client.submit_pseudogradients(f"worker-{i}", pseudograds)
             client.heartbeat(f"worker-{i}", steps_per_second=3.5)
             assert client.get_status()["sync_round"] == 1

@@ -37,7 +37,8 @@ def server(
         int | None, typer.Option(help="H: local steps between exchanges. Left out: the first worker's, else 500.")
     ] = None,
     fragments: Annotated[
-        int | None, typer.Option("--fragments", help="Exchange the model in so many pieces. Left out: 1.")
+        int | None,
+        typer.Option("--fragments", "--num-fragments", help="Exchange the model in so many pieces. Left out: 1."),
     ] = None,
     codec: Annotated[str | None, typer.Option(help="How contributions travel: bf16 (default) or fp32.")] = None,
     fragment_strategy: Annotated[
@@ -64,9 +65,11 @@ def server(
     It needs no GPU. Start it on a machine that all workers can reach, then start the workers; stop it with Ctrl-C.
     """
     console = Console(stderr=True)
-    logging.basicConfig(
-        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    else:  # a file: one line per event
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     from ..model_folder import load_state_dict
     from ..server import DiLoCoServer
 
@@ -90,9 +93,11 @@ def server(
     )
     signal.signal(signal.SIGTERM, lambda *_: made.request_stop())
     made.start()
+    port_now = made.address.rsplit(":", 1)[1]
+    reach = f"ADDRESS-OF-THIS-MACHINE:{port_now}" if host in ("0.0.0.0", "::") else made.address
     console.print(
         f"[bold]{model}[/bold] on [bold]{made.address}[/bold], waiting for {num_workers} worker(s). On each:\n\n"
-        f"    outerstep worker --server {made.address} -- python train.py\n",
+        f"    outerstep worker --server {reach} -- python train.py\n",
         highlight=False,
     )
     made.run()

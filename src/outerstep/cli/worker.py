@@ -26,7 +26,10 @@ def worker(
     ] = None,
     heartbeat_interval: Annotated[float | None, typer.Option(min=0, help="Seconds between signs of life.")] = None,
     num_fragments: Annotated[
-        int | None, typer.Option(min=1, help="Exchange the model in pieces. Left out: as the run has it.")
+        int | None,
+        typer.Option(
+            "--num-fragments", "--fragments", min=1, help="Exchange the model in pieces. Left out: as the run has it."
+        ),
     ] = None,
     devices: Annotated[str | None, typer.Option("-d", "--devices", help="CUDA_VISIBLE_DEVICES for the script.")] = None,
 ) -> None:

@@ -169,6 +169,7 @@ class Exchange:
         self.agreement: Agreement | None = None  # the one being fetched
         self.retries = 0
         self.rejoins = 0
+        self.waiting_for = ""  # what the server said the round waits for
         self.wanted: frozenset[tuple[int, int]] = frozenset()  # (fragment, version) of other rounds that wait for us
         self.fetches = 0  # each one wants a buffer of its own: late bytes of the one before may still arrive
         self._too_old = False
@@ -349,6 +350,7 @@ class Exchange:
         elif answer.agreement is None:
             self._check_stuck(answer, now)
             self.wanted = frozenset(answer.wanted)
+            self.waiting_for = answer.waiting_for
             self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
         else:
             self.agreement = answer.agreement

@@ -64,7 +64,8 @@ def check_manifest(run: Manifest, offered: Manifest) -> None:
     if differences:
         shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise ManifestMismatch(
-            f"this worker's model is not the run's: {shown}", hint="every worker must build the same model"
+            f"this worker's model is not the run's: {shown}",
+            hint="all workers must build the same model, in the same dtype as the first one that joined",
         )
 
 

@@ -86,7 +86,7 @@ class Round:
                 return Verdict(False, waiting_for=f"at least {floor} (min_workers): {here}", stuck=True)
             return Verdict(False, waiting_for=f"contributions of {_names(missing or able)}")
         if not started:
-            return Verdict(False, waiting_for=f"{rules.num_workers} workers to join", stuck=True)
+            return Verdict(False, waiting_for=f"{rules.num_workers} workers to join ({len(live)} here)", stuck=True)
         if not missing:
             return Verdict(True)
         wake_at: list[float] = []

@@ -105,7 +105,7 @@ class DiLoCoServer:
         try:
             self._asked_to_stop.wait()
         except KeyboardInterrupt:
-            log.info("stopping")
+            pass  # Ctrl-C is how a server is meant to be stopped
         finally:
             self.stop()
 
@@ -120,6 +120,7 @@ class DiLoCoServer:
             self._stopped.set()
         self._asked_to_stop.set()
         if first and self._http is not None:
+            log.info("stopping at round %d; the server saves nothing, the workers hold the weights", self.sync_round)
             self.service.release_polls()
             self._http.stop()
             self._monitor.stop()

@@ -254,7 +254,8 @@ class ParameterService:
                 case DropUpload():
                     self._free(effect.key)
                 case Event():
-                    log.info("%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
+                    level = logging.WARNING if effect.kind in ("death", "refused") else logging.INFO
+                    log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
         if effects:
             self._changed.notify_all()
 

@@ -9,6 +9,17 @@ if TYPE_CHECKING:
     from .service import ParameterService
 
 
+def _silence(service: ParameterService, expected: set[str], now: float) -> str:
+    """Who of those a round waits for has not been heard from lately, and when patience ends."""
+    timeout_s = service.config.heartbeat_timeout
+    quiet = [
+        m for m in service.coordinator.members if m.worker_id in expected and now - m.last_seen > timeout_s / 2 > 0
+    ]
+    return "".join(
+        f"; {m.worker_id} silent for {now - m.last_seen:.0f} s, given up after {timeout_s:g} s" for m in quiet
+    )
+
+
 def build_status(service: ParameterService) -> dict[str, object]:
     """Called with the service's lock held."""
     coordinator, config, now = service.coordinator, service.config, service.clock()
@@ -64,7 +75,7 @@ def build_status(service: ParameterService) -> dict[str, object]:
                 "last_participants": [p.worker_id for p in fragment.published.participants],
                 "contributed": sorted(fragment.round.contributors),
                 "expected": sorted(fragment.round.expected),
-                "waiting_for": coordinator.waiting_for(fragment, now),
+                "waiting_for": coordinator.waiting_for(fragment, now) + _silence(service, fragment.round.expected, now),
             }
             for fragment in coordinator.fragments
         ],

@@ -64,6 +64,10 @@ class Ticket(Protocol):
     def wanted(self) -> frozenset[tuple[int, int]]:
         """(fragment, version) of other rounds that wait for this worker."""
 
+    @property
+    def waiting_for(self) -> str:
+        """What the round waits for, in words."""
+
     def wait(self, timeout_s: float) -> bool:
         """Is it over?"""
 

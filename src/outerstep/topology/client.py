@@ -110,8 +110,10 @@ class _Seat:
     def begin(self, fragment: int, pseudograds: Mapping[str, Tensor], weight: float, steps: int) -> ServerTicket:
         names = self.joined.plan.fragments[fragment]
         missing = [name for name in names if name not in pseudograds]
-        if missing:
-            raise ConfigError(f"pseudo-gradients are missing for {missing[:3]}")
+        known = {name for fragment_names in self.joined.plan.fragments for name in fragment_names}
+        unknown = [name for name in pseudograds if name not in known]
+        if missing or unknown:
+            raise ConfigError(f"pseudo-gradients do not fit the model: missing {missing[:3]}, unknown {unknown[:3]}")
         version = self.anchors[fragment].version
         deltas = {name: pseudograds[name] for name in names}
         return self.topology.begin(Contribution(fragment, version, version, steps, weight, deltas))

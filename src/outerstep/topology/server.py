@@ -46,6 +46,10 @@ class ServerTicket:
     def wanted(self) -> frozenset[tuple[int, int]]:
         return self.courier.exchange.wanted
 
+    @property
+    def waiting_for(self) -> str:
+        return self.courier.exchange.waiting_for
+
     def wait(self, timeout_s: float) -> bool:
         return self._done.wait(timeout_s)
 

@@ -243,7 +243,11 @@ class HttpService:
         try:
             return self._dispatch(head.method.decode("latin-1"), path, query, headers, body)
         except Refused as refusal:
-            log.info("%s %s refused: %s %s [%s]", head.method.decode(), path[:64], refusal.code, refusal, request_id)
+            # "Too late" and "ask again" are everyday answers; an operator wants to see the others.
+            level = logging.DEBUG if refusal.status in (409, 503) else logging.INFO
+            log.log(
+                level, "%s %s refused: %s %s [%s]", head.method.decode(), path[:64], refusal.code, refusal, request_id
+            )
             return _error_reply(refusal, request_id)
         except (TimeoutError, ConnectionError) as error:
             raise _Gone(str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +27,18 @@ def attach(
             "no server to join: DILOCO_SERVER is not set. Start this script with "
             "`outerstep worker --server HOST:PORT -- python …`, or pass attach(…, server_addr='HOST:PORT')"
         )
+    _show_log()
     return DiLoCoWorker(model, optimizer, **found)
+
+
+def _show_log() -> None:
+    """Joining, rounds and waiting are worth a line on the terminal, unless the script has its own idea of logging."""
+    ours = logging.getLogger("outerstep")
+    if not ours.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("outerstep: %(message)s"))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .replica import Replica
 log = logging.getLogger(__name__)
 
 LOOK_AROUND_S = 0.2  # how often a waiting worker checks whether another fragment's round waits for it
+SAY_SO_S = 5.0  # who waits longer than this says for whom
 TRIES = 2
 EXIT_TRIES = 8
 
@@ -117,10 +118,15 @@ class Synchronizer:
         if not tries_left:
             return
         began_at = time.monotonic()
+        said = False
         try:
             for fragment in tries_left:
                 self._take_off(fragment, stuck_after_s)
             while tries_left:
+                reasons = {self._flights[f].ticket.waiting_for for f in tries_left} - {""}
+                if reasons and not said and time.monotonic() - began_at > SAY_SO_S:
+                    said = True
+                    log.info("waiting for %s", " and ".join(sorted(reasons)))
                 look_s = LOOK_AROUND_S / len(tries_left)
                 for fragment in [f for f in tries_left if self._flights[f].ticket.wait(look_s)]:
                     if self._land(fragment) or tries_left[fragment] == 1:

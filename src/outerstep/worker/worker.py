@@ -155,7 +155,7 @@ class DiLoCoWorker:
         if error is None:
             self.stop()
         else:
-            self.abandon(f"{type(error).__name__}: {error}")
+            self.abandon(f"{type(error).__name__}: {error}".removesuffix(": "))
 
     # --- what users ask for ---------------------------------------------------------------------------------------
 

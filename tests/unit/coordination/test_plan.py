@@ -85,7 +85,7 @@ class TestManifests:
         with pytest.raises(ManifestMismatch) as refusal:
             check_manifest(MANIFEST, offered)
         assert refusal.value.message == f"this worker's model is not the run's: {difference}"
-        assert "build the same model" in refusal.value.hint
+        assert "build the same model, in the same dtype" in refusal.value.hint
 
     def test_three_differences_are_named_and_the_rest_is_counted(self) -> None:
         run = with_parameters(*(replace(HEAD, name=f"p{i}") for i in range(5)))

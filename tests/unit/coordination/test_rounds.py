@@ -46,7 +46,7 @@ class TestSynchronous:
 
     def test_not_before_the_run_has_started(self) -> None:
         answer = verdict("ab", "ab", NEVER, started=False, num_workers=3)
-        assert (answer.close, answer.stuck, answer.waiting_for) == (False, True, "3 workers to join")
+        assert (answer.close, answer.stuck, answer.waiting_for) == (False, True, "3 workers to join (2 here)")
 
 
 class TestQuorum:
@@ -145,7 +145,7 @@ class TestStart:
         desk.contribute("a")
         desk.later(NEVER)
         answer = desk.poll("a")
-        assert (desk.closed, answer.stuck, answer.waiting_for) == ([], True, "2 workers to join")
+        assert (desk.closed, answer.stuck, answer.waiting_for) == ([], True, "2 workers to join (1 here)")
         desk.join("b")
         assert desk.closed == []
         desk.contribute("b")
