@@ -199,9 +199,7 @@ def test_tied_frozen_and_buffers() -> None:
         optimizer.step()
     manifest = server.service.coordinator.manifest
     assert manifest is not None
-    assert [p.name for p in manifest.parameters] == ["table.weight", "norm.weight", "norm.bias", "scalar"] or {
-        p.name for p in manifest.parameters
-    } == {"table.weight", "norm.weight", "norm.bias", "scalar"}
+    assert [p.name for p in manifest.parameters] == ["scalar", "table.weight", "norm.weight", "norm.bias"]
     assert manifest.aliases == {"out.weight": "table.weight"}
     assert manifest.frozen == ("frozen",)
     after = server.get_global_params()
@@ -421,6 +419,34 @@ def test_the_client_registers_submits_and_leaves_as_documented() -> None:
         first, second = in_threads(lambda: work(0), lambda: work(1))
         assert_same(first, second)
         assert_same(first, {name: value - 1.5 for name, value in params_of(tiny_model()).items()})
+
+
+def test_the_client_submits_one_fragment_at_a_time() -> None:
+    server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, **PLAIN)
+    server.service.start()
+    client = DiLoCoClient("memory", transport=MemoryTransport(server.service))
+    before = client.register("w", num_fragments=2)
+    ones = {name: torch.ones_like(value) for name, value in before.items()}
+    new = client.submit_fragment_pseudogradients("w", 1, ones)
+    assert_same(new, {name: before[name] - 1.0 for name in client.plan("w").fragments[1]})
+    assert_same(server.get_global_params(), {**before, **new})  # the other fragment has not moved
+    with pytest.raises(ConfigError, match="fragment 2 does not exist: the plan has 2"):
+        client.submit_fragment_pseudogradients("w", 2, ones)
+
+
+@pytest.mark.parametrize("lost", ["drop_requests", "drop_answers"])
+def test_the_in_memory_twin_loses_what_it_is_told_to_lose(server: DiLoCoServer, lost: str) -> None:
+    transport = MemoryTransport(server.service)
+    model = tiny_model()
+    optimizer = sgd(model)
+    topology = memory_topology(server, "w", transport)
+    with DiLoCoWorker(model, optimizer, "memory:1", topology=topology, worker_id="w") as worker:
+        train_steps(model, optimizer, 4, seed=1)
+        setattr(transport, lost, 3)
+        train_steps(model, optimizer, 1, seed=2)
+        assert getattr(transport, lost) == 0
+        assert worker.sync_metrics["sync_retries"] == 3
+    assert server.status()["total_submissions"] == 1
 
 
 def test_a_heartbeat_finds_out_about_an_eviction(server: DiLoCoServer) -> None:

@@ -54,8 +54,6 @@ class HttpTransport:
         self._timeout_s = timeout_s
         self._idle: deque[http.client.HTTPConnection] = deque()
         self._lock = threading.Lock()
-        self.bytes_sent = 0
-        self.bytes_received = 0
 
     @property
     def address(self) -> str:
@@ -87,12 +85,12 @@ class HttpTransport:
 
     def status(self) -> dict[str, object]:
         status, _, data = self._exchange("GET", "/status", memoryview(b""), JSON_TYPE, None, self._timeout_s)
+        if status != 200:
+            raise decode_error(data, status)
         try:
-            if status == 200:
-                return strict_json.decode(data, dict)
-        except BadRequest:
-            pass  # decode_error says what came instead
-        raise decode_error(data, status)
+            return strict_json.decode(data, dict)
+        except BadRequest as error:
+            raise decode_error(data, status) from error  # somebody else's page: it says what came instead
 
     def close(self) -> None:
         with self._lock:
@@ -152,9 +150,6 @@ class HttpTransport:
             self._fill(response, into)
         else:
             data = response.read(MAX_JOIN_BYTES)
-        with self._lock:
-            self.bytes_sent += len(payload)
-            self.bytes_received += len(data) or len(into or b"")
         response.read()  # the end of the message, so that the connection can be used again
         if response.will_close or len(self._idle) >= IDLE_CONNECTIONS:
             connection.close()
