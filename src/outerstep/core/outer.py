@@ -75,13 +75,7 @@ class TorchOuter:
     """
 
     def __init__(self, factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._params = {name: nn.Parameter(torch.zeros(shape), requires_grad=False) for name, shape in shapes.items()}
-        self._optimizer = factory(list(self._params.values()))
-        if not isinstance(self._optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"outer_optimizer_factory must return a torch.optim.Optimizer, got {type(self._optimizer).__name__}; "
-                "for example: lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)"
-            )
+        self._params, self._optimizer = build_optimizer(factory, shapes)
 
     @torch.no_grad()
     def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
@@ -101,6 +95,20 @@ class TorchOuter:
         for name, entry in state.items():
             copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
             self._optimizer.state[self._params[name]] = copied
+
+
+def build_optimizer(
+    factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """What `factory` makes of parameters of these shapes, and the parameters by name; their values are zeros."""
+    params = {name: nn.Parameter(torch.zeros(shape), requires_grad=False) for name, shape in shapes.items()}
+    optimizer = factory(list(params.values()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"outer_optimizer_factory must return a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+            "for example: lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    return params, optimizer
 
 
 def check_factory(factory: OptimizerFactory) -> None:

@@ -1,0 +1,212 @@
+"""Delayed Nesterov: the outer step of the asynchronous mode, where pseudo-gradients come one by one.
+
+    state: m = 0, D = 0, n = 0                              N = buffer size, usually the number of workers
+    on pseudo-gradient g:
+        D ← D + g;  n ← n + 1
+        n < N:  θ ← θ − ε·g/N
+        n = N:  m ← β·m + D/N;  θ ← θ − ε·(β·m + g/N);  D ← 0;  n ← 0
+
+(Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling".) Each push moves the weights at once, by its
+own N-th; the momentum moves them with every N-th push only. N pushes are one step of `outer.Nesterov` on their mean, to
+rounding. Momentum on every push instead adds it N times for the same work, and diverges.
+
+A push with a weight or an age is scaled by the caller, before it comes here: g ← (w / running mean of w)·g, and times
+`coordination.pacing.staleness_factor`.
+
+Products and sums are rounded one after the other (no fused multiply-add), so that the bits depend neither on how a
+parameter is cut into blocks nor on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .outer import OptimizerFactory, build_optimizer
+
+
+@dataclass(frozen=True)
+class Rate:
+    """ε and β of a parameter."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.lr < math.inf:
+            raise ConfigError(f"outer lr must be a number > 0, got {self.lr}")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"outer momentum must be in [0, 1), got {self.momentum}")
+
+
+class DelayedState(TypedDict):
+    tensors: dict[str, dict[str, Tensor]]  # name -> {"momentum_buffer": m, "buffered": D}, flat fp32
+    counts: dict[str, int]  # fragment (as text, for JSON) -> n
+    buffer_size: int
+
+
+class DelayedNesterov:
+    """The rule in the module's docstring; m and D by parameter name, n by fragment (the names pushed together).
+
+    m and D are two flat fp32 tensors per parameter, made when it is first pushed, on its device; a parameter without
+    momentum needs neither. `rates` gives parameters their own ε and β; the others have `lr` and `momentum`.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        *,
+        rates: Mapping[str, Rate] | None = None,
+    ) -> None:
+        if buffer_size < 1:
+            raise ConfigError(
+                f"buffer_size must be at least 1, got {buffer_size}; the number of workers is the usual choice"
+            )
+        self.buffer_size = buffer_size
+        self._default = Rate(lr, momentum)
+        self._rates = dict(rates or {})
+        self._buffers: dict[str, _Buffers] = {}
+        self._counts: dict[int, int] = {}
+
+    @classmethod
+    def from_sgd(
+        cls, buffer_size: int, factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]
+    ) -> DelayedNesterov:
+        """With the ε and β of each parameter group of the `torch.optim.SGD` that `factory` builds."""
+        params, optimizer = build_optimizer(factory, shapes)
+        if type(optimizer) is not torch.optim.SGD:  # a subclass may step by a rule of its own
+            raise ConfigError(
+                "Delayed Nesterov is a form of SGD with Nesterov momentum and needs outer_optimizer_factory to return "
+                f"torch.optim.SGD, got {type(optimizer).__name__}; use SGD, or the synchronous mode"
+            )
+        of_param: dict[torch.nn.Parameter, Rate] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            _check_group(index, group)
+            rate = Rate(float(group["lr"]), float(group["momentum"]))
+            of_param.update(dict.fromkeys(group["params"], rate))
+        left_out = [name for name, param in params.items() if param not in of_param]
+        if left_out:
+            raise ConfigError(
+                f"every parameter must be in a group of the outer optimizer, {left_out[0]!r} is not "
+                f"({len(left_out)} in all); give them a group, or freeze them in the model"
+            )
+        return cls(buffer_size, rates={name: of_param[param] for name, param in params.items()})
+
+    def buffered(self, fragment: int) -> int:
+        """n: how many pushes of this fragment its D holds."""
+        return self._counts.get(fragment, 0)
+
+    def push(self, fragment: int, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        """One pseudo-gradient of a fragment: moves `params` (fp32, contiguous) in place."""
+        push = self.begin(fragment)
+        for name, theta in params.items():
+            push.block(name, theta, grads[name])
+        push.done()
+
+    def begin(self, fragment: int) -> Push:
+        """The same in blocks, for whoever decodes a contribution a cache-sized block at a time. It cannot be undone:
+        after the first block, θ, m and D are consistent again only when all blocks are in and `done` was called."""
+        return Push(self, fragment)
+
+    def state_dict(self) -> DelayedState:
+        """The tensors are the live ones."""
+        return {
+            "tensors": {
+                name: {"momentum_buffer": kept.momentum, "buffered": kept.buffered}
+                for name, kept in self._buffers.items()
+            },
+            "counts": {str(fragment): n for fragment, n in self._counts.items()},
+            "buffer_size": self.buffer_size,
+        }
+
+    def load_state_dict(self, state: DelayedState) -> None:
+        """Replace everything that was here with copies of what `state` holds."""
+        saved_size, counts = state["buffer_size"], {int(key): n for key, n in state["counts"].items()}
+        wrong = {fragment: n for fragment, n in counts.items() if not 0 <= n < saved_size}
+        if wrong:
+            raise ConfigError(f"the saved counts must be in [0, buffer_size = {saved_size}), got {wrong}")
+        unfinished = {fragment: n for fragment, n in counts.items() if n}
+        if saved_size != self.buffer_size and unfinished:
+            raise ConfigError(
+                f"buffer_size can change only while no push is buffered; the state was saved with {saved_size}, has "
+                f"pushes buffered ({_shown(unfinished)}), and buffer_size is {self.buffer_size} now; finish the "
+                f"buffer first, or use buffer_size = {saved_size}"
+            )
+        self._counts = counts
+        self._buffers = {
+            name: _Buffers(entry["momentum_buffer"].clone(), entry["buffered"].clone())
+            for name, entry in state["tensors"].items()
+        }
+
+
+class Push:
+    """One pseudo-gradient on its way in; made by `DelayedNesterov.begin`. `completes`: it is the N-th of its buffer."""
+
+    def __init__(self, rule: DelayedNesterov, fragment: int) -> None:
+        self._rule, self._fragment = rule, fragment
+        self.completes = rule.buffered(fragment) + 1 == rule.buffer_size
+
+    @torch.no_grad()
+    def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
+        """Values [start, start + |g|) of a parameter, counted in its flat form.
+
+        theta: the whole parameter, fp32 and contiguous, of any shape; only this block of it moves. g: fp32.
+        """
+        rule, size = self._rule, self._rule.buffer_size
+        rate = rule._rates.get(name, rule._default)
+        flat, g = theta.view(-1), g.reshape(-1)
+        share = g / size
+        if rate.momentum:
+            kept = rule._buffers.get(name)
+            if kept is None:
+                kept = rule._buffers[name] = _Buffers(_zeros(flat), _zeros(flat))
+            m, d = kept.momentum.narrow(0, start, len(g)), kept.buffered.narrow(0, start, len(g))
+            d.add_(g)
+            if self.completes:
+                m.mul_(rate.momentum).add_(d / size)
+                share.add_(m * rate.momentum)
+                d.zero_()
+        flat.narrow(0, start, len(g)).sub_(share.mul_(rate.lr))
+
+    def done(self) -> None:
+        """All blocks are in: n advances, or begins again after the N-th."""
+        self._rule._counts[self._fragment] = 0 if self.completes else self._rule.buffered(self._fragment) + 1
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    momentum: Tensor  # m
+    buffered: Tensor  # D
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
+
+
+def _check_group(index: int, group: Mapping[str, object]) -> None:
+    """Refuse what the rule has no place for, rather than leave it out in silence."""
+    remedies = {
+        "momentum": (bool(group["momentum"]), "give it momentum, for example 0.9"),
+        "nesterov": (bool(group["nesterov"]), "set nesterov=True"),
+        "dampening": (not group["dampening"], "set dampening=0"),
+        "weight_decay": (not group["weight_decay"], "decay the weights in the inner optimizer"),
+        "maximize": (not group["maximize"], "set maximize=False"),
+    }
+    for option, (fits, remedy) in remedies.items():
+        if not fits:
+            raise ConfigError(
+                "Delayed Nesterov needs SGD with Nesterov momentum and nothing else; "
+                f"parameter group {index} has {option}={group[option]}; {remedy}"
+            )
+
+
+def _shown(counts: Mapping[int, int]) -> str:
+    return ", ".join(f"fragment {fragment}: {n}" for fragment, n in sorted(counts.items()))
