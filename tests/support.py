@@ -136,7 +136,6 @@ class HandClient:
             "sequence": self.sequence,
             "base_version": 0,
             "oldest_base": 0,
-            "weight": 1.0,
             "steps": 1,
             "codec": "fp32",
             "size_bytes": size_bytes,

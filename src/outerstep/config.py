@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Everything a server can be told. None for sync_every, num_fragments or codec = the first worker decides."""
+    """Everything a server can be told. None for sync_every, num_fragments, codec, fragment_delay, fragment_alpha or
+    fragment_carry = the first worker decides."""
 
     num_workers: int
     host: str = DEFAULT_HOST
@@ -34,11 +35,30 @@ class ServerConfig:
     codec: str | None = None
     fragment_strategy: Literal["contiguous", "strided"] = "contiguous"
     embeddings_apart: bool = False
+    fragment_delay: int | None = None  # τ: steps between sending a fragment and taking its agreement over
+    fragment_alpha: float | None = None  # α: how much of the local copy is kept then
+    fragment_carry: bool | None = None  # or keep the steps taken meanwhile
+    async_mode: bool = False  # every contribution is a round of its own
+    dn_buffer_size: int | None = None  # N of Delayed Nesterov; None = num_workers if asynchronous; 0 = off
+    dylu_enabled: bool = False  # give slower workers fewer steps between exchanges
+    dylu_base_sync_every: int | None = None  # H of the fastest worker; None = sync_every
     quorum: int | None = None  # None = all expected workers
-    grace_period: float = 0.0
+    grace_period: float = 0.0  # seconds to wait for more once the quorum is in
     round_deadline_s: float | None = None
     start_deadline_s: float | None = None
-    max_staleness: int = 4
+    staleness_policy: Literal["log", "weight"] | None = None  # None = log if asynchronous, else weight
+    max_staleness: int | None = None  # refuse older ones; None = 4 rounds, asynchronous: 16 per worker
+    weight_by: Literal["equal", "samples", "tokens"] = "equal"
+    max_weight_ratio: float = 10.0  # no weight further than this factor from the usual one
+    token_budget: int | None = None  # when so many tokens are in the model, the workers are told to finish
+    save_dir: str | None = None
+    save_every: int = 0  # rounds; 0 = only when asked to
+    keep_saves: int = 3
+    resume: str | None = None  # a saved state, or a folder of them
+    event_log: str | None = None  # a file of JSON lines
+    drain_timeout_s: float = 600.0  # how long a shutdown waits for the workers to finish
+    compat_port: int | None = None  # serve the documented torch.save endpoints there
+    insecure: bool = False  # plain HTTP wherever that has to be asked for
     pool_bytes: int = 2 << 30  # of memory for contributions on their way in
     spool_bytes: int = 16 << 30  # and of disk, when that is full; 0 = none
     spool_dir: str | None = None  # None = /var/tmp
@@ -49,19 +69,39 @@ class ServerConfig:
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        _whole(self, 1, "num_workers", "min_workers", "pool_bytes", "max_connections", "part_size_bytes")
-        _whole(self, 0, "max_staleness", "spool_bytes")
-        _whole(self, 1, "sync_every", "num_fragments", "quorum", optional=True)
-        _whole(self, 0, "port", optional=True)
-        _number(self, 0.0, "heartbeat_timeout", "grace_period", "outer_lr", "outer_momentum")
+        _whole(self, 1, "num_workers", "min_workers", "pool_bytes", "max_connections", "part_size_bytes", "keep_saves")
+        _whole(self, 0, "spool_bytes", "save_every")
+        _whole(self, 1, "sync_every", "num_fragments", "quorum", "dylu_base_sync_every", "token_budget", optional=True)
+        _whole(self, 0, "port", "compat_port", "fragment_delay", "dn_buffer_size", "max_staleness", optional=True)
+        _number(self, 0.0, "heartbeat_timeout", "grace_period", "outer_lr", "outer_momentum", "drain_timeout_s")
+        _number(self, 1.0, "max_weight_ratio")
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
-        _text(self, "host", "codec", "spool_dir")
-        _one_of(self, (True, False), "embeddings_apart", "nesterov")
+        _number(self, 0.0, "fragment_alpha", optional=True)
+        _text(self, "host", "codec", "spool_dir", "save_dir", "resume", "event_log")
+        _one_of(self, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu_enabled", "insecure")
+        _one_of(self, (True, False, None), "fragment_carry")
+        _one_of(self, ("log", "weight", None), "staleness_policy")
+        _one_of(self, ("equal", "samples", "tokens"), "weight_by")
         _one_of(self, ("contiguous", "strided"), "fragment_strategy")
         if self.min_workers > self.num_workers:
             raise ConfigError(f"min_workers ({self.min_workers}) must not exceed num_workers ({self.num_workers})")
         if self.quorum is not None and self.quorum > self.num_workers:
             raise ConfigError(f"quorum ({self.quorum}) must not exceed num_workers ({self.num_workers})")
+        _check_mixing(self)
+        if self.async_mode and self.quorum not in (None, 1):
+            raise ConfigError(f"async_mode is quorum 1; got quorum {self.quorum}: leave one of the two out")
+        if self.async_mode and self.min_workers > 1:
+            raise ConfigError(f"async_mode closes a round with one contribution; got min_workers {self.min_workers}")
+        if self.quorum is not None and self.quorum < self.min_workers:
+            raise ConfigError(f"quorum ({self.quorum}) must not be below min_workers ({self.min_workers})")
+        if self.dn_buffer_size and not self.async_mode:
+            raise ConfigError(f"dn_buffer_size ({self.dn_buffer_size}) needs async_mode=True")
+        if self.save_every and self.save_dir is None:
+            raise ConfigError(f"save_every ({self.save_every}) needs save_dir")
+        if self.compat_port is not None and not self.insecure:
+            raise ConfigError(
+                "compat_port serves plain HTTP without authentication: say insecure=True (--insecure) to allow it"
+            )
         if self.spool_dir is not None and not Path(self.spool_dir).is_dir():
             raise ConfigError(f"spool_dir must be a folder, got {self.spool_dir!r}")
         if self.port is not None and self.port > 65535:
@@ -73,19 +113,45 @@ class ServerConfig:
 
     @property
     def wishes(self) -> Wishes:
-        return Wishes(sync_every=self.sync_every, codec=self.codec, num_fragments=self.num_fragments)
+        return Wishes(
+            sync_every=self.sync_every,
+            codec=self.codec,
+            num_fragments=self.num_fragments,
+            delay=self.fragment_delay,
+            alpha=self.fragment_alpha,
+            carry=self.fragment_carry,
+        )
+
+    @property
+    def delayed_nesterov(self) -> int:
+        """N of Delayed Nesterov; 0 = the outer optimizer steps at every round."""
+        if not self.async_mode:
+            return 0
+        return self.num_workers if self.dn_buffer_size is None else self.dn_buffer_size
 
     @property
     def rules(self) -> RoundRules:
         return RoundRules(
             num_workers=self.num_workers,
             min_workers=self.min_workers,
-            quorum=self.quorum,
+            quorum=1 if self.async_mode else self.quorum,
+            asynchronous=self.async_mode,
             grace_s=self.grace_period,
             round_deadline_s=self.round_deadline_s,
             start_deadline_s=self.start_deadline_s,
-            max_staleness=self.max_staleness,
+            max_staleness=self._max_staleness,
+            weigh_staleness=(self.staleness_policy or ("log" if self.async_mode else "weight")) == "weight",
+            weight_by=self.weight_by,
+            max_weight_ratio=self.max_weight_ratio,
+            dylu=self.dylu_enabled,
+            dylu_base=self.dylu_base_sync_every,
         )
+
+    @property
+    def _max_staleness(self) -> int:
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return 16 * self.num_workers if self.async_mode else 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,18 +163,30 @@ class WorkerConfig:
     sync_every: int | None = None
     num_fragments: int | None = None
     bf16_comm: bool | None = None  # True = bf16, False = fp32 on the wire
+    fragment_delay: int | None = None  # τ, as in ServerConfig
+    fragment_alpha: float | None = None
+    fragment_carry: bool | None = None
+    dylu: bool | None = None  # let the server set this worker's sync_every by its speed; None = if the run does so
+    buffers: Literal["average", "local", "server"] = "average"  # persistent floating-point buffers (BatchNorm's, …)
     heartbeat_interval: float = 30.0
     on_exit: Literal["global", "local"] = "global"  # what `model` holds afterwards: the agreed weights, or its own
     join_timeout_s: float = 120.0
-    give_up_after_s: float = 900.0  # without any answer from the server
+    offline_after_s: float = 30.0  # without an answer from the server: train on, and contribute when it is back
+    offline_rounds: int = 4  # so many exchanges may be left open like that; then it waits
+    give_up_after_s: float = 7200.0  # without any answer from the server: one clear error
     stalled_after_s: float = 900.0  # without an optimizer step: stop beating, so that the others go on; 0 = never
     exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close
 
     def __post_init__(self) -> None:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
-        _number(
-            self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s", "stalled_after_s"
-        )
+        _whole(self, 0, "fragment_delay", optional=True)
+        _whole(self, 0, "offline_rounds")
+        _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "offline_after_s")
+        _number(self, 0.0, "exit_patience_s", "stalled_after_s")
+        _number(self, 0.0, "fragment_alpha", optional=True)
+        _one_of(self, (True, False, None), "fragment_carry", "dylu")
+        _one_of(self, ("average", "local", "server"), "buffers")
+        _check_mixing(self)
         _text(self, "server_addr")
         _one_of(self, (None, True, False), "bf16_comm")
         _one_of(self, ("global", "local"), "on_exit")
@@ -124,7 +202,14 @@ class WorkerConfig:
     @property
     def wishes(self) -> Wishes:
         codec = None if self.bf16_comm is None else ("bf16" if self.bf16_comm else "fp32")
-        return Wishes(sync_every=self.sync_every, codec=codec, num_fragments=self.num_fragments)
+        return Wishes(
+            sync_every=self.sync_every,
+            codec=codec,
+            num_fragments=self.num_fragments,
+            delay=self.fragment_delay,
+            alpha=self.fragment_alpha,
+            carry=self.fragment_carry,
+        )
 
 
 def build(kind: type[T], settings: dict[str, Any]) -> T:
@@ -139,6 +224,16 @@ def build(kind: type[T], settings: dict[str, Any]) -> T:
     if missing:
         raise ConfigError(f"missing setting: {', '.join(missing)}")
     return kind(**settings)
+
+
+def _check_mixing(config: ServerConfig | WorkerConfig) -> None:
+    alpha = config.fragment_alpha
+    if alpha is not None and alpha > 1.0:
+        raise ConfigError(f"fragment_alpha must be between 0 and 1, got {alpha:g}")
+    if alpha and config.fragment_carry:
+        raise ConfigError(
+            f"fragment_carry keeps the local steps whole, fragment_alpha={alpha:g} mixes them: choose one"
+        )
 
 
 def _whole(config: object, least: int, *names: str, optional: bool = False) -> None:

@@ -11,6 +11,8 @@
     └── Refused                  the server answered "no"; `code`, `message` and `hint` travel over the wire
         ├── BadRequest               400  not a message of this protocol
         │   └── BadFrame             400  the payload's header is broken
+        ├── Forbidden                403  control from another machine, which was not allowed
+        ├── Kicked                   403  an operator removed this worker
         ├── NotFound                 404  unknown path
         ├── UnknownWorker            404  not joined, or declared dead: join (again)
         ├── MethodNotAllowed         405
@@ -34,7 +36,8 @@
         ├── ProtocolMismatch         426
         ├── ServerError              500  a bug or a full machine, at the server; may be tried again
         │   └── ServerFailed         500  the server cannot go on
-        └── Busy                     503  ask again after `retry_after_s`
+        ├── Busy                     503  ask again after `retry_after_s`
+        └── Closing                  503  the run is coming to its end: nobody new is taken in
 
 A message says the rule and the value that broke it; the hint says what to do about it.
 """
@@ -95,6 +98,14 @@ class BadRequest(Refused):
 
 class BadFrame(BadRequest):
     code, status = "bad_frame", 400
+
+
+class Forbidden(Refused):
+    code, status = "forbidden", 403
+
+
+class Kicked(Refused):
+    code, status = "kicked", 403
 
 
 class NotFound(Refused):
@@ -195,6 +206,10 @@ class ServerFailed(ServerError):
 
 class Busy(Refused):
     code, status = "busy", 503
+
+
+class Closing(Refused):
+    code, status = "closing", 503
 
 
 def _leaves(of: type[Refused]) -> list[type[Refused]]:

@@ -16,7 +16,10 @@ PROTOCOL_VERSION = 1
 # Bounds are part of the type: a message that breaks one is refused before anybody acts on it.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
-Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
+Weight = Annotated[float, Meta(ge=0.0, le=1e15)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Mode = Literal["sync", "quorum", "async"]
+WeightBy = Literal["equal", "samples", "tokens"]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Label = Annotated[str, Meta(max_length=256)]
 WorkerId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:\-]*\Z")]
@@ -35,14 +38,16 @@ class Plain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ParameterSpec(Plain, frozen=True):
-    """One trainable parameter. `block` names the layer it belongs to ("" = none), so that fragments follow layers;
-    `embedding` tells the tables, which may get a fragment of their own."""
+    """One tensor that is exchanged. `block` names the layer it belongs to ("" = none), so that fragments follow layers;
+    `embedding` tells the tables, which may get a fragment of their own. A buffer that is exchanged has another role:
+    "average" (the workers' mean replaces it at each round) or "server" (everybody takes the server's)."""
 
     name: TensorName
     shape: tuple[Count, ...]
     dtype: Label
     block: Label = ""
     embedding: bool = False
+    role: Literal["parameter", "average", "server"] = "parameter"
 
     @property
     def numel(self) -> int:
@@ -67,10 +72,16 @@ class Wishes(Plain, frozen=True):
     sync_every: Positive | None = None
     codec: Label | None = None
     num_fragments: Positive | None = None
+    delay: Count | None = None
+    alpha: Share | None = None
+    carry: bool | None = None
 
 
 class Plan(Plain, frozen=True):
-    """What every worker follows. Owned by the coordinator."""
+    """What every worker follows. Owned by the coordinator, changed at round boundaries only; `revision` counts changes.
+
+    `delay` is τ: an agreement is taken over so many steps after its contribution was sent. Then the worker either keeps
+    the steps it took meanwhile (`carry`) or mixes, local = α·local + (1−α)·agreed."""
 
     sync_every: Positive
     codec: Label
@@ -78,6 +89,13 @@ class Plan(Plain, frozen=True):
     part_size_bytes: Positive
     max_staleness: Count
     heartbeat_timeout_s: Seconds  # 0 = nobody is ever declared dead
+    mode: Mode = "sync"
+    delay: Count = 0
+    alpha: Share = 0.0
+    carry: bool = False
+    weight_by: WeightBy = "equal"
+    dylu: bool = False
+    revision: Count = 0
 
 
 # --- membership ---------------------------------------------------------------------------------------------------
@@ -118,14 +136,32 @@ class FromMember(Plain, frozen=True):
     incarnation: Positive
 
 
+class Command(Plain, frozen=True):
+    """An order to one worker; it comes with every heartbeat answer until a heartbeat acknowledges it.
+
+    drain: contribute what you have, take over the agreement, leave. sync: contribute every fragment now."""
+
+    id: Positive
+    kind: Literal["drain", "sync"]
+    reason: Label = ""
+
+
 class Heartbeat(FromMember, frozen=True):
+    """`steps_per_second` over training time only; 0 = not known yet. `acknowledged`: commands that were carried out
+    or will be at the next step."""
+
     step: Count
     steps_per_second: Annotated[float, Meta(ge=0.0, le=1e9)]
     loss: float | None = None
+    acknowledged: tuple[Positive, ...] = ()
 
 
 class HeartbeatAnswer(Plain, frozen=True):
+    """`sync_every`: this worker's own H from now on (dynamic local updates), if it is to differ from the plan's."""
+
     sync_round: Count
+    sync_every: Positive | None = None
+    commands: tuple[Command, ...] = ()
 
 
 class Leave(FromMember, frozen=True):
@@ -165,14 +201,18 @@ class OfContribution(FromMember, frozen=True):
 
 
 class Offer(OfContribution, frozen=True):
-    """ "I have a contribution." `oldest_base` is the version under its oldest unsent step (≤ base_version)."""
+    """ "I have a contribution." `oldest_base` is the version under its oldest unsent step (≤ base_version). `steps`,
+    `samples` and `tokens` say how much training is in it; the server makes its weight from them. A group of several
+    processes sends it in `sections`: section r holds the r-th share of the rows of every tensor (wire/sections.py)."""
 
     base_version: Count
     oldest_base: Count
-    weight: Weight
     steps: Count
     codec: Label
     size_bytes: Positive
+    samples: Count = 0
+    tokens: Count = 0
+    sections: Annotated[int, Meta(ge=1, le=65_536)] = 1
 
 
 class OfferAnswer(Plain, frozen=True):
@@ -208,7 +248,8 @@ class CommitAnswer(Plain, frozen=True):
 
 
 class Participant(Plain, frozen=True):
-    """One contribution inside an agreement. Staleness 0 = it was computed from the agreement just before."""
+    """One contribution inside an agreement. Staleness 0 = it was computed from the agreement just before. `weight` is
+    what it counted with, staleness included."""
 
     worker_id: WorkerId
     sequence: Positive
@@ -218,7 +259,8 @@ class Participant(Plain, frozen=True):
 
 class Agreement(Plain, frozen=True):
     """What a round produced. `kind` "full" = the payload is the whole anchor; `base` is the version that an update
-    applies to (None for "full"). `anchor_hash` is over the fragment's fp32 values, however they were carried."""
+    applies to (None for "full"). `anchor_hash` is over the fragment's fp32 values, however they were carried;
+    `range_hashes`, for a group that asked, over the rows of each section."""
 
     fragment: Count
     version: Count
@@ -229,14 +271,18 @@ class Agreement(Plain, frozen=True):
     payload_hash: Hash
     anchor_hash: Hash
     participants: tuple[Participant, ...] = ()
+    range_hashes: tuple[Hash, ...] = ()
 
 
 class Poll(FromMember, frozen=True):
-    """ "Is there an agreement newer than `after`?" Answered when there is, or after at most `wait_s`."""
+    """ "Is there an agreement newer than `after`?" Answered when there is, or after at most `wait_s`. `sections` > 1
+    asks for the hash of each section's rows beside the hash of all; `plan_revision` is that of the plan we follow."""
 
     fragment: Count
     after: Annotated[int, Meta(ge=-1, le=2**53)]
     wait_s: Seconds = 0.0
+    sections: Annotated[int, Meta(ge=1, le=65_536)] = 1
+    plan_revision: Count = 0
 
 
 class PollAnswer(Plain, frozen=True):
@@ -244,7 +290,7 @@ class PollAnswer(Plain, frozen=True):
     that was told "accepted" and then sees a smaller number knows that the server lost it, and sends it again.
     `stuck`: the open round cannot close unless more workers join. `wanted`: (fragment, version) of other rounds that
     wait for this worker; if it stands still while it waits, it contributes to them too, so that two workers at
-    different fragments never wait for each other."""
+    different fragments never wait for each other. `plan`: the run's plan, if it changed since the asker's."""
 
     agreement: Agreement | None
     last_sequence: Count
@@ -252,6 +298,7 @@ class PollAnswer(Plain, frozen=True):
     stuck: bool = False
     wanted: tuple[tuple[Count, Positive], ...] = ()
     retry_after_s: Seconds = 0.0
+    plan: Plan | None = None
 
 
 class GetPart(FromMember, frozen=True):
@@ -268,7 +315,38 @@ class GetPartAnswer(Plain, frozen=True):
     hash: PartHash
 
 
-Request = Join | Heartbeat | Leave | Offer | PutPart | Commit | Poll | GetPart
+# --- the operator -------------------------------------------------------------------------------------------------
+
+
+class Control(Plain, frozen=True):
+    """An operator's order to the server.
+
+    save: write the state now. kick: remove a worker, which cannot come back without a new start. drain: let a worker
+    (or all) contribute and leave. sync: let a worker (or all) contribute at once. plan: change what `changes` states,
+    at the next round. budget: end at so many tokens (0 = no end). shutdown: drain all, save, stop."""
+
+    kind: Literal["save", "kick", "drain", "sync", "plan", "budget", "shutdown"]
+    worker_id: WorkerId | None = None
+    reason: Label = ""
+    changes: Wishes = Wishes()
+    tokens: Count = 0
+
+
+class ControlAnswer(Plain, frozen=True):
+    """What was done, in words."""
+
+    done: str
+
+
+Request = Join | Heartbeat | Leave | Offer | PutPart | Commit | Poll | GetPart | Control
 Answer = (
-    JoinAnswer | HeartbeatAnswer | LeaveAnswer | OfferAnswer | PutPartAnswer | CommitAnswer | PollAnswer | GetPartAnswer
+    JoinAnswer
+    | HeartbeatAnswer
+    | LeaveAnswer
+    | OfferAnswer
+    | PutPartAnswer
+    | CommitAnswer
+    | PollAnswer
+    | GetPartAnswer
+    | ControlAnswer
 )

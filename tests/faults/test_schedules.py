@@ -17,11 +17,11 @@ import pytest
 
 from outerstep.coordination.coordinator import Coordinator
 from outerstep.coordination.exchange import Outcome
-from outerstep.coordination.membership import Accepted, Member
+from outerstep.coordination.membership import Member
 from outerstep.coordination.rounds import RoundRules
 from outerstep.simulate import History, Scenario, run
 from outerstep.simulate.worker import LocalFragment, SimWorker
-from outerstep.types import FromMember, OfContribution
+from outerstep.types import Commit, CommitAnswer, FromMember, OfContribution, Offer, OfferAnswer
 
 QUICK, FULL = 200, 2_000
 
@@ -78,9 +78,18 @@ def test_without_faults_every_round_has_everybody() -> None:
 class CountsDuplicates(Coordinator):
     """Forgets that it has accepted a key: a repeated contribution is taken again."""
 
-    @staticmethod
-    def _accepted(member: Member, message: OfContribution) -> Accepted | None:
-        return None
+    def offer(self, message: Offer, now: float) -> OfferAnswer:
+        self._forget_key(message)
+        return super().offer(message, now)
+
+    def accept(self, message: Commit, now: float) -> CommitAnswer:
+        self._forget_key(message)
+        return super().accept(message, now)
+
+    def _forget_key(self, message: OfContribution) -> None:
+        member = self.members.find(message.worker_id)
+        if member is not None:
+            member.accepted.pop(message.fragment, None)
 
 
 class ForgivesFences(Coordinator):

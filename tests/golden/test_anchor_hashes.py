@@ -48,7 +48,7 @@ def test_every_anchor_hash_equals_the_servers(codec: str, fragments: int, dtype:
                             assert ours == published[fragment, version]
                             for name in names:  # and the model holds it, rounded to its own dtype
                                 anchor = worker._replica.anchors[name]
-                                assert torch.equal(worker._replica.params[name].detach(), anchor.to(dtype))
+                                assert torch.equal(worker._replica.tensors[name].detach(), anchor.to(dtype))
                             compared += 1
                     held = versions
             return compared

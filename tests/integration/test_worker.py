@@ -162,7 +162,9 @@ def test_global_weights_shows_the_anchor_and_gives_the_local_weights_back(server
 
 
 def test_three_fragments_are_sent_at_their_steps() -> None:
-    server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, sync_every=7, num_fragments=3, **PLAIN)
+    server = DiLoCoServer(
+        tiny_model().state_dict(), num_workers=1, port=0, sync_every=7, num_fragments=3, fragment_delay=0, **PLAIN
+    )
     server.service.start()
     model = tiny_model()
     optimizer = sgd(model)
@@ -199,7 +201,12 @@ def test_tied_frozen_and_buffers() -> None:
         optimizer.step()
     manifest = server.service.coordinator.manifest
     assert manifest is not None
-    assert [p.name for p in manifest.parameters] == ["scalar", "table.weight", "norm.weight", "norm.bias"]
+    assert [p.name for p in manifest.parameters] == [
+        *("scalar", "table.weight", "norm.weight", "norm.bias"),
+        *("norm.running_mean", "norm.running_var"),  # averaged
+    ]
+    assert [p.name for p in manifest.parameters if p.role == "average"] == ["norm.running_mean", "norm.running_var"]
+    assert manifest.buffers == ("norm.num_batches_tracked",)
     assert manifest.aliases == {"out.weight": "table.weight"}
     assert manifest.frozen == ("frozen",)
     after = server.get_global_params()

@@ -32,7 +32,15 @@ SERVER_NUMBERS = [
 ]
 WORKER_WHOLE_FROM_1 = ["sync_every", "num_fragments"]
 WORKER_NUMBERS = ["heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s"]
-SERVER_OPTIONAL = ["sync_every", "num_fragments", "quorum", "port", "round_deadline_s", "start_deadline_s"]
+SERVER_OPTIONAL = [
+    "sync_every",
+    "num_fragments",
+    "quorum",
+    "port",
+    "round_deadline_s",
+    "start_deadline_s",
+    "max_staleness",
+]
 SERVER_RANGES = {
     **dict.fromkeys(SERVER_WHOLE_FROM_1, "a whole number ≥ 1"),
     **dict.fromkeys(SERVER_WHOLE_FROM_0, "a whole number ≥ 0"),

@@ -33,7 +33,6 @@ MESSAGES: dict[type, dict[str, Any]] = {
         **KEY,
         "base_version": 0,
         "oldest_base": 0,
-        "weight": 1.0,
         "steps": 1,
         "codec": "fp32",
         "size_bytes": 64,

@@ -15,21 +15,16 @@ key with the same hash gets the same answer again; with another hash it is refus
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import (
     BadRequest,
+    Closing,
     Conflict,
-    FutureRound,
     MissingParts,
     OtherRun,
-    PlanMismatch,
     ProtocolMismatch,
     Refused,
-    StaleRound,
-    Superseded,
-    TooLarge,
-    TooOld,
     UnknownWorker,
 )
 from ..types import (
@@ -58,22 +53,19 @@ from ..types import (
     PutPart,
     PutPartAnswer,
 )
-from .effects import Accumulate, CloseRound, DropUpload, Effect, Event
+from .admission import check_age, check_form
+from .budget import TokenBudget
+from .commands import Commands
+from .effects import Accumulate, CloseRound, DropUpload, Effect, Event, StopServer
+from .fragment import Fragment
 from .membership import Accepted, Member, Membership
+from .pacing import local_steps
 from .plan import Settled, check_manifest, check_wishes
 from .rounds import Round, RoundRules, Verdict
 from .uploads import Upload, Uploads
+from .weights import bounded, discount, reported
 
 ASK_AGAIN_S = 0.5
-
-
-@dataclass
-class Fragment:
-    """One fragment: its newest agreement, and the round that is open on top of it."""
-
-    published: Agreement
-    round: Round
-    max_payload_bytes: int
 
 
 class Coordinator:
@@ -85,6 +77,8 @@ class Coordinator:
         heartbeat_timeout_s: float,
         pool_bytes: int,
         part_size_bytes: int,
+        token_budget: int | None = None,
+        drain_timeout_s: float = 600.0,
     ) -> None:
         self.run_id = run_id
         self.rules = rules
@@ -96,6 +90,12 @@ class Coordinator:
         self.settled: Settled | None = None
         self.started = False
         self.total_accepted = 0
+        self.budget = TokenBudget(token_budget)
+        self.commands = Commands()
+        self.closing = ""  # why the run is coming to its end
+        self.drain_timeout_s = drain_timeout_s
+        self.stop_at: float | None = None
+        self.next_plan: Plan | None = None
         self._first_join_at: float | None = None
         self._effects: list[Effect] = []
 
@@ -119,8 +119,10 @@ class Coordinator:
             )
         if message.run_id is not None:
             self._check_run(message.run_id)
-        if self.settled is not None and self.manifest is not None:
-            check_wishes(self.settled, message.wishes)
+        if self.closing and message.worker_id not in self.members.live_ids:
+            raise Closing(f"the run is coming to its end: {self.closing}", hint="start the server again to go on")
+        if self.settled is not None and self.plan is not None and self.manifest is not None:
+            check_wishes(self.settled, self.next_plan or self.plan, message.wishes)
             if message.manifest is not None:
                 check_manifest(self.manifest, message.manifest)
 
@@ -139,6 +141,7 @@ class Coordinator:
             Fragment(agreement, Round(agreement.version + 1, set()), limit)
             for agreement, limit in zip(agreements, max_payload_bytes, strict=True)
         ]
+        self.budget.fix(len(self.fragments))
 
     def join(self, message: Join, now: float) -> JoinAnswer:
         self.check_join(message)
@@ -151,7 +154,7 @@ class Coordinator:
                 # The old process is fenced; what it had in hand is lost, so nobody waits for it in this round.
                 self._forget(member)
             self._first_join_at = now if self._first_join_at is None else self._first_join_at
-            self._event("join", worker=member.worker_id, host=member.hostname, incarnation=member.incarnation)
+            self.event("join", worker=member.worker_id, host=member.hostname, incarnation=member.incarnation)
             for fragment in self.fragments:
                 # Expected from the next round on; at once only where there is nobody else left to wait for.
                 if self.started and not fragment.round.expected and not fragment.round.participants:
@@ -170,8 +173,21 @@ class Coordinator:
         )
 
     def heartbeat(self, message: Heartbeat, now: float) -> HeartbeatAnswer:
-        self._heard(message, now)
-        return HeartbeatAnswer(sync_round=self.sync_round)
+        member = self._heard(message, now)
+        self.commands.acknowledge(member.worker_id, message.acknowledged)
+        return HeartbeatAnswer(
+            sync_round=self.sync_round,
+            sync_every=self.local_steps(member),
+            commands=self.commands.pending(member.worker_id),
+        )
+
+    def local_steps(self, member: Member) -> int | None:
+        """Dynamic local updates: H for this worker, by its speed beside the fastest. None = as the plan says."""
+        speeds = [m.steps_per_second for m in self.members if m.live and m.steps_per_second > 0.0]
+        if not self.rules.dylu or self.plan is None or member.steps_per_second <= 0.0:
+            return None
+        base = max(self.rules.dylu_base or self.plan.sync_every, len(self.fragments))
+        return local_steps(member.steps_per_second, max(speeds), base, least=len(self.fragments))
 
     def leave(self, message: Leave, now: float) -> LeaveAnswer:
         """Leaving twice is leaving: a repeated message must not fail."""
@@ -179,7 +195,7 @@ class Coordinator:
             member = self._heard(message, now)
         except UnknownWorker:
             return LeaveAnswer()
-        self._remove(member, now, "leave", reason=message.reason)
+        self.remove(member, now, "leave", reason=message.reason)
         return LeaveAnswer()
 
     # --- a contribution -------------------------------------------------------------------------------------------
@@ -187,10 +203,11 @@ class Coordinator:
     def offer(self, message: Offer, now: float) -> OfferAnswer:
         member = self._heard(message, now)
         fragment = self._fragment(message.fragment)
-        accepted = self._accepted(member, message)
+        accepted = member.entry_of(message)
         if accepted is not None:
             return OfferAnswer(state="accepted", version=accepted.version)
         try:
+            reported(message, self.rules)
             self._check_offer(message, fragment)
         except Refused:
             self.uploads.unqueue(member.worker_id, message.fragment)  # it will not come back under this key
@@ -214,7 +231,7 @@ class Coordinator:
         """Where the part belongs; or, if it is here already, the answer."""
         member = self._heard(message, now)
         self._fragment(message.fragment)
-        if self._accepted(member, message) is not None:
+        if member.entry_of(message) is not None:
             return PutPartAnswer(state="duplicate")
         upload = self._sending(message)
         upload.check_part(message.part)
@@ -237,7 +254,7 @@ class Coordinator:
         """The whole contribution, ready to be checked; or, if it was accepted before, the same answer as then."""
         member = self._heard(message, now)
         fragment = self._fragment(message.fragment)
-        accepted = self._accepted(member, message)
+        accepted = member.entry_of(message)
         if accepted is not None:
             if accepted.payload_hash != message.payload_hash:
                 raise Conflict(
@@ -268,26 +285,28 @@ class Coordinator:
         member.accepted[offer.fragment] = Accepted(offer.sequence, message.payload_hash, round_.version)
         self.total_accepted += 1
         self.uploads.finish(offer.key)
-        round_.count(
-            Participant(
-                worker_id=offer.worker_id,
-                sequence=offer.sequence,
-                weight=offer.weight,
-                staleness=round_.version - 1 - offer.base_version,
-            ),
-            self.rules,
-            now,
+        staleness = round_.version - 1 - offer.base_version
+        raw = reported(offer, self.rules)
+        plain = bounded(raw, fragment.usual, self.rules)
+        weight = plain * discount(staleness, self.rules)
+        participant = Participant(
+            worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness
         )
-        self._effects.append(Accumulate(offer.key, round_.version, offer.weight))
+        round_.count(participant, raw, self.rules, now)
+        member.contributed(offer, staleness)
+        usual = fragment.usual.mean if fragment.usual.count and self.rules.weight_by != "equal" else 1.0
+        self._effects.append(Accumulate(offer.key, round_.version, weight, weight / usual, offer.sections))
+        self.budget.add(offer.fragment, offer.tokens, now)
         answer = CommitAnswer(version=round_.version)
         self._evaluate(fragment, now)
+        self._check_budget()
         return answer
 
     def reject(self, key: ContributionKey, reason: str) -> None:
         """The driver looked inside and found it unfit."""
         if self.uploads.get(key) is not None:
             self._drop(key)
-            self._event("refused", worker=key.worker_id, fragment=key.fragment, reason=reason)
+            self.event("refused", worker=key.worker_id, fragment=key.fragment, reason=reason)
 
     def freed(self, key: ContributionKey) -> None:
         """The driver has freed the bytes of an accepted contribution."""
@@ -300,7 +319,7 @@ class Coordinator:
         fragment = self.fragments[agreement.fragment]
         assert agreement.version == fragment.published.version + 1, "agreements are published in order"
         fragment.published = agreement
-        self._event(
+        self.event(
             "round",
             fragment=agreement.fragment,
             version=agreement.version,
@@ -313,7 +332,8 @@ class Coordinator:
         fragment = self._fragment(message.fragment)
         last_sequence = member.last_sequence(message.fragment)
         if fragment.published.version > message.after:
-            return PollAnswer(agreement=fragment.published, last_sequence=last_sequence)
+            newer = self.plan if self.plan is not None and self.plan.revision > message.plan_revision else None
+            return PollAnswer(agreement=fragment.published, last_sequence=last_sequence, plan=newer)
         verdict = self._verdict(fragment, now)
         return PollAnswer(
             agreement=None,
@@ -339,13 +359,14 @@ class Coordinator:
         """Declare the silent dead, let deadlines pass."""
         for member in self.members.silent(now):
             self.members.total_deaths += 1
-            self._remove(member, now, "death", silent_s=round(now - member.last_seen, 1))
+            self.remove(member, now, "death", silent_s=round(now - member.last_seen, 1))
         self._start_if_ready(now)
         self._evaluate_all(now)
+        self.stop_if_done(now)
 
     def next_wake(self, now: float) -> float | None:
         """When `tick` would next have something to decide (None = only after a message)."""
-        moments = [self.members.next_death()]
+        moments = [self.members.next_death(), self.stop_at]
         if not self.started and self._first_join_at is not None and self.rules.start_deadline_s is not None:
             moments.append(self._first_join_at + self.rules.start_deadline_s)
         moments += [self._verdict(fragment, now).wake_at for fragment in self.fragments]
@@ -355,7 +376,26 @@ class Coordinator:
         """Why this fragment's open round has not closed, in words."""
         return self._verdict(fragment, now).waiting_for
 
+    # --- the operator's hand (control.py) -------------------------------------------------------------------------
+
+    def order(self, worker_ids: Sequence[str], kind: Literal["drain", "sync"], reason: str) -> None:
+        for worker_id in worker_ids:
+            self.commands.issue(worker_id, kind, reason)
+        self.event(kind, workers=list(worker_ids), reason=reason)
+
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _check_budget(self) -> None:
+        if self.budget.is_spent and not self.budget.announced:
+            self.budget.announced = True
+            self.event("budget_spent", tokens=self.budget.total, limit=self.budget.limit)
+            self.order(sorted(self.members.live_ids), "drain", "the token budget is spent")
+
+    def stop_if_done(self, now: float) -> None:
+        """The run is ending: stop when everybody has left, or has had time enough."""
+        if self.stop_at is not None and (not self.members.live_ids or now >= self.stop_at):
+            self.stop_at = None
+            self._effects.append(StopServer(self.closing))
 
     def _heard(self, message: FromMember, now: float) -> Member:
         self._check_run(message.run_id)
@@ -373,19 +413,6 @@ class Coordinator:
             raise BadRequest(f"fragment {index} does not exist: the plan has {len(self.fragments)}")
         return self.fragments[index]
 
-    @staticmethod
-    def _accepted(member: Member, message: OfContribution) -> Accepted | None:
-        """The ledger's entry if this very key was accepted. An older key than the last one is superseded."""
-        entry = member.accepted.get(message.fragment)
-        if entry is None or message.sequence > entry.sequence:
-            return None
-        if message.sequence < entry.sequence:
-            raise Superseded(
-                f"contribution {message.key} is older than the last accepted one (#{entry.sequence})",
-                hint="continue from the sequence that the join answer names",
-            )
-        return entry
-
     def _sending(self, message: OfContribution) -> Upload:
         upload = self.uploads.get(message.key)
         if upload is None:
@@ -393,37 +420,13 @@ class Coordinator:
         return upload
 
     def _check_offer(self, offer: Offer, fragment: Fragment) -> None:
-        """Is it encoded with the run's codec, not too large, and not too old?"""
         assert self.plan is not None
-        if offer.codec != self.plan.codec:
-            raise PlanMismatch(f"contribution is encoded as {offer.codec!r}; the run uses {self.plan.codec!r}")
-        if offer.size_bytes > fragment.max_payload_bytes:
-            raise TooLarge(
-                f"contribution of {offer.size_bytes} bytes; fragment {offer.fragment} as {self.plan.codec} "
-                f"takes at most {fragment.max_payload_bytes}"
-            )
+        check_form(offer, self.plan, fragment.max_payload_bytes)
         self._check_age(offer, fragment)
 
     def _check_age(self, offer: Offer, fragment: Fragment) -> None:
-        newest = fragment.round.version - 1  # of the open round: one more than published while a round is closing
-        if offer.base_version > fragment.published.version or offer.oldest_base > offer.base_version:
-            raise FutureRound(
-                f"fragment {offer.fragment} is at version {fragment.published.version}; "
-                f"got base_version {offer.base_version}, oldest_base {offer.oldest_base}",
-                hint="0 ≤ oldest_base ≤ base_version ≤ current version",
-            )
-        if offer.base_version < newest and not self.rules.takes_late:
-            raise StaleRound(
-                f"round {offer.base_version + 1} of fragment {offer.fragment} closed without this contribution; "
-                f"it is at version {newest}",
-                hint="fetch the newest anchor and rebase",
-            )
-        if newest - offer.oldest_base > self.rules.max_staleness:
-            raise TooOld(
-                f"the oldest step in this contribution was taken on version {offer.oldest_base}, "
-                f"{newest - offer.oldest_base} before the newest; max_staleness is {self.rules.max_staleness}",
-                hint="discard it and adopt the newest anchor",
-            )
+        newest = fragment.round.version - 1
+        check_age(offer, published=fragment.published.version, newest=newest, rules=self.rules)
 
     def _start_if_ready(self, now: float) -> None:
         """The run starts when all configured workers are live, or at the start deadline with at least min_workers."""
@@ -435,11 +438,12 @@ class Coordinator:
             and self._first_join_at is not None
             and now - self._first_join_at >= self.rules.start_deadline_s
         )
-        if len(live) >= self.rules.num_workers or (overdue and len(live) >= max(1, self.rules.min_workers)):
+        enough = len(live) >= self.rules.num_workers or (self.rules.asynchronous and bool(live))
+        if enough or (overdue and len(live) >= max(1, self.rules.min_workers)):
             self.started = True
             for fragment in self.fragments:
                 fragment.round.expected = set(live)
-            self._event("start", workers=sorted(live))
+            self.event("start", workers=sorted(live))
 
     def _verdict(self, fragment: Fragment, now: float) -> Verdict:
         return fragment.round.verdict(self.rules, now, started=self.started, live=self.members.live_ids)
@@ -456,17 +460,23 @@ class Coordinator:
         index = fragment.published.fragment
         self._effects.append(CloseRound(index, closing.version, tuple(closing.participants)))
         fragment.round = Round(closing.version + 1, set(self.members.live_ids))
+        for weight in closing.reported:
+            fragment.usual.include(weight)
+        if self.next_plan is not None:
+            self.plan, self.next_plan = self.next_plan, None
         for upload in self.uploads.of_fragment(index):
             try:
                 self._check_age(upload.offer, fragment)
             except Refused:
                 self._drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
 
-    def _remove(self, member: Member, now: float, kind: str, **facts: object) -> None:
+    def remove(self, member: Member, now: float, kind: str, **facts: object) -> None:
         self.members.gone(member)
-        self._event(kind, worker=member.worker_id, **facts)
+        self.event(kind, worker=member.worker_id, **facts)
+        self.commands.forget(member.worker_id)
         self._forget(member)
         self._evaluate_all(now)
+        self.stop_if_done(now)
 
     def _forget(self, member: Member) -> None:
         """Keep nothing unfinished of this worker, and let no open round wait for it. What was accepted stays."""
@@ -480,5 +490,5 @@ class Coordinator:
         self.uploads.drop(key)
         self._effects.append(DropUpload(key))
 
-    def _event(self, kind: str, **facts: object) -> None:
+    def event(self, kind: str, **facts: object) -> None:
         self._effects.append(Event(kind, facts))

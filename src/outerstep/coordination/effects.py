@@ -9,11 +9,14 @@ from ..types import ContributionKey, Participant
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Decode this contribution, add it to the sum of the round that will make `version`, free its bytes."""
+    """Decode this contribution, add it to the sum of the round that will make `version`, free its bytes. A rule that
+    takes contributions one by one (Delayed Nesterov) scales it by `scale`, its weight relative to the usual one."""
 
     key: ContributionKey
     version: int
     weight: float
+    scale: float
+    sections: int = 1
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,20 @@ class DropUpload:
 
 
 @dataclass(frozen=True)
+class SaveState:
+    """Write the state of the run to disk."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopServer:
+    """Everybody has left, or has had time enough to: end."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Event:
     """Something an operator would want to know."""
 
@@ -40,4 +57,4 @@ class Event:
     facts: dict[str, object] = field(default_factory=dict)
 
 
-Effect = Accumulate | CloseRound | DropUpload | Event
+Effect = Accumulate | CloseRound | DropUpload | SaveState | StopServer | Event

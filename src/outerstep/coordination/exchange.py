@@ -190,6 +190,10 @@ class Exchange:
     def done(self) -> bool:
         return self.outcome is not None or self.failure is not None
 
+    def silent_s(self, now: float) -> float:
+        """For how long the server has not answered at all."""
+        return now - self._last_answer_at
+
     @property
     def wake_at(self) -> float:
         """Nothing is worth sending before this moment."""
@@ -235,6 +239,7 @@ class Exchange:
                     fragment=self._fragment,
                     after=self._after,
                     wait_s=self._patience.poll_wait_s,
+                    plan_revision=self._session.joined.plan.revision,
                 )
             case Step.FETCH:
                 return self._next_part_to_fetch()
@@ -286,7 +291,7 @@ class Exchange:
                 if not self._to_do and not self._in_flight:
                     self._go(Step.COMMIT)
             case Commit(), CommitAnswer():
-                self._accepted()
+                self._accepted(answer.version)
             case Poll(), PollAnswer():
                 self._polled(answer, now)
             case GetPart(), GetPartAnswer():
@@ -327,7 +332,7 @@ class Exchange:
 
     def _offered(self, answer: OfferAnswer, now: float) -> None:
         if answer.state == "accepted":
-            self._accepted()
+            self._accepted(answer.version)
         elif answer.state == "wait":
             self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
         elif any(part >= len(self._part_hashes) for part in answer.missing):
@@ -336,16 +341,20 @@ class Exchange:
             self._go(Step.SEND if answer.missing else Step.COMMIT)
             self._to_do = list(answer.missing)
 
-    def _accepted(self) -> None:
+    def _accepted(self, version: int) -> None:
         """Wait for anything newer than what we hold: on time that is the agreement we are in. A late contribution
-        counts in a later one; its worker takes the newest there is and goes on, for its steps will come back to it."""
+        counts in a later one; its worker takes the newest there is and goes on, for its steps will come back to it.
+        Asynchronous rounds close at once, so there everybody waits for the one it is in."""
         self._counted = True
+        if self._session.joined.plan.mode == "async":
+            self._after = max(self._after, version - 1)
         self._go(Step.POLL)
 
     def _polled(self, answer: PollAnswer, now: float) -> None:
         if self._counted and self._offer is not None and answer.last_sequence < self._offer.sequence:
             # It said "accepted" and no longer knows: it was restarted. Same key, again.
             self._counted = False
+            self._after = self._offer.base_version
             self._go(Step.OFFER)
         elif answer.agreement is None:
             self._check_stuck(answer, now)
@@ -354,6 +363,8 @@ class Exchange:
             self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
         else:
             self.agreement = answer.agreement
+            if answer.plan is not None:
+                self._session.answer = replace(self._session.joined, plan=answer.plan)
             self._go(Step.FETCH)
             self.fetches += 1
             self._fetched = {}

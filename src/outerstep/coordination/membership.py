@@ -17,8 +17,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..errors import Busy, Fenced, IdInUse, UnknownWorker
-from ..types import FromMember, Heartbeat, Join
+from ..errors import Busy, Fenced, IdInUse, Kicked, Superseded, UnknownWorker
+from ..types import FromMember, Heartbeat, Join, OfContribution, Offer
 
 MAX_KNOWN_WORKERS = 16_384
 """Ids remembered, live and gone. The longest-gone is forgotten first; a live one never."""
@@ -47,8 +47,31 @@ class Member:
     step: int = 0
     steps_per_second: float = 0.0
     loss: float | None = None
+    staleness: int = 0  # of its last contribution
+    contributions: int = 0
+    bytes_received: int = 0
+    tokens: int = 0
+    kicked: str = ""  # why, until another instance joins
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     accepted: dict[int, Accepted] = field(default_factory=dict)
+
+    def contributed(self, offer: Offer, staleness: int) -> None:
+        self.staleness = staleness
+        self.contributions += 1
+        self.bytes_received += offer.size_bytes
+        self.tokens += offer.tokens if offer.fragment == 0 else 0  # each fragment sees the same tokens
+
+    def entry_of(self, message: OfContribution) -> Accepted | None:
+        """The ledger's entry if this very key was accepted. An older key than the last one is superseded."""
+        entry = self.accepted.get(message.fragment)
+        if entry is None or message.sequence > entry.sequence:
+            return None
+        if message.sequence < entry.sequence:
+            raise Superseded(
+                f"contribution {message.key} is older than the last accepted one (#{entry.sequence})",
+                hint="continue from the sequence that the join answer names",
+            )
+        return entry
 
     def last_sequence(self, fragment: int) -> int:
         entry = self.accepted.get(fragment)
@@ -77,6 +100,7 @@ class Membership:
             self._members[message.worker_id] = member
             return member, True
         if message.instance == member.instance:
+            self._check_kicked(member)
             returned = not member.live
             member.live, member.last_seen = True, now
             return member, returned
@@ -93,6 +117,7 @@ class Membership:
             )
         # Same id, new process, and the old one is gone or ran on the same machine: a restart. The old one is fenced.
         member.retired.append(member.instance)
+        member.kicked = ""
         member.instance, member.hostname = message.instance, message.hostname
         member.incarnation += 1
         member.live, member.joined_at, member.last_seen = True, now, now
@@ -109,6 +134,7 @@ class Membership:
                 f"this message is from incarnation {message.incarnation}",
                 hint="stop this process; the newer start carries on",
             )
+        self._check_kicked(member)
         if not member.live:
             raise UnknownWorker(
                 f"worker {member.worker_id!r} left, or was declared dead after {self._timeout_s:g} s of silence",
@@ -118,6 +144,17 @@ class Membership:
         if isinstance(message, Heartbeat):
             member.step, member.steps_per_second, member.loss = message.step, message.steps_per_second, message.loss
         return member
+
+    @staticmethod
+    def _check_kicked(member: Member) -> None:
+        if member.kicked:
+            raise Kicked(
+                f"worker {member.worker_id!r} was removed from the run: {member.kicked}",
+                hint="if it is meant to take part, start it again",
+            )
+
+    def find(self, worker_id: str) -> Member | None:
+        return self._members.get(worker_id)
 
     def gone(self, member: Member) -> None:
         member.live = False

@@ -1,4 +1,4 @@
-"""Whose word counts for H, the codec and the number of fragments, and whether two models are the same.
+"""Whose word counts for H, the codec, the fragments and their delay, and whether two models are the same.
 
 The server's settings come first. What it left open is fixed by the first worker to join: by what that worker states,
 else by the default. From then on a different wish is refused at join, showing both values and who said the first.
@@ -7,13 +7,27 @@ else by the default. From then on a different wish is refused at join, showing b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
+
+from msgspec.structs import replace
 
 from ..errors import ManifestMismatch, PlanMismatch
-from ..types import Manifest, ParameterSpec, Wishes
+from ..types import Manifest, ParameterSpec, Plan, Wishes
+
+T = TypeVar("T")
 
 DEFAULTS: Final = {"sync_every": 500, "codec": "bf16", "num_fragments": 1}
-_FLAGS: Final = {"sync_every": "--sync-every", "codec": "--codec", "num_fragments": "--fragments"}
+NAMES: Final = (*DEFAULTS, "delay", "alpha", "carry")
+USUAL_DELAY = 5  # steps: published results lose less than 0.2 % up to here
+CARRY_BEYOND = 0.1  # of H: with a longer delay the steps taken meanwhile are worth keeping
+_FLAGS: Final = {
+    "sync_every": "--sync-every",
+    "codec": "--codec",
+    "num_fragments": "--fragments",
+    "delay": "--fragment-delay",
+    "alpha": "--fragment-alpha",
+    "carry": "--fragment-carry",
+}
 
 
 @dataclass(frozen=True)
@@ -23,32 +37,90 @@ class Settled:
     sync_every: int
     codec: str
     num_fragments: int
+    delay: int
+    alpha: float
+    carry: bool
     said_by: dict[str, str]
 
 
 def settle(server: Wishes, worker: Wishes, worker_id: str) -> Settled:
     """Fix the plan when the first worker joins."""
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     said_by: dict[str, str] = {}
-    for name, default in DEFAULTS.items():
+    for name in NAMES:
         ours, theirs = getattr(server, name), getattr(worker, name)
         if ours is not None and theirs is not None and ours != theirs:
             raise _mismatch(name, ours, "the server", theirs)
         value, who = next(
             (v, w)
-            for v, w in ((ours, "the server"), (theirs, f"worker {worker_id!r}"), (default, "the default"))
+            for v, w in (
+                (ours, "the server"),
+                (theirs, f"worker {worker_id!r}"),
+                (_default(name, values), "the default"),
+            )
             if v is not None
         )
         values[name], said_by[name] = value, who
-    return Settled(**values, said_by=said_by)  # type: ignore[arg-type]
+    settled = Settled(**values, said_by=said_by)
+    _check_streaming(settled.sync_every, settled.delay, settled.alpha, settled.carry)
+    return settled
 
 
-def check_wishes(settled: Settled, wishes: Wishes) -> None:
-    """Refuse a worker that wants something else than the run has."""
-    for name in DEFAULTS:
-        wanted, has = getattr(wishes, name), getattr(settled, name)
-        if wanted is not None and wanted != has:
-            raise _mismatch(name, has, settled.said_by[name], wanted)
+def _default(name: str, settled: dict[str, Any]) -> object:
+    """A fragmented model is exchanged in the background; a whole one at once. The order of NAMES matters."""
+    match name:
+        case "delay":
+            between = settled["sync_every"] // settled["num_fragments"]
+            return 0 if settled["num_fragments"] == 1 else min(USUAL_DELAY, max(between - 1, 0))
+        case "alpha":
+            return 0.0
+        case "carry":
+            return settled["alpha"] == 0.0 and settled["delay"] > CARRY_BEYOND * settled["sync_every"]
+        case _:
+            return DEFAULTS[name]
+
+
+def _check_streaming(sync_every: int, delay: int, alpha: float, carry: bool) -> None:
+    if delay >= sync_every:
+        raise PlanMismatch(
+            f"fragment_delay must be below sync_every: a fragment is taken over before it is sent again; "
+            f"got {delay} of {sync_every}"
+        )
+    if carry and alpha > 0.0:
+        raise PlanMismatch(f"fragment_carry and fragment_alpha={alpha:g} exclude each other")
+
+
+def changed(plan: Plan, changes: Wishes) -> Plan:
+    """The next revision of the plan. What the wire's form depends on stays: codec and fragments."""
+    for name in ("codec", "num_fragments"):
+        if getattr(changes, name) is not None:
+            raise PlanMismatch(f"{name} cannot change during a run", hint="save, and start the server with another")
+    made = replace(
+        plan,
+        sync_every=_first(changes.sync_every, plan.sync_every),
+        delay=_first(changes.delay, plan.delay),
+        alpha=_first(changes.alpha, plan.alpha),
+        carry=_first(changes.carry, plan.carry),
+        revision=plan.revision + 1,
+    )
+    if made.sync_every < len(made.fragments):
+        raise PlanMismatch(f"sync_every ({made.sync_every}) must be at least {len(made.fragments)}: one per fragment")
+    _check_streaming(made.sync_every, made.delay, made.alpha, made.carry)
+    return made
+
+
+def _first(wanted: T | None, has: T) -> T:
+    return has if wanted is None else wanted
+
+
+def check_wishes(settled: Settled, plan: Plan, wishes: Wishes) -> None:
+    """Refuse a worker that wants something else than the run has now, or had when it was settled: who comes back
+    after a change of plan still asks for what it was started with."""
+    for name in NAMES:
+        wanted = getattr(wishes, name)
+        now = len(plan.fragments) if name == "num_fragments" else getattr(plan, name)
+        if wanted is not None and wanted not in (now, getattr(settled, name)):
+            raise _mismatch(name, now, settled.said_by[name], wanted)
 
 
 def _mismatch(name: str, has: object, said_by: str, wanted: object) -> PlanMismatch:
@@ -91,4 +163,6 @@ def _spec_difference(run: ParameterSpec, offered: ParameterSpec) -> list[str]:
         return [f"{run.name!r}: got {list(offered.shape)}, run has {list(run.shape)}"]
     if run.dtype != offered.dtype:
         return [f"{run.name!r}: got {offered.dtype}, run has {run.dtype}"]
+    if run.role != offered.role:
+        return [f"{run.name!r}: got the role {offered.role!r}, run has {run.role!r} (the workers' `buffers` setting)"]
     return []

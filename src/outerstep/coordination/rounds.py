@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from ..types import Participant
+from ..types import Mode, Participant, WeightBy
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,21 @@ class RoundRules:
     round_deadline_s: float | None = None
     start_deadline_s: float | None = None
     max_staleness: int = 4
+    asynchronous: bool = False  # quorum 1, and nobody waits for anybody at the start
+    weigh_staleness: bool = True
+    weight_by: WeightBy = "equal"
+    max_weight_ratio: float = 10.0
+    dylu: bool = False
+    dylu_base: int | None = None
 
     @property
     def takes_late(self) -> bool:
         """With a quorum a late contribution counts in the next round; without, it is refused and its worker rebases."""
         return self.quorum is not None
+
+    @property
+    def mode(self) -> Mode:
+        return "async" if self.asynchronous else "sync" if self.quorum is None else "quorum"
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class Round:
     version: int
     expected: set[str]
     participants: list[Participant] = field(default_factory=list)
+    reported: list[float] = field(default_factory=list)  # what those with training in them said they weigh
     first_at: float | None = None
     quorum_at: float | None = None
 
@@ -61,8 +72,10 @@ class Round:
     def contributors(self) -> set[str]:
         return {p.worker_id for p in self.participants}
 
-    def count(self, participant: Participant, rules: RoundRules, now: float) -> None:
+    def count(self, participant: Participant, reported: float, rules: RoundRules, now: float) -> None:
         self.participants.append(participant)
+        if reported > 0.0:
+            self.reported.append(reported)
         if self.first_at is None:
             self.first_at = now
         if self.quorum_at is None and rules.quorum is not None and len(self.contributors) >= rules.quorum:

@@ -1,21 +1,32 @@
-"""What a model is: its trainable parameters by name, tied ones once, each with the layer it belongs to."""
+"""What a model is: the tensors that are exchanged by name, tied ones once, each with the layer it belongs to."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Collection
+from typing import Literal
+
+from torch import Tensor, nn
 
 from ..types import Manifest, ParameterSpec
 
 MAX_BLOCK_NAME = 256
 
 
-def describe(model: nn.Module) -> tuple[dict[str, nn.Parameter], Manifest]:
-    """The parameters that are exchanged, in the model's order, and the manifest that says so."""
+BufferPolicy = Literal["average", "local", "server"]
+
+
+def describe(model: nn.Module, buffers: BufferPolicy = "local") -> tuple[dict[str, Tensor], Manifest]:
+    """The tensors that are exchanged, in the model's order, and the manifest that says so.
+
+    Parameters are. So are, unless `buffers` is "local", the persistent floating-point buffers: "average" replaces them
+    by the workers' mean at every round (the running statistics of a BatchNorm), "server" by the server's own.
+    """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    params: dict[str, nn.Parameter] = {}
+    params: dict[str, Tensor] = {}
     kept: dict[int, str] = {}
     aliases: dict[str, str] = {}
     frozen: list[str] = []
+    blocks = _blocks(model)
     for name, param in model.named_parameters(remove_duplicate=False):
         if not param.requires_grad:
             frozen.append(name)
@@ -24,18 +35,59 @@ def describe(model: nn.Module) -> tuple[dict[str, nn.Parameter], Manifest]:
         else:
             kept[id(param)] = name
             params[name] = param
-    specs = tuple(
-        ParameterSpec(
-            name=name,
-            shape=tuple(param.shape),
-            dtype=str(param.dtype).removeprefix("torch."),
-            block=block_of(name),
-            embedding=id(param) in tables,
-        )
-        for name, param in params.items()
+    exchanged = {} if buffers == "local" else _persistent_buffers(model)
+    role: Literal["average", "server"] = "server" if buffers == "server" else "average"
+    specs = [_spec(name, param, blocks, embedding=id(param) in tables) for name, param in params.items()]
+    specs += [_spec(name, tensor, blocks, role=role) for name, tensor in exchanged.items()]
+    local = tuple(name for name, _ in model.named_buffers() if name not in exchanged)
+    manifest = Manifest(parameters=tuple(specs), aliases=aliases, buffers=local, frozen=tuple(frozen))
+    return {**params, **exchanged}, manifest
+
+
+def _spec(
+    name: str,
+    tensor: Tensor,
+    blocks: Collection[str],
+    *,
+    embedding: bool = False,
+    role: Literal["parameter", "average", "server"] = "parameter",
+) -> ParameterSpec:
+    return ParameterSpec(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        block=next((b for b in _parents(name) if b in blocks), block_of(name)),
+        embedding=embedding,
+        role=role,
     )
-    buffers = tuple(name for name, _ in model.named_buffers())
-    return params, Manifest(parameters=specs, aliases=aliases, buffers=buffers, frozen=tuple(frozen))
+
+
+def _parents(name: str) -> list[str]:
+    """ "h.3.attn.weight" → "h", "h.3", "h.3.attn": the outermost first."""
+    pieces = name.split(".")
+    return [".".join(pieces[:i])[:MAX_BLOCK_NAME] for i in range(1, len(pieces))]
+
+
+def _blocks(model: nn.Module) -> set[str]:
+    """The modules that are layers: those a Hugging Face model says not to split, and the items of a ModuleList."""
+    whole = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if type(module).__name__ in whole:
+            found.add(name)
+        if isinstance(module, nn.ModuleList):
+            found |= {f"{name}.{i}" if name else str(i) for i in range(len(module))}
+    return found
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Those a state dict holds, as far as they can be averaged."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
 
 
 def block_of(name: str) -> str:

@@ -38,6 +38,12 @@ def carry(local: Tensor, anchor: Tensor, agreed: Tensor, sent: Tensor) -> None:
 
 
 @torch.no_grad()
+def mix(local: Tensor, agreed: Tensor, alpha: float) -> None:
+    """l ← α·l + (1−α)·θ′: what was sent τ steps ago is in the agreement; of the steps since then, α stays."""
+    local.copy_(alpha * local.to(agreed.device).float() + (1.0 - alpha) * agreed)
+
+
+@torch.no_grad()
 def rebase(local: Tensor, anchor: Tensor, agreed: Tensor) -> None:
     """l ← l + (θ′ − θ): the round closed without us. We take over what the others did and keep our own unsent steps,
     so that the next pseudo-gradient θ′ − l holds exactly those: nobody's work is undone, and none is sent twice."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..config import DEFAULT_PORT, ServerConfig, build
 from ..core.codecs import get_codec
+from ..core.delayed import DelayedNesterov
 from ..core.fragments import check_cycle
 from ..core.outer import Nesterov, OptimizerFactory, OuterOptimizer, TorchOuter, check_factory
 from ..errors import ConfigError
@@ -157,14 +158,31 @@ class DiLoCoServer:
         ) from last
 
 
-def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> Callable[[Manifest], OuterOptimizer]:
-    if factory is None:
-        Nesterov(
-            config.outer_lr, config.outer_momentum, nesterov=config.nesterov
-        )  # complains now, not at the first join
-        return lambda manifest: Nesterov(config.outer_lr, config.outer_momentum, nesterov=config.nesterov)
-    check_factory(factory)
-    return lambda manifest: TorchOuter(factory, {spec.name: spec.shape for spec in manifest.parameters})
+OptimizerMaker = Callable[[Manifest], OuterOptimizer | DelayedNesterov]
+
+
+def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> OptimizerMaker:
+    """How the outer optimizer is made once the model is known. What is wrong with it is said now."""
+    buffer_size = config.delayed_nesterov
+    lr, momentum, nesterov = config.outer_lr, config.outer_momentum, config.nesterov
+    if factory is not None:
+        check_factory(factory)
+        if buffer_size:
+            DelayedNesterov.from_sgd(buffer_size, factory, {"probe": (1,)})
+            return lambda manifest: DelayedNesterov.from_sgd(buffer_size, factory, _shapes(manifest))
+        return lambda manifest: TorchOuter(factory, _shapes(manifest))
+    Nesterov(lr, momentum, nesterov=nesterov)
+    if not buffer_size:
+        return lambda manifest: Nesterov(lr, momentum, nesterov=nesterov)
+    if not nesterov:
+        raise ConfigError(
+            "Delayed Nesterov is what its name says: with nesterov=False choose dn_buffer_size=0, or outer_momentum=0"
+        )
+    return lambda manifest: DelayedNesterov(buffer_size, lr, momentum)
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    return {spec.name: spec.shape for spec in manifest.parameters if spec.role == "parameter"}
 
 
 def _reason(error: OSError) -> str:

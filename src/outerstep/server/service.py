@@ -19,10 +19,12 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..config import ServerConfig
+from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
 from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event
 from ..coordination.plan import settle
 from ..core.codecs import get_codec
+from ..core.delayed import DelayedNesterov
 from ..core.fragments import FragmentManager, check_cycle
 from ..core.outer import OuterOptimizer
 from ..digest import part_hash, part_range
@@ -41,6 +43,8 @@ from ..types import (
     Commit,
     CommitAnswer,
     ContributionKey,
+    Control,
+    ControlAnswer,
     GetPart,
     GetPartAnswer,
     Heartbeat,
@@ -80,7 +84,7 @@ class ParameterService:
         self,
         config: ServerConfig,
         model: ModelState,
-        make_optimizer: Callable[[Manifest], OuterOptimizer],
+        make_optimizer: Callable[[Manifest], OuterOptimizer | DelayedNesterov],
         *,
         run_id: str,
         clock: Callable[[], float] = time.monotonic,
@@ -95,6 +99,8 @@ class ParameterService:
             heartbeat_timeout_s=config.heartbeat_timeout,
             pool_bytes=config.pool_bytes + config.spool_bytes,
             part_size_bytes=config.part_size_bytes,
+            token_budget=config.token_budget,
+            drain_timeout_s=config.drain_timeout_s,
         )
         self.stores: list[FragmentStore] = []
         self.failure = ""
@@ -104,7 +110,7 @@ class ParameterService:
         self.bytes_sent = 0
         self.delta_norms: dict[str, float] = {}  # of each worker's last contribution
         self._make_optimizer = make_optimizer
-        self._optimizer: OuterOptimizer | None = None
+        self.optimizer: OuterOptimizer | DelayedNesterov | None = None
         self._on_change = on_change
         self._changed = threading.Condition()  # its lock guards the coordinator and everything below
         self.pool = Pool(memory_bytes=config.pool_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
@@ -145,6 +151,8 @@ class ParameterService:
                 return self._commit(request)
             case Poll():
                 return self._poll(request)
+            case Control():
+                return self._control(request)
             case PutPart() | GetPart():
                 raise BadRequest(f"{type(request).__name__} carries bytes")
 
@@ -216,6 +224,13 @@ class ParameterService:
         with self._changed:
             return build_status(self)
 
+    def _control(self, request: Control) -> ControlAnswer:
+        if request.kind == "save":
+            raise BadRequest("saving is not wired up")
+        answer = self._decide(lambda now: carry_out(self.coordinator, request, now))
+        assert isinstance(answer, ControlAnswer)
+        return answer
+
     # --- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
@@ -284,7 +299,7 @@ class ParameterService:
                 strategy=self.config.fragment_strategy,
                 embeddings_apart=self.config.embeddings_apart,
             ).fragments
-            self._optimizer = self._make_optimizer(manifest)
+            self.optimizer = self._make_optimizer(manifest)
         except ConfigError as error:
             raise PlanMismatch(str(error)) from error
         specs = {spec.name: spec for spec in manifest.parameters}
@@ -299,8 +314,14 @@ class ParameterService:
                 codec=settled.codec,
                 fragments=tuple(tuple(names) for names in fragments),
                 part_size_bytes=self.config.part_size_bytes,
-                max_staleness=self.config.max_staleness,
+                max_staleness=self.coordinator.rules.max_staleness,
                 heartbeat_timeout_s=self.config.heartbeat_timeout,
+                mode=self.coordinator.rules.mode,
+                delay=settled.delay,
+                alpha=settled.alpha,
+                carry=settled.carry,
+                weight_by=self.config.weight_by,
+                dylu=self.config.dylu_enabled,
             ),
             settled=settled,
             manifest=manifest,
@@ -358,15 +379,22 @@ class ParameterService:
 
     def _accumulate(self, effect: Accumulate) -> None:
         payload = self._rooms[effect.key].view
-        self.stores[effect.key.fragment].accumulate(payload, effect.version, effect.weight)
+        store = self.stores[effect.key.fragment]
+        if isinstance(self.optimizer, DelayedNesterov):
+            store.push(payload, effect.version, effect.scale, self.optimizer)
+        else:
+            store.accumulate(payload, effect.version, effect.weight)
         with self._changed:
             self._free(effect.key)
             self.coordinator.freed(effect.key)
 
     def _close(self, effect: CloseRound) -> None:
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         store = self.stores[effect.fragment]
-        published = store.close(effect.version, effect.participants, self._optimizer)
+        if isinstance(self.optimizer, DelayedNesterov):
+            published = store.close_pushed(effect.version, effect.participants)
+        else:
+            published = store.close(effect.version, effect.participants, self.optimizer)
         with self._changed:
             now = self.clock()
             store.forget_old(now)

@@ -17,6 +17,7 @@ from torch.linalg import vector_norm
 
 from ..core.aggregate import RunningMean
 from ..core.codecs import FP32, Codec
+from ..core.delayed import DelayedNesterov
 from ..core.outer import OuterOptimizer
 from ..core.views import fp32_views
 from ..digest import data_hash, part_count, part_hash, part_range, payload_hash
@@ -46,20 +47,28 @@ class FragmentStore:
     """θ of one fragment, the sums of its open rounds, and its last published versions."""
 
     def __init__(
-        self, index: int, specs: list[ParameterSpec], state: dict[str, Tensor], codec: Codec, part_size_bytes: int
+        self,
+        index: int,
+        specs: list[ParameterSpec],
+        state: dict[str, Tensor],
+        codec: Codec,
+        part_size_bytes: int,
+        version: int = 0,
     ) -> None:
         self.index = index
         self._codec = codec
         self._part_size_bytes = part_size_bytes
         self.down = layout(FP32.name, [(s.name, s.shape, FP32.encoded_bytes(s.numel)) for s in specs])
         self.up = layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in specs])
+        self._roles = {spec.name: spec.role for spec in specs}
         self._sums: dict[int, RunningMean] = {}
+        self._making: dict[int, memoryview] = {}  # versions that grow push by push (Delayed Nesterov)
         self._versions: dict[int, Published] = {}
         self._last_read: dict[int, float] = {}
         frame = _new_frame(self.down)
         for name, theta in fp32_views(frame, self.down.places, self.down.data_begin).items():
             theta.copy_(state[name])
-        self._publish(frame, 0, ())
+        self._publish(frame, version, ())
 
     @property
     def max_payload_bytes(self) -> int:
@@ -113,10 +122,30 @@ class FragmentStore:
         total = self._sums.get(version)
         if total is None:
             total = self._sums[version] = RunningMean((self.down.size_bytes - self.down.data_begin) // 4)
+        if weight == 0.0:
+            return  # it was there, and brought nothing
         for entry, target in zip(self.up.entries, self.down.entries, strict=True):
             for start, block in self._blocks(payload, entry):
                 total.add(target.begin // 4 + start, block, weight)
         total.count(weight)
+
+    def push(self, payload: memoryview, version: int, scale: float, rule: DelayedNesterov) -> None:
+        """Move the version in the making by scale·Δ, block by block: the rules that take contributions one by one."""
+        frame = self._making.get(version)
+        if frame is None:
+            frame = self._making[version] = self._next_frame()
+        if scale == 0.0:
+            return
+        params = fp32_views(frame, self.down.places, self.down.data_begin)
+        push = rule.begin(self.index)
+        for entry in self.up.entries:
+            for start, block in self._blocks(payload, entry):
+                block.mul_(scale)
+                if self._roles[entry.name] == "parameter":
+                    push.block(entry.name, params[entry.name], block, start)
+                elif self._roles[entry.name] == "average":  # one of N, so that N pushes bring the mean of N workers
+                    params[entry.name].view(-1)[start : start + block.numel()].sub_(block / rule.buffer_size)
+        push.done()
 
     def _blocks(self, payload: memoryview, entry: Entry) -> Iterator[tuple[int, Tensor]]:
         """The tensor's values, decoded a cache-sized block at a time into one scratch tensor: (first index, values)."""
@@ -135,17 +164,36 @@ class FragmentStore:
 
     def close(self, version: int, participants: tuple[Participant, ...], optimizer: OuterOptimizer) -> Published:
         """θ′ from θ and the round's mean, published as `version`."""
-        mean = self._sums.pop(version).result()
+        total = self._sums.pop(version)
+        if total.weight == 0.0:  # everybody was there, nobody had trained
+            return self._publish(self.newest.frame, version, participants)
+        mean = total.result()
         if not _is_finite(mean):
             # Finite contributions, but their weighted sum is not. Nobody gets such a model; the round is void.
             log.error("fragment %d version %d: the mean is not finite; the model stays as it is", self.index, version)
             return self._publish(self.newest.frame, version, ())
+        frame = self._next_frame()
+        params = fp32_views(frame, self.down.places, self.down.data_begin)
+        grads = {entry.name: mean[entry.begin // 4 : entry.end // 4].view(entry.shape) for entry in self.down.entries}
+        trained = [name for name, role in self._roles.items() if role == "parameter"]
+        optimizer.step({name: params[name] for name in trained}, {name: grads[name] for name in trained})
+        for name, role in self._roles.items():
+            if role == "average":  # a buffer is not optimized: the mean of the workers' values replaces it
+                params[name].sub_(grads[name])
+        return self._publish_finite(frame, version, participants)
+
+    def close_pushed(self, version: int, participants: tuple[Participant, ...]) -> Published:
+        """The version that grew push by push is whole."""
+        return self._publish_finite(self._making.pop(version), version, participants)
+
+    def _next_frame(self) -> memoryview:
+        """A copy of the newest version, to be moved."""
         frame = _new_frame(self.down)
         frame[self.down.data_begin :] = self.newest.frame[self.down.data_begin :]
-        grads = {entry.name: mean[entry.begin // 4 : entry.end // 4].view(entry.shape) for entry in self.down.entries}
-        optimizer.step(fp32_views(frame, self.down.places, self.down.data_begin), grads)
-        flat = torch.frombuffer(frame, dtype=torch.float32, offset=self.down.data_begin)
-        if not _is_finite(flat):
+        return frame
+
+    def _publish_finite(self, frame: memoryview, version: int, participants: tuple[Participant, ...]) -> Published:
+        if not _is_finite(torch.frombuffer(frame, dtype=torch.float32, offset=self.down.data_begin)):
             raise FloatingPointError(f"the outer step made fragment {self.index} version {version} not finite")
         return self._publish(frame, version, participants)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
 from ..coordination.effects import Accumulate, CloseRound, DropUpload
 from ..coordination.plan import settle
@@ -16,6 +17,7 @@ from ..types import (
     Commit,
     CommitAnswer,
     ContributionKey,
+    Control,
     GetPart,
     GetPartAnswer,
     Heartbeat,
@@ -70,6 +72,7 @@ class SimServer:
                 fragments=tuple((name,) for name in names),
                 part_size_bytes=PART_BYTES,
                 max_staleness=scenario.rules.max_staleness,
+                mode=scenario.rules.mode,
                 heartbeat_timeout_s=scenario.heartbeat_timeout_s,
             ),
             settled=settle(Wishes(), Wishes(), ""),
@@ -120,6 +123,8 @@ class SimServer:
                 return coordinator.accept(request, now)
             case Poll():
                 return coordinator.poll(request, now)
+            case Control():
+                return carry_out(coordinator, request, now)
             case GetPart():
                 coordinator.get_part(request, now)
                 newest = coordinator.fragments[request.fragment].published.version

@@ -186,7 +186,6 @@ class SimWorker:
             sequence=fragment.sequence,
             base_version=fragment.version,
             oldest_base=fragment.oldest_base,
-            weight=1.0,
             steps=len(steps),
             codec="fp32",
             size_bytes=self._scenario.parts * PART_BYTES,

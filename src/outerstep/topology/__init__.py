@@ -26,7 +26,8 @@ class Contribution:
     base_version: int
     oldest_base: int
     steps: int
-    weight: float
+    samples: int
+    tokens: int
     deltas: Mapping[str, Tensor]  # pseudo-gradients, fp32
 
 
@@ -45,6 +46,17 @@ class Agreed:
     bytes_received: int
     retries: int
     rejoins: int
+    plan: Plan  # of the run, as it is now
+
+
+@dataclass(frozen=True)
+class Orders:
+    """`sync_every`: this worker's own H, if it is to differ from the plan's. `drain`, `sync`: why to contribute and
+    leave, or to contribute, now ("" = no)."""
+
+    sync_every: int | None = None
+    drain: str = ""
+    sync: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,17 @@ class Joined:
     anchors: tuple[Agreed, ...]  # per fragment
 
 
+@dataclass(frozen=True)
+class Sight:
+    """How an exchange stands. `wanted`: (fragment, version) of other rounds that wait for this worker; `waiting_for`:
+    what its own round waits for, in words; `silent_s`: for how long nobody has answered."""
+
+    done: bool
+    wanted: frozenset[tuple[int, int]] = frozenset()
+    waiting_for: str = ""
+    silent_s: float = 0.0
+
+
 class Ticket(Protocol):
     """An exchange under way."""
 
@@ -61,15 +84,11 @@ class Ticket(Protocol):
     def fragment(self) -> int: ...
 
     @property
-    def wanted(self) -> frozenset[tuple[int, int]]:
-        """(fragment, version) of other rounds that wait for this worker."""
+    def failed(self) -> bool:
+        """Did it end without an agreement?"""
 
-    @property
-    def waiting_for(self) -> str:
-        """What the round waits for, in words."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Is it over?"""
+    def look(self, timeout_s: float) -> Sight:
+        """How it stands, when it is over or after `timeout_s`."""
 
     def cancel(self) -> None: ...
 
@@ -85,9 +104,14 @@ class Topology(Protocol):
     def resume(self, ticket: Ticket) -> Ticket:
         """Carry an exchange that failed on, under the same key: whether it counted is settled by asking again."""
 
-    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None: ...
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """A sign of life; whatever comes back is for `orders`."""
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        """What the other side asks of this worker, for the training thread to carry out. Asked after every step;
+        `at_exchange` says that this step exchanged something, so that processes which train in step may confer."""
 
     def leave(self, reason: str) -> None: ...
 
 
-__all__ = ["Agreed", "Contribution", "Joined", "Ticket", "Topology"]
+__all__ = ["Agreed", "Contribution", "Joined", "Orders", "Sight", "Ticket", "Topology"]

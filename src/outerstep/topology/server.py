@@ -18,16 +18,28 @@ from ..core.codecs import FP32, Codec, get_codec
 from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash, part_count, part_hash, part_range
 from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
-from ..types import PROTOCOL_VERSION, Heartbeat, Join, JoinAnswer, Leave, Manifest, Offer, ParameterSpec, Wishes
+from ..types import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    HeartbeatAnswer,
+    Join,
+    JoinAnswer,
+    Leave,
+    Manifest,
+    Offer,
+    ParameterSpec,
+    Wishes,
+)
 from ..wire.frames import Layout, check_frame, layout
 from ..wire.transport import Transport
-from . import Agreed, Contribution, Joined, Ticket
+from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
 from .courier import Courier
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 3.0
+NO_ORDERS = Orders()
 
 
 class ServerTicket:
@@ -43,12 +55,12 @@ class ServerTicket:
         self._thread.start()
 
     @property
-    def wanted(self) -> frozenset[tuple[int, int]]:
-        return self.courier.exchange.wanted
+    def failed(self) -> bool:
+        return self._crash is not None or self.courier.exchange.outcome is None
 
-    @property
-    def waiting_for(self) -> str:
-        return self.courier.exchange.waiting_for
+    def look(self, timeout_s: float) -> Sight:
+        done, exchange = self.wait(timeout_s), self.courier.exchange
+        return Sight(done, exchange.wanted, exchange.waiting_for, exchange.silent_s(time.monotonic()))
 
     def wait(self, timeout_s: float) -> bool:
         return self._done.wait(timeout_s)
@@ -100,6 +112,10 @@ class ServerTopology:
         self._sequence: list[int] = []
         self._leaving = threading.Lock()
         self._left = False
+        self._asked = NO_ORDERS
+        self._asked_lock = threading.Lock()
+        self._seen: set[int] = set()  # commands that were passed on
+        self._obeyed: set[int] = set()  # and those the server has not been told about yet
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -137,17 +153,44 @@ class ServerTopology:
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         """A stalled heartbeat must not keep the next one waiting, so it is not given long."""
         session = self._joined
-        message = Heartbeat(**session.head, step=step, steps_per_second=steps_per_second, loss=loss)
+        message = Heartbeat(
+            **session.head, step=step, steps_per_second=steps_per_second, loss=loss, acknowledged=tuple(self._obeyed)
+        )
         try:
-            self._transport.call(message, timeout_s=HEARTBEAT_TIMEOUT_S)
+            answer = self._transport.call(message, timeout_s=HEARTBEAT_TIMEOUT_S)
+            assert isinstance(answer, HeartbeatAnswer)
+            self._heard(answer, message.acknowledged)
         except UnknownWorker:
             with self._leaving:  # a heartbeat that arrives after our own goodbye must not bring us back
                 if self._left:
                     return
                 log.warning("the server had given this worker up; joining again, local progress is kept")
-                answer = self._transport.call(session.join_request, timeout_s=HEARTBEAT_TIMEOUT_S)
-                assert isinstance(answer, JoinAnswer)
-                session.answer = answer
+                joined = self._transport.call(session.join_request, timeout_s=HEARTBEAT_TIMEOUT_S)
+                assert isinstance(joined, JoinAnswer)
+                session.answer = joined
+
+    def _heard(self, answer: HeartbeatAnswer, acknowledged: tuple[int, ...]) -> None:
+        """Remember what is asked of us. A command comes again until our "got it" arrives, and is obeyed once."""
+        with self._asked_lock:
+            self._asked = dataclasses.replace(self._asked, sync_every=answer.sync_every)
+            self._obeyed -= set(acknowledged)
+            for command in answer.commands:
+                if command.id not in self._seen:
+                    self._seen.add(command.id)
+                    reason = command.reason or command.kind
+                    if command.kind == "drain":
+                        self._asked = dataclasses.replace(self._asked, drain=reason)
+                    else:
+                        self._asked = dataclasses.replace(self._asked, sync=reason)
+                self._obeyed.add(command.id)
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        if self._asked is not NO_ORDERS:
+            with self._asked_lock:
+                asked = self._asked
+                self._asked = dataclasses.replace(asked, drain="", sync="")
+                return asked
+        return NO_ORDERS
 
     def leave(self, reason: str) -> None:
         """Best effort, and short: a server that does not hear it finds out by itself."""
@@ -179,8 +222,9 @@ class ServerTopology:
             sequence=self._sequence[fragment],
             base_version=contribution.base_version,
             oldest_base=contribution.oldest_base,
-            weight=contribution.weight,
             steps=contribution.steps,
+            samples=contribution.samples,
+            tokens=contribution.tokens,
             codec=self._codec.name,
             size_bytes=len(payload),
         )
@@ -237,6 +281,7 @@ class ServerTopology:
             bytes_received=courier.bytes_received,
             retries=courier.exchange.retries,
             rejoins=courier.exchange.rejoins,
+            plan=self._joined.joined.plan,
         )
 
     # --- inside ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from ..types import (
     Answer,
     Commit,
     CommitAnswer,
+    Control,
+    ControlAnswer,
     GetPart,
     GetPartAnswer,
     Heartbeat,
@@ -49,6 +51,7 @@ ROUTES: Final[dict[tuple[str, str], tuple[type[Request], type[Answer]]]] = {
     ("POST", "/v1/commit"): (Commit, CommitAnswer),
     ("POST", "/v1/poll"): (Poll, PollAnswer),
     ("GET", "/v1/part"): (GetPart, GetPartAnswer),
+    ("POST", "/v1/control"): (Control, ControlAnswer),
 }
 PAGES: Final = ("/status", "/healthz")
 

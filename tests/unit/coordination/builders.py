@@ -65,7 +65,6 @@ def make_offer(worker_id: str = "a", sequence: int = 1, *, fragment: int = 0, **
         "run_id": RUN,
         "incarnation": 1,
         "base_version": 0,
-        "weight": 1.0,
         "steps": 1,
         "codec": "fp32",
         "size_bytes": SIZE_BYTES,

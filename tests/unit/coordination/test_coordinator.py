@@ -1,5 +1,6 @@
 """The server's decisions, message by message."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -141,7 +142,7 @@ class TestExactlyOnce:
         desk.contribute("b")
         assert desk.closed == [(1, "ab")]
 
-    @pytest.mark.parametrize("facts", [{"weight": 2.0}, {"size_bytes": SIZE_BYTES + 1}, {"steps": 9}])
+    @pytest.mark.parametrize("facts", [{"tokens": 2}, {"size_bytes": SIZE_BYTES + 1}, {"steps": 9}])
     def test_the_same_key_with_other_facts_is_a_conflict(self, facts: dict[str, Any]) -> None:
         desk = Desk("ab")
         desk.offer("a")
@@ -323,10 +324,10 @@ class TestAge:
         desk.contribute("a")
         desk.contribute("b")
         desk.contribute("a", 2, base_version=1)
-        assert desk.contribute("c", base_version=0, weight=3.0).version == 2
+        assert desk.contribute("c", base_version=0).version == 2
         assert desk.closings[1].participants == (
             Participant(worker_id="a", sequence=2, weight=1.0, staleness=0),
-            Participant(worker_id="c", sequence=1, weight=3.0, staleness=1),
+            Participant(worker_id="c", sequence=1, weight=1 / math.sqrt(2), staleness=1),
         )
 
     def test_an_upload_that_a_closing_round_overtakes_counts_late_with_a_quorum(self) -> None:
@@ -599,13 +600,13 @@ class TestPolling:
 class TestEffects:
     def test_a_contribution_is_added_before_its_round_closes(self) -> None:
         desk = Desk("ab", prompt=False)
-        desk.contribute("a", weight=1.0)
-        desk.contribute("b", weight=2.5)
+        desk.contribute("a")
+        desk.contribute("b")
         effects = [e for e in desk.effects if not isinstance(e, Event)]
-        participants = tuple(Participant(worker_id=w, sequence=1, weight=x) for w, x in (("a", 1.0), ("b", 2.5)))
+        participants = tuple(Participant(worker_id=w, sequence=1, weight=x) for w, x in (("a", 1.0), ("b", 1.0)))
         assert effects == [
-            Accumulate(make_key("a"), 1, 1.0),
-            Accumulate(make_key("b"), 1, 2.5),
+            Accumulate(make_key("a"), 1, 1.0, 1.0),
+            Accumulate(make_key("b"), 1, 1.0, 1.0),
             CloseRound(0, 1, participants),
         ]
 

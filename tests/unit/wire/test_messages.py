@@ -12,6 +12,7 @@ from outerstep.errors import BY_CODE, BadRequest, Busy, MethodNotAllowed, NotFou
 from outerstep.types import (
     Answer,
     Commit,
+    Control,
     GetPart,
     Heartbeat,
     Join,
@@ -63,6 +64,9 @@ wishes = st.builds(
     sync_every=st.none() | positives,
     codec=st.none() | labels,
     num_fragments=st.none() | positives,
+    delay=st.none() | counts,
+    alpha=st.none() | st.floats(0.0, 1.0),
+    carry=st.none() | st.booleans(),
 )
 
 REQUESTS: dict[type[Request], st.SearchStrategy[Request]] = {
@@ -89,7 +93,8 @@ REQUESTS: dict[type[Request], st.SearchStrategy[Request]] = {
         **contribution,
         base_version=counts,
         oldest_base=counts,
-        weight=st.floats(1e-6, 1e6),
+        samples=counts,
+        tokens=counts,
         steps=counts,
         codec=labels,
         size_bytes=positives,
@@ -97,6 +102,14 @@ REQUESTS: dict[type[Request], st.SearchStrategy[Request]] = {
     PutPart: st.builds(PutPart, **contribution, part=counts, hash=part_hashes),
     Commit: st.builds(Commit, **contribution, payload_hash=st.from_regex(r"[0-9a-f]{32}", fullmatch=True)),
     Poll: st.builds(Poll, **member, fragment=counts, after=st.integers(-1, 2**53), wait_s=seconds),
+    Control: st.builds(
+        Control,
+        kind=st.sampled_from(["save", "kick", "drain", "sync", "plan", "budget", "shutdown"]),
+        worker_id=st.none() | member["worker_id"],
+        reason=labels,
+        changes=wishes,
+        tokens=counts,
+    ),
     GetPart: st.builds(GetPart, **member, fragment=counts, version=counts, part=counts),
 }
 GOOD_QUERY = "run_id=r&worker_id=w&incarnation=1&fragment=0&version=2&part=3"

@@ -1,0 +1,19 @@
+"""What the coordinator knows of one fragment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..types import Agreement
+from .rounds import Round
+from .weights import UsualWeight
+
+
+@dataclass
+class Fragment:
+    """Its newest agreement, the round that is open on top of it, and what contributions to it usually weigh."""
+
+    published: Agreement
+    round: Round
+    max_payload_bytes: int
+    usual: UsualWeight = field(default_factory=UsualWeight)
