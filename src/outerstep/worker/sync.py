@@ -1,22 +1,26 @@
 """When a fragment is due, and what happens then: delta, exchange, adopt.
 
 This is the worker's half of one round, top to bottom. Everything in it runs in the training thread; what
-travels, travels in the topology's threads.
+travels, travels in the topology's threads. With a delay τ a fragment is sent after its step and taken over τ steps
+later, several at a time if they overlap; with τ = 0 the worker waits where it is. One code path.
+
+Several processes that train in step (a torchrun job) each run this same code: every decision follows from the step
+counter and from what the topology says, never from this process's own clock.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..core.fragments import due_fragment, send_step
-from ..errors import ExchangeFailed, Refused, RoundStuck
-from ..topology import Agreed, Contribution, Joined, Ticket, Topology
+from ..errors import ExchangeFailed, Refused, RoundStuck, WorkerError
+from ..topology import Agreed, Contribution, Joined, Sight, Topology
 from ..types import Plan
+from .progress import Flight, Metrics, Progress, Work
 from .replica import Replica
 
 log = logging.getLogger(__name__)
@@ -27,151 +31,211 @@ TRIES = 2
 EXIT_TRIES = 8
 
 
-@dataclass
-class Progress:
-    """One fragment: the version we hold, our last step that counts in it, and where our oldest unsent step began."""
+@dataclass(frozen=True)
+class Offline:
+    """What to do when nobody answers: after `after_s` train on, and leave at most `exchanges` open like that."""
 
-    version: int
-    counted_step: int
-    oldest_base: int
-
-
-@dataclass
-class Flight:
-    """An exchange under way, with the step it was sent at; `sent` is filled in if training goes on before it lands."""
-
-    ticket: Ticket
-    step: int
-    sent: dict[str, Tensor] | None = None
-
-
-@dataclass
-class Metrics:
-    """Counters of the exchanges so far."""
-
-    sync_count: int = 0  # exchanges that counted
-    missed_rounds: int = 0  # rounds that closed without us
-    steps_discarded: int = 0  # local steps that were too old, or had no round to go to
-    sync_retries: int = 0
-    reconnections: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    seconds_waiting: float = 0.0
-    last_sync_s: float = 0.0
+    after_s: float = 30.0
+    exchanges: int = 4
 
 
 class Synchronizer:
-    def __init__(self, topology: Topology, replica: Replica, joined: Joined) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        replica: Replica,
+        joined: Joined,
+        offline: Offline = Offline(),  # noqa: B008 - frozen
+    ) -> None:
         self._topology = topology
         self._replica = replica
+        self._offline = offline
         self.plan: Plan = joined.plan
         self.metrics = Metrics()
-        self.step = 0  # local optimizer steps since start
-        self.fragments = [Progress(a.version, 0, a.version) for a in joined.anchors]
+        self.work = Work()
+        self.fragments = [Progress(a.version, self.work, a.version) for a in joined.anchors]
         self._flights: dict[int, Flight] = {}
+        self._left_open = 0  # exchanges since the server was last heard from
+        self._assigned: int | None = None  # this worker's own H
+        self.sync_every = self.plan.sync_every
         for agreed in joined.anchors:
             replica.adopt(agreed.anchor)
         self._cycle_step = self._position()
 
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def count(self, *, samples: int, tokens: int) -> None:
+        self.work += Work(0, samples, tokens)
+
+    def assign(self, sync_every: int | None) -> None:
+        """This worker's own H, from its next cycle on; None = the plan's."""
+        self._assigned = sync_every
+
     def stepped(self) -> bool:
-        """One optimizer step was taken. Exchanges what is due; says whether anything was."""
-        self.step += 1
+        """One optimizer step was taken. Lands what is to land, sends what is due; says whether it did either."""
+        self.work += Work(steps=1)
         self._cycle_step += 1
-        due = due_fragment(self._cycle_step, self.plan.sync_every, len(self.fragments))
-        if self._cycle_step >= self.plan.sync_every:
-            self._cycle_step = 0
-        if due is None:
-            return False
-        # Who missed the only fragment's round sends again at once; with several, the next slot comes soon enough.
-        self.sync([due], tries=TRIES if len(self.fragments) == 1 else 1)
-        return True
+        due = due_fragment(self._cycle_step, self.sync_every, len(self.fragments))
+        if self._cycle_step >= self.sync_every:
+            self._new_cycle()
+        landing = [f for f, flight in self._flights.items() if not flight.parked and self.work.steps >= flight.land_at]
+        if landing:
+            self.sync(landing, tries=1, may_park=True)
+        if due is not None:
+            self._send(due)
+        return bool(landing) or due is not None
 
     def sync_all(self) -> None:
         """Every fragment that holds unsent steps, now; a new cycle begins."""
-        self._cycle_step = 0
+        self._new_cycle()
         self.sync(self._unsent(), tries=TRIES)
 
     def finish(self, *, keep_local: bool, patience_s: float) -> None:
         """The end of training: contribute the remaining steps. What finds no round any more is counted as discarded."""
-        own = {name: p.detach().clone() for name, p in self._replica.params.items()} if keep_local else None
+        own = {name: p.detach().clone() for name, p in self._replica.tensors.items()} if keep_local else None
         try:
             self.sync(self._unsent(), tries=EXIT_TRIES, stuck_after_s=patience_s)
         except RoundStuck as error:
             log.warning("%s; leaving after %g s. The steps since the last agreement may be lost.", error, patience_s)
         left = self._unsent()
         if left:
-            self.metrics.steps_discarded += max(self.step - self.fragments[f].counted_step for f in left)
+            self.metrics.steps_discarded += max((self.work - self.fragments[f].counted).steps for f in left)
             for fragment in left:
                 self._replica.adopt({n: self._replica.anchors[n] for n in self.plan.fragments[fragment]})
         if own is not None:
-            for name, param in self._replica.params.items():
-                param.data.copy_(own[name])
-
-    def sync(self, due: Iterable[int], *, tries: int, stuck_after_s: float | None = None) -> None:
-        """Contribute to the due fragments, wait for their agreements, adopt them.
-
-        While it waits, other workers may be waiting for this one at other fragments: it contributes to those too, so
-        that nobody waits in a circle. If the wait is interrupted (Ctrl-C, a server out of reach), what was sent may
-        count all the same; the flight is kept, and the next sync settles it before anything new is sent.
-        """
-        tries_left = dict.fromkeys(due, tries)
-        if not tries_left:
-            return
-        began_at = time.monotonic()
-        said = False
-        try:
-            for fragment in tries_left:
-                self._take_off(fragment, stuck_after_s)
-            while tries_left:
-                reasons = {self._flights[f].ticket.waiting_for for f in tries_left} - {""}
-                if reasons and not said and time.monotonic() - began_at > SAY_SO_S:
-                    said = True
-                    log.info("waiting for %s", " and ".join(sorted(reasons)))
-                look_s = LOOK_AROUND_S / len(tries_left)
-                for fragment in [f for f in tries_left if self._flights[f].ticket.wait(look_s)]:
-                    if self._land(fragment) or tries_left[fragment] == 1:
-                        del tries_left[fragment]
-                    else:
-                        tries_left[fragment] -= 1
-                        self._take_off(fragment, stuck_after_s)
-                for fragment, version in self._wanted():
-                    if fragment not in tries_left and self.fragments[fragment].version < version:
-                        tries_left[fragment] = 1
-                        self._take_off(fragment, stuck_after_s)
-        except BaseException:
-            for fragment, flight in self._flights.items():
-                if flight.sent is None:  # the weights are still those that were sent: remember what that was
-                    flight.sent = self._replica.deltas(self.plan.fragments[fragment])
-            raise
-        finally:
-            self.metrics.last_sync_s = time.monotonic() - began_at
-            self.metrics.seconds_waiting += self.metrics.last_sync_s
+            self._replica.restore(own)
 
     def cancel(self) -> None:
         """Stop sending; nothing more will be adopted."""
         for flight in self._flights.values():
             flight.ticket.cancel()
 
-    def _wanted(self) -> list[tuple[int, int]]:
-        return sorted({wanted for flight in self._flights.values() for wanted in flight.ticket.wanted})
+    def _new_cycle(self) -> None:
+        self._cycle_step = 0
+        self.sync_every = self._assigned or self.plan.sync_every
 
-    def _take_off(self, fragment: int, stuck_after_s: float | None) -> None:
-        """Send what is unsent; or carry on with what was sent before an interruption."""
-        interrupted = self._flights.get(fragment)
-        if interrupted is not None:
-            if interrupted.ticket.wait(0.0):
-                interrupted.ticket = self._topology.resume(interrupted.ticket)
+    @property
+    def _delay(self) -> int:
+        """τ. A worker with few steps of its own must still land a fragment before it is sent again."""
+        return min(self.plan.delay, self.sync_every - 1)
+
+    def _send(self, fragment: int) -> None:
+        if self._delay == 0:
+            # Who missed the only fragment's round sends again at once; with several, the next slot comes soon enough.
+            self.sync([fragment], tries=TRIES if len(self.fragments) == 1 else 1, may_park=True)
+            return
+        if fragment in self._flights:  # parked
+            self.sync([fragment], tries=1, may_park=True)
+        if fragment not in self._flights:
+            self._take_off(fragment, None, land_at=self.work.steps + self._delay)
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+
+    def sync(
+        self, due: Iterable[int], *, tries: int, stuck_after_s: float | None = None, may_park: bool = False
+    ) -> None:
+        """Contribute to the due fragments if they are not under way yet, wait for their agreements, adopt them.
+
+        While it waits, other workers may be waiting for this one at other fragments: it contributes to those too, so
+        that nobody waits in a circle. If the wait is interrupted (Ctrl-C, a server out of reach), what was sent may
+        count all the same; the flight is kept, and the next sync settles it before anything new is sent. With
+        `may_park` a server that does not answer is not waited for: training goes on, up to a limit.
+        """
+        tries_left = dict.fromkeys(due, tries)
+        if not tries_left:
+            return
+        began_at = time.monotonic()
+        said = False
+        with self._accounted(began_at):
+            for fragment in tries_left:
+                self._take_off(fragment, stuck_after_s)
+            while tries_left:
+                sights = {f: self._flights[f].ticket.look(LOOK_AROUND_S / len(tries_left)) for f in tries_left}
+                said = said or _say_so(sights.values(), time.monotonic() - began_at)
+                for fragment in [f for f, sight in sights.items() if sight.done]:
+                    if self._land(fragment) or tries_left[fragment] == 1:
+                        del tries_left[fragment]
+                    else:
+                        tries_left[fragment] -= 1
+                        self._take_off(fragment, stuck_after_s)
+                if may_park and self._nobody_answers(sights.values()):
+                    self._park(tries_left)
+                    return
+                for fragment, version in sorted({wanted for sight in sights.values() for wanted in sight.wanted}):
+                    if fragment not in tries_left and self.fragments[fragment].version < version:
+                        tries_left[fragment] = 1
+                        self._take_off(fragment, stuck_after_s)
+
+    @contextmanager
+    def _accounted(self, began_at: float) -> Iterator[None]:
+        """However the wait ends: what was sent is remembered, and the time counted."""
+        try:
+            yield
+        except BaseException:
+            self._leave_open(self._flights)
+            raise
+        finally:
+            self.metrics.last_sync_s = time.monotonic() - began_at
+            self.metrics.seconds_waiting += self.metrics.last_sync_s
+
+    def _leave_open(self, fragments: Iterable[int]) -> None:
+        """Training goes on without their agreements. (The weights are still those that were sent.)"""
+        for fragment in fragments:
+            flight = self._flights[fragment]
+            flight.parked = True
+            if flight.sent is None:
+                flight.sent = self._replica.deltas(self.plan.fragments[fragment])
+
+    def _nobody_answers(self, sights: Iterable[Sight]) -> bool:
+        silent = all(not sight.done and sight.silent_s > self._offline.after_s for sight in sights)
+        return silent and self._left_open < self._offline.exchanges
+
+    def _park(self, fragments: Iterable[int]) -> None:
+        self._left_open += 1
+        self.metrics.offline_exchanges += 1
+        self._leave_open(fragments)
+        log.warning(
+            "no answer from the server for %g s; training goes on without it (%d of at most %d exchanges left open)",
+            self._offline.after_s,
+            self._left_open,
+            self._offline.exchanges,
+        )
+
+    # --- one exchange ---------------------------------------------------------------------------------------------
+
+    def _take_off(self, fragment: int, stuck_after_s: float | None, land_at: int | None = None) -> None:
+        """Send what is unsent; or carry on with what is under way already."""
+        flight = self._flights.get(fragment)
+        if flight is not None:
+            if flight.ticket.look(0.0).done and flight.ticket.failed:
+                flight.ticket = self._topology.resume(flight.ticket)
             return
         progress = self.fragments[fragment]
+        unsent = self.work - progress.counted
+        self._check_reported(unsent)
+        deltas = self._replica.deltas(self.plan.fragments[fragment])
         contribution = Contribution(
             fragment=fragment,
             base_version=progress.version,
             oldest_base=progress.oldest_base,
-            steps=self.step - progress.counted_step,
-            weight=1.0,
-            deltas=self._replica.deltas(self.plan.fragments[fragment]),
+            steps=unsent.steps,
+            samples=unsent.samples,
+            tokens=unsent.tokens,
+            deltas=deltas,
         )
-        self._flights[fragment] = Flight(self._topology.begin(contribution, stuck_after_s=stuck_after_s), self.step)
+        ticket = self._topology.begin(contribution, stuck_after_s=stuck_after_s)
+        later = land_at is not None
+        self._flights[fragment] = Flight(
+            ticket, self.work, self.work.steps if land_at is None else land_at, deltas if later else None
+        )
+
+    def _check_reported(self, unsent: Work) -> None:
+        unit = self.plan.weight_by
+        if unit != "equal" and unsent.steps and not getattr(unsent, unit):
+            raise WorkerError(
+                f"the run weighs contributions by {unit}, and none were reported in {unsent.steps} steps: "
+                f"call worker.count({unit}=…) at each step"
+            )
 
     def _land(self, fragment: int) -> bool:
         """Take an agreement over. False: some of our steps are not in it, and are kept for the next round."""
@@ -183,31 +247,44 @@ class Synchronizer:
                 del self._flights[fragment]  # it never counted, and never will: nothing is in doubt
             raise
         del self._flights[fragment]
-        progress, metrics = self.fragments[fragment], self.metrics
-        metrics.bytes_sent += agreed.bytes_sent
-        metrics.bytes_received += agreed.bytes_received
-        metrics.sync_retries += agreed.retries
-        metrics.reconnections += agreed.rejoins
-        progress.version = agreed.version
+        self._left_open = 0
+        self._note(agreed)
         if agreed.counted:
-            metrics.sync_count += 1
-            progress.counted_step, progress.oldest_base = flight.step, agreed.version
-            if flight.sent is not None and flight.step < self.step:
-                self._replica.carry(agreed.anchor, flight.sent)
-                return False
-        elif not self._too_old(agreed):
-            metrics.missed_rounds += 1
-            self._replica.rebase(agreed.anchor)
-            unsent = self.step - progress.counted_step
-            log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
-            return False
+            return self._take_over(fragment, flight, agreed)
+        self.metrics.missed_rounds += 1
+        progress = self.fragments[fragment]
+        unsent = (self.work - progress.counted).steps
+        if self._too_old(agreed):
+            self.metrics.steps_discarded += unsent
+            log.warning("%d local steps were older than max_staleness=%d and are lost", unsent, self.plan.max_staleness)
+            progress.version = progress.oldest_base = agreed.version
+            progress.counted = self.work
+            self._replica.adopt(agreed.anchor)
+            return True
+        progress.version = agreed.version
+        self._replica.rebase(agreed.anchor)
+        log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
+        return False
+
+    def _take_over(self, fragment: int, flight: Flight, agreed: Agreed) -> bool:
+        """What we sent is in the agreement (or in a round still open). The steps taken since then are kept, mixed or
+        replaced, as the plan says; those taken while nobody answered are always kept."""
+        progress = self.fragments[fragment]
+        progress.version = progress.oldest_base = agreed.version
+        progress.counted = flight.work
+        self.metrics.sync_count += 1
+        since = (self.work - flight.work).steps
+        if since == 0:
+            self._replica.adopt(agreed.anchor)
+        elif self.plan.carry or flight.parked:
+            assert flight.sent is not None
+            self._replica.carry(agreed.anchor, flight.sent)
+        elif self.plan.alpha > 0.0:
+            self._replica.mix(agreed.anchor, self.plan.alpha)
         else:
-            metrics.missed_rounds += 1
-            lost = self.step - progress.counted_step
-            metrics.steps_discarded += lost
-            log.warning("%d local steps were older than max_staleness=%d and are lost", lost, self.plan.max_staleness)
-            progress.counted_step, progress.oldest_base = self.step, agreed.version
-        self._replica.adopt(agreed.anchor)
+            self._replica.adopt(agreed.anchor)
+            progress.counted = self.work
+            self.metrics.steps_overwritten += since
         log.info(
             "fragment %d version %d: %s; %.1f MB up, %.1f MB down",
             fragment,
@@ -216,16 +293,39 @@ class Synchronizer:
             agreed.bytes_sent / 1e6,
             agreed.bytes_received / 1e6,
         )
-        return True
+        return progress.counted == self.work
+
+    def _note(self, agreed: Agreed) -> None:
+        metrics = self.metrics
+        metrics.bytes_sent += agreed.bytes_sent
+        metrics.bytes_received += agreed.bytes_received
+        metrics.sync_retries += agreed.retries
+        metrics.reconnections += agreed.rejoins
+        if agreed.plan.revision > self.plan.revision:
+            log.info("the plan changed: sync_every=%d, delay=%d", agreed.plan.sync_every, agreed.plan.delay)
+            self.plan = agreed.plan
+            if self._cycle_step == 0:
+                self._new_cycle()
 
     def _too_old(self, agreed: Agreed) -> bool:
         age = agreed.version - self.fragments[agreed.fragment].oldest_base
         return agreed.too_old or age > self.plan.max_staleness
 
     def _unsent(self) -> list[int]:
-        return [i for i, progress in enumerate(self.fragments) if progress.counted_step < self.step]
+        """Fragments with steps that no agreement holds, or with an exchange still open."""
+        behind = {i for i, progress in enumerate(self.fragments) if progress.counted.steps < self.work.steps}
+        return sorted(behind | set(self._flights))
 
     def _position(self) -> int:
         """Where in the cycle the others are: the fragment with the lowest version is the next to be sent."""
         versions = [progress.version for progress in self.fragments]
         return send_step(versions.index(min(versions)) - 1, self.plan.sync_every, len(versions))
+
+
+def _say_so(sights: Iterable[Sight], waited_s: float) -> bool:
+    """Tell the user for whom we wait, once it takes long."""
+    reasons = {sight.waiting_for for sight in sights} - {""}
+    if not reasons or waited_s <= SAY_SO_S:
+        return False
+    log.info("waiting for %s", " and ".join(sorted(reasons)))
+    return True

@@ -31,12 +31,12 @@ from torch.utils.hooks import RemovableHandle
 from ..config import WorkerConfig, build
 from ..coordination.exchange import Patience
 from ..errors import ModelError, OuterstepError, WorkerError
-from ..topology import Topology
+from ..topology import Orders, Topology
 from ..topology.server import ServerTopology
 from ..types import Plan
 from ..wire.http_transport import HttpTransport
 from .replica import Replica
-from .sync import Synchronizer
+from .sync import Offline, Synchronizer
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class DiLoCoWorker:
         bf16_comm: bool | None = None,
         heartbeat_interval: float = 30.0,
         num_fragments: int | None = None,
+        dylu: bool | None = None,
         *,
         topology: Topology | None = None,
         **settings: Any,
@@ -75,15 +76,16 @@ class DiLoCoWorker:
                 "bf16_comm": bf16_comm,
                 "heartbeat_interval": heartbeat_interval,
                 "num_fragments": num_fragments,
+                "dylu": dylu,
                 **settings,
             },
         )
         if not hasattr(optimizer, "register_step_post_hook"):
             raise ModelError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer = _innermost(optimizer)
         self.worker_id = self.config.worker_id or _make_worker_id()
-        self._replica = Replica(model)
+        self._replica = Replica(model, self.config.buffers)
         self._topology = topology or self._default_topology()
         self._sync: Synchronizer | None = None
         self._hook: RemovableHandle | None = None
@@ -97,6 +99,7 @@ class DiLoCoWorker:
         self._progress_at = time.monotonic()
         self._in_exchange = False
         self._said_stalled = False
+        self.should_stop = False  # the run wants this worker to end: it has contributed and left
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -107,7 +110,10 @@ class DiLoCoWorker:
         if self.optimizer in _attached:
             raise ModelError("this optimizer already has a DiLoCoWorker attached; stop that one first")
         self._sync = Synchronizer(
-            self._topology, self._replica, self._topology.join(self._replica.manifest, self.config.wishes)
+            self._topology,
+            self._replica,
+            self._topology.join(self._replica.manifest, self.config.wishes),
+            Offline(self.config.offline_after_s, self.config.offline_rounds),
         )
         _attached.add(self.optimizer)
         self._hook = self.optimizer.register_step_post_hook(self._after_step)
@@ -169,6 +175,13 @@ class DiLoCoWorker:
             self._progress_at = time.monotonic()
             self._resumed_at = self._clock()
 
+    def count(self, *, samples: int = 0, tokens: int = 0) -> None:
+        """Report what the last batch held, before `optimizer.step()`: for runs that weigh by it or have a token budget.
+        Any number of calls per step; they add up."""
+        if samples < 0 or tokens < 0:
+            raise WorkerError(f"samples and tokens must be ≥ 0, got {samples} and {tokens}")
+        self._started.count(samples=int(samples), tokens=int(tokens))
+
     def global_weights(self) -> AbstractContextManager[None]:
         """`with worker.global_weights(): evaluate(model)` evaluates the last agreed model instead of the local one."""
         self._started  # noqa: B018 - an anchor exists only after start()
@@ -180,15 +193,18 @@ class DiLoCoWorker:
 
     @property
     def sync_every(self) -> int:
-        return self._started.plan.sync_every
+        """H: this worker's own under dynamic local updates, else the plan's."""
+        return self._started.sync_every
 
     @property
     def sync_metrics(self) -> dict[str, float | int | str | list[int]]:
         sync, metrics = self._started, self._started.metrics
         return {
             "worker_id": self.worker_id,
-            "local_step": sync.step,
-            "sync_every": sync.plan.sync_every,
+            "local_step": sync.work.steps,
+            "samples": sync.work.samples,
+            "tokens": sync.work.tokens,
+            "sync_every": sync.sync_every,
             "versions": [progress.version for progress in sync.fragments],
             "steps_per_second": round(self.steps_per_second, 4),
             **{name: getattr(metrics, name) for name in metrics.__dataclass_fields__},
@@ -228,11 +244,25 @@ class DiLoCoWorker:
         finally:
             self._in_exchange = False
             self._progress_at = time.monotonic()
-        if exchanged:
+        obeyed = self._obey(self._topology.orders(at_exchange=exchanged))
+        if exchanged or obeyed:
             self._resumed_at = self._clock()
             self._beat_now.set()  # the server's status shows where we are
         else:
             self._resumed_at = now
+
+    def _obey(self, orders: Orders) -> bool:
+        """What the server asks of this worker. True: it took time."""
+        assert self._sync is not None
+        if self.config.dylu is not False:
+            self._sync.assign(orders.sync_every)
+        if orders.drain:
+            log.warning("told to finish (%s): contributing what is left, then leaving", orders.drain)
+            self.should_stop = True
+            self.stop()
+        elif orders.sync:
+            self.force_sync()
+        return bool(orders.drain or orders.sync)
 
     def _heartbeat_interval_s(self, plan: Plan) -> float:
         """Three beats within the server's patience: a default interval must not get anyone evicted."""
@@ -251,7 +281,7 @@ class DiLoCoWorker:
             if self._is_stalled():
                 continue
             try:
-                self._topology.heartbeat(sync.step, self.steps_per_second, self.last_loss)
+                self._topology.heartbeat(sync.work.steps, self.steps_per_second, self.last_loss)
             except OuterstepError as error:
                 # The exchange has its own patience and raises what cannot be mended; a missed beat is not an error.
                 log.debug("heartbeat: %s", error)
@@ -278,6 +308,13 @@ class DiLoCoWorker:
             patience=Patience(give_up_after_s=self.config.give_up_after_s),
             join_timeout_s=self.config.join_timeout_s,
         )
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Accelerate and others wrap the optimizer; its steps, and only those really taken, happen in the wrapped one."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
 
 
 def _make_worker_id() -> str:
