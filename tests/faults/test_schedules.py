@@ -20,7 +20,7 @@ from outerstep.coordination.exchange import Outcome
 from outerstep.coordination.membership import Member
 from outerstep.coordination.rounds import RoundRules
 from outerstep.simulate import History, Scenario, run
-from outerstep.simulate.worker import LocalFragment, SimWorker
+from outerstep.simulate.worker import LocalFragment, SimFlight, SimWorker
 from outerstep.types import Commit, CommitAnswer, FromMember, OfContribution, Offer, OfferAnswer
 
 QUICK, FULL = 200, 2_000
@@ -42,6 +42,7 @@ def check_seeds(seeds: range) -> None:
     violations, faults, rounds = run_seeds(seeds)
     assert not violations, "\n".join(violations[:10])
     kinds = {"crash", "pause", "replace", "cut", "cut_up", "cut_down", "bad_weather", "lost", "repeated", "damaged"}
+    kinds |= {"kick", "drain", "sync", "new_plan", "parked"}
     assert kinds <= faults.keys(), f"never fired: {kinds - faults.keys()}"
     assert rounds > len(seeds)
 
@@ -53,6 +54,15 @@ def test_two_hundred_schedules_keep_every_promise() -> None:
 @pytest.mark.slow
 def test_two_thousand_schedules_keep_every_promise() -> None:
     check_seeds(range(QUICK, FULL))
+
+
+def test_the_schedules_cover_every_mode() -> None:
+    drawn = [Scenario.drawn(seed) for seed in range(QUICK)]
+    covered = {(s.rules.mode, s.fragments > 1, s.delay > 0) for s in drawn}
+    modes = ("sync", "quorum", "async")
+    assert covered == {(mode, split, late) for mode in modes for split in (False, True) for late in (False, True)}
+    assert any(s.rules.dylu and s.fragments > 1 and s.rules.mode == "sync" for s in drawn)
+    assert any(s.delay * s.fragments > s.sync_every for s in drawn), "several fragments in flight"
 
 
 def test_a_seed_replays_exactly() -> None:
@@ -143,6 +153,25 @@ class SendsTwice(SimWorker):
             fragment.unsent = [(self.worker_id, self.steps_taken)]
 
 
+class DiscardsWhatItCarries(SimWorker):
+    """Forgets the steps it took while its contribution was under way."""
+
+    def _land(self, index: int, flight: SimFlight, outcome: Outcome) -> bool:
+        super()._land(index, flight, outcome)
+        self.fragments[index].unsent = []
+        return True
+
+
+class ForgetsWhatItParked(SimWorker):
+    """Sends everything anew when the server is back, though what was under way may count."""
+
+    def _take_off(self, index: int, *, land_at: int) -> None:
+        flight = self._flights.get(index)
+        if flight is not None and flight.parked:
+            del self._flights[index]
+        super()._take_off(index, land_at=land_at)
+
+
 @pytest.mark.parametrize(
     ("bug", "symptom"),
     [
@@ -152,6 +181,8 @@ class SendsTwice(SimWorker):
         ({"coordinator_type": StepsFromNothing}, "closed with 0 contributions"),
         ({"worker_type": OverwritesUnsent}, "vanished"),
         ({"worker_type": SendsTwice}, "applied twice"),
+        ({"worker_type": DiscardsWhatItCarries}, "vanished"),
+        ({"worker_type": ForgetsWhatItParked}, "applied twice"),
     ],
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
 )

@@ -151,7 +151,8 @@ class Coordinator:
         member, arrived = self.members.join(message, now)
         if arrived:
             if member.worker_id in before:
-                # The old process is fenced; what it had in hand is lost, so nobody waits for it in this round.
+                # The old process is fenced; what it had in hand or was told is lost, and nobody waits for it now.
+                self.commands.forget(member.worker_id)
                 self._forget(member)
             self._first_join_at = now if self._first_join_at is None else self._first_join_at
             self.event("join", worker=member.worker_id, host=member.hostname, incarnation=member.incarnation)

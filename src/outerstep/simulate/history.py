@@ -57,11 +57,12 @@ class History:
     def told(self, key: ContributionKey, steps: list[StepName], *, counted: bool) -> None:
         self._beliefs.append((key, steps, counted))
 
-    def check_beliefs(self, pending: set[StepName]) -> None:
+    def check_beliefs(self, pending: set[tuple[int, StepName]]) -> None:
         """What workers were told about their contributions, against what the server applied or has in an open round."""
         for key, steps, counted in self._beliefs:
             by = [self.applied.get((key.fragment, step)) for step in steps]
-            if counted and not all(b == key or step in pending for b, step in zip(by, steps, strict=True)):
+            known = [b == key or (key.fragment, step) in pending for b, step in zip(by, steps, strict=True)]
+            if counted and not all(known):
                 self.violated(f"{key} was reported as counted, but its steps were not applied")
             if not counted and key in by:
                 self.violated(f"{key} was reported as missed, but its steps were applied")

@@ -10,7 +10,8 @@ from ..coordination.rounds import RoundRules
 
 @dataclass(frozen=True)
 class Fault:
-    """At `at_s`, for `lasts_s`: crash, pause, replace, cut, cut_up, cut_down (a worker's link), or bad_weather."""
+    """At `at_s`, for `lasts_s`: crash, pause, replace, cut, cut_up, cut_down (a worker's link), bad_weather; or an
+    operator: kick, drain, sync, new_plan."""
 
     kind: str
     at_s: float
@@ -24,6 +25,10 @@ class Scenario:
     workers: int = 3
     fragments: int = 1
     sync_every: int = 6
+    delay: int = 0
+    carry: bool = True
+    offline_after_s: float = 20.0
+    offline_exchanges: int = 0
     step_s: tuple[float, ...] = (1.0, 1.0, 1.0)
     parts: int = 2
     pool_parts: int = 64
@@ -41,28 +46,37 @@ class Scenario:
         """A run with faults of every kind."""
         rng = random.Random(f"scenario {seed}")
         workers = rng.randint(1, 4)
-        quorum = rng.choice([None, None, max(1, workers - 1), 1])
+        asynchronous = rng.random() < 0.2
+        quorum = 1 if asynchronous else rng.choice([None, None, max(1, workers - 1), 1])
         rules = RoundRules(
             num_workers=workers,
-            min_workers=rng.choice([1, 1, min(2, workers)]),
+            min_workers=1 if quorum == 1 else rng.choice([1, 1, min(2, workers)]),
             quorum=quorum,
+            asynchronous=asynchronous,
+            dylu=rng.random() < 0.3,
             grace_s=rng.choice([0.0, 2.0]),
             round_deadline_s=rng.choice([None, 10.0, 20.0]),
             start_deadline_s=rng.choice([None, 25.0]),
-            max_staleness=rng.choice([1, 2, 4]),
+            max_staleness=rng.choice([1, 2, 4]) * (4 if asynchronous else 1),
         )
         storm_s = rng.uniform(20.0, 90.0)
         kinds = ["crash", "pause", "replace", "cut", "cut_up", "cut_down", "bad_weather"]
+        kinds += ["cut", "kick", "drain", "sync", "new_plan"]
         faults = tuple(
             Fault(rng.choice(kinds), rng.uniform(0.0, storm_s), rng.uniform(1.0, 40.0), rng.randrange(workers))
             for _ in range(rng.randint(1, 6))
         )
         fragments = rng.choice([1, 1, 2, 3])
+        sync_every = rng.randint(fragments, 8)
         return Scenario(
             rules=rules,
             workers=workers,
             fragments=fragments,
-            sync_every=rng.randint(fragments, 8),
+            sync_every=sync_every,
+            delay=rng.choice([0, 0, min(1, sync_every - 1), sync_every - 1]),
+            carry=rng.random() < 0.7,
+            offline_after_s=rng.choice([8.0, 20.0]),
+            offline_exchanges=rng.choice([0, 1, 4]),
             step_s=tuple(rng.choice([0.5, 1.0, 1.0, 3.0]) for _ in range(workers)),
             parts=rng.randint(1, 3),
             pool_parts=rng.choice([1, 3, 64]),

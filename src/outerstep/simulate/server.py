@@ -73,6 +73,9 @@ class SimServer:
                 part_size_bytes=PART_BYTES,
                 max_staleness=scenario.rules.max_staleness,
                 mode=scenario.rules.mode,
+                delay=scenario.delay,
+                carry=scenario.carry,
+                dylu=scenario.rules.dylu,
                 heartbeat_timeout_s=scenario.heartbeat_timeout_s,
             ),
             settled=settle(Wishes(), Wishes(), ""),
@@ -83,9 +86,9 @@ class SimServer:
         agenda.after(1.0, self._tick)
 
     @property
-    def pending(self) -> set[StepName]:
-        """Steps that are in a round which has not closed."""
-        return {step for contents in self._sums.values() for _, steps in contents for step in steps}
+    def pending(self) -> set[tuple[int, StepName]]:
+        """(fragment, step) of those in a round which has not closed."""
+        return {(f, step) for (f, _), contents in self._sums.items() for _, steps in contents for step in steps}
 
     def handle(self, request: Request, body: list[StepName], *, damaged: bool) -> Answer | Refused:
         """What the HTTP service does, with names of steps for bytes."""

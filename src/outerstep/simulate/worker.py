@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..coordination.exchange import Call, Exchange, Outcome, Patience, Session
-from ..errors import Fenced, OuterstepError, Refused, RoundStuck, TransportError
+from ..errors import Fenced, Kicked, OuterstepError, Refused, RoundStuck, TransportError
 from ..types import (
     PROTOCOL_VERSION,
     Answer,
+    ContributionKey,
     GetPartAnswer,
     Heartbeat,
+    HeartbeatAnswer,
     Join,
     Leave,
     Offer,
@@ -39,6 +41,18 @@ class LocalFragment:
     oldest_base: int
 
 
+@dataclass
+class SimFlight:
+    """A contribution under way: its steps, when its agreement is to be taken over, and what has become of it."""
+
+    key: ContributionKey
+    steps: list[StepName]
+    land_at: int
+    exchange: Exchange | None = None
+    outcome: Outcome | None = None
+    parked: bool = False
+
+
 class SimWorker:
     """One start of a worker process. A restart is a new object with the same id."""
 
@@ -59,8 +73,8 @@ class SimWorker:
         self.first_step = first_step
         self.steps_taken = first_step
         self.fragments: list[LocalFragment] = []
-        self.discarded: list[StepName] = []
-        self.abandoned: list[StepName] = []  # accepted, but this worker left before the round could close
+        self.discarded: set[tuple[int, StepName]] = set()  # too old, or overwritten by a delayed agreement
+        self.abandoned: set[tuple[int, StepName]] = set()  # accepted, but it left before the round could close
         self.alive = True
         self.left = False
         self.leaving = False
@@ -80,8 +94,14 @@ class SimWorker:
             )
         )
         self._finished: set[Exchange] = set()
-        self._waiting: set[int] = set()
+        self._flights: dict[int, SimFlight] = {}
+        self._waiting: dict[int, int] = {}  # fragments that are waited for -> tries left
         self._then: Callable[[], None] = self._train
+        self._left_open = 0
+        self._sync_every = scenario.sync_every
+        self._assigned: int | None = None
+        self._sync_now = False
+        self._obeyed: set[int] = set()
         self._begin(fragment=0, after=-1, on_outcome=self._joined)
         self._soon(scenario.heartbeat_every_s, self._heartbeat)
 
@@ -131,52 +151,116 @@ class SimWorker:
 
     def _train(self) -> None:
         if self.leaving:
-            self._contribute_rest()
+            self._wait_for([i for i in range(len(self.fragments)) if self._is_open(i)], EXIT_TRIES, self._goodbye)
+            return
+        if self._sync_now:
+            self._sync_now = False
+            self._new_cycle()
+            self._wait_for([i for i in range(len(self.fragments)) if self._is_open(i)], RESYNC_TRIES, self._train)
             return
         self._soon(self._step_s, self._stepped)
+
+    def _is_open(self, index: int) -> bool:
+        return bool(self.fragments[index].unsent) or index in self._flights
 
     def _position(self) -> int:
         """Where in the cycle the others are: the fragment with the lowest version is the next to be sent."""
         versions = [fragment.version for fragment in self.fragments]
         return versions.index(min(versions)) * self._scenario.sync_every // self._scenario.fragments
 
+    def _new_cycle(self) -> None:
+        self._cycle_step = 0
+        self._sync_every = self._assigned or self._session.joined.plan.sync_every
+
     def _stepped(self) -> None:
         self.steps_taken += 1
         self._cycle_step += 1
         for fragment in self.fragments:
             fragment.unsent.append((self.worker_id, self.steps_taken))
-        h, p = self._scenario.sync_every, self._scenario.fragments
-        due = [f for f in range(p) if (f + 1) * h // p == self._cycle_step]
-        if self._cycle_step == h:
-            self._cycle_step = 0
-        self._sync(due, self._train)
+        h, p = self._sync_every, self._scenario.fragments
+        due = next((f for f in range(p) if (f + 1) * h // p == self._cycle_step), None)
+        if self._cycle_step >= h:
+            self._new_cycle()
+        landing = [f for f, flight in self._flights.items() if not flight.parked and flight.land_at <= self.steps_taken]
+        self._wait_for(landing, 1, lambda: self._send(due))
 
-    def _sync(self, due: list[int], then: Callable[[], None]) -> None:
-        """Contribute to the due fragments, and to whatever else waits for this worker meanwhile; then go on."""
-        self._waiting = set(due)
-        self._then = then
-        if not due:
-            then()
-        for index in due:
+    def _send(self, due: int | None) -> None:
+        """A fragment's step has come. With a delay its agreement is taken over later; without, now."""
+        delay = min(self._scenario.delay, self._sync_every - 1)
+        if due is None:
+            self._train()
+        elif delay == 0:
             # Who missed the only fragment's round sends again at once; with several, its next slot comes soon enough.
-            tries = EXIT_TRIES if self.leaving else RESYNC_TRIES if self._scenario.fragments == 1 else 1
-            self._contribute(index, tries)
+            self._wait_for([due], RESYNC_TRIES if self._scenario.fragments == 1 else 1, self._train)
+        elif due in self._flights:  # parked
+            self._wait_for([due], 1, lambda: self._take_off_and_train(due, delay))
+        else:
+            self._take_off_and_train(due, delay)
 
-    def _synced(self, index: int) -> None:
-        self._waiting.discard(index)
+    def _take_off_and_train(self, index: int, delay: int) -> None:
+        if index not in self._flights:
+            self._take_off(index, land_at=self.steps_taken + delay)
+        self._train()
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, due: list[int], tries: int, then: Callable[[], None]) -> None:
+        """Contribute to the due fragments, and to whatever else waits for this worker meanwhile; then go on."""
+        self._waiting = dict.fromkeys(due, tries)
+        self._then = then
+        for index in due:
+            self._take_off(index, land_at=self.steps_taken)
+        self._look()
+        if self._waiting:
+            self._watch_silence(self._waiting)
+
+    def _look(self) -> None:
+        """Land what has arrived; when nothing is left to wait for, go on."""
+        for index in list(self._waiting):
+            flight = self._flights.get(index)
+            if flight is None or flight.outcome is None:
+                continue
+            landed = self._land(index, flight, flight.outcome)
+            if landed or self._waiting[index] == 1:
+                del self._waiting[index]
+            else:
+                self._waiting[index] -= 1
+                self._take_off(index, land_at=self.steps_taken)
         if not self._waiting:
-            self._then()
+            then, self._then = self._then, _nothing
+            then()
+
+    def _watch_silence(self, waiting: dict[int, int]) -> None:
+        """If nobody answers for too long, train on and leave the exchanges open."""
+        if self._waiting is not waiting or not waiting or self.leaving:
+            return
+        now, limit_s = self._agenda.now, self._scenario.offline_after_s
+        exchanges = [self._flights[i].exchange for i in waiting if i in self._flights]
+        silent = all(exchange is not None and exchange.silent_s(now) > limit_s for exchange in exchanges)
+        if exchanges and silent and self._left_open < self._scenario.offline_exchanges:
+            self._left_open += 1
+            self._history.faults["parked"] += 1
+            for index in waiting:
+                self._flights[index].parked = True
+            waiting.clear()
+            self._look()
+            return
+        self._soon(1.0, lambda: self._watch_silence(waiting))
 
     def _also_wanted(self, exchange: Exchange) -> None:
+        """Who stands still contributes to the rounds that wait for it, so that nobody waits in a circle."""
+        if not self._waiting:
+            return
         for index, version in sorted(exchange.wanted):
             if index not in self._waiting and self.fragments[index].version < version:
-                self._waiting.add(index)
-                self._contribute(index, 1)
+                self._waiting[index] = 1
+                self._take_off(index, land_at=self.steps_taken)
 
-    def _contribute_rest(self) -> None:
-        self._sync([i for i, fragment in enumerate(self.fragments) if fragment.unsent], self._goodbye)
+    # --- one exchange -----------------------------------------------------------------------------------------------
 
-    def _contribute(self, index: int, tries: int) -> None:
+    def _take_off(self, index: int, *, land_at: int) -> None:
+        if index in self._flights:
+            return
         fragment = self.fragments[index]
         fragment.sequence += 1
         steps = list(fragment.unsent)
@@ -190,25 +274,41 @@ class SimWorker:
             codec="fp32",
             size_bytes=self._scenario.parts * PART_BYTES,
         )
-        key = offer.key
+        flight = self._flights[index] = SimFlight(offer.key, steps, land_at)
 
-        def agreed(outcome: Outcome) -> None:
-            self._history.told(key, steps, counted=outcome.counted)
-            if outcome.counted:
-                fragment.unsent = []
-                self.exchanges_done += 1
-            self._adopt(fragment, outcome)  # not counted = a rebase: the unsent steps stay
-            age = fragment.version - fragment.oldest_base
-            if outcome.too_old or age > self._scenario.rules.max_staleness:
-                self.discarded += fragment.unsent
-                fragment.unsent, fragment.oldest_base = [], fragment.version
-                self.exchanges_done += 1
-            if tries > 1 and fragment.unsent:
-                self._contribute(index, tries - 1)
-            else:
-                self._synced(index)
+        def arrived(outcome: Outcome) -> None:
+            flight.outcome = outcome
+            if index in self._waiting:
+                self._look()
 
-        self._begin(fragment=index, after=fragment.version, on_outcome=agreed, offer=offer, steps=steps)
+        flight.exchange = self._begin(
+            fragment=index, after=fragment.version, on_outcome=arrived, offer=offer, steps=steps
+        )
+
+    def _land(self, index: int, flight: SimFlight, outcome: Outcome) -> bool:
+        """True: no step of ours is left unsent."""
+        del self._flights[index]
+        self._left_open = 0
+        fragment = self.fragments[index]
+        self._history.told(flight.key, flight.steps, counted=outcome.counted)
+        if outcome.counted:
+            sent = set(flight.steps)
+            fragment.unsent = [step for step in fragment.unsent if step not in sent]
+            self.exchanges_done += 1
+            if fragment.unsent and not self._scenario.carry and not flight.parked:
+                self._discard(index)  # the delayed agreement overwrites what was done meanwhile
+            fragment.oldest_base = outcome.agreement.version
+        self._adopt(fragment, outcome)  # not counted = a rebase: the unsent steps stay
+        age = fragment.version - fragment.oldest_base
+        if outcome.too_old or age > self._scenario.rules.max_staleness:
+            self._discard(index)
+            fragment.oldest_base = fragment.version
+            self.exchanges_done += 1
+        return not fragment.unsent
+
+    def _discard(self, index: int) -> None:
+        self.discarded |= {(index, step) for step in self.fragments[index].unsent}
+        self.fragments[index].unsent = []
 
     def _adopt(self, fragment: LocalFragment, outcome: Outcome) -> None:
         made = outcome.agreement
@@ -219,7 +319,7 @@ class SimWorker:
 
     def _goodbye(self) -> None:
         if not self.left:
-            self.abandoned = [step for fragment in self.fragments for step in fragment.unsent]
+            self.abandoned = {(i, step) for i, fragment in enumerate(self.fragments) for step in fragment.unsent}
             self._fire(Leave(**self._session.head, reason="done"), self._departed)
             self._soon(CALL_TIMEOUT_S, self._goodbye)
 
@@ -229,11 +329,29 @@ class SimWorker:
 
     def _heartbeat(self) -> None:
         if self._session.answer is not None:
+            acknowledged = tuple(sorted(self._obeyed))
             self._fire(
-                Heartbeat(**self._session.head, step=self.steps_taken, steps_per_second=1.0 / self._step_s),
-                lambda answer: None,
+                Heartbeat(
+                    **self._session.head,
+                    step=self.steps_taken,
+                    steps_per_second=1.0 / self._step_s,
+                    acknowledged=acknowledged,
+                ),
+                lambda answer: self._ordered(answer, acknowledged),
             )
         self._soon(self._scenario.heartbeat_every_s, self._heartbeat)
+
+    def _ordered(self, answer: Answer | Refused, acknowledged: tuple[int, ...]) -> None:
+        if not isinstance(answer, HeartbeatAnswer):
+            return
+        self._assigned = answer.sync_every
+        self._obeyed -= set(acknowledged)
+        for command in answer.commands:
+            if command.kind == "drain":
+                self.leaving = True
+            elif command.id not in self._obeyed:
+                self._sync_now = True
+            self._obeyed.add(command.id)
 
     # --- driving the exchange machine -----------------------------------------------------------------------------
 
@@ -245,7 +363,7 @@ class SimWorker:
         on_outcome: Callable[[Outcome], None],
         offer: Offer | None = None,
         steps: list[StepName] | None = None,
-    ) -> None:
+    ) -> Exchange:
         body = steps or []
         hashes = tuple(contribution_part(offer.key, body, i) for i in range(self._scenario.parts)) if offer else ()
         exchange = Exchange(
@@ -264,7 +382,9 @@ class SimWorker:
             ),
             rng=self._rng,
         )
-        self._drive(exchange, body, on_outcome)
+        # Its first calls go out by the agenda, so that whoever began it has it in hand when the answers come.
+        self._soon(0.0, lambda: self._drive(exchange, body, on_outcome))
+        return exchange
 
     def _drive(self, exchange: Exchange, body: list[StepName], on_outcome: Callable[[Outcome], None]) -> None:
         if exchange in self._finished:
@@ -284,7 +404,7 @@ class SimWorker:
             self._soon(exchange.wake_at - now, lambda: self._drive(exchange, body, on_outcome))
 
     def _gave_up(self, failure: OuterstepError) -> None:
-        if isinstance(failure, Fenced):
+        if isinstance(failure, Fenced | Kicked):
             self.alive = False  # a newer start carries on
         elif isinstance(failure, RoundStuck):
             self._goodbye()
@@ -329,3 +449,7 @@ class SimWorker:
             self._network.send("server", self._link, back)
 
         self._network.send(self._link, "server", at_server)
+
+
+def _nothing() -> None:
+    """There is nothing to go on with: somebody else has."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Literal
 
 from ..coordination.coordinator import Coordinator
+from ..types import Control, Wishes
 from .agenda import Agenda
 from .history import History
 from .network import Conditions, Network
@@ -64,7 +66,7 @@ class World:
         if not agenda.run_until(lambda: all(not w.alive for w in survivors), limit_s=agenda.now + CALM_LIMIT_S):
             history.violated("a clean exit never ended")
         agenda.run_until(lambda: False, limit_s=agenda.now + 2.0)  # an outer step may still be under way
-        self._check_nothing_lost([worker for worker in survivors if worker.left])
+        self._check_nothing_lost([worker for worker in self.everyone if worker.left])
         self.history.check_beliefs(self.server.pending)
         return self._close()
 
@@ -130,6 +132,8 @@ class World:
                 case "replace":
                     worker.pause(fault.lasts_s)  # the old one wakes up after its replacement has started
                     restart()
+                case "kick" | "drain" | "sync" | "new_plan":
+                    self._order(fault)
                 case "bad_weather":
                     self.network.conditions = Conditions(delay_s=0.5, loss=0.4, repeat=0.3, damage=0.05)
                     self.agenda.after(fault.lasts_s, lambda: setattr(self.network, "conditions", self._weather()))
@@ -140,13 +144,41 @@ class World:
 
         return act
 
+    def _order(self, fault: Fault) -> None:
+        """An operator speaks up. Whoever had to go for it is started again."""
+        coordinator = self.server.coordinator
+        worker_id = f"w{fault.worker}"
+        kind: Literal["kick", "drain", "sync", "plan"]
+        match fault.kind:
+            case "kick" | "drain" | "sync":
+                kind = fault.kind
+            case _:
+                kind = "plan"
+        changes = Wishes(sync_every=self.scenario.sync_every + 1) if kind == "plan" else Wishes()
+        order = Control(kind=kind, worker_id=None if kind == "plan" else worker_id, changes=changes)
+        if kind != "plan" and worker_id not in coordinator.members.live_ids:
+            return
+        self.server.handle(order, [], damaged=False)
+        if kind in ("kick", "drain"):
+            told = self.current[fault.worker]
+            self.agenda.after(fault.lasts_s, lambda: self._restart_when_gone(fault.worker, told))
+
+    def _restart_when_gone(self, index: int, told: SimWorker) -> None:
+        """It goes when the order reaches it or it finds itself kicked; unless a later start replaced it anyway."""
+        if told is not self.current[index]:
+            return
+        if not told.alive:
+            self.current[index] = self._start(index)
+        elif self.agenda.now < self.scenario.calm_after_s + CALM_LIMIT_S / 2:
+            self.agenda.after(2.0, lambda: self._restart_when_gone(index, told))
+
     def _check_nothing_lost(self, leavers: list[SimWorker]) -> None:
         """Every step of a process that ended cleanly has been applied, or it is known why not."""
         for worker in leavers:
-            known = set(worker.discarded) | set(worker.abandoned) | self.server.pending
+            known = worker.discarded | worker.abandoned | self.server.pending
             for fragment in range(self.scenario.fragments):
                 for number in range(worker.first_step + 1, worker.steps_taken + 1):
                     step = (worker.worker_id, number)
-                    if (fragment, step) not in self.history.applied and step not in known:
+                    if (fragment, step) not in self.history.applied and (fragment, step) not in known:
                         self.history.violated(f"step {step} of fragment {fragment} vanished")
                         return
