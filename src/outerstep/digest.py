@@ -11,6 +11,7 @@ xxh3 finds accidents, not forgers: who may speak at all is decided elsewhere.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 import xxhash
@@ -34,6 +35,12 @@ def data_hash(pieces: Iterable[Buffer]) -> str:
     for piece in pieces:
         state.update(piece)
     return state.hexdigest()
+
+
+def file_hash(file: str | os.PathLike[str]) -> str:
+    """`data_hash` of a file's bytes, read a MiB at a time."""
+    with open(file, "rb", buffering=0) as source:
+        return data_hash(iter(lambda: source.read(1 << 20), b""))
 
 
 def part_count(size_bytes: int, part_size_bytes: int) -> int:

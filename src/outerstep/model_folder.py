@@ -1,12 +1,16 @@
 """A model on disk: `model.safetensors`, or shards with their `model.safetensors.index.json` (the Hugging Face layout).
 
-Nothing is unpickled: a folder from a stranger can hold wrong numbers, but no code.
+Only safetensors are written. `pytorch_model.bin` is read where there are none, and of it tensors only (torch_file.py):
+a folder from a stranger can hold wrong numbers, but no code.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,10 +18,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from .digest import file_hash
 from .errors import ModelError
+from .torch_file import is_plain, read_torch_file
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+BIN_WEIGHTS = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+STATE = "state.json"
+"""What a server's saved state (server/saved) has beside its model: among other things, the hashes of its files."""
+STATE_FORMAT = "outerstep-state"
+
+_NUMBERED = re.compile(r"(?:checkpoint|state-round)-(\d{1,18})(?:-(\d{1,18}))?\Z")
 
 
 def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
@@ -25,39 +40,109 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     return save_state_dict(model.state_dict(), folder)
 
 
-def save_state_dict(state: dict[str, Tensor], folder: str | os.PathLike[str]) -> Path:
+def save_state_dict(state: Mapping[str, Tensor], folder: str | os.PathLike[str]) -> Path:
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
+    kept, tied = without_ties(state)
+    temporary = place / f".{WEIGHTS}.{os.getpid()}.tmp"
+    write_tensors(temporary, kept, names=tied)
+    target = place / WEIGHTS
+    os.replace(temporary, target)
+    return target
+
+
+def without_ties(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor once, in host memory of its own; and for each other name of one, the name under which it is kept."""
     kept: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first_name: dict[tuple[object, ...], str] = {}
     taken: set[int] = set()
     for name, tensor in state.items():
-        storage = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        storage = (
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
         if tensor.numel() and storage in first_name:
             tied[name] = first_name[storage]
             continue
         first_name[storage] = name
         kept[name] = _standing_alone(tensor, taken)
-    temporary = place / f".{WEIGHTS}.{os.getpid()}.tmp"
-    save_file(kept, temporary, metadata={"format": "pt", **tied})
-    target = place / WEIGHTS
-    os.replace(temporary, target)
-    return target
+    return kept, tied
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], *, names: Mapping[str, str] | None = None) -> None:
+    """One safetensors file; `names` (other name → the one it is kept under) goes into its metadata."""
+    if "__metadata__" in tensors:
+        raise ModelError(
+            "a tensor named '__metadata__' cannot be written as safetensors, which keeps that name for itself"
+        )
+    file.touch()
+    mode = file.stat().st_mode  # as new files get here; safetensors makes its own readable by nobody else
+    try:
+        save_file(dict(tensors), file, metadata={**(names or {}), "format": "pt"})
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{file.name} cannot be written as safetensors: {type(error).__name__}: {error}") from error
+    file.chmod(mode)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file."""
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
 
 
 def load_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors of a model folder, or of one `.safetensors` file."""
     place = Path(folder)
     if place.is_file() and place.suffix == ".safetensors":
-        return _load(place)
+        return read_tensors(place)
     if not place.is_dir():
         raise ModelError(f"no model at {place}: it must be a folder with {WEIGHTS}; outerstep.save_model writes one")
-    if (place / WEIGHTS).is_file():
-        return _load(place / WEIGHTS)
-    if (place / INDEX).is_file():
-        return _load_shards(place)
-    raise ModelError(f"{place} has neither {WEIGHTS} nor {INDEX}; outerstep.save_model writes the first")
+    for name in (WEIGHTS, INDEX, BIN_WEIGHTS, BIN_INDEX):
+        if (place / name).is_file():
+            return _load_shards(place, name) if name in (INDEX, BIN_INDEX) else _load(place / name)
+    raise ModelError(
+        f"{place} has neither {WEIGHTS} nor {INDEX} (nor {BIN_WEIGHTS}); outerstep.save_model writes the first"
+    )
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Path]:
+    """The model of a training checkpoint, and the folder it was found in.
+
+    `path` is a folder with the weights in it or in its `model` folder; or a folder of `checkpoint-N` folders, or of the
+    states that a server saved: then the newest that can be read is taken, and the log says which.
+    """
+    place = Path(path)
+    if not place.is_dir():
+        raise ModelError(f"no checkpoint at {place}: it must be a folder with {WEIGHTS}, or with checkpoint-N folders")
+    found = _folder_of_weights(place)
+    if found is not None:
+        return _load_checked(found), found
+    problems: list[str] = []
+    for candidate in _numbered(place):
+        try:
+            found = _folder_of_weights(candidate)
+            if found is None:
+                raise ModelError(f"{candidate} holds no weights")
+            state = _load_checked(found)
+        except ModelError as error:
+            log.warning("checkpoint %s is skipped: %s", candidate.name, error)
+            problems.append(str(error))
+            continue
+        log.info("using checkpoint %s", found)
+        return state, found
+    if problems:
+        raise ModelError(f"no checkpoint in {place} can be read: {'; '.join(problems)}")
+    there = ", ".join(sorted(entry.name for entry in place.iterdir())[:5]) or "nothing"
+    raise ModelError(
+        f"{place} is no checkpoint: it must hold {WEIGHTS}, {BIN_WEIGHTS} or checkpoint-N folders with one of them; "
+        f"it holds {there}"
+    )
 
 
 def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -90,28 +175,73 @@ def _standing_alone(tensor: Tensor, taken: set[int]) -> Tensor:
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
+    """One file of weights, of either kind."""
+    if file.suffix != ".bin":
+        return read_tensors(file)
+    held = read_torch_file(file, mmap=True)
+    if not isinstance(held, dict):
+        raise ModelError(f"{file} must map names to tensors, got a {type(held).__name__}; save the state dict alone")
+    for name, tensor in held.items():
+        if not isinstance(name, str) or not is_plain(tensor, file):
+            kind = type(tensor).__name__
+            raise ModelError(f"{file} must map names to dense tensors, got a {kind} at {name!r}"[:400])
+    return {name: tensor.detach() for name, tensor in held.items()}
 
 
-def _load_shards(place: Path) -> dict[str, Tensor]:
+def _load_shards(place: Path, index: str) -> dict[str, Tensor]:
     try:
-        weight_map = json.loads((place / INDEX).read_text())["weight_map"]
+        weight_map = json.loads((place / index).read_text())["weight_map"]
         shards = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{place / INDEX} is not an index of shards: {error!r}") from error
+        raise ModelError(f"{place / index} is not an index of shards: {error!r}") from error
     state: dict[str, Tensor] = {}
     for shard in shards:
         name = str(shard)
         if Path(name).name != name or name in ("", "..") or "\0" in name or len(name.encode(errors="replace")) > 255:
-            raise ModelError(f"{place / INDEX} points outside its folder: {name[:80]!r}")
+            raise ModelError(f"{place / index} points outside its folder: {name[:80]!r}")
         file = place / name
         if not file.is_file():
-            raise ModelError(f"{place / INDEX} names {shard!r}, which is missing")
+            raise ModelError(f"{place / index} names {shard!r}, which is missing")
+        if index == INDEX and file.suffix == ".bin":
+            raise ModelError(f"{place / index} names {shard!r}: an index of safetensors must not lead to a pickle")
         state.update(_load(file))
     absent = [name for name in weight_map if name not in state]
     if absent:
-        raise ModelError(f"{place / INDEX} names tensors that no shard holds: {absent[:3]}")
+        raise ModelError(f"{place / index} names tensors that no shard holds: {absent[:3]}")
     return state
+
+
+def _folder_of_weights(place: Path) -> Path | None:
+    """The folder itself, or its `model` folder."""
+    for folder in (place, place / "model"):
+        if any((folder / name).is_file() for name in (WEIGHTS, INDEX, BIN_WEIGHTS, BIN_INDEX)):
+            return folder
+    return None
+
+
+def _numbered(place: Path) -> Iterator[Path]:
+    """The checkpoints in a folder, newest first: where `latest` points, then by number."""
+    latest = place / "latest"
+    found: dict[Path, tuple[int, int]] = {}
+    for entry in place.iterdir():
+        match = _NUMBERED.match(entry.name)
+        if match and entry.is_dir():
+            found[entry] = (int(match[1]), int(match[2] or 0))
+    first = place / os.readlink(latest) if latest.is_symlink() else None
+    if first in found:
+        yield first
+    yield from sorted(found.keys() - {first}, key=found.__getitem__, reverse=True)
+
+
+def _load_checked(place: Path) -> dict[str, Tensor]:
+    """The weights of one folder; where a server saved them, only if they are what it wrote."""
+    if (place / STATE).is_file() and (place / WEIGHTS).is_file():
+        try:
+            saved = json.loads((place / STATE).read_bytes())
+            ours = isinstance(saved, dict) and saved.get("format") == STATE_FORMAT
+            expected = saved["state"]["files"][WEIGHTS]["hash"] if ours else None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ModelError(f"{place / STATE} is damaged: {error!r}") from error
+        if ours and file_hash(place / WEIGHTS) != expected:
+            raise ModelError(f"{place / WEIGHTS} is damaged: its hash is not the one in {STATE}")
+    return load_state_dict(place)

@@ -1,16 +1,30 @@
 """A model on disk: what is written comes back, and whatever else is found there is refused by name."""
 
 import json
+import logging
 import pickle
+import stat
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from outerstep.errors import ModelError
-from outerstep.model_folder import INDEX, WEIGHTS, load_model, load_state_dict, save_model, save_state_dict
+from outerstep.model_folder import (
+    BIN_INDEX,
+    BIN_WEIGHTS,
+    INDEX,
+    STATE,
+    WEIGHTS,
+    load_checkpoint,
+    load_model,
+    load_state_dict,
+    save_model,
+    save_state_dict,
+)
 
 
 class Tied(nn.Module):
@@ -148,6 +162,29 @@ class TestRoundTrip:
         load_model(model, tmp_path)
         assert [p.data_ptr() for p in model.parameters()] == before
         assert all(p.requires_grad for p in model.parameters())
+
+    def test_the_file_is_readable_for_whom_new_files_are(self, tmp_path: Path) -> None:
+        (tmp_path / "plain").touch()
+        file = save_model(linear(), tmp_path)
+        assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+    def test_a_tie_named_like_the_formats_own_entry_does_not_hide_it(self, tmp_path: Path) -> None:
+        weight = torch.ones(2)
+        save_state_dict({"w": weight, "format": weight}, tmp_path)
+        with safe_open(tmp_path / WEIGHTS, framework="pt") as file:
+            assert file.metadata()["format"] == "pt"
+
+    def test_one_memory_seen_as_two_dtypes_is_no_tie(self, tmp_path: Path) -> None:
+        whole = torch.arange(4, dtype=torch.int32)
+        save_state_dict({"i": whole, "f": whole.view(torch.float32)}, tmp_path)
+        found = load_state_dict(tmp_path)
+        assert torch.equal(found["i"], whole)
+        assert torch.equal(found["f"], whole.view(torch.float32))
+
+    def test_the_one_name_that_safetensors_cannot_hold_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match="'__metadata__' cannot be written"):
+            save_state_dict({"__metadata__": torch.ones(1)}, tmp_path)
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestShards:
@@ -350,3 +387,150 @@ class TestRefused:
         with pytest.raises(ModelError, match=r"'1\.\w+' is on the meta device"):
             load_model(target, tmp_path)
         assert torch.equal(target[0].weight, before)
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.file,)
+
+
+class TestTorchFiles:
+    @pytest.mark.parametrize("legacy", [False, True])
+    def test_a_folder_that_has_nothing_else_is_read(self, tmp_path: Path, legacy: bool) -> None:
+        saved, loaded = Tied(1), Tied(2)
+        torch.save(saved.state_dict(), tmp_path / BIN_WEIGHTS, _use_new_zipfile_serialization=not legacy)
+        load_model(loaded, tmp_path)
+        assert same(saved, loaded)
+
+    def test_shards_are_read(self, tmp_path: Path) -> None:
+        saved, loaded = linear(), linear()
+        weight_map = {}
+        for i, (name, tensor) in enumerate(saved.state_dict().items()):
+            weight_map[name] = f"pytorch_model-{i}.bin"
+            torch.save({name: tensor}, tmp_path / weight_map[name])
+        (tmp_path / BIN_INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        load_model(loaded, tmp_path)
+        assert same(saved, loaded)
+
+    def test_safetensors_come_first_and_the_pickle_is_not_even_opened(self, tmp_path: Path) -> None:
+        save_state_dict({"w": torch.ones(1)}, tmp_path)
+        (tmp_path / BIN_WEIGHTS).write_bytes(b"broken")
+        assert load_state_dict(tmp_path).keys() == {"w"}
+
+    @pytest.mark.parametrize("legacy", [False, True])
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_code_in_it_is_refused_and_not_run(self, tmp_path: Path, legacy: bool, sharded: bool) -> None:
+        name = "one.bin" if sharded else BIN_WEIGHTS
+        if sharded:
+            (tmp_path / BIN_INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
+        held = {"w": torch.ones(1), "x": Trap(tmp_path / "sprung")}
+        torch.save(held, tmp_path / name, _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(ModelError, match=rf"{name} was not imported: .* other than tensors and plain values"):
+            load_state_dict(tmp_path)
+        assert not (tmp_path / "sprung").exists()
+
+    def test_an_index_of_safetensors_cannot_lead_to_a_pickle(self, tmp_path: Path) -> None:
+        torch.save({"w": torch.ones(1)}, tmp_path / "one.bin")
+        write_index(tmp_path, {"weight_map": {"w": "one.bin"}})
+        with pytest.raises(ModelError, match="must not lead to a pickle"):
+            load_state_dict(tmp_path)
+
+    @pytest.mark.parametrize("where", ["../stolen.bin", "/etc/hostname", "..", "sub/x.bin", ""])
+    def test_an_index_that_points_outside_its_folder_is_refused(self, tmp_path: Path, where: str) -> None:
+        (tmp_path / BIN_INDEX).write_text(json.dumps({"weight_map": {"w": where}}))
+        with pytest.raises(ModelError, match="points outside its folder"):
+            load_state_dict(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("held", "reason"),
+        [
+            ({"model": {"w": torch.ones(1)}, "step": 3}, "got a dict at 'model'"),
+            ({"w": torch.ones(1), "step": 3}, "got a int at 'step'"),
+            ({0: torch.ones(1)}, "at 0"),
+            ([torch.ones(1)], "must map names to tensors, got a list"),
+            ({"w": torch.ones(3).to_sparse()}, "at 'w'"),
+            ({"w": torch.zeros(1).expand(1 << 40)}, "at 'w'"),
+        ],
+    )
+    def test_anything_but_names_and_tensors_is_refused(self, tmp_path: Path, held: object, reason: str) -> None:
+        torch.save(held, tmp_path / BIN_WEIGHTS)
+        with pytest.raises(ModelError, match=reason):
+            load_state_dict(tmp_path)
+
+    def test_a_broken_file_is_refused_by_name(self, tmp_path: Path) -> None:
+        (tmp_path / BIN_WEIGHTS).write_bytes(b"not a file of torch.save")
+        with pytest.raises(ModelError, match=r"pytorch_model\.bin"):
+            load_state_dict(tmp_path)
+
+
+class TestCheckpoints:
+    def test_a_folder_with_weights_is_taken_as_it_is(self, tmp_path: Path) -> None:
+        save_state_dict({"w": torch.ones(1)}, tmp_path)
+        save_state_dict({"w": torch.zeros(1)}, tmp_path / "checkpoint-5")
+        state, place = load_checkpoint(tmp_path)
+        assert (float(state["w"]), place) == (1.0, tmp_path)
+
+    def test_weights_in_its_model_folder_are_found(self, tmp_path: Path) -> None:
+        (tmp_path / "optimizer.pt").write_bytes(b"not looked at")
+        torch.save({"w": torch.ones(1)}, tmp_path / "x")
+        (tmp_path / "model").mkdir()
+        (tmp_path / "x").rename(tmp_path / "model" / BIN_WEIGHTS)
+        state, place = load_checkpoint(tmp_path)
+        assert (float(state["w"]), place) == (1.0, tmp_path / "model")
+
+    def test_the_newest_by_number_is_taken_and_named(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        for step in (9, 100, 20):
+            save_state_dict({"w": torch.tensor(float(step))}, tmp_path / f"checkpoint-{step}")
+        save_state_dict({"w": torch.tensor(-1.0)}, tmp_path / "checkpoint-999-notes")
+        (tmp_path / "checkpoint-1000").touch()
+        with caplog.at_level(logging.INFO):
+            state, place = load_checkpoint(tmp_path)
+        assert (float(state["w"]), place.name) == (100.0, "checkpoint-100")
+        assert "using checkpoint" in caplog.text
+        assert "checkpoint-100" in caplog.text
+
+    def test_one_that_cannot_be_read_is_passed_over_and_named(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        save_state_dict({"w": torch.ones(1)}, tmp_path / "checkpoint-1")
+        file = save_state_dict({"w": torch.zeros(1)}, tmp_path / "checkpoint-2")
+        file.write_bytes(file.read_bytes()[:-1])
+        (tmp_path / "checkpoint-3").mkdir()  # its writer had not begun
+        state, place = load_checkpoint(tmp_path)
+        assert (float(state["w"]), place.name) == (1.0, "checkpoint-1")
+        assert "checkpoint-2 is skipped" in caplog.text
+        assert "checkpoint-3 is skipped" in caplog.text
+
+    def test_if_none_can_be_read_each_is_named(self, tmp_path: Path) -> None:
+        for step in (1, 2):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+            (tmp_path / f"checkpoint-{step}" / WEIGHTS).write_bytes(b"")
+        with pytest.raises(ModelError, match=r"no checkpoint in .* can be read: .*checkpoint-2.*checkpoint-1"):
+            load_checkpoint(tmp_path)
+
+    def test_where_there_is_none_the_error_says_what_is_there(self, tmp_path: Path) -> None:
+        (tmp_path / "__0_0.distcp").touch()
+        with pytest.raises(ModelError, match=r"is no checkpoint: .* it holds __0_0\.distcp"):
+            load_checkpoint(tmp_path)
+        with pytest.raises(ModelError, match=r"no checkpoint at .*nowhere"):
+            load_checkpoint(tmp_path / "nowhere")
+
+    def test_a_state_json_of_somebody_else_is_no_reason_to_refuse(self, tmp_path: Path) -> None:
+        save_state_dict({"w": torch.ones(1)}, tmp_path)
+        (tmp_path / STATE).write_text('{"epoch": 3}')
+        assert load_checkpoint(tmp_path)[0].keys() == {"w"}
+
+    @pytest.mark.parametrize("target", ["../elsewhere", "/", "checkpoint-7", "latest"])
+    def test_a_link_called_latest_leads_nowhere_but_to_a_checkpoint_beside_it(
+        self, tmp_path: Path, target: str
+    ) -> None:
+        save_state_dict({"w": torch.zeros(1)}, tmp_path / "elsewhere")
+        runs = tmp_path / "runs"
+        save_state_dict({"w": torch.ones(1)}, runs / "checkpoint-1")
+        (runs / "latest").symlink_to(target)
+        assert load_checkpoint(runs)[1] == runs / "checkpoint-1"
