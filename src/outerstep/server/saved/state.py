@@ -1,0 +1,165 @@
+"""What a server has to remember to go on where it was, as plain data, and what must hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...coordination.membership import Accepted, Member
+from ...core.outer import State
+from ...errors import ModelError
+from ...types import Count, Hash, Instance, Label, Manifest, Plain, Plan, Positive
+
+
+class Acceptance(Plain, frozen=True):
+    """The last contribution of a worker to a fragment that is in the saved model. Hash None: not known any more."""
+
+    sequence: Positive
+    payload_hash: Hash | None
+    version: Count
+
+
+class WorkerRecord(Plain, frozen=True):
+    """One worker id: its last start, the starts before it (fenced), and by fragment what it has had accepted."""
+
+    instance: Instance
+    hostname: Label
+    incarnation: Positive
+    retired: tuple[Instance, ...]
+    accepted: dict[Count, Acceptance]
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerState:
+    """What the outer optimizer remembers. `by_name`: per parameter, as `core.outer.State`: tensors, numbers, None.
+    `facts`: the rest of it, as JSON (counts and buffer size of Delayed Nesterov, say)."""
+
+    kind: str
+    by_name: State = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class SavedState:
+    """A server between two rounds.
+
+    `params` are the trained tensors, fp32, under the names that the manifest keeps; `rest` is what else the model's
+    state dict holds, as it was given. `versions` is per fragment. With `plan` and `manifest` None nobody had joined;
+    then `versions` is empty, or one number that every fragment of the plan to come starts from. `totals` and `facts`
+    are whatever the server wants back: numbers, and JSON.
+    """
+
+    run_id: str
+    params: dict[str, Tensor]
+    rest: dict[str, Tensor] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    plan: Plan | None = None
+    versions: tuple[int, ...] = ()
+    optimizer: OptimizerState = field(default_factory=lambda: OptimizerState("none"))
+    ledger: dict[str, WorkerRecord] = field(default_factory=dict)
+    totals: dict[str, int | float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def round(self) -> int:
+        """Rounds that every fragment has completed."""
+        return min(self.versions, default=0)
+
+    def check(self) -> None:
+        """Raise ModelError if its pieces do not belong together."""
+        wrong = next(_contradictions(self), None)
+        if wrong is not None:
+            raise ModelError(wrong)
+
+
+def ledger_of(members: Iterable[Member], versions: Sequence[int]) -> dict[str, WorkerRecord]:
+    """The ledger that belongs to these versions.
+
+    What the open round has accepted is not in the saved model. If the ledger said it was, a worker that sends it again
+    to the restarted server would be told "accepted", and its steps would be lost. So such an entry goes back by one:
+    the worker sees a smaller number than it was told, and sends again under the same key (`PollAnswer`).
+    """
+    return {
+        member.worker_id: WorkerRecord(
+            instance=member.instance,
+            hostname=member.hostname,
+            incarnation=member.incarnation,
+            retired=tuple(member.retired),
+            accepted={
+                fragment: acceptance
+                for fragment, entry in member.accepted.items()
+                if (acceptance := _as_of(entry, versions[fragment])) is not None
+            },
+        )
+        for member in members
+    }
+
+
+def members_of(ledger: dict[str, WorkerRecord], now: float) -> list[Member]:
+    """The ledger's workers, known but not live: each comes back by joining."""
+    members = []
+    for worker_id, record in ledger.items():
+        member = Member(worker_id, record.instance, record.hostname, record.incarnation, now, now, live=False)
+        member.retired.extend(record.retired)
+        member.accepted = {f: Accepted(a.sequence, a.payload_hash or "", a.version) for f, a in record.accepted.items()}
+        members.append(member)
+    return members
+
+
+def _as_of(entry: Accepted, version: int) -> Acceptance | None:
+    if entry.version <= version:
+        return Acceptance(sequence=entry.sequence, payload_hash=entry.payload_hash or None, version=entry.version)
+    if entry.sequence == 1:
+        return None
+    return Acceptance(sequence=entry.sequence - 1, payload_hash=None, version=version)
+
+
+def _contradictions(state: SavedState) -> Iterator[str]:
+    for name, tensor in state.params.items():
+        if tensor.dtype != torch.float32:
+            yield f"trained tensor {name!r} must be float32, got {tensor.dtype}"
+    aliases = state.manifest.aliases if state.manifest else {}
+    for name in state.rest:
+        if name in state.params or name in aliases:
+            yield f"tensor {name!r} is both trained and not"
+    yield from _against_manifest(state)
+    unknown = [name for name in state.optimizer.by_name if name not in state.params]
+    if unknown:
+        yield f"the optimizer's state names {unknown[:3]}, which are not trained"
+    yield from _against_versions(state)
+
+
+def _against_manifest(state: SavedState) -> Iterator[str]:
+    if (state.manifest is None) != (state.plan is None):
+        yield "manifest and plan are fixed together: one of them is missing"
+    if state.manifest is None or state.plan is None:
+        return
+    shapes = {spec.name: spec.shape for spec in state.manifest.parameters}
+    if shapes.keys() != state.params.keys():
+        different = sorted(shapes.keys() ^ state.params.keys())
+        yield f"the manifest and the trained tensors have different names: {different[:3]}"
+        return
+    for name, tensor in state.params.items():
+        if tuple(tensor.shape) != shapes[name]:
+            yield f"{name!r}: got {list(tensor.shape)}, the manifest has {list(shapes[name])}"
+    planned = [name for names in state.plan.fragments for name in names]
+    if sorted(planned) != sorted(shapes):
+        yield "the plan's fragments are not the manifest's parameters, each once"
+    if len(state.versions) != len(state.plan.fragments):
+        yield f"there are {len(state.plan.fragments)} fragments but {len(state.versions)} versions"
+
+
+def _against_versions(state: SavedState) -> Iterator[str]:
+    for worker_id, record in state.ledger.items():
+        for fragment, entry in record.accepted.items():
+            if fragment >= len(state.versions):
+                yield f"the ledger of {worker_id!r} names fragment {fragment}; there are {len(state.versions)}"
+            elif entry.version > state.versions[fragment]:
+                yield (
+                    f"the ledger of {worker_id!r} has a contribution to version {entry.version} of fragment {fragment}"
+                    f", which is at {state.versions[fragment]}: it is not in the model (ledger_of leaves such out)"
+                )
