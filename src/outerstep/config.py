@@ -51,6 +51,7 @@ class ServerConfig:
     weight_by: Literal["equal", "samples", "tokens"] = "equal"
     max_weight_ratio: float = 10.0  # no weight further than this factor from the usual one
     token_budget: int | None = None  # when so many tokens are in the model, the workers are told to finish
+    model_files: str | None = None  # the model's folder: its configuration and tokenizer go with every saved model
     save_dir: str | None = None
     save_every: int = 0  # rounds; 0 = only when asked to
     keep_saves: int = 3
@@ -77,7 +78,7 @@ class ServerConfig:
         _number(self, 1.0, "max_weight_ratio")
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
         _number(self, 0.0, "fragment_alpha", optional=True)
-        _text(self, "host", "codec", "spool_dir", "save_dir", "resume", "event_log")
+        _text(self, "host", "codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
         _one_of(self, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu_enabled", "insecure")
         _one_of(self, (True, False, None), "fragment_carry")
         _one_of(self, ("log", "weight", None), "staleness_policy")

@@ -6,7 +6,7 @@ import msgspec
 
 from ..errors import BadRequest, UnknownWorker
 from ..types import Control, ControlAnswer, Plan, Wishes
-from .coordinator import Coordinator
+from .coordinator import BUDGET_SPENT, Coordinator
 from .membership import Member
 from .plan import changed
 
@@ -31,6 +31,7 @@ def carry_out(coordinator: Coordinator, message: Control, now: float) -> Control
         case "budget":
             coordinator.budget.limit = message.tokens or None
             coordinator.budget.announced = False
+            coordinator.closing = coordinator.closing.replace(BUDGET_SPENT, "")
             limit = f"ends at {message.tokens} tokens" if message.tokens else "has no end"
             return ControlAnswer(done=f"the run {limit}; {coordinator.budget.total} are in the model")
         case "shutdown":

@@ -66,6 +66,7 @@ from .uploads import Upload, Uploads
 from .weights import bounded, discount, reported
 
 ASK_AGAIN_S = 0.5
+BUDGET_SPENT = "the token budget is spent"
 
 
 class Coordinator:
@@ -325,6 +326,7 @@ class Coordinator:
             fragment=agreement.fragment,
             version=agreement.version,
             workers=[p.worker_id for p in agreement.participants],
+            staleness=[p.staleness for p in agreement.participants],
         )
         self._evaluate(fragment, now)
 
@@ -332,7 +334,8 @@ class Coordinator:
         member = self._heard(message, now)
         fragment = self._fragment(message.fragment)
         last_sequence = member.last_sequence(message.fragment)
-        if fragment.published.version > message.after:
+        # Who waits for something newer than the open round holds an agreement from before the server was resumed.
+        if fragment.published.version > message.after or message.after >= fragment.round.version:
             newer = self.plan if self.plan is not None and self.plan.revision > message.plan_revision else None
             return PollAnswer(agreement=fragment.published, last_sequence=last_sequence, plan=newer)
         verdict = self._verdict(fragment, now)
@@ -389,8 +392,9 @@ class Coordinator:
     def _check_budget(self) -> None:
         if self.budget.is_spent and not self.budget.announced:
             self.budget.announced = True
+            self.closing = self.closing or BUDGET_SPENT
             self.event("budget_spent", tokens=self.budget.total, limit=self.budget.limit)
-            self.order(sorted(self.members.live_ids), "drain", "the token budget is spent")
+            self.order(sorted(self.members.live_ids), "drain", BUDGET_SPENT)
 
     def stop_if_done(self, now: float) -> None:
         """The run is ending: stop when everybody has left, or has had time enough."""

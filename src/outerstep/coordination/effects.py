@@ -36,13 +36,6 @@ class DropUpload:
 
 
 @dataclass(frozen=True)
-class SaveState:
-    """Write the state of the run to disk."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class StopServer:
     """Everybody has left, or has had time enough to: end."""
 
@@ -57,4 +50,4 @@ class Event:
     facts: dict[str, object] = field(default_factory=dict)
 
 
-Effect = Accumulate | CloseRound | DropUpload | SaveState | StopServer | Event
+Effect = Accumulate | CloseRound | DropUpload | StopServer | Event

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from ..digest import part_count, payload_hash
 from ..errors import (
     Busy,
+    FutureRound,
     HashMismatch,
     MissingParts,
     OuterstepError,
@@ -314,6 +315,11 @@ class Exchange:
             case StaleRound() | TooOld():
                 # The round closed without us. Fetch what it agreed on; the worker rebases or discards.
                 self._too_old = isinstance(error, TooOld)
+                self._go(Step.POLL)
+            case FutureRound():
+                # The server was resumed from a state older than what we hold. What it has is what everybody goes on
+                # from; the worker rebases on it.
+                self._after = -1
                 self._go(Step.POLL)
             case MissingParts():
                 self._go(Step.OFFER)

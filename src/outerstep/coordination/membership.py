@@ -156,6 +156,10 @@ class Membership:
     def find(self, worker_id: str) -> Member | None:
         return self._members.get(worker_id)
 
+    def restore(self, member: Member) -> None:
+        """Known from before the server was started again."""
+        self._members[member.worker_id] = member
+
     def gone(self, member: Member) -> None:
         member.live = False
         self._members.move_to_end(member.worker_id)

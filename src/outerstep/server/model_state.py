@@ -74,6 +74,10 @@ class ModelState:
             for name in self._names_of(spec.name, manifest):
                 self._state.pop(name, None)
 
+    def rest(self) -> dict[str, Tensor]:
+        """What is not trained, as it was given (after `forget_trained`)."""
+        return dict(self._state)
+
     def with_trained(self, trained: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
         """A copy of the whole state, fp32, with the trained values in place under every name they have."""
         by_name = {**trained, **{alias: trained[kept] for alias, kept in aliases.items() if kept in trained}}

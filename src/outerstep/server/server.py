@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from ..types import Manifest
 from ..wire.http_service import HttpService, ServiceLimits
 from .health import HealthMonitor
 from .model_state import ModelState
+from .saved import load_state
 from .service import ParameterService
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class DiLoCoServer:
 
     def __init__(
         self,
-        model_state_dict: Mapping[str, Tensor],
+        model_state_dict: Mapping[str, Tensor] | None,
         num_workers: int,
         port: int | None = DEFAULT_PORT,
         outer_optimizer_factory: OptimizerFactory | None = None,
@@ -54,17 +56,25 @@ class DiLoCoServer:
             get_codec(self.config.codec)
         if self.config.sync_every is not None and self.config.num_fragments is not None:
             check_cycle(self.config.sync_every, self.config.num_fragments)
-        self.run_id = secrets.token_hex(8)
+        saved = load_state(self.config.resume) if self.config.resume is not None else None
+        if saved is not None:
+            model_state_dict = {**saved.rest, **saved.params}
+        if model_state_dict is None:
+            raise ConfigError("a server needs a model: give model_state_dict, or resume=PATH of a saved state")
         self.service = ParameterService(
             self.config,
             ModelState(model_state_dict),
             _optimizer_maker(self.config, outer_optimizer_factory),
-            run_id=self.run_id,
+            run_id=secrets.token_hex(8),
             on_change=self._nudge,
+            on_stop=self._stop_soon,
         )
+        if saved is not None:
+            self.service.restore(saved)
         self._monitor = HealthMonitor(self.service.tick, self.service.next_wake)
         self._http: HttpService | None = None
-        self._stopped = threading.Event()
+        self._stopped = False
+        self._stopping = threading.Lock()
         self._asked_to_stop = threading.Event()
         self._life = threading.Lock()
 
@@ -75,6 +85,18 @@ class DiLoCoServer:
             raise ConfigError("the server has no address before start()")
         host = self.config.host
         return f"[{host}]:{self._http.port}" if ":" in host else f"{host}:{self._http.port}"
+
+    @property
+    def run_id(self) -> str:
+        return self.service.coordinator.run_id
+
+    def save_state(self) -> Path:
+        """Write the state of the run into `save_dir`, between two rounds; returns where it lies."""
+        return self.service.save("save_state()")
+
+    def load_state(self, path: str | os.PathLike[str]) -> None:
+        """Go on where a saved run was: a state, a folder of states, or an old `.pt`. Before anybody has joined."""
+        self.service.restore(load_state(path))
 
     @property
     def sync_round(self) -> int:
@@ -114,18 +136,25 @@ class DiLoCoServer:
         """Make run() stop and return; for signal handlers, which must not wait."""
         self._asked_to_stop.set()
 
-    def stop(self) -> None:
-        """Stop listening and finish what was decided. Safe to call twice."""
-        with self._life:
-            first = not self._stopped.is_set()
-            self._stopped.set()
+    def _stop_soon(self) -> None:
+        """The run has ended. In a thread of its own: whoever noticed is one of those that stop() waits for."""
         self._asked_to_stop.set()
-        if first and self._http is not None:
-            log.info("stopping at round %d; the server saves nothing, the workers hold the weights", self.sync_round)
+        threading.Thread(target=self.stop, name="outerstep-stop").start()
+
+    def stop(self) -> None:
+        """Stop listening, finish what was decided, save if there is a save_dir. Safe to call twice."""
+        self._asked_to_stop.set()
+        with self._stopping:  # a second caller waits until it is done
+            if self._http is None or self._stopped:
+                return
+            self._stopped = True
+            log.info("stopping at round %d", self.sync_round)
             self.service.release_polls()
             self._http.stop()
             self._monitor.stop()
             self.service.stop()
+            if self.config.save_dir is None:
+                log.info("nothing was saved (no save_dir); the workers hold the weights")
 
     def status(self) -> dict[str, object]:
         return self.service.status()

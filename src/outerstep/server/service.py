@@ -12,8 +12,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msgspec.structs import replace
 from torch import Tensor
@@ -21,23 +22,26 @@ from torch import Tensor
 from ..config import ServerConfig
 from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
-from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event
-from ..coordination.plan import settle
+from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer
+from ..coordination.plan import Settled, settle
 from ..core.codecs import get_codec
 from ..core.delayed import DelayedNesterov
-from ..core.fragments import FragmentManager, check_cycle
 from ..core.outer import OuterOptimizer
 from ..digest import part_hash, part_range
 from ..errors import (
     BadRequest,
+    Busy,
     ConfigError,
     HashMismatch,
     MissingParts,
     PlanMismatch,
     Refused,
+    ServerError,
     ServerFailed,
+    StaleRound,
     Superseded,
 )
+from ..observe import EventLog
 from ..types import (
     Answer,
     Commit,
@@ -61,8 +65,11 @@ from ..types import (
     Request,
 )
 from ..wire.service import Body
+from .founding import draw_up
+from .keeping import Keeper, recall, restore, snapshot
 from .model_state import ModelState
 from .pool import Pool, Room
+from .saved import SavedState
 from .status import build_status
 from .store import FragmentStore
 
@@ -79,6 +86,14 @@ class _Writing:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(frozen=True)
+class _Save:
+    """Somebody asks for the state to be written, and waits to hear where."""
+
+    reason: str
+    done: queue.SimpleQueue[Path | ServerError] = field(default_factory=queue.SimpleQueue)
+
+
 class ParameterService:
     def __init__(
         self,
@@ -89,6 +104,7 @@ class ParameterService:
         run_id: str,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.model = model
@@ -104,6 +120,7 @@ class ParameterService:
         )
         self.stores: list[FragmentStore] = []
         self.failure = ""
+        self.heritage: SavedState | None = None  # an imported state that waits for the first worker's manifest
         self._closing = False
         self.started_at = clock()
         self.bytes_received = 0
@@ -112,11 +129,15 @@ class ParameterService:
         self._make_optimizer = make_optimizer
         self.optimizer: OuterOptimizer | DelayedNesterov | None = None
         self._on_change = on_change
+        self._on_stop = on_stop
+        self.events = EventLog(config.event_log)
+        self.keeper = Keeper(config, self.events)
+        self._pushes: dict[int, list[Accumulate]] = {}  # of Delayed Nesterov's open rounds, by fragment
         self._changed = threading.Condition()  # its lock guards the coordinator and everything below
         self.pool = Pool(memory_bytes=config.pool_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
         self._rooms: dict[ContributionKey, Room] = {}
         self._writing: dict[tuple[ContributionKey, int], _Writing] = {}
-        self._work: queue.SimpleQueue[Accumulate | CloseRound | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Accumulate | CloseRound | _Save | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._carry_out, name="outerstep-rounds", daemon=True)
 
     def start(self) -> None:
@@ -129,15 +150,34 @@ class ParameterService:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Finish the rounds that were decided, then end."""
+        """Finish the rounds that were decided, save, then end."""
         self._work.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        if self.config.save_dir is not None and self.coordinator.plan is not None and not self.failure:
+            self._save("the server stops")
+        self.events.write("stop", sync_round=self.coordinator.sync_round)
+        self.events.close()
 
     # --- messages -------------------------------------------------------------------------------------------------
 
     def answer(self, request: Request) -> Answer:
         self._check_health()
+        try:
+            return self._answer(request)
+        except Refused as refusal:
+            self.note_refusal(request, refusal)
+            raise
+
+    def note_refusal(self, request: Request, refusal: Refused) -> None:
+        """For the event log; what is part of a healthy run's life is left out."""
+        if not isinstance(refusal, Busy | StaleRound | Superseded):
+            who = getattr(request, "worker_id", None)
+            self.events.write(
+                "refused", request=type(request).__name__, worker=who, code=refusal.code, why=str(refusal)
+            )
+
+    def _answer(self, request: Request) -> Answer:
         match request:
             case Join():
                 return self._decide(lambda now: self._join(request, now))
@@ -220,16 +260,49 @@ class ParameterService:
             self.bytes_sent += end - begin
             return GetPartAnswer(hash=published.part_hashes[request.part]), published.frame[begin:end]
 
+    @property
+    def buffered_pushes(self) -> int:
+        """How many pushes Delayed Nesterov holds back: the most of any fragment."""
+        if not isinstance(self.optimizer, DelayedNesterov):
+            return 0
+        return max((self.optimizer.buffered(store.index) for store in self.stores), default=0)
+
     def status(self) -> dict[str, object]:
         with self._changed:
             return build_status(self)
 
     def _control(self, request: Control) -> ControlAnswer:
+        self.events.write("control", command=request.kind, worker=request.worker_id, reason=request.reason)
         if request.kind == "save":
-            raise BadRequest("saving is not wired up")
+            return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
         answer = self._decide(lambda now: carry_out(self.coordinator, request, now))
         assert isinstance(answer, ControlAnswer)
         return answer
+
+    def save(self, reason: str) -> Path:
+        """Write the state between two rounds; returns where it lies."""
+        with self._changed:
+            if self.config.save_dir is None:
+                raise BadRequest("there is no place to save to", hint="start the server with --save-dir FOLDER")
+            if self.coordinator.plan is None:
+                raise BadRequest("nobody has joined yet: there is nothing to save")
+        if not self._thread.is_alive():
+            made = self._save(reason)
+        else:
+            job = _Save(reason)
+            self._work.put(job)
+            made = job.done.get()
+        if isinstance(made, ServerError):
+            raise made
+        return made
+
+    def restore(self, saved: SavedState) -> None:
+        """Go on where a saved run was. Before anybody has joined."""
+        with self._changed:
+            if self.coordinator.plan is not None:
+                raise ConfigError("a state is loaded before the first worker joins; make a new server for it")
+            restore(self, saved, self.clock())
+            self.keeper.saved_round = saved.round
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -268,9 +341,13 @@ class ParameterService:
                     self._work.put(effect)
                 case DropUpload():
                     self._free(effect.key)
+                case StopServer():
+                    log.info("stopping: %s", effect.reason)
+                    self._on_stop()
                 case Event():
-                    level = logging.WARNING if effect.kind in ("death", "refused") else logging.INFO
+                    level = logging.WARNING if effect.kind in ("death", "refused", "kick") else logging.INFO
                     log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
+                    self.events.write(effect.kind, **effect.facts)
         if effects:
             self._changed.notify_all()
 
@@ -290,39 +367,28 @@ class ParameterService:
         settled = settle(self.config.wishes, request.wishes, request.worker_id)
         manifest = request.manifest or self.model.manifest()
         self.model.check(manifest)
+        heritage = self.heritage
         try:
-            codec = get_codec(settled.codec)
-            check_cycle(settled.sync_every, settled.num_fragments)
-            fragments = FragmentManager(
-                manifest.parameters,
-                settled.num_fragments,
-                strategy=self.config.fragment_strategy,
-                embeddings_apart=self.config.embeddings_apart,
-            ).fragments
-            self.optimizer = self._make_optimizer(manifest)
+            plan = draw_up(self.config, settled, manifest)
+            first = heritage.round if heritage is not None else 0
+            self.found(plan=plan, settled=settled, manifest=manifest, versions=(first,) * len(plan.fragments))
+            if heritage is not None and self.optimizer is not None:
+                recall(self.optimizer, heritage.optimizer, {spec.name for spec in manifest.parameters})
         except ConfigError as error:
             raise PlanMismatch(str(error)) from error
+
+    def found(self, *, plan: Plan, settled: Settled, manifest: Manifest, versions: Sequence[int]) -> None:
+        """The model, its fragments and their outer optimizer come to be."""
+        self.optimizer = self._make_optimizer(manifest)
+        codec = get_codec(plan.codec)
         specs = {spec.name: spec for spec in manifest.parameters}
         initial = self.model.initial(manifest)
         self.stores = [
-            FragmentStore(i, [specs[name] for name in names], initial, codec, self.config.part_size_bytes)
-            for i, names in enumerate(fragments)
+            FragmentStore(i, [specs[name] for name in names], initial, codec, self.config.part_size_bytes, version)
+            for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
         ]
         self.coordinator.fix(
-            plan=Plan(
-                sync_every=settled.sync_every,
-                codec=settled.codec,
-                fragments=tuple(tuple(names) for names in fragments),
-                part_size_bytes=self.config.part_size_bytes,
-                max_staleness=self.coordinator.rules.max_staleness,
-                heartbeat_timeout_s=self.config.heartbeat_timeout,
-                mode=self.coordinator.rules.mode,
-                delay=settled.delay,
-                alpha=settled.alpha,
-                carry=settled.carry,
-                weight_by=self.config.weight_by,
-                dylu=self.config.dylu_enabled,
-            ),
+            plan=plan,
             settled=settled,
             manifest=manifest,
             agreements=[store.newest.agreement for store in self.stores],
@@ -366,10 +432,13 @@ class ParameterService:
     def _carry_out(self) -> None:
         while (effect := self._work.get()) is not None:
             try:
-                if isinstance(effect, Accumulate):
-                    self._accumulate(effect)
-                else:
-                    self._close(effect)
+                match effect:
+                    case Accumulate():
+                        self._accumulate(effect)
+                    case CloseRound():
+                        self._close(effect)
+                    case _Save():
+                        effect.done.put(self._save(effect.reason))
             except Exception as error:  # the model may be half done: say so to everybody and do nothing more
                 log.exception("the server cannot go on")
                 with self._changed:
@@ -378,21 +447,37 @@ class ParameterService:
                 return
 
     def _accumulate(self, effect: Accumulate) -> None:
-        payload = self._rooms[effect.key].view
-        store = self.stores[effect.key.fragment]
         if isinstance(self.optimizer, DelayedNesterov):
-            store.push(payload, effect.version, effect.scale, self.optimizer)
-        else:
-            store.accumulate(payload, effect.version, effect.weight)
+            # Its momentum moves with every push, so they wait, encoded, until their round closes: between two rounds
+            # model and momentum always belong together.
+            self._pushes.setdefault(effect.key.fragment, []).append(effect)
+            return
+        self.stores[effect.key.fragment].accumulate(self._rooms[effect.key].view, effect.version, effect.weight)
+        self._freed(effect.key)
+
+    def _freed(self, key: ContributionKey) -> None:
         with self._changed:
-            self._free(effect.key)
-            self.coordinator.freed(effect.key)
+            self._free(key)
+            self.coordinator.freed(key)
+
+    def _save(self, reason: str) -> Path | ServerError:
+        with self._changed:
+            state = snapshot(self)
+        return self.keeper.keep(state, reason)
 
     def _close(self, effect: CloseRound) -> None:
         assert self.optimizer is not None
         store = self.stores[effect.fragment]
         if isinstance(self.optimizer, DelayedNesterov):
-            published = store.close_pushed(effect.version, effect.participants)
+            pushes = self._pushes.pop(effect.fragment, [])
+            published = store.close_pushed(
+                effect.version,
+                effect.participants,
+                [(self._rooms[push.key].view, push.scale) for push in pushes],
+                self.optimizer,
+            )
+            for push in pushes:
+                self._freed(push.key)
         else:
             published = store.close(effect.version, effect.participants, self.optimizer)
         with self._changed:
@@ -400,6 +485,8 @@ class ParameterService:
             store.forget_old(now)
             self.coordinator.published(published.agreement, now)
             self._flush()
+        if self.keeper.is_due(self.coordinator.sync_round):
+            self._save("periodic")
 
     def _check_health(self) -> None:
         if self.failure:

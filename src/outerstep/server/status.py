@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from ..coordination.budget import TokenBudget
+
 if TYPE_CHECKING:
     from .service import ParameterService
 
@@ -20,6 +22,16 @@ def _silence(service: ParameterService, expected: set[str], now: float) -> str:
     )
 
 
+def _tokens(budget: TokenBudget) -> dict[str, object]:
+    left_s = budget.seconds_left
+    return {
+        "total": budget.total,
+        "budget": budget.limit,
+        "per_second": round(budget.per_second, 3),
+        "seconds_left": None if left_s is None else round(left_s, 1),
+    }
+
+
 def build_status(service: ParameterService) -> dict[str, object]:
     """Called with the service's lock held."""
     coordinator, config, now = service.coordinator, service.config, service.clock()
@@ -28,10 +40,12 @@ def build_status(service: ParameterService) -> dict[str, object]:
     return {
         "outerstep": version("outerstep"),
         "run_id": coordinator.run_id,
-        "mode": "sync" if config.quorum is None else "quorum",
+        "mode": coordinator.rules.mode,
         "uptime_s": round(now - service.started_at, 1),
         "failure": service.failure,
+        "last_save": service.keeper.last,
         "started": coordinator.started,
+        "closing": coordinator.closing,
         "sync_round": coordinator.sync_round,
         "num_workers": config.num_workers,
         "min_workers": config.min_workers,
@@ -39,6 +53,15 @@ def build_status(service: ParameterService) -> dict[str, object]:
         "total_worker_deaths": coordinator.members.total_deaths,
         "total_submissions": coordinator.total_accepted,
         "pending_submissions": pending,
+        "quorum": coordinator.rules.quorum,
+        "grace_period": config.grace_period,
+        "dn_buffer_size": config.delayed_nesterov,
+        "dn_buffered": service.buffered_pushes,
+        "dylu_enabled": config.dylu_enabled,
+        "dylu_base_sync_every": config.dylu_base_sync_every or (plan.sync_every if plan else None),
+        "max_staleness": coordinator.rules.max_staleness,
+        "weight_by": config.weight_by,
+        "tokens": _tokens(coordinator.budget),
         "num_parameters": sum(spec.numel for spec in coordinator.manifest.parameters) if coordinator.manifest else None,
         "bytes_received": service.bytes_received,
         "bytes_sent": service.bytes_sent,
@@ -52,6 +75,10 @@ def build_status(service: ParameterService) -> dict[str, object]:
             "sync_every": plan.sync_every,
             "codec": plan.codec,
             "num_fragments": len(plan.fragments),
+            "delay": plan.delay,
+            "alpha": plan.alpha,
+            "carry": plan.carry,
+            "revision": plan.revision,
             "said_by": settled.said_by,
         },
         "workers": {
@@ -61,6 +88,12 @@ def build_status(service: ParameterService) -> dict[str, object]:
                 "step": member.step,
                 "steps_per_second": member.steps_per_second,
                 "loss": member.loss,
+                "sync_every": coordinator.local_steps(member) or (plan.sync_every if plan else None),
+                "staleness": member.staleness,
+                "contributions": member.contributions,
+                "bytes_received": member.bytes_received,
+                "tokens": member.tokens,
+                "commands": [command.kind for command in coordinator.commands.pending(member.worker_id)],
                 "delta_norm": service.delta_norms.get(member.worker_id),
                 "last_seen_s": round(now - member.last_seen, 1),
                 "joined_s": round(now - member.joined_at, 1),

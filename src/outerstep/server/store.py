@@ -62,7 +62,6 @@ class FragmentStore:
         self.up = layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in specs])
         self._roles = {spec.name: spec.role for spec in specs}
         self._sums: dict[int, RunningMean] = {}
-        self._making: dict[int, memoryview] = {}  # versions that grow push by push (Delayed Nesterov)
         self._versions: dict[int, Published] = {}
         self._last_read: dict[int, float] = {}
         frame = _new_frame(self.down)
@@ -129,14 +128,8 @@ class FragmentStore:
                 total.add(target.begin // 4 + start, block, weight)
         total.count(weight)
 
-    def push(self, payload: memoryview, version: int, scale: float, rule: DelayedNesterov) -> None:
-        """Move the version in the making by scale·Δ, block by block: the rules that take contributions one by one."""
-        frame = self._making.get(version)
-        if frame is None:
-            frame = self._making[version] = self._next_frame()
-        if scale == 0.0:
-            return
-        params = fp32_views(frame, self.down.places, self.down.data_begin)
+    def _push(self, params: dict[str, Tensor], payload: memoryview, scale: float, rule: DelayedNesterov) -> None:
+        """Move θ by scale·Δ as the rule says, block by block."""
         push = rule.begin(self.index)
         for entry in self.up.entries:
             for start, block in self._blocks(payload, entry):
@@ -182,9 +175,20 @@ class FragmentStore:
                 params[name].sub_(grads[name])
         return self._publish_finite(frame, version, participants)
 
-    def close_pushed(self, version: int, participants: tuple[Participant, ...]) -> Published:
-        """The version that grew push by push is whole."""
-        return self._publish_finite(self._making.pop(version), version, participants)
+    def close_pushed(
+        self,
+        version: int,
+        participants: tuple[Participant, ...],
+        pushes: list[tuple[memoryview, float]],
+        rule: DelayedNesterov,
+    ) -> Published:
+        """θ′ from θ and the round's contributions (payload, scale), one by one."""
+        frame = self._next_frame()
+        params = fp32_views(frame, self.down.places, self.down.data_begin)
+        for payload, scale in pushes:
+            if scale > 0.0:
+                self._push(params, payload, scale, rule)
+        return self._publish_finite(frame, version, participants)
 
     def _next_frame(self) -> memoryview:
         """A copy of the newest version, to be moved."""

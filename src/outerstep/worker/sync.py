@@ -262,6 +262,7 @@ class Synchronizer:
             self._replica.adopt(agreed.anchor)
             return True
         progress.version = agreed.version
+        progress.oldest_base = min(progress.oldest_base, agreed.version)
         self._replica.rebase(agreed.anchor)
         log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
         return False

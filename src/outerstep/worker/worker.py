@@ -98,6 +98,7 @@ class DiLoCoWorker:
         self._last_loss: float | None = None
         self._progress_at = time.monotonic()
         self._in_exchange = False
+        self._in_hook = False
         self._said_stalled = False
         self.should_stop = False  # the run wants this worker to end: it has contributed and left
 
@@ -130,6 +131,7 @@ class DiLoCoWorker:
     def stop(self) -> None:
         """A clean end: contribute the remaining steps, wait for the agreement, leave. Safe to call twice."""
         if self._sync is None or self._ending.is_set():
+            self._unhook()
             return
         self._in_exchange = True
         try:
@@ -145,12 +147,16 @@ class DiLoCoWorker:
     def _detach(self, reason: str) -> None:
         self._ending.set()
         self._beat_now.set()
-        if self._hook is not None:
-            self._hook.remove()
+        self._unhook()
         _attached.discard(self.optimizer)
         if self._sync is not None:
             self._sync.cancel()
         self._topology.leave(reason)
+
+    def _unhook(self) -> None:
+        """Not from within the hook: torch is walking over its hooks then. There it stays, and does nothing more."""
+        if self._hook is not None and not self._in_hook:
+            self._hook.remove()
 
     def __enter__(self) -> DiLoCoWorker:
         return self.start()
@@ -235,12 +241,21 @@ class DiLoCoWorker:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         assert self._sync is not None
+        if self._ending.is_set():
+            return
+        self._in_hook = True
+        try:
+            self._exchange_and_obey(self._sync)
+        finally:
+            self._in_hook = False
+
+    def _exchange_and_obey(self, sync: Synchronizer) -> None:
         now = self._clock()
         took_s = now - self._resumed_at
         self._step_s = took_s if self._step_s == 0.0 else SPEED_MEMORY * self._step_s + (1 - SPEED_MEMORY) * took_s
         self._in_exchange = True
         try:
-            exchanged = self._sync.stepped()
+            exchanged = sync.stepped()
         finally:
             self._in_exchange = False
             self._progress_at = time.monotonic()

@@ -1,0 +1,243 @@
+"""A run that is saved, stopped and resumed goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outerstep import load_model
+from outerstep.errors import BadRequest, ConfigError
+from outerstep.server import DiLoCoServer
+from outerstep.topology import Contribution
+from outerstep.types import Control, ControlAnswer, Wishes
+from outerstep.wire.memory import MemoryTransport
+from outerstep.worker import DiLoCoWorker
+from support import (
+    HandClient,
+    Ledger,
+    assert_same,
+    count,
+    in_threads,
+    make_frame,
+    memory_topology,
+    memory_worker,
+    params_of,
+    tiny_model,
+    train_steps,
+    wait_until,
+)
+
+MODES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "two fragments with a delay": {"num_fragments": 2, "fragment_delay": 1},
+    "asynchronous": {"async_mode": True, "dn_buffer_size": 3},
+    "a torch optimizer": {"outer_optimizer_factory": lambda params: torch.optim.Adam(params, lr=0.01)},
+}
+
+
+def make_server(folder: Path | None, **settings: Any) -> DiLoCoServer:
+    facts = {"sync_every": 4, "codec": "fp32", "port": 0, **settings}
+    state = None if "resume" in facts else tiny_model().state_dict()
+    if folder is not None:
+        facts["save_dir"] = str(folder)
+    server = DiLoCoServer(state, 1, **facts)
+    server.service.start()
+    return server
+
+
+class Relocatable(MemoryTransport):
+    """A way to the server that can be pointed at another one."""
+
+    def move(self, server: DiLoCoServer) -> None:
+        self._service = server.service
+
+
+def train_on(transport: Relocatable, server: DiLoCoServer) -> tuple[DiLoCoWorker, Any, Any]:
+    model = tiny_model(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    topology = memory_topology(server, "w", transport)
+    worker = DiLoCoWorker(model, optimizer, "memory:1", worker_id="w", topology=topology)
+    return worker, model, optimizer
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(mode: str, tmp_path: Path) -> None:
+    def run(*, interrupt: bool) -> dict[str, torch.Tensor]:
+        folder = tmp_path / str(interrupt)
+        server = make_server(folder, **MODES[mode])
+        transport = Relocatable(server.service)
+        worker, model, optimizer = train_on(transport, server)
+        worker.start()
+        for step in range(24):
+            train_steps(model, optimizer, 1, seed=step)
+            if interrupt and step in (7, 13):
+                server.service.stop()  # saves
+                server = make_server(folder, resume=str(folder), **MODES[mode])
+                transport.move(server)
+        worker.stop()
+        return server.get_global_params()
+
+    assert_same(run(interrupt=True), run(interrupt=False))
+
+
+def test_what_the_open_round_had_accepted_is_sent_again_and_counted_once(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"codec": "fp32", "port": 0, "outer_lr": 1.0, "outer_momentum": 0.0}
+    first = DiLoCoServer(Ledger().state_dict(), 2, save_dir=str(tmp_path), **facts)
+    first.service.start()
+    transports = [Relocatable(first.service) for _ in range(2)]
+    a, b = (memory_topology(first, name, transport) for name, transport in zip("ab", transports, strict=True))
+    for topology in (a, b):
+        topology.join(None, Wishes(sync_every=2))
+    ticket = a.begin(Contribution(0, 0, 0, 2, 0, 0, {"cells": torch.tensor([-2.0, 0.0])}))
+    wait_until(lambda: first.status()["pending_submissions"] == ["a"])
+    first.service.stop()
+    second = DiLoCoServer(None, 2, resume=str(tmp_path), **facts)
+    second.service.start()
+    for transport in transports:
+        transport.move(second)
+    agreed, _ = in_threads(
+        lambda: a.finish(ticket),
+        lambda: b.finish(b.begin(Contribution(0, 0, 0, 2, 0, 0, {"cells": torch.tensor([0.0, -2.0])}))),
+    )
+    assert agreed.counted
+    assert second.get_global_params()["cells"].tolist() == [1.0, 1.0]
+
+
+def test_who_was_here_is_expected_back_and_nobody_closes_a_round_without_it(tmp_path: Path) -> None:
+    first = DiLoCoServer(Ledger().state_dict(), 2, save_dir=str(tmp_path), codec="fp32", port=0)
+    first.service.start()
+    clients = [HandClient(MemoryTransport(first.service), name) for name in "ab"]
+    for client in clients:
+        client.join()
+    first.save_state()
+    second = DiLoCoServer(None, 2, resume=str(tmp_path), port=0)
+    second.service.start()
+    assert second.run_id == first.run_id
+    returned = clients[0]
+    returned.transport = MemoryTransport(second.service)
+    returned.contribute(make_frame({"cells": torch.ones(2)}))
+    fragments: Any = second.status()["fragments"]
+    assert fragments[0]["expected"] == ["a", "b"]
+    assert second.sync_round == 0
+
+
+def test_saving_every_few_rounds_on_demand_and_at_the_end(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    server = make_server(tmp_path / "saves", save_every=2, keep_saves=9, event_log=str(log))
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory_worker(server, "w", model, optimizer):
+        train_steps(model, optimizer, 20, seed=0)
+        answer = MemoryTransport(server.service).call(Control(kind="save"))
+        assert isinstance(answer, ControlAnswer)
+        assert "state-round-00000005" in answer.done
+    server.service.stop()
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    saves = [(event["round"], event["reason"]) for event in events if event["event"] == "save"]
+    assert saves == [(2, "periodic"), (4, "periodic"), (5, "an operator asked for it"), (5, "the server stops")]
+    assert {"start", "join", "round", "control", "save", "leave", "stop"} <= {event["event"] for event in events}
+    again = tiny_model(3)
+    load_model(again, tmp_path / "saves" / "latest")
+    assert_same(params_of(again), server.get_global_params())
+
+
+def test_a_save_that_fails_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+    blocked = tmp_path / "saves"
+    server = make_server(blocked, save_every=1)
+    blocked.write_text("a file where the folder should be")
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory_worker(server, "w", model, optimizer):
+        train_steps(model, optimizer, 8, seed=0)
+        assert server.sync_round == 2
+        assert str(server.status()["last_save"]).startswith("failed: ")
+        with pytest.raises(Exception, match="saving failed"):
+            MemoryTransport(server.service).call(Control(kind="save"))
+
+
+def test_without_a_place_or_a_worker_there_is_nothing_to_save(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="--save-dir"):
+        make_server(None).save_state()
+    with pytest.raises(BadRequest, match="nobody has joined"):
+        make_server(tmp_path).save_state()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"codec": "bf16"}, "codec=fp32, which cannot change; the settings say bf16"),
+        ({"num_fragments": 2}, "num_fragments=1, which cannot change"),
+        ({"async_mode": True}, "saved with the outer optimizer 'nesterov', now it is 'delayed_nesterov'"),
+    ],
+)
+def test_a_state_that_does_not_fit_the_settings_is_refused(
+    settings: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    server = make_server(tmp_path)
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memory_worker(server, "w", model, optimizer):
+        train_steps(model, optimizer, 4, seed=0)
+        server.save_state()
+    with pytest.raises(ConfigError, match=complaint):
+        make_server(None, resume=str(tmp_path), **{"sync_every": None, "codec": None, **settings})
+
+
+def test_another_sync_every_at_resume_is_a_change_of_plan(tmp_path: Path) -> None:
+    server = make_server(tmp_path)
+    HandClient(MemoryTransport(server.service)).join()
+    server.save_state()
+    plan: Any = make_server(None, resume=str(tmp_path), sync_every=9).status()["plan"]
+    assert (plan["sync_every"], plan["revision"]) == (9, 1)
+
+
+def test_a_state_of_the_old_layout_goes_on_with_its_momentum(tmp_path: Path) -> None:
+    model = tiny_model(5)
+    names = [name for name, _ in model.named_parameters()]
+    reference = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, nesterov=True, foreach=False)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    reference.step()
+    old = tmp_path / "diloco_server_state_latest.pt"
+    facts = {"sync_round": 7, "num_workers": 1, "param_names": names, "async_mode": False, "total_submissions": 9}
+    state = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.save({"global_params": state, "outer_optimizer": reference.state_dict(), **facts}, old)
+    server = make_server(None, resume=str(old), outer_lr=0.5)
+    topology = memory_topology(server, "w")
+    joined = topology.join(None, Wishes())
+    assert joined.anchors[0].version == 7
+    deltas = {name: torch.full_like(p, 0.25) for name, p in model.named_parameters()}
+    topology.finish(topology.begin(Contribution(0, 7, 7, 1, 0, 0, deltas)))
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.25)
+    reference.step()
+    assert_same(server.get_global_params(), params_of(model))
+    assert server.status()["total_submissions"] == 10
+
+
+def test_a_worker_that_is_ahead_of_a_resumed_server_goes_on_from_what_the_server_has(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"codec": "fp32", "port": 0, "sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+    first = DiLoCoServer(Ledger().state_dict(), 1, save_dir=str(tmp_path), **facts)
+    first.service.start()
+    transport = Relocatable(first.service)
+    model = Ledger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    topology = memory_topology(first, "w", transport)
+    with DiLoCoWorker(model, optimizer, "memory:1", worker_id="w", topology=topology) as worker:
+        count(model, optimizer, 0, 4)
+        saved = first.save_state()
+        count(model, optimizer, 0, 5)  # rounds 3 and 4, and a step on top
+        second = DiLoCoServer(None, 1, resume=str(saved), **facts)
+        second.service.start()
+        assert (first.sync_round, second.sync_round) == (4, 2)
+        transport.move(second)
+        count(model, optimizer, 1, 1)
+        assert second.sync_round == 3
+        # Rounds 3 and 4 went down with the first server; the two steps since then are in.
+        assert second.get_global_params()["cells"].tolist() == [5.0, 1.0]
+        assert_same(params_of(model), second.get_global_params())
+        assert worker.sync_metrics["steps_discarded"] == 0
