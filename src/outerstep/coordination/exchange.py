@@ -73,6 +73,7 @@ class Patience:
     poll_wait_s: float = 5.0
     calls_in_flight: int = 4
     stuck_after_s: float | None = None  # while too few workers are alive for the round to close at all; None = wait
+    stay_for_own_round: bool = False  # even when late, wait for the agreement that holds the contribution
     damaged_parts: int = 16  # parts that may arrive with a wrong hash before we believe it is not the line
 
     def backoff_s(self, failures: int, rng: random.Random) -> float:
@@ -192,8 +193,9 @@ class Exchange:
         return self.outcome is not None or self.failure is not None
 
     def silent_s(self, now: float) -> float:
-        """For how long the server has not answered at all."""
-        return now - self._last_answer_at
+        """For how long an answer is overdue. (A poll may take the time it was given.)"""
+        allowed_s = self._patience.poll_wait_s if self.step is Step.POLL else 0.0
+        return max(now - self._last_answer_at - allowed_s, 0.0)
 
     @property
     def wake_at(self) -> float:
@@ -350,9 +352,9 @@ class Exchange:
     def _accepted(self, version: int) -> None:
         """Wait for anything newer than what we hold: on time that is the agreement we are in. A late contribution
         counts in a later one; its worker takes the newest there is and goes on, for its steps will come back to it.
-        Asynchronous rounds close at once, so there everybody waits for the one it is in."""
+        Asynchronous rounds close at once, so there everybody waits for the one it is in; so does who is leaving."""
         self._counted = True
-        if self._session.joined.plan.mode == "async":
+        if self._session.joined.plan.mode == "async" or self._patience.stay_for_own_round:
             self._after = max(self._after, version - 1)
         self._go(Step.POLL)
 

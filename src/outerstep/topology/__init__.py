@@ -97,12 +97,14 @@ class Topology(Protocol):
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined: ...
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> Ticket:
-        """`stuck_after_s`: give up when too few workers are alive for the round to close for so long."""
+        """`stuck_after_s`: give up when too few workers are alive for the round to close for so long. It is given with
+        a worker's last contribution, and then the worker stays for the very round that holds it."""
 
     def finish(self, ticket: Ticket) -> Agreed: ...
 
-    def resume(self, ticket: Ticket) -> Ticket:
-        """Carry an exchange that failed on, under the same key: whether it counted is settled by asking again."""
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> Ticket:
+        """Carry an exchange on that failed, or is to have another limit, under the same key: whether it counted is
+        settled by asking again."""
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         """A sign of life; whatever comes back is for `orders`."""

@@ -45,10 +45,10 @@ NO_ORDERS = Orders()
 class ServerTicket:
     """An exchange with the server, carried by a thread of its own."""
 
-    def __init__(self, fragment: int, courier: Courier, again: Callable[[], ServerTicket]) -> None:
+    def __init__(self, fragment: int, courier: Courier, again: Callable[[float | None], ServerTicket]) -> None:
         self.fragment = fragment
         self.courier = courier
-        self.again = again  # the same exchange, from the beginning
+        self.again = again  # the same exchange, from the beginning, with this stuck_after_s
         self._done = threading.Event()
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"outerstep-exchange-{fragment}", daemon=True)
@@ -230,10 +230,10 @@ class ServerTopology:
         )
         return self._carry(offer, hashes, payload, stuck_after_s)
 
-    def resume(self, ticket: Ticket) -> ServerTicket:
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> ServerTicket:
         assert isinstance(ticket, ServerTicket)
         ticket.cancel()
-        return ticket.again()
+        return ticket.again(stuck_after_s)
 
     def _carry(
         self, offer: Offer, hashes: tuple[str, ...], payload: memoryview, stuck_after_s: float | None
@@ -248,7 +248,7 @@ class ServerTopology:
             patience=_with_limit(self._patience, self._patience.give_up_after_s, stuck_after_s),
             rng=self._rng,
         )
-        again = partial(self._carry, offer, hashes, payload, stuck_after_s)
+        again = partial(self._carry, offer, hashes, payload)
         return self._start(exchange, offer.fragment, payload, again)
 
     def finish(self, ticket: Ticket) -> Agreed:
@@ -297,7 +297,7 @@ class ServerTopology:
         exchange: Exchange,
         fragment: int,
         payload: memoryview | None = None,
-        again: Callable[[], ServerTicket] | None = None,
+        again: Callable[[float | None], ServerTicket] | None = None,
     ) -> ServerTicket:
         session = self._session
         assert session is not None
@@ -308,7 +308,7 @@ class ServerTopology:
             payload=payload,
             max_download_bytes=lambda: self._down[fragment].size_bytes if self._down else None,
         )
-        return ServerTicket(fragment, courier, again or partial(self._start, exchange, fragment))
+        return ServerTicket(fragment, courier, again or (lambda _: self._start(exchange, fragment)))
 
     def _adopt_plan(self, answer: JoinAnswer) -> None:
         self._codec = get_codec(answer.plan.codec)
@@ -348,4 +348,10 @@ def _layout(codec: Codec, specs: Sequence[ParameterSpec]) -> Layout:
 
 
 def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float | None = None) -> Patience:
-    return dataclasses.replace(patience, give_up_after_s=give_up_after_s, stuck_after_s=stuck_after_s)
+    """With a limit on being stuck it is the worker's last contribution, which is worth waiting for."""
+    return dataclasses.replace(
+        patience,
+        give_up_after_s=give_up_after_s,
+        stuck_after_s=stuck_after_s,
+        stay_for_own_round=stuck_after_s is not None,
+    )

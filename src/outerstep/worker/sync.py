@@ -100,10 +100,10 @@ class Synchronizer:
         left = self._unsent()
         if left:
             self.metrics.steps_discarded += max((self.work - self.fragments[f].counted).steps for f in left)
-            for fragment in left:
-                self._replica.adopt({n: self._replica.anchors[n] for n in self.plan.fragments[fragment]})
         if own is not None:
             self._replica.restore(own)
+        else:
+            self._replica.adopt(self._replica.anchors)  # whole, also where it was mixed with the local weights
 
     def cancel(self) -> None:
         """Stop sending; nothing more will be adopted."""
@@ -162,9 +162,15 @@ class Synchronizer:
                     self._park(tries_left)
                     return
                 for fragment, version in sorted({wanted for sight in sights.values() for wanted in sight.wanted}):
-                    if fragment not in tries_left and self.fragments[fragment].version < version:
+                    behind = self.fragments[fragment].version < version
+                    if behind and fragment not in tries_left and not self._is_on_its_way(fragment):
                         tries_left[fragment] = 1
                         self._take_off(fragment, stuck_after_s)
+
+    def _is_on_its_way(self, fragment: int) -> bool:
+        """It was sent; it lands when its time comes, and not before."""
+        flight = self._flights.get(fragment)
+        return flight is not None and not flight.parked
 
     @contextmanager
     def _accounted(self, began_at: float) -> Iterator[None]:
@@ -207,8 +213,9 @@ class Synchronizer:
         """Send what is unsent; or carry on with what is under way already."""
         flight = self._flights.get(fragment)
         if flight is not None:
-            if flight.ticket.look(0.0).done and flight.ticket.failed:
-                flight.ticket = self._topology.resume(flight.ticket)
+            over = flight.ticket.look(0.0).done
+            if flight.ticket.failed if over else stuck_after_s is not None:
+                flight.ticket = self._topology.resume(flight.ticket, stuck_after_s=stuck_after_s)
             return
         progress = self.fragments[fragment]
         unsent = self.work - progress.counted
@@ -252,15 +259,11 @@ class Synchronizer:
         if agreed.counted:
             return self._take_over(fragment, flight, agreed)
         self.metrics.missed_rounds += 1
+        if self._too_old(agreed):
+            self._discard(agreed)
+            return True
         progress = self.fragments[fragment]
         unsent = (self.work - progress.counted).steps
-        if self._too_old(agreed):
-            self.metrics.steps_discarded += unsent
-            log.warning("%d local steps were older than max_staleness=%d and are lost", unsent, self.plan.max_staleness)
-            progress.version = progress.oldest_base = agreed.version
-            progress.counted = self.work
-            self._replica.adopt(agreed.anchor)
-            return True
         progress.version = agreed.version
         progress.oldest_base = min(progress.oldest_base, agreed.version)
         self._replica.rebase(agreed.anchor)
@@ -271,13 +274,17 @@ class Synchronizer:
         """What we sent is in the agreement (or in a round still open). The steps taken since then are kept, mixed or
         replaced, as the plan says; those taken while nobody answered are always kept."""
         progress = self.fragments[fragment]
-        progress.version = progress.oldest_base = agreed.version
         progress.counted = flight.work
+        progress.oldest_base = agreed.version
         self.metrics.sync_count += 1
         since = (self.work - flight.work).steps
-        if since == 0:
-            self._replica.adopt(agreed.anchor)
-        elif self.plan.carry or flight.parked:
+        if since and flight.parked:
+            progress.oldest_base = progress.version  # they were taken on the version we held all the while
+            if self._too_old(agreed):
+                self._discard(agreed)
+                return True
+        progress.version = agreed.version
+        if since and (self.plan.carry or flight.parked):
             assert flight.sent is not None
             self._replica.carry(agreed.anchor, flight.sent)
         elif self.plan.alpha > 0.0:
@@ -295,6 +302,16 @@ class Synchronizer:
             agreed.bytes_received / 1e6,
         )
         return progress.counted == self.work
+
+    def _discard(self, agreed: Agreed) -> None:
+        """Our unsent steps are of an age at which they would do harm: start anew from what was agreed."""
+        progress = self.fragments[agreed.fragment]
+        unsent = (self.work - progress.counted).steps
+        self.metrics.steps_discarded += unsent
+        log.warning("%d local steps were older than max_staleness=%d and are lost", unsent, self.plan.max_staleness)
+        progress.version = progress.oldest_base = agreed.version
+        progress.counted = self.work
+        self._replica.adopt(agreed.anchor)
 
     def _note(self, agreed: Agreed) -> None:
         metrics = self.metrics
