@@ -297,7 +297,9 @@ class SimWorker:
             self.exchanges_done += 1
             if fragment.unsent and not self._scenario.carry and not flight.parked:
                 self._discard(index)  # the delayed agreement overwrites what was done meanwhile
-            fragment.oldest_base = outcome.agreement.version
+            # What was done while the exchange was left open was done on the version held all the while.
+            held = fragment.version if flight.parked and fragment.unsent else outcome.agreement.version
+            fragment.oldest_base = held
         self._adopt(fragment, outcome)  # not counted = a rebase: the unsent steps stay
         age = fragment.version - fragment.oldest_base
         if outcome.too_old or age > self._scenario.rules.max_staleness:
@@ -378,6 +380,7 @@ class SimWorker:
                 give_up_after_s=1e6,
                 calls_in_flight=2,
                 stuck_after_s=self._scenario.patient_exit_s if self.leaving else None,
+                stay_for_own_round=self.leaving,
                 damaged_parts=1000,
             ),
             rng=self._rng,
