@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "observe": PLAIN,
     "server": PLAIN | {"config", "core", "coordination", "model_folder", "observe", "torch_file", "wire"},
     "worker": PLAIN | {"config", "core", "coordination", "topology", "wire"},
+    "compat": PLAIN | {"config", "core", "coordination", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "wire"},
     "cli": PLAIN | {"config", "demo", "model_folder", "server", "wire"},
     "__main__": {"cli"},

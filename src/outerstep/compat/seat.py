@@ -1,0 +1,277 @@
+"""One registered worker's place in the run, and what it has under way.
+
+The old protocol has no keys: a client that lost the answer to a submit sends it again, or registers again and then
+submits. What is counted is therefore decided here, per worker and fragment:
+
+1. A worker contributes **once to each version it was handed**. Until it has been handed a newer one (by an answer that
+   was written to the end, or by registering), whatever it submits is a repeat of its first submission: it is not
+   counted, and is answered when that one is. (Other bytes on the same version hold the same steps and more; what they
+   hold more is lost, which the log says.)
+2. After such an answer the **same payload** (by hash) is still a repeat, as long as nothing shows that the answer
+   arrived. It did arrive if the client then spoke again on that connection, or closed it in good order after it had
+   acknowledged every byte; a submit may overtake that news, so it is waited for a moment.
+
+The limit of 2: a client that keeps the connection of its last answer open and silent, and submits byte-identical
+pseudo-gradients in the next round on another one, is taken at its first word. One behind a proxy that swallows an
+answer after taking it whole is counted twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from ..coordination.exchange import Patience
+from ..errors import OuterstepError, Refused, ServerError, StaleRound
+from ..server.pool import Pool, Room
+from ..topology import Agreed, Contribution, Joined
+from ..topology.server import ServerTicket, ServerTopology
+from ..types import Wishes
+from ..wire.memory import MemoryTransport
+from ..wire.service import Service
+
+log = logging.getLogger(__name__)
+
+PATIENCE = Patience(first_backoff_s=0.05, longest_backoff_s=1.0, poll_wait_s=1.0)
+"""The server is in this process. A poll counts as a sign of life, so it must end soon after its client has gone."""
+
+NEWS_S = 2.0
+"""How long a submit waits for the news that its client has got the answer before."""
+
+TRIES = 4
+"""Rounds that may close without a contribution before its client is told."""
+
+
+class Payload:
+    """A body that was read, and the tensors in it; its room is given back when nobody needs them any more."""
+
+    def __init__(self, pool: Pool, room: Room, digest: str, tensors: Mapping[str, Tensor]) -> None:
+        self.digest = digest
+        self.tensors = tensors
+        weakref.finalize(self, pool.give_back, room)
+
+
+class Piece:
+    """A worker's contribution to one fragment, from its first submission until its answer is known to have arrived.
+
+    It is carried on only while somebody *holds* it, that is, while a client's connection waits for it: the exchange
+    asks the server again and again, and that must not keep a worker alive whose client is gone. A contribution that
+    was accepted stays accepted; whoever holds the piece next goes on under the same key.
+    """
+
+    def __init__(
+        self, topology: ServerTopology, fragment: int, names: Sequence[str], payload: Payload, base: int, steps: int
+    ) -> None:
+        self.fragment = fragment
+        self.base = base
+        self.digest = payload.digest
+        self.agreed: Agreed | None = None
+        self.failure: Refused | None = None
+        self.on_their_way = 0  # answers that were written, and nobody knows yet whether they arrived
+        self._topology = topology
+        self._names = names
+        self._payload: Payload | None = payload
+        self._steps = steps
+        self._tries = 0
+        self._holders = 0
+        self._carried = True
+        self._lock = threading.Lock()
+        self._ticket: ServerTicket | None = self._begin(base)
+
+    @property
+    def settled(self) -> bool:
+        return self.agreed is not None or self.failure is not None
+
+    def hold(self) -> None:
+        with self._lock:
+            self._holders += 1
+            if not self._carried and self._ticket is not None:
+                self._ticket = self._topology.resume(self._ticket)
+                self._carried = True
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self._ticket is not None:
+                self._ticket.cancel()
+                self._carried = False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Is it settled? Whoever waits also takes the next step."""
+        with self._lock:
+            if self._ticket is not None and self._ticket.wait(timeout_s):
+                self._take_over(self._ticket)
+            return self.settled
+
+    def end(self, failure: Refused) -> None:
+        """Whoever waits is told `failure`."""
+        with self._lock:
+            if not self.settled:
+                self._settle(None, failure)
+
+    def _begin(self, base: int) -> ServerTicket:
+        assert self._payload is not None
+        self._tries += 1
+        deltas = {name: self._payload.tensors[name] for name in self._names}
+        return self._topology.begin(
+            Contribution(
+                fragment=self.fragment,
+                base_version=base,
+                oldest_base=base,
+                steps=self._steps,
+                weight=1.0,
+                deltas=deltas,
+            )
+        )
+
+    def _take_over(self, ticket: ServerTicket) -> None:
+        """If the round had closed without us, the same steps go into the next one: a rebased pseudo-gradient is the
+        same pseudo-gradient."""
+        try:
+            agreed = self._topology.finish(ticket)
+            if agreed.counted:
+                self._settle(agreed, None)
+            elif self._tries < TRIES:
+                self._ticket = self._begin(agreed.version)
+            else:
+                self._settle(None, StaleRound(f"{TRIES} rounds of fragment {self.fragment} closed without it"))
+        except OuterstepError as error:
+            self._settle(None, as_refusal(error))
+
+    def _settle(self, agreed: Agreed | None, failure: Refused | None) -> None:
+        self.agreed, self.failure = agreed, failure
+        if self._ticket is not None:
+            self._ticket.cancel()
+        self._ticket = self._payload = None
+
+
+class Seat:
+    def __init__(self, service: Service, worker_id: str, hostname: str) -> None:
+        self.worker_id = worker_id
+        self.hostname = hostname
+        self._service = service
+        self._instance = secrets.token_hex(8)
+        self.topology = self._new_topology()
+        self.joined = self.topology.join(None, Wishes())
+        self._versions = [agreed.version for agreed in self.joined.anchors]  # what the client was handed
+        self._pieces: dict[int, Piece] = {}
+        self._lock = threading.Condition()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._pieces
+
+    def join_again(self) -> Joined:
+        """For a client that came back: as the same start of the same worker, so that what it had under way stays.
+        Brings it back to life if it was given up meanwhile, and fetches the newest anchors."""
+        return self._new_topology().join(None, Wishes())
+
+    def leave(self, why: Refused) -> None:
+        with self._lock:
+            pieces = list(self._pieces.values())
+            self._pieces.clear()
+        for piece in pieces:
+            piece.end(why)  # first: an exchange under way would join again
+        self.topology.leave("deregistered")
+
+    def end(self, why: Refused) -> None:
+        with self._lock:
+            pieces = list(self._pieces.values())
+        for piece in pieces:
+            piece.end(why)
+
+    def take(self, fragments: Sequence[int], payload: Payload) -> list[Piece]:
+        """The pieces to wait for, held: those under way if this is a repeat, else new ones. Let go of each."""
+        taken: list[Piece] = []
+        try:
+            with self._lock:
+                for fragment in fragments:
+                    self._await_news(fragment, payload)
+                    piece = self._pieces.get(fragment)
+                    if piece is None or not self._is_repeat(piece, payload):
+                        piece = self._pieces[fragment] = self._new_piece(fragment, payload)
+                    piece.hold()
+                    taken.append(piece)
+        except BaseException:
+            for piece in taken:
+                piece.let_go()
+            raise
+        return taken
+
+    def hand_anchors(self, anchors: Iterable[Agreed]) -> None:
+        """The client gets these versions: what it sends from now on was computed from them."""
+        with self._lock:
+            for agreed in anchors:
+                self._versions[agreed.fragment] = max(self._versions[agreed.fragment], agreed.version)
+
+    def hand_answer(self, pieces: Sequence[Piece]) -> None:
+        """The same, in answer to a submit. `answer_ended` must follow."""
+        with self._lock:
+            self.hand_anchors(piece.agreed for piece in pieces if piece.agreed is not None)
+            for piece in pieces:
+                piece.on_their_way += 1
+
+    def answer_ended(self, pieces: Sequence[Piece], *, arrived: bool) -> None:
+        with self._lock:
+            for piece in pieces:
+                piece.on_their_way -= 1
+            if arrived:
+                self.forget(pieces)
+            self._lock.notify_all()
+
+    def forget(self, pieces: Sequence[Piece]) -> None:
+        """Their answer has arrived, or they were refused: nothing will be a repeat of them."""
+        with self._lock:
+            for piece in pieces:
+                if self._pieces.get(piece.fragment) is piece:
+                    del self._pieces[piece.fragment]
+
+    def _await_news(self, fragment: int, payload: Payload) -> None:
+        piece = self._pieces.get(fragment)
+        if piece is not None and piece.digest == payload.digest and piece.on_their_way:
+            self._lock.wait_for(lambda: self._pieces.get(fragment) is not piece or not piece.on_their_way, NEWS_S)
+
+    def _is_repeat(self, piece: Piece, payload: Payload) -> bool:
+        if piece.failure is not None:
+            return False
+        if piece.digest == payload.digest:
+            return True
+        if self._versions[piece.fragment] > piece.base:
+            return False
+        log.warning(
+            "%s submitted fragment %d twice on version %d, the second time with other values; the first counts",
+            self.worker_id,
+            piece.fragment,
+            piece.base,
+        )
+        return True
+
+    def _new_piece(self, fragment: int, payload: Payload) -> Piece:
+        plan = self.joined.plan
+        # The client does not say how many steps it took. What the plan asks for is the best guess.
+        return Piece(
+            self.topology, fragment, plan.fragments[fragment], payload, self._versions[fragment], plan.sync_every
+        )
+
+    def _new_topology(self) -> ServerTopology:
+        return ServerTopology(
+            MemoryTransport(self._service),
+            worker_id=self.worker_id,
+            instance=self._instance,
+            hostname=self.hostname,
+            patience=PATIENCE,
+        )
+
+
+def as_refusal(error: OuterstepError) -> Refused:
+    """What the server said, without the words of those who passed it on."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error.__cause__, Refused):
+        return error.__cause__
+    return ServerError(str(error))
