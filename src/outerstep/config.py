@@ -33,7 +33,7 @@ class ServerConfig:
     sync_every: int | None = None
     num_fragments: int | None = None
     codec: str | None = None
-    fragment_strategy: Literal["contiguous", "strided"] = "contiguous"
+    fragment_strategy: Literal["contiguous", "strided", "counted"] = "contiguous"
     embeddings_apart: bool = False
     fragment_delay: int | None = None  # τ: steps between sending a fragment and taking its agreement over
     fragment_alpha: float | None = None  # α: how much of the local copy is kept then
@@ -83,7 +83,7 @@ class ServerConfig:
         _one_of(self, (True, False, None), "fragment_carry")
         _one_of(self, ("log", "weight", None), "staleness_policy")
         _one_of(self, ("equal", "samples", "tokens"), "weight_by")
-        _one_of(self, ("contiguous", "strided"), "fragment_strategy")
+        _one_of(self, ("contiguous", "strided", "counted"), "fragment_strategy")
         if self.min_workers > self.num_workers:
             raise ConfigError(f"min_workers ({self.min_workers}) must not exceed num_workers ({self.num_workers})")
         if self.quorum is not None and self.quorum > self.num_workers:

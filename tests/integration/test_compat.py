@@ -197,6 +197,21 @@ def test_fragments_are_exchanged_one_at_a_time() -> None:
         assert server.sync_round == 2
 
 
+def test_a_client_that_cuts_its_model_by_the_number_of_tensors_fits_a_run_that_does() -> None:
+    names = list(params_of(tiny_model()))
+    for strategy, fits in (("counted", True), ("contiguous", False)):
+        with serving(num_fragments=4, sync_every=4, fragment_strategy=strategy) as (_, address):
+            client = OldClient(address, "a")
+            start = client.register()
+            first = {name: torch.ones_like(start[name]) for name in names[:2]}  # six tensors in four: 2, 2, 1, 1
+            if fits:
+                assert_same(client.submit_fragment(0, first), {name: start[name] - 1.0 for name in first})
+            else:
+                with pytest.raises(Answered, match="fragment-strategy counted") as caught:
+                    client.submit_fragment(0, first)
+                assert caught.value.status == 422
+
+
 def test_an_old_client_and_a_modern_worker_hold_the_same_bits() -> None:
     with serving(num_workers=2, outer_lr=0.7, outer_momentum=0.9, codec="bf16") as (server, address):
         old, finished = OldClient(address, "old"), threading.Event()

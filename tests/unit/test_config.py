@@ -192,7 +192,7 @@ class TestServer:
 
     @pytest.mark.parametrize("strategy", ["random", "", None, 3, ["strided"]])
     def test_an_unknown_fragment_strategy_is_refused(self, strategy: object) -> None:
-        message = f"fragment_strategy must be one of 'contiguous', 'strided', got {strategy!r}"
+        message = f"fragment_strategy must be one of 'contiguous', 'strided', 'counted', got {strategy!r}"
         with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
             server(fragment_strategy=strategy)
 

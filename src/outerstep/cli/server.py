@@ -42,7 +42,11 @@ def server(
     ] = None,
     codec: Annotated[str | None, typer.Option(help="How contributions travel: bf16 (default) or fp32.")] = None,
     fragment_strategy: Annotated[
-        str, typer.Option(help="contiguous: neighbouring layers together; strided: layer i in fragment i mod P.")
+        str,
+        typer.Option(
+            help="contiguous: neighbouring layers together; strided: layer i in fragment i mod P; "
+            "counted: equally many tensors each, as clients of the older protocol do."
+        ),
     ] = "contiguous",
     embeddings_apart: Annotated[bool, typer.Option(help="Give the embedding tables a fragment of their own.")] = False,
     min_workers: Annotated[int, typer.Option(help="No round closes with fewer contributions.")] = 1,

@@ -76,7 +76,8 @@ def _check(described: Mapping[str, Described], expected: Expected) -> None:
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise BadTensors(
             f"these are not the pseudo-gradients of {expected.what}: {'; '.join(wrong[:SHOWN])}{more}",
-            hint="send one for every floating-point tensor of the model that is trained (zeros where nothing changed)",
+            hint="send one for every floating-point tensor of it that is trained (zeros where nothing changed); if the "
+            "client cuts the model into fragments, start the server with --fragment-strategy counted",
         )
 
 

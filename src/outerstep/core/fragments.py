@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..types import ParameterSpec
 from .manifest import describe
 
-Strategy = Literal["contiguous", "strided"]
+Strategy = Literal["contiguous", "strided", "counted"]
 BYTES_PER_VALUE = 4  # balance is about the fp32 anchor; every codec shrinks all fragments alike
 
 
@@ -24,7 +24,9 @@ class FragmentManager:
     """Which parameter is in which fragment, and which fragment is due when.
 
     contiguous: neighbours stay together, cut into P runs of about equal bytes;
-    strided:    layer i goes to fragment i mod P, what belongs to no layer to the lightest.
+    strided:    layer i goes to fragment i mod P, what belongs to no layer to the lightest;
+    counted:    equally many parameters each, in order, the first n mod P one more: as clients of the older protocol
+                (docs/reference/compat.md) cut their models, whatever that does to the bytes.
     `embeddings_apart`: the embedding tables get the first fragment to themselves.
     """
 
@@ -84,6 +86,8 @@ def _split(specs: Sequence[ParameterSpec], count: int, strategy: Strategy, embed
         rest = [s for s in specs if not s.embedding]
         if tables and len(rest) >= count - 1:
             return [[s.name for s in tables], *_split(rest, count - 1, strategy, embeddings_apart=False)]
+    if strategy == "counted":
+        return _counted(specs, count)
     units = _units(specs)
     if len(units) < count:
         units = [[s] for s in specs]  # fewer layers than fragments: cut inside layers
@@ -119,6 +123,12 @@ def _contiguous(units: list[list[ParameterSpec]], count: int) -> list[list[list[
         cuts.append(min(candidates, key=lambda i: abs(sums[i] - target)))
     cuts.append(len(units))
     return [units[a:b] for a, b in pairwise(cuts)]
+
+
+def _counted(specs: Sequence[ParameterSpec], count: int) -> list[list[str]]:
+    each, longer = divmod(len(specs), count)
+    cuts = [p * each + min(p, longer) for p in range(count + 1)]
+    return [[s.name for s in specs[a:b]] for a, b in pairwise(cuts)]
 
 
 def _strided(units: list[list[ParameterSpec]], count: int) -> list[list[list[ParameterSpec]]]:

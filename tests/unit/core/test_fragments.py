@@ -14,7 +14,7 @@ from outerstep.core.manifest import block_of
 from outerstep.errors import ConfigError
 from outerstep.types import ParameterSpec
 
-STRATEGIES: list[Strategy] = ["contiguous", "strided"]
+STRATEGIES: list[Strategy] = ["contiguous", "strided", "counted"]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 PROPERTY = settings(max_examples=200, deadline=None)
 
@@ -176,6 +176,19 @@ class TestStrided:
         assert manager.param_to_fragment["large"] == 1
         assert manager.param_to_fragment["small"] == 0
         assert manager.fragments[0][0] == "small"
+
+
+class TestCounted:
+    @PROPERTY
+    @given(models(), st.data())
+    def test_equally_many_in_order_and_the_first_ones_one_more(
+        self, specs: list[ParameterSpec], data: st.DataObject
+    ) -> None:
+        count = data.draw(st.integers(1, len(specs)))
+        fragments = FragmentManager(specs, count, strategy="counted").fragments
+        assert [name for names in fragments for name in names] == [s.name for s in specs]
+        each, longer = divmod(len(specs), count)
+        assert [len(names) for names in fragments] == [each + 1] * longer + [each] * (count - longer)
 
 
 class TestEmbeddingsApart:
