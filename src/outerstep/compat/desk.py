@@ -121,15 +121,15 @@ class Desk:
         seat = self._seats.get(request.worker_id)
         if seat is not None and seat.hostname == request.hostname:
             try:
-                return seat, seat.join_again().anchors
+                return seat, seat.join_again()
             except Fenced:
                 log.info("%s registers again after a newer start had taken its place", request.worker_id)
         # Another machine, or none: a new start of this worker. The coordinator says whether the id is free.
         if seat is None:
             self._make_room()
-        seat = Seat(self._server.service, request.worker_id, request.hostname)
+        seat, anchors = Seat.join(self._server.service, request.worker_id, request.hostname)
         self._seats[request.worker_id] = seat
-        return seat, seat.joined.anchors
+        return seat, anchors
 
     def _make_room(self) -> None:
         if len(self._seats) < self._limits.max_workers:
@@ -177,7 +177,7 @@ class Desk:
     def submit(self, header: bytes, size_bytes: int, caller: Caller) -> Answer:
         """The whole model: all fragments, and the whole state dict comes back."""
         seat = self._seat(strict_json.decode(header, SubmitHeader).worker_id)
-        fragments = range(len(seat.joined.plan.fragments))
+        fragments = range(len(seat.plan.fragments))
         pieces = self._contribute(seat, fragments, "the run's model", size_bytes, caller)
         agreed = [piece.agreed for piece in pieces if piece.agreed is not None]
         return self._answer(seat, pieces, self._whole_model(agreed))
@@ -186,7 +186,7 @@ class Desk:
         """One fragment of the plan, and the same comes back."""
         request = strict_json.decode(header, FragmentHeader)
         seat = self._seat(request.worker_id)
-        fragment, count = request.fragment_id, len(seat.joined.plan.fragments)
+        fragment, count = request.fragment_id, len(seat.plan.fragments)
         if fragment >= count:
             raise BadRequest(
                 f"fragment {fragment} does not exist: the plan has {count}",
@@ -219,7 +219,7 @@ class Desk:
         return pieces
 
     def _read(self, seat: Seat, fragments: Sequence[int], what: str, size_bytes: int, caller: Caller) -> Payload:
-        plan = seat.joined.plan
+        plan = seat.plan
         names = [name for fragment in fragments for name in plan.fragments[fragment]]
         expected = expect(self._manifest, names, self._state_names, what)
         if size_bytes == 0:

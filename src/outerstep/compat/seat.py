@@ -29,9 +29,9 @@ from torch import Tensor
 from ..coordination.exchange import Patience
 from ..errors import OuterstepError, Refused, ServerError, StaleRound
 from ..server.pool import Pool, Room
-from ..topology import Agreed, Contribution, Joined
+from ..topology import Agreed, Contribution
 from ..topology.server import ServerTicket, ServerTopology
-from ..types import Wishes
+from ..types import Plan, Wishes
 from ..wire.memory import MemoryTransport
 from ..wire.service import Service
 
@@ -151,14 +151,24 @@ class Piece:
 
 
 class Seat:
+    """Made by `Seat.join`, which also gives the newest anchors. They are not kept: that would be a model per client."""
+
+    @classmethod
+    def join(cls, service: Service, worker_id: str, hostname: str) -> tuple[Seat, Sequence[Agreed]]:
+        seat = cls(service, worker_id, hostname)
+        joined = seat.topology.join(None, Wishes())
+        seat.plan = joined.plan
+        seat._versions = [agreed.version for agreed in joined.anchors]
+        return seat, joined.anchors
+
     def __init__(self, service: Service, worker_id: str, hostname: str) -> None:
         self.worker_id = worker_id
         self.hostname = hostname
         self._service = service
         self._instance = secrets.token_hex(8)
         self.topology = self._new_topology()
-        self.joined = self.topology.join(None, Wishes())
-        self._versions = [agreed.version for agreed in self.joined.anchors]  # what the client was handed
+        self.plan: Plan
+        self._versions: list[int] = []  # what the client was handed
         self._pieces: dict[int, Piece] = {}
         self._lock = threading.Condition()
 
@@ -166,10 +176,10 @@ class Seat:
     def is_idle(self) -> bool:
         return not self._pieces
 
-    def join_again(self) -> Joined:
+    def join_again(self) -> Sequence[Agreed]:
         """For a client that came back: as the same start of the same worker, so that what it had under way stays.
         Brings it back to life if it was given up meanwhile, and fetches the newest anchors."""
-        return self._new_topology().join(None, Wishes())
+        return self._new_topology().join(None, Wishes()).anchors
 
     def leave(self, why: Refused) -> None:
         with self._lock:
@@ -252,7 +262,7 @@ class Seat:
         return True
 
     def _new_piece(self, fragment: int, payload: Payload) -> Piece:
-        plan = self.joined.plan
+        plan = self.plan
         # The client does not say how many steps it took. What the plan asks for is the best guess.
         return Piece(
             self.topology, fragment, plan.fragments[fragment], payload, self._versions[fragment], plan.sync_every
