@@ -280,9 +280,8 @@ class Desk:
 
 
 def own_sync_every(seat: Seat) -> int | None:
-    """How many steps this worker is to take between exchanges, if the run gives it a number of its own. As it is, all
-    follow the plan."""
-    return None
+    """How many steps this worker is to take between exchanges, if the run gives each a number of its own."""
+    return seat.topology.orders(at_exchange=False).sync_every
 
 
 def _unknown(worker_id: str, why: str) -> UnknownWorker:

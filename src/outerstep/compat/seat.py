@@ -124,7 +124,8 @@ class Piece:
                 base_version=base,
                 oldest_base=base,
                 steps=self._steps,
-                weight=1.0,
+                samples=0,
+                tokens=0,
                 deltas=deltas,
             )
         )

@@ -66,6 +66,7 @@ from .uploads import Upload, Uploads
 from .weights import bounded, discount, reported
 
 ASK_AGAIN_S = 0.5
+ASK_AGAIN_SOON_S = 0.1  # by then it has contributed to the round that wants it
 BUDGET_SPENT = "the token budget is spent"
 
 
@@ -339,17 +340,18 @@ class Coordinator:
             newer = self.plan if self.plan is not None and self.plan.revision > message.plan_revision else None
             return PollAnswer(agreement=fragment.published, last_sequence=last_sequence, plan=newer)
         verdict = self._verdict(fragment, now)
+        wanted = tuple(
+            (i, other.round.version)
+            for i, other in enumerate(self.fragments)
+            if other is not fragment and other.round.wants(member.worker_id, self.rules)
+        )
         return PollAnswer(
             agreement=None,
             last_sequence=last_sequence,
             waiting_for=verdict.waiting_for[:256],
             stuck=verdict.stuck,
-            wanted=tuple(
-                (i, other.round.version)
-                for i, other in enumerate(self.fragments)
-                if other is not fragment and other.round.wants(member.worker_id, self.rules)
-            ),
-            retry_after_s=ASK_AGAIN_S,
+            wanted=wanted,
+            retry_after_s=ASK_AGAIN_SOON_S if wanted else ASK_AGAIN_S,
         )
 
     def get_part(self, message: GetPart, now: float) -> None:
@@ -434,17 +436,10 @@ class Coordinator:
         check_age(offer, published=fragment.published.version, newest=newest, rules=self.rules)
 
     def _start_if_ready(self, now: float) -> None:
-        """The run starts when all configured workers are live, or at the start deadline with at least min_workers."""
         if self.started:
             return
         live = self.members.live_ids
-        overdue = (
-            self.rules.start_deadline_s is not None
-            and self._first_join_at is not None
-            and now - self._first_join_at >= self.rules.start_deadline_s
-        )
-        enough = len(live) >= self.rules.num_workers or (self.rules.asynchronous and bool(live))
-        if enough or (overdue and len(live) >= max(1, self.rules.min_workers)):
+        if self.rules.may_start(len(live), self._first_join_at, now):
             self.started = True
             for fragment in self.fragments:
                 fragment.round.expected = set(live)

@@ -42,6 +42,13 @@ class RoundRules:
         """With a quorum a late contribution counts in the next round; without, it is refused and its worker rebases."""
         return self.quorum is not None
 
+    def may_start(self, live: int, first_join_at: float | None, now: float) -> bool:
+        """When all announced workers are live, or at the start deadline with at least min_workers of them."""
+        waited_s = 0.0 if first_join_at is None else now - first_join_at
+        overdue = self.start_deadline_s is not None and first_join_at is not None and waited_s >= self.start_deadline_s
+        enough = live >= self.num_workers or (self.asynchronous and live > 0)
+        return enough or (overdue and live >= max(1, self.min_workers))
+
     @property
     def mode(self) -> Mode:
         return "async" if self.asynchronous else "sync" if self.quorum is None else "quorum"

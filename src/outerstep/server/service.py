@@ -405,7 +405,9 @@ class ParameterService:
                 answer = self.coordinator.poll(request, now)
                 if answer.agreement is not None or answer.wanted:
                     return answer
-                if now >= until or self.failure or self._closing:
+                if self.failure or self._closing:
+                    return answer
+                if now >= until:
                     return replace(answer, retry_after_s=0.0)  # it has waited here
                 self._changed.wait(until - now)
 
