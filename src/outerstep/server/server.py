@@ -193,6 +193,11 @@ OptimizerMaker = Callable[[Manifest], OuterOptimizer | DelayedNesterov]
 def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> OptimizerMaker:
     """How the outer optimizer is made once the model is known. What is wrong with it is said now."""
     buffer_size = config.delayed_nesterov
+    if config.async_mode and not buffer_size:
+        log.warning(
+            "asynchronous, and dn_buffer_size=0: the outer optimizer steps on every push. With momentum this tends to "
+            "diverge; leave dn_buffer_size out for Delayed Nesterov."
+        )
     lr, momentum, nesterov = config.outer_lr, config.outer_momentum, config.nesterov
     if factory is not None:
         check_factory(factory)
