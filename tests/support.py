@@ -16,7 +16,7 @@ from outerstep.core.codecs import get_codec
 from outerstep.digest import part_count, part_hash, part_range, payload_hash
 from outerstep.server import DiLoCoServer
 from outerstep.topology.server import ServerTopology, encode_frame
-from outerstep.types import PROTOCOL_VERSION, Commit, Join, JoinAnswer, Offer, OfferAnswer, PutPart
+from outerstep.types import PROTOCOL_VERSION, Agreement, Commit, Join, JoinAnswer, Offer, OfferAnswer, PutPart
 from outerstep.wire.frames import Layout, layout
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.transport import Transport
@@ -47,17 +47,17 @@ def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
 
 
 class Ledger(nn.Module):
-    """Two counters. Each step of worker i adds one to cell i: the model shows which steps are in it, and how often."""
+    """Counters. Each step of worker i adds one to cell i: the model shows which steps are in it, and how often."""
 
-    def __init__(self) -> None:
+    def __init__(self, cells: int = 2) -> None:
         super().__init__()
-        self.cells = nn.Parameter(torch.zeros(2))
+        self.cells = nn.Parameter(torch.zeros(cells))
 
 
 def count(model: Ledger, optimizer: torch.optim.Optimizer, cell: int, steps: int) -> None:
     """`steps` optimizer steps (with lr = 1) that each add one to `cell`."""
     for _ in range(steps):
-        model.cells.grad = torch.zeros(2)
+        model.cells.grad = torch.zeros_like(model.cells)
         model.cells.grad[cell] = -1.0
         optimizer.step()
 
@@ -89,6 +89,19 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None
     while not condition():
         assert time.monotonic() < give_up_at, "it never happened"
         time.sleep(0.01)
+
+
+def record_agreements(server: DiLoCoServer) -> list[Agreement]:
+    """Every agreement the server publishes from now on, in order."""
+    published: list[Agreement] = []
+    announce = server.service.coordinator.published
+
+    def record(agreement: Agreement, now: float) -> None:
+        published.append(agreement)
+        announce(agreement, now)
+
+    server.service.coordinator.published = record  # type: ignore[method-assign]
+    return published
 
 
 def memory_topology(server: DiLoCoServer, worker_id: str, transport: Transport | None = None) -> ServerTopology:
