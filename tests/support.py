@@ -54,11 +54,21 @@ class Ledger(nn.Module):
         self.cells = nn.Parameter(torch.zeros(cells))
 
 
-def count(model: Ledger, optimizer: torch.optim.Optimizer, cell: int, steps: int) -> None:
+class TwoLedgers(nn.Module):
+    """The same twice, for a run with two fragments."""
+
+    def __init__(self, cells: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(cells))
+        self.second = nn.Parameter(torch.zeros(cells))
+
+
+def count(model: Ledger | TwoLedgers, optimizer: torch.optim.Optimizer, cell: int, steps: int) -> None:
     """`steps` optimizer steps (with lr = 1) that each add one to `cell`."""
     for _ in range(steps):
-        model.cells.grad = torch.zeros_like(model.cells)
-        model.cells.grad[cell] = -1.0
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+            param.grad[cell] = -1.0
         optimizer.step()
 
 
@@ -104,21 +114,29 @@ def record_agreements(server: DiLoCoServer) -> list[Agreement]:
     return published
 
 
-def memory_topology(server: DiLoCoServer, worker_id: str, transport: Transport | None = None) -> ServerTopology:
+def memory_topology(
+    server: DiLoCoServer, worker_id: str, transport: Transport | None = None, patience: Patience = EAGER
+) -> ServerTopology:
     """A worker's way to a server without sockets."""
     return ServerTopology(
         transport or MemoryTransport(server.service),
         worker_id=worker_id,
         instance=secrets.token_hex(8),
         hostname="test",
-        patience=EAGER,
+        patience=patience,
     )
 
 
 def memory_worker(
-    server: DiLoCoServer, worker_id: str, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any
+    server: DiLoCoServer,
+    worker_id: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    transport: Transport | None = None,
+    patience: Patience = EAGER,
+    **settings: Any,
 ) -> DiLoCoWorker:
-    topology = memory_topology(server, worker_id)
+    topology = memory_topology(server, worker_id, transport, patience)
     return DiLoCoWorker(model, optimizer, "memory:1", worker_id=worker_id, topology=topology, **settings)
 
 

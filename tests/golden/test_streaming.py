@@ -20,7 +20,9 @@ from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker
 from support import (
     EAGER,
+    TwoLedgers,
     assert_same,
+    count,
     in_threads,
     memory_topology,
     memory_worker,
@@ -288,23 +290,6 @@ def test_a_fragment_on_its_way_is_not_taken_over_before_its_step() -> None:
 # --- nothing is lost ------------------------------------------------------------------------------------------------
 
 
-class TwoLedgers(nn.Module):
-    """A ledger per fragment; each step of worker i adds one to cell i of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(2))
-        self.second = nn.Parameter(torch.zeros(2))
-
-
-def tick(model: TwoLedgers, optimizer: torch.optim.Optimizer, cell: int, steps: int) -> None:
-    for _ in range(steps):
-        for param in model.parameters():
-            param.grad = torch.zeros(2)
-            param.grad[cell] = -1.0
-        optimizer.step()
-
-
 @pytest.mark.parametrize("delay", [1, 2, 5])
 def test_with_delta_carry_no_local_step_is_lost(delay: int) -> None:
     """Outer step: adopt the mean. Then half of every step of both workers is in the end in both fragments, exactly."""
@@ -326,7 +311,7 @@ def test_with_delta_carry_no_local_step_is_lost(delay: int) -> None:
         model = TwoLedgers()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with memory_worker(server, f"w{cell}", model, optimizer) as worker:
-            tick(model, optimizer, cell, 20)  # three cycles and two steps: the exit finds steps unsent and in the air
+            count(model, optimizer, cell, 20)  # three cycles and two steps: the exit finds steps unsent and in the air
         return model, worker.sync_metrics
 
     for model, metrics in in_threads(lambda: work(0), lambda: work(1)):
@@ -353,7 +338,7 @@ def test_without_carry_the_steps_taken_meanwhile_are_counted_as_overwritten() ->
     model = TwoLedgers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with memory_worker(server, "w", model, optimizer) as worker:
-        tick(model, optimizer, 0, 12)
+        count(model, optimizer, 0, 12)
         assert worker.sync_metrics["steps_overwritten"] == 3 * 2  # the fourth fragment is still in the air
     assert worker.sync_metrics["steps_overwritten"] == 3 * 2  # nothing was done since that one was sent
     assert server.get_global_params()["first"].tolist() == [12.0 - 2 * 2, 0.0]

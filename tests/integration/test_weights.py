@@ -101,24 +101,25 @@ def test_a_report_is_bounded_by_what_was_usual_in_closed_rounds() -> None:
     pair.close()
 
 
+def weights_when_they_come_in_this_order(order: list[int]) -> list[dict[str, float]]:
+    server = weighing_server(weight_by="tokens", max_weight_ratio=2.0)
+    clients = [HandClient(MemoryTransport(server.service), f"w{i}") for i in range(2)]
+    agreements = record_agreements(server)
+    for client in clients:
+        client.join()
+    payload = make_frame({"cells": torch.ones(2)})
+    for round_, reports in enumerate([(10, 10), (1000, 1), (7, 7)]):
+        for i in order:
+            clients[i].contribute(payload, base_version=round_, oldest_base=round_, tokens=reports[i])
+        wait_until(lambda version=round_ + 1: server.sync_round == version)  # type: ignore[misc]
+    return [weights_of(agreement) for agreement in agreements]
+
+
 def test_who_comes_first_in_a_round_does_not_change_the_weights_of_the_others() -> None:
     """The bound is from closed rounds alone."""
-    found = []
-    for order in ([0, 1], [1, 0]):
-        server = weighing_server(weight_by="tokens", max_weight_ratio=2.0)
-        clients = [HandClient(MemoryTransport(server.service), f"w{i}") for i in range(2)]
-        agreements = record_agreements(server)
-        for client in clients:
-            client.join()
-        payload = make_frame({"cells": torch.ones(2)})
-        for round_, reports in enumerate([(10, 10), (1000, 1), (7, 7)]):
-            for i in order:
-                facts = {"base_version": round_, "oldest_base": round_, "tokens": reports[i]}
-                clients[i].contribute(payload, **facts)
-            wait_until(lambda version=round_ + 1: server.sync_round == version)  # type: ignore[misc]
-        found.append([weights_of(agreement) for agreement in agreements])
-    assert found[0] == found[1]
-    assert found[0][1] == {"w0": 20.0, "w1": 5.0}
+    found = weights_when_they_come_in_this_order([0, 1])
+    assert found == weights_when_they_come_in_this_order([1, 0])
+    assert found[1] == {"w0": 20.0, "w1": 5.0}
 
 
 def test_a_worker_that_reports_nothing_is_told_which_call_is_missing() -> None:
