@@ -122,7 +122,9 @@ class Synchronizer:
     def _send(self, fragment: int) -> None:
         if self._delay == 0:
             # Who missed the only fragment's round sends again at once; with several, the next slot comes soon enough.
-            self.sync([fragment], tries=TRIES if len(self.fragments) == 1 else 1, may_park=True)
+            # What was left open is settled first, which is no try of this exchange.
+            tries = (TRIES if len(self.fragments) == 1 else 1) + (fragment in self._flights)
+            self.sync([fragment], tries=tries, may_park=True)
             return
         if fragment in self._flights:  # parked
             self.sync([fragment], tries=1, may_park=True)
