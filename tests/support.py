@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,17 @@ from outerstep.core.codecs import get_codec
 from outerstep.digest import part_count, part_hash, part_range, payload_hash
 from outerstep.server import DiLoCoServer
 from outerstep.topology.server import ServerTopology, encode_frame
-from outerstep.types import PROTOCOL_VERSION, Agreement, Commit, Join, JoinAnswer, Offer, OfferAnswer, PutPart
+from outerstep.types import (
+    PROTOCOL_VERSION,
+    Agreement,
+    Commit,
+    ContributionKey,
+    Join,
+    JoinAnswer,
+    Offer,
+    OfferAnswer,
+    PutPart,
+)
 from outerstep.wire.frames import Layout, layout
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.transport import Transport
@@ -112,6 +122,44 @@ def record_agreements(server: DiLoCoServer) -> list[Agreement]:
 
     server.service.coordinator.published = record  # type: ignore[method-assign]
     return published
+
+
+class Books:
+    """Who was in every round of a run over ledgers, and with how many steps. Worker i of `workers` counts in cell i."""
+
+    def __init__(self, server: DiLoCoServer, workers: Sequence[str]) -> None:
+        self._server, self._workers = server, list(workers)
+        self._steps: dict[ContributionKey, int] = {}
+        self.agreements = record_agreements(server)
+        take_offer = server.service.coordinator.offer
+
+        def note(offer: Offer, now: float) -> OfferAnswer:
+            self._steps[offer.key] = offer.steps
+            return take_offer(offer, now)
+
+        server.service.coordinator.offer = note  # type: ignore[method-assign]
+
+    def audit(self, buffer_size: int | None = None) -> dict[str, list[int]]:
+        """Each worker's steps that are in the model, by fragment; the model itself must say the same. The outer step is
+        "adopt the mean", or with a buffer size Delayed Nesterov without momentum."""
+        plan = self._server.service.coordinator.plan
+        assert plan is not None
+        steps = {worker: [0] * len(plan.fragments) for worker in self._workers}
+        expected = {name: [0.0] * len(self._workers) for names in plan.fragments for name in names}
+        for agreement in self.agreements:
+            total = buffer_size or sum(p.weight for p in agreement.participants)
+            for p in agreement.participants:
+                key = ContributionKey(
+                    run_id=self._server.run_id,
+                    worker_id=p.worker_id,
+                    fragment=agreement.fragment,
+                    sequence=p.sequence,
+                )
+                steps[p.worker_id][agreement.fragment] += self._steps[key]
+                for name in plan.fragments[agreement.fragment]:
+                    expected[name][self._workers.index(p.worker_id)] += self._steps[key] * p.weight / total
+        assert {name: value.tolist() for name, value in self._server.get_global_params().items()} == expected
+        return steps
 
 
 def memory_topology(

@@ -1,13 +1,12 @@
 """A worker that loses the server for a while: it trains on, comes back, and every step of its own counts once.
 
-The books are exact: a ledger of whole numbers, an outer step that adopts the mean, and for every round a record of who
+The books are exact: ledgers of whole numbers, an outer step that adopts the mean, and for every round a record of who
 was in it with how many steps. Deadlines pass when a test says so.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 
 import pytest
 import torch
@@ -15,10 +14,10 @@ import torch
 from outerstep.coordination.exchange import Patience
 from outerstep.errors import ServerUnreachable, TransportError
 from outerstep.server import DiLoCoServer
-from outerstep.types import Answer, Offer, Poll, Request
+from outerstep.types import Answer, Poll, Request
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker
-from support import Ledger, TwoLedgers, count, in_threads, memory_worker, record_agreements, wait_until
+from support import Books, Ledger, TwoLedgers, count, in_threads, memory_worker, wait_until
 
 DEADLINE_S = 100.0
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "round_deadline_s": DEADLINE_S}
@@ -33,11 +32,8 @@ class Line(MemoryTransport):
         self.is_cut = False
         self.cut_at_poll = False
         self.refused = 0
-        self.steps: dict[tuple[int, int], int] = {}  # of every contribution begun, by (fragment, sequence)
 
     def call(self, request: Request, **buffers: object) -> Answer:
-        if isinstance(request, Offer):
-            self.steps[request.fragment, request.sequence] = request.steps
         if self.cut_at_poll and isinstance(request, Poll):
             self.is_cut, self.cut_at_poll = True, False
         if self.is_cut:
@@ -57,7 +53,7 @@ class Run:
         settings = {**PLAIN, "sync_every": 4, "heartbeat_timeout": 0.0, **settings}
         self.server = DiLoCoServer(model().state_dict(), num_workers=2, port=0, **settings)
         self.server.service.start()
-        self.agreements = record_agreements(self.server)
+        self.books = Books(self.server, "ab")
         self.lines = [Line(self.server), Line(self.server)]
         self.models = [model(), model()]
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in self.models]
@@ -111,21 +107,7 @@ class Run:
         return self.workers[1].sync_metrics[name]
 
     def audit(self) -> dict[str, list[int]]:
-        """Check that the global model is what the rounds say; returns each worker's steps in it, by fragment."""
-        plan = self.server.service.coordinator.plan
-        assert plan is not None
-        steps: dict[str, list[int]] = defaultdict(lambda: [0] * len(plan.fragments))
-        expected = {name: [0.0, 0.0] for names in plan.fragments for name in names}
-        for agreement in self.agreements:
-            total = sum(p.weight for p in agreement.participants)
-            for p in agreement.participants:
-                worker = "ab".index(p.worker_id)
-                own = self.lines[worker].steps[agreement.fragment, p.sequence]
-                steps[p.worker_id][agreement.fragment] += own
-                for name in plan.fragments[agreement.fragment]:
-                    expected[name][worker] += own * p.weight / total
-        assert {name: value.tolist() for name, value in self.server.get_global_params().items()} == expected
-        return dict(steps)
+        return self.books.audit()
 
 
 # --- coming back ----------------------------------------------------------------------------------------------------
