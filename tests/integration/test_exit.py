@@ -145,14 +145,14 @@ def test_a_late_last_contribution_waits_for_the_round_that_holds_it() -> None:
 
 def test_a_clean_exit_does_not_wait_for_ever_for_a_fragment_in_the_air(caplog: pytest.LogCaptureFixture) -> None:
     """min_workers=2, and the other one is gone after this one has sent."""
-    mode = Mode("streaming", {**STREAMED, "min_workers": 2})
+    mode = Mode("delayed", {"fragment_delay": 1, "min_workers": 2})
     two = Two(mode.server(2), exit_patience_s=0.2).start()
-    two.count(0, 2)  # fragment 0 is on its way
+    two.count(0, 4)  # all there is is on its way
     wait_until(lambda: two.server.status()["pending_submissions"] == ["w0"])
     two.workers[1].abandon("gone")
     in_threads(two.workers[0].stop, timeout_s=20.0)
     assert "cannot close" in caplog.text
-    assert two.workers[0].sync_metrics["steps_discarded"] == 2
+    assert two.workers[0].sync_metrics["steps_discarded"] == 4
     assert_same(params_of(two.models[0]), params_of(TwoLedgers()))
 
 
