@@ -298,10 +298,8 @@ def test_at_the_token_budget_everybody_is_told_to_finish() -> None:
     assert all(worker.worker.should_stop for worker in pair)
     assert server.status()["workers"] == {}
     assert books.audit() == {"w0": [13], "w1": [13]}
-    late = Worker(server, 0)  # who comes now is told the same
-    late.beat()
-    late.count(1, tokens=5)
-    assert late.worker.should_stop
+    with pytest.raises(Closing, match="the token budget is spent"):
+        Worker(server, 0)  # a new start
 
 
 def test_the_budget_can_be_moved_while_the_run_is_on(server: DiLoCoServer, pair: list[Worker]) -> None:

@@ -121,7 +121,7 @@ class Coordinator:
             )
         if message.run_id is not None:
             self._check_run(message.run_id)
-        if self.closing and message.worker_id not in self.members.live_ids:
+        if self.closing and not self.members.knows(message):
             raise Closing(f"the run is coming to its end: {self.closing}", hint="start the server again to go on")
         if self.settled is not None and self.plan is not None and self.manifest is not None:
             check_wishes(self.settled, self.next_plan or self.plan, message.wishes)
@@ -162,6 +162,8 @@ class Coordinator:
                 # Expected from the next round on; at once only where there is nobody else left to wait for.
                 if self.started and not fragment.round.expected and not fragment.round.participants:
                     fragment.round.expected.add(member.worker_id)
+            if self.closing:  # it was thought dead, and may bring what it has
+                self.commands.issue(member.worker_id, "drain", self.closing)
             self._start_if_ready(now)
             self._evaluate_all(now)
         return JoinAnswer(

@@ -156,6 +156,11 @@ class Membership:
     def find(self, worker_id: str) -> Member | None:
         return self._members.get(worker_id)
 
+    def knows(self, message: Join) -> bool:
+        """Is it a worker process that has been here before?"""
+        member = self._members.get(message.worker_id)
+        return member is not None and member.instance == message.instance
+
     def restore(self, member: Member) -> None:
         """Known from before the server was started again."""
         self._members[member.worker_id] = member

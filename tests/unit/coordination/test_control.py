@@ -136,11 +136,15 @@ class TestBudget:
         self.contribute(desk, "b", 2, 10)
         assert desk.events("budget_spent") == [{"tokens": 30, "limit": 30}]
 
-    def test_who_joins_afterwards_is_told_too(self) -> None:
+    def test_afterwards_nobody_new_may_come_but_who_was_thought_dead_may_bring_what_it_has(self) -> None:
         desk = Desk("ab")
         ask(desk, "budget", tokens=5)
         self.contribute(desk, "a", 1, 10)
         desk.leave("b")
+        with pytest.raises(Closing, match="the token budget is spent"):
+            desk.join("c")
+        with pytest.raises(Closing):
+            desk.join("b", start=2)
         desk.join("b")
         assert orders(desk, "b") == ["drain"]
 
