@@ -173,7 +173,7 @@ class DiLoCoServer:
         self._monitor.nudge()
 
     def _listen(self) -> HttpService:
-        limits = ServiceLimits(max_connections=self.config.max_connections)
+        limits = ServiceLimits(max_connections=self.config.max_connections, control_from_anywhere=self.config.insecure)
         port = self.config.port
         candidates = [port] if port is not None else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))
         for candidate in candidates:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import logging
 import secrets
 import socket
@@ -18,8 +19,17 @@ from dataclasses import dataclass
 
 import h11
 
-from ..errors import BadRequest, LengthRequired, MethodNotAllowed, Refused, ServerError, TooLarge, UnsupportedMedia
-from ..types import GetPart, PutPart
+from ..errors import (
+    BadRequest,
+    Forbidden,
+    LengthRequired,
+    MethodNotAllowed,
+    Refused,
+    ServerError,
+    TooLarge,
+    UnsupportedMedia,
+)
+from ..types import Control, GetPart, PutPart
 from . import strict_json
 from .messages import (
     BYTES_TYPE,
@@ -47,6 +57,7 @@ class ServiceLimits:
     max_connections: int = 1024
     idle_s: float = 120.0  # between two requests on one connection
     stall_s: float = 30.0  # without a byte, inside a request
+    control_from_anywhere: bool = False  # else the operator's orders are taken from this machine only
 
 
 class _Gone(Exception):
@@ -62,6 +73,16 @@ class HttpBody:
         self._began = began
         self._left = length
         self._expects_continue = expects_continue
+
+    @property
+    def peer(self) -> str:
+        """The address of the machine that sends."""
+        return str(self._sock.getpeername()[0])
+
+    @property
+    def is_from_here(self) -> bool:
+        """From this very machine: over the loopback, or from the address that it was sent to."""
+        return _is_loopback(self.peer) or self.peer == self._sock.getsockname()[0]
 
     @property
     def left(self) -> int:
@@ -265,6 +286,8 @@ class HttpService:
             failure = str(self._service.status().get("failure", ""))
             return _Reply(503 if failure else 200, strict_json.encode({"status": failure or "ok"}))
         kind = find_route(method, path)
+        if kind is Control:
+            self._check_operator(body, headers)
         if headers.get("content-encoding", "identity") != "identity":
             raise UnsupportedMedia("compressed bodies are not taken", hint="send without Content-Encoding")
         if method != "GET" and "content-length" not in headers:
@@ -281,6 +304,16 @@ class HttpService:
             return _Reply(200, data, (("Content-Type", BYTES_TYPE), (HASH_HEADER, answer.hash)))
         _check_size(body, MAX_JOIN_BYTES if path == "/v1/join" else MAX_JSON_BYTES, f"the body of {path}")
         return _Reply(200, strict_json.encode(self._service.answer(strict_json.decode(body.read(), kind))))
+
+    def _check_operator(self, body: HttpBody, headers: dict[str, str]) -> None:
+        if not self._limits.control_from_anywhere and not body.is_from_here:
+            raise Forbidden(
+                f"control is taken from the server's own machine only; this comes from {body.peer}",
+                hint="run `outerstep control` there, or start the server with --insecure",
+            )
+        # A web page open on that machine can post here too, but not with this type unless we let it ask first.
+        if headers.get("content-type", "").partition(";")[0].strip() != JSON_TYPE:
+            raise UnsupportedMedia(f"control is {JSON_TYPE}", hint=f"send Content-Type: {JSON_TYPE}")
 
     @staticmethod
     def _send(sock: socket.socket, http: h11.Connection, reply: _Reply, *, close: bool) -> None:
@@ -315,6 +348,12 @@ def _read_head(http: h11.Connection, sock: socket.socket, carry: bytes) -> tuple
     if any(name == b"transfer-encoding" for name, _ in event.headers):
         raise h11.RemoteProtocolError("Transfer-Encoding is not taken; send Content-Length", error_status_hint=411)
     return event, beyond
+
+
+def _is_loopback(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])  # a link-local one names its interface: fe80::1%eth0
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
 
 
 def _check_size(body: HttpBody, limit_bytes: int, what: str) -> None:

@@ -1,0 +1,85 @@
+"""An operator's orders over HTTP: who may give them, and what comes of them."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from outerstep.errors import Forbidden
+from outerstep.server import DiLoCoServer
+from outerstep.types import Control, ControlAnswer, Wishes
+from outerstep.wire.http_service import HttpBody, _is_loopback
+from outerstep.wire.http_transport import HttpTransport, parse_address
+from outerstep.worker import DiLoCoWorker
+from support import tiny_model
+
+
+@pytest.fixture
+def server() -> Iterator[DiLoCoServer]:
+    with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, sync_every=50) as made:
+        yield made
+
+
+def order(server: DiLoCoServer, **facts: Any) -> str:
+    answer = HttpTransport(server.address).call(Control(**facts))
+    assert isinstance(answer, ControlAnswer)
+    return answer.done
+
+
+@pytest.fixture
+def _from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HttpBody, "peer", "192.168.1.7")
+
+
+def test_an_order_from_this_machine_is_carried_out(server: DiLoCoServer) -> None:
+    model = tiny_model()
+    worker = DiLoCoWorker(model, torch.optim.SGD(model.parameters(), lr=0.1), server.address, worker_id="left").start()
+    assert "plan revision 1" in order(server, kind="plan", changes=Wishes(sync_every=20))
+    assert "left is out of the run" in order(server, kind="kick", worker_id="left", reason="a test")
+    assert server.status()["workers"] == {}
+    worker.abandon("over")
+
+
+@pytest.mark.usefixtures("_from_elsewhere")
+def test_an_order_from_another_machine_is_refused_with_the_remedy(server: DiLoCoServer) -> None:
+    with pytest.raises(
+        Forbidden, match=r"from the server's own machine only; this comes from 192\.168\.1\.7"
+    ) as refused:
+        order(server, kind="budget", tokens=5)
+    assert "--insecure" in refused.value.hint
+    assert server.service.coordinator.budget.limit is None
+
+
+@pytest.mark.usefixtures("_from_elsewhere")
+def test_it_is_taken_where_the_operator_allowed_it() -> None:
+    with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, insecure=True) as open_server:
+        assert "ends at 5 tokens" in order(open_server, kind="budget", tokens=5)
+
+
+def test_a_web_page_cannot_give_orders(server: DiLoCoServer) -> None:
+    """A form in a browser on the server's machine posts text/plain without asking."""
+    connection = http.client.HTTPConnection(*parse_address(server.address))
+    connection.request("POST", "/v1/control", b'{"kind":"budget","tokens":5}', {"Content-Type": "text/plain"})
+    assert connection.getresponse().status == 415
+    connection.close()
+    assert server.service.coordinator.budget.limit is None
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
+        ("fe80::1%eth0", False),
+    ],
+)
+def test_which_addresses_are_this_machines(address: str, loopback: bool) -> None:
+    assert _is_loopback(address) is loopback
