@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "digest": set(),
     "config": PLAIN | {"coordination"},
+    "settings": PLAIN | {"config"},
     "torch_file": PLAIN,
     "model_folder": PLAIN | {"torch_file"},
     "core": PLAIN,
@@ -29,10 +30,10 @@ MAY_IMPORT = {
     "topology": PLAIN | {"core", "coordination", "wire"},
     "observe": PLAIN,
     "server": PLAIN | {"config", "core", "coordination", "model_folder", "observe", "torch_file", "wire"},
-    "worker": PLAIN | {"config", "core", "coordination", "topology", "wire"},
+    "worker": PLAIN | {"config", "settings", "core", "coordination", "topology", "wire"},
     "compat": PLAIN | {"config", "core", "coordination", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "wire"},
-    "cli": PLAIN | {"config", "demo", "model_folder", "server", "wire"},
+    "cli": PLAIN | {"compat", "config", "settings", "demo", "model_folder", "server", "wire"},
     "__main__": {"cli"},
     "": {"core", "errors", "model_folder", "server", "topology", "worker"},
 }
@@ -125,8 +126,10 @@ def test_every_public_name_can_be_loaded() -> None:
 LIGHT = [
     "import outerstep",
     "import outerstep.coordination.coordinator, outerstep.simulate, outerstep.wire.http_service",
-    "import outerstep.cli",
+    "import outerstep.cli, outerstep.settings",
     "import outerstep.cli, sys; sys.argv = ['outerstep', 'status', '--help']\n"
+    "try: outerstep.cli.main()\nexcept SystemExit: pass",
+    "import outerstep.cli, sys; sys.argv = ['outerstep', 'config', 'show']\n"
     "try: outerstep.cli.main()\nexcept SystemExit: pass",
     "import outerstep.cli, sys; sys.argv = ['outerstep', 'status', '--server', '127.0.0.1:9']\n"
     "try: outerstep.cli.main()\nexcept SystemExit: pass",

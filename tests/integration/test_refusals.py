@@ -109,6 +109,11 @@ def test_attach_reads_the_environment() -> None:
         heartbeat_interval=7.5,
         worker_id="left",
     )
+    assert attach(model, sgd(model), environ={**environ, "DILOCO_DYLU": "1"}).config.dylu is True
+    with pytest.raises(ConfigError, match='unknown setting "devices"'):
+        attach(model, sgd(model), environ=environ, devices="0")
+    with pytest.raises(ConfigError, match=r"sync_every must be ≥ 1, got 0 \(sync_every: keyword sync_every\)"):
+        attach(model, sgd(model), environ=environ, sync_every=0)
     with pytest.raises(ConfigError, match="DILOCO_SERVER is not set"):
         attach(model, sgd(model), environ={})
     with pytest.raises(ConfigError, match="DILOCO_SYNC_EVERY='often' is not a valid sync_every"):

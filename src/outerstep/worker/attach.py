@@ -1,34 +1,50 @@
-"""`outerstep.attach(model, optimizer)`: a worker from the environment that `outerstep worker` sets."""
+"""`outerstep.attach(model, optimizer)`: a worker from the settings that `outerstep worker` hands over."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..config import unknown
 from ..errors import ConfigError
+from ..settings import WORKER, Sourced, make_config, naming_sources, resolve
+from ..topology import Topology
 from .worker import DiLoCoWorker
 
 
 def attach(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, environ: Mapping[str, str] | None = None, **settings: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    environ: Mapping[str, str] | None = None,
+    topology: Topology | None = None,
+    **settings: Any,
 ) -> DiLoCoWorker:
     """`with outerstep.attach(model, optimizer): …` joins the server that the environment names.
 
-    Keywords win over the environment; what neither says follows the run's plan.
+    Keywords (the fields of `WorkerConfig`) win over the environment (DILOCO_*, OUTERSTEP_*), that over the [worker]
+    table of outerstep.toml; what nobody says follows the run's plan.
     """
-    found = {**read_environment(os.environ if environ is None else environ), **settings}
-    if not found.get("server_addr"):
+    for name in settings:
+        if name not in WORKER.config_fields:
+            raise ConfigError(unknown("setting", name, WORKER.config_fields))
+    said = {name: Sourced(value, f"keyword {name}") for name, value in settings.items()}
+    found = resolve(WORKER, said, environ=environ)
+    if not found["server_addr"].value:
         raise ConfigError(
             "no server to join: DILOCO_SERVER is not set. Start this script with "
             "`outerstep worker --server HOST:PORT -- python …`, or pass attach(…, server_addr='HOST:PORT')"
         )
+    config = make_config(WORKER, found)
     _show_log()
-    return DiLoCoWorker(model, optimizer, **found)
+    with naming_sources(found):
+        return DiLoCoWorker(
+            model, optimizer, topology=topology, **{field: getattr(config, field) for field in WORKER.config_fields}
+        )
 
 
 def _show_log() -> None:
@@ -39,35 +55,3 @@ def _show_log() -> None:
         handler.setFormatter(logging.Formatter("outerstep: %(message)s"))
         ours.addHandler(handler)
         ours.setLevel(logging.INFO)
-
-
-def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The documented DILOCO_* variables as settings of a worker."""
-    if environ.get("DILOCO_DYLU", "0") not in ("", "0"):
-        raise ConfigError("DILOCO_DYLU is set, but dynamic local updates are not available in this version; unset it")
-    found: dict[str, Any] = {}
-    for variable, (name, parse) in _VARIABLES.items():
-        text = environ.get(variable, "")
-        if not text:
-            continue
-        try:
-            found[name] = parse(text)
-        except ValueError as error:
-            raise ConfigError(f"{variable}={text!r} is not a valid {name}: {error}") from error
-    return found
-
-
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError("must be 0 or 1")
-    return text == "1"
-
-
-_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "DILOCO_SERVER": ("server_addr", str),
-    "DILOCO_SYNC_EVERY": ("sync_every", int),
-    "DILOCO_BF16_COMM": ("bf16_comm", _flag),
-    "DILOCO_HEARTBEAT_INTERVAL": ("heartbeat_interval", float),
-    "DILOCO_NUM_FRAGMENTS": ("num_fragments", int),
-    "DILOCO_WORKER_ID": ("worker_id", str),
-}

@@ -1,0 +1,79 @@
+"""What a setting may be, read off its type: how its text is understood, and how its value is written."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_TRUTH = {"1": True, "true": True, "0": False, "false": False}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`optional`: None is a value, written "none" or as nothing. `choices`: the words that are allowed."""
+
+    base: type
+    optional: bool = False
+    choices: tuple[str, ...] = ()
+
+    @property
+    def metavar(self) -> str:
+        if self.choices:
+            return "|".join(self.choices)
+        return {int: "INTEGER", float: "NUMBER", bool: "0|1", str: "TEXT"}[self.base]
+
+    def parse(self, text: str) -> Any:
+        """The value that a flag's or a variable's text stands for; ValueError says what it should have been."""
+        text = text.strip()
+        if self.optional and text.lower() in ("", "none"):
+            return None
+        if self.base is bool:
+            if text.lower() not in _TRUTH:
+                raise ValueError("must be 0, 1, true or false")
+            return _TRUTH[text.lower()]
+        if self.base is str:
+            return text
+        try:
+            return self.base(text)
+        except ValueError as error:
+            raise ValueError("must be a whole number" if self.base is int else "must be a number") from error
+
+
+def write(value: object) -> str:
+    """The text that `parse` reads as `value`."""
+    if value is None:
+        return "none"
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def shown(value: object) -> str:
+    """As a person reads it: 2 GiB says more than 2147483648."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int) and value >= 1 << 20 and value % (1 << 20) == 0:
+        size = f"{value >> 30} GiB" if value % (1 << 30) == 0 else f"{value >> 20} MiB"
+        return f"{value} ({size})"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def kinds_of(config: type) -> dict[str, Kind]:
+    """The kind of each field of a config dataclass."""
+    hints = get_type_hints(config)
+    return {field.name: _kind(hints[field.name]) for field in fields(config)}
+
+
+def defaults_of(config: type) -> dict[str, Any]:
+    """The default of each field that has one."""
+    return {field.name: field.default for field in fields(config) if field.default is not MISSING}
+
+
+def _kind(annotation: Any) -> Kind:
+    arms = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    stated = [arm for arm in arms if arm is not NoneType]
+    assert len(stated) == 1, f"a setting has one type: {annotation}"
+    optional = NoneType in arms
+    if get_origin(stated[0]) is Literal:
+        return Kind(str, optional, tuple(map(str, get_args(stated[0]))))
+    assert stated[0] in (int, float, bool, str), f"not a type for a setting: {annotation}"
+    return Kind(stated[0], optional)

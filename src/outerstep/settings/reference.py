@@ -1,0 +1,70 @@
+"""The table of settings for readers: as Markdown for the documentation, and as a TOML file to fill in.
+
+python -m outerstep.settings.reference docs/reference/configuration.md        # renews the tables in it
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from .table import ROLES, Role, Setting
+from .toml_file import FILE_NAME
+
+EXAMPLES = {"num_workers": 2, "server_addr": "127.0.0.1:8512"}  # for what must be said
+
+
+def markdown_table(role: Role) -> str:
+    """One row per setting, in the order of --help."""
+    lines = ["| setting | flag | variables | what it is |", "|---|---|---|---|"]
+    for setting in role.settings:
+        flags = ", ".join(f"`{flag}`" for flag in _flags(role, setting))
+        variables = ", ".join(f"`{name}`" for name in role.variables(setting.field))
+        text = f"{setting.help} {role.default_text(setting)}".replace("|", "\\|")
+        lines.append(f"| `{setting.field}` | {flags} | {variables} | {text} |")
+    return "\n".join(lines)
+
+
+def renew(page: str) -> str:
+    """The page with its tables as the code has them, each between its two marks."""
+    for role in ROLES.values():
+        begin, end = f"<!-- {role.name} settings -->", f"<!-- end of {role.name} settings -->"
+        pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
+        assert pattern.search(page), f"the page has no {begin} … {end}"
+        table = f"{begin}\n{markdown_table(role)}\n{end}"
+        page = pattern.sub(lambda _, table=table: table, page)  # type: ignore[misc]
+    return page
+
+
+def commented_toml() -> str:
+    """Every setting with its default, commented out: the file changes nothing until a line is uncommented."""
+    lines = [f"# {FILE_NAME}: uncomment what you want to change. Flags and environment variables win over this file."]
+    for role in ROLES.values():
+        lines += ["", f"[{role.name}]"]
+        for setting in role.settings:
+            kind = role.kinds[setting.field]
+            choices = f" ({', '.join(kind.choices)})" if kind.choices else ""
+            lines += ["", f"# {setting.help}{choices} {role.default_text(setting)}"]
+            lines.append(f"# {setting.field} = {_toml(role, setting)}")
+    return "\n".join(lines) + "\n"
+
+
+def _flags(role: Role, setting: Setting) -> list[str]:
+    flags = setting.flags.split()
+    return [*flags, setting.opposite] if role.kinds[setting.field].base is bool else flags
+
+
+def _toml(role: Role, setting: Setting) -> str:
+    """The default as a TOML value; an example where there is none."""
+    value = role.defaults.get(setting.field, EXAMPLES.get(setting.field))
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        Path(name).write_text(renew(Path(name).read_text()))

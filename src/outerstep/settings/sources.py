@@ -1,0 +1,134 @@
+"""Flag > environment > TOML file > default, for each setting by itself; and where each value came from."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import build, unknown
+from ..errors import ConfigError
+from .kinds import write
+from .table import ROLES, Role
+from .toml_file import FILE_NAME, read_file
+
+CONFIG_VARIABLE = "OUTERSTEP_CONFIG"
+DEFAULT, NOT_SET = "default", "not set"
+TYPO_RATIO = 0.85  # a variable this similar to one of ours is a slip; others may belong to somebody else
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """A value, and who said so: "flag --sync-every", "OUTERSTEP_SYNC_EVERY", "outerstep.toml:12", "default"."""
+
+    value: Any
+    source: str
+
+    @property
+    def is_said(self) -> bool:
+        return self.source not in (DEFAULT, NOT_SET)
+
+
+def resolve(
+    role: Role, said: Mapping[str, Sourced], *, environ: Mapping[str, str] | None = None, file: str | None = None
+) -> dict[str, Sourced]:
+    """Every setting of `role`. `said` is what flags or keywords state; `file` is --config."""
+    environ = os.environ if environ is None else environ
+    for field in said:
+        if field not in role.by_field:
+            raise ConfigError(unknown("setting", field, role.by_field))
+    _check_variables(environ)
+    path = config_path(environ, file)
+    in_file = {} if path is None else read_file(path)[role.name]
+    found: dict[str, Sourced] = {}
+    for field in role.by_field:
+        here = said.get(field) or _from_environment(role, field, environ)
+        if here is None and field in in_file:
+            value, line = in_file[field]
+            here = Sourced(value, f"{path}:{line}")
+        if here is None and field in role.defaults:
+            here = Sourced(role.defaults[field], DEFAULT)
+        found[field] = here or Sourced(None, NOT_SET)
+    return found
+
+
+def config_path(environ: Mapping[str, str], file: str | None = None) -> Path | None:
+    """--config, else OUTERSTEP_CONFIG, else outerstep.toml in the working directory if there is one."""
+    named = file or environ.get(CONFIG_VARIABLE)
+    if named:
+        return Path(named)
+    return Path(FILE_NAME) if Path(FILE_NAME).is_file() else None
+
+
+def make_config(role: Role, found: Mapping[str, Sourced]) -> Any:
+    """The config that these values make; an error says where the value it complains about came from."""
+    for field in role.config_fields:
+        if found[field].source == NOT_SET:
+            variables = " or ".join(role.variables(field))
+            raise ConfigError(
+                f"{field} is not set: give {role.by_field[field].flag}, or set {variables}, or write {field} under "
+                f"[{role.name}] in {FILE_NAME}"
+            )
+    with naming_sources(found):
+        return build(role.config, {field: found[field].value for field in role.config_fields})
+
+
+@contextmanager
+def naming_sources(found: Mapping[str, Sourced]) -> Iterator[None]:
+    """A ConfigError raised inside gets the sources of the settings that it names."""
+    try:
+        yield
+    except ConfigError as error:
+        words = set(re.findall(r"\w+", str(error)))
+        sources = [f"{field}: {at.source}" for field, at in found.items() if at.is_said and field in words]
+        if not sources:
+            raise
+        raise ConfigError(f"{error} ({', '.join(sources)})") from error
+
+
+def environment_for(role: Role, found: Mapping[str, Sourced], environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` for a child process, in which it finds what was said here, each under one name only."""
+    child = dict(environ)
+    for field in role.config_fields:
+        if found[field].is_said:
+            first, *others = role.variables(field)
+            child[first] = write(found[field].value)
+            for other in others:
+                child.pop(other, None)
+    return child
+
+
+def _from_environment(role: Role, field: str, environ: Mapping[str, str]) -> Sourced | None:
+    """The documented DILOCO_* name comes first; a second name that says something else is an error."""
+    kind = role.kinds[field]
+    found: Sourced | None = None
+    for variable in role.variables(field):
+        text = environ.get(variable)
+        if text is None or (not text and not kind.optional):
+            continue
+        try:
+            here = Sourced(kind.parse(text), variable)
+        except ValueError as error:
+            raise ConfigError(f"{variable}={text!r} is not a valid {field}: {error}") from error
+        if found is None:
+            found = here
+        elif found.value != here.value:
+            raise ConfigError(
+                f"{found.source}={environ[found.source]!r} and {variable}={text!r} contradict each other: unset one"
+            )
+    return found
+
+
+def _check_variables(environ: Mapping[str, str]) -> None:
+    known = {name for role in ROLES.values() for field in role.by_field for name in role.variables(field)}
+    known.add(CONFIG_VARIABLE)
+    for name in environ:
+        if name.startswith(("OUTERSTEP_", "DILOCO_")) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=TYPO_RATIO)
+            if near:
+                raise ConfigError(f'unknown environment variable "{name}"; did you mean "{near[0]}"?')

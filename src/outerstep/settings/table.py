@@ -1,0 +1,216 @@
+"""Every setting of a server and of a worker, once: its field, its flags, its panel in --help, and a sentence.
+
+Flags, environment variables, TOML keys, `outerstep config`, and the tables in docs/reference/configuration.md are all
+made from these rows; types and defaults are those of the config dataclasses. A new field needs a row here, or a test
+fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from ..config import ServerConfig, WorkerConfig
+from .kinds import Kind, defaults_of, kinds_of, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCommand:
+    """What `outerstep server` is told beside a ServerConfig."""
+
+    model: str | None = None
+    from_checkpoint: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerCommand:
+    """What `outerstep worker` is told beside a WorkerConfig."""
+
+    devices: str | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row. `unset` says what None means. A switch, "--async", also has its opposite, "--no-async"."""
+
+    field: str
+    flags: str
+    panel: str
+    help: str
+    unset: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The one that errors and `config show` name."""
+        return next(flag for flag in self.flags.split() if flag.startswith("--"))
+
+    @property
+    def opposite(self) -> str:
+        """Of a switch."""
+        return f"--no-{self.flag.removeprefix('--')}"
+
+
+@dataclass(frozen=True)
+class Role:
+    """Who is being told: the server or a worker."""
+
+    name: str
+    config: type[Any]
+    command: type[Any]
+    settings: tuple[Setting, ...]
+    documented: dict[str, str]  # field -> the variable that training scripts already know
+
+    @cached_property
+    def by_field(self) -> dict[str, Setting]:
+        return {setting.field: setting for setting in self.settings}
+
+    @cached_property
+    def kinds(self) -> dict[str, Kind]:
+        return {**kinds_of(self.config), **kinds_of(self.command)}
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        return {**defaults_of(self.config), **defaults_of(self.command)}
+
+    @cached_property
+    def config_fields(self) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(self.config))
+
+    def default_text(self, setting: Setting) -> str:
+        """For --help and the reference."""
+        if setting.field not in self.defaults:
+            return "Required."
+        value = self.defaults[setting.field]
+        return f"Default: {setting.unset if value is None else shown(value)}."
+
+    def variables(self, field: str) -> tuple[str, ...]:
+        """The environment variables of a field; the first is the one that is written for a training script."""
+        ours = f"OUTERSTEP_{field.upper()}"
+        return (self.documented[field], ours) if field in self.documented else (ours,)
+
+
+ROUNDS, ASYNC, STREAMING, OUTER = "Rounds", "Asynchronous", "Streaming", "Outer step"
+MODEL, SAVING, NETWORK, LIMITS = "Model", "Saving", "Network", "Limits"
+JOINING, EXCHANGES, PATIENCE = "Joining", "Exchanges", "Patience"
+
+FIRST_WORKER = "the first worker's wish, else"
+AS_THE_RUN = "as the run has it"
+
+SERVER_SETTINGS = (
+    Setting("model", "-m --model", MODEL,
+            "Folder with model.safetensors, or shards and their index; outerstep.save_model writes one.",
+            "none, which needs --resume"),
+    Setting("from_checkpoint", "-c --from-checkpoint", MODEL, "The model is a training checkpoint."),
+    Setting("num_workers", "-n --num-workers", ROUNDS, "Workers that the first round waits for."),
+    Setting("sync_every", "--sync-every", ROUNDS, "H: local steps between two exchanges.", f"{FIRST_WORKER} 500"),
+    Setting("min_workers", "--min-workers", ROUNDS, "No round closes with fewer contributions."),
+    Setting("quorum", "--quorum", ROUNDS, "Contributions that close a round.", "all expected workers"),
+    Setting("grace_period", "--grace-period", ROUNDS, "Seconds to wait for more once the quorum is in."),
+    Setting("round_deadline_s", "--round-deadline", ROUNDS,
+            "Close a round so many seconds after its first contribution.", "wait for all that are alive"),
+    Setting("start_deadline_s", "--start-deadline", ROUNDS,
+            "Start without the missing workers after so many seconds.", "wait for num_workers"),
+    Setting("heartbeat_timeout", "--heartbeat-timeout", ROUNDS,
+            "Seconds of silence until a worker counts as dead; 0 = never."),
+    Setting("weight_by", "--weight-by", ROUNDS, "What a contribution's weight is: equal for all, or its size."),
+    Setting("max_weight_ratio", "--max-weight-ratio", ROUNDS,
+            "No weight is further than this factor from the usual one."),
+    Setting("token_budget", "--token-budget", ROUNDS,
+            "When so many tokens are in the model, the workers are told to finish.", "no end"),
+    Setting("async_mode", "--async", ASYNC, "Every contribution is a round of its own: nobody waits."),
+    Setting("dn_buffer_size", "--dn-buffer-size", ASYNC,
+            "N of Delayed Nesterov: momentum takes part at every Nth contribution; 0 = off, which diverged in our "
+            "measurement.", "num_workers if asynchronous"),
+    Setting("dylu_enabled", "--dylu", ASYNC,
+            "Dynamic local updates: slower workers take fewer steps between exchanges."),
+    Setting("dylu_base_sync_every", "--dylu-base-sync-every", ASYNC, "H of the fastest worker.", "sync_every"),
+    Setting("staleness_policy", "--staleness-policy", ASYNC,
+            "weight: late contributions count less; log: they are only noted.", "log if asynchronous, else weight"),
+    Setting("max_staleness", "--max-staleness", ASYNC,
+            "Refuse contributions that are more rounds old.", "4, asynchronous: 16 per worker"),
+    Setting("num_fragments", "--num-fragments --fragments", STREAMING,
+            "Exchange the model in so many pieces.", f"{FIRST_WORKER} 1"),
+    Setting("fragment_strategy", "--fragment-strategy", STREAMING,
+            "contiguous: neighbouring layers together; strided: layer i in fragment i mod P."),
+    Setting("embeddings_apart", "--embeddings-apart", STREAMING, "Give the embedding tables a fragment of their own."),
+    Setting("fragment_delay", "--fragment-delay", STREAMING,
+            "τ: steps between sending a fragment and taking its agreement over.",
+            f"{FIRST_WORKER} 0 for one fragment and up to 5 for several"),
+    Setting("fragment_alpha", "--fragment-alpha", STREAMING,
+            "α: how much of the local copy is kept then.", f"{FIRST_WORKER} 0"),
+    Setting("fragment_carry", "--fragment-carry", STREAMING,
+            "Keep the steps taken meanwhile instead of mixing.", f"{FIRST_WORKER} only if τ is above a tenth of H"),
+    Setting("codec", "--codec", STREAMING, "How contributions travel: bf16 or fp32.", f"{FIRST_WORKER} bf16"),
+    Setting("outer_lr", "--outer-lr", OUTER, "η of the outer step."),
+    Setting("outer_momentum", "--outer-momentum", OUTER, "μ of the outer step."),
+    Setting("nesterov", "--nesterov", OUTER, "Nesterov or plain momentum."),
+    Setting("save_dir", "--save-dir", SAVING, "Folder for saved states.", "nothing is saved"),
+    Setting("save_every", "--save-every", SAVING, "Save every so many rounds; 0 = only when asked to."),
+    Setting("keep_saves", "--keep-saves", SAVING, "Saved states to keep; older ones are deleted."),
+    Setting("resume", "--resume", SAVING, "Go on from a saved state, or the newest in a folder of them.", "a new run"),
+    Setting("event_log", "--event-log", SAVING, "File to append events to, as JSON lines.", "none"),
+    Setting("host", "--host", NETWORK,
+            "Address to listen on; without authentication, so other than 127.0.0.1 only on a network you trust."),
+    Setting("port", "--port", NETWORK, "Port to listen on; 0 = any free one, none = the first from 8512 on.",
+            "the first free one from 8512 on"),
+    Setting("compat_port", "--compat-port", NETWORK,
+            "Serve the documented torch.save endpoints on this port too; needs --insecure.", "off"),
+    Setting("insecure", "--insecure", NETWORK,
+            "Allow what is unsafe outside a trusted network: the compatibility port, control from other machines."),
+    Setting("max_connections", "--max-connections", LIMITS, "Connections open at the same time."),
+    Setting("pool_bytes", "--pool-bytes", LIMITS, "Memory for contributions on their way in, in bytes."),
+    Setting("spool_bytes", "--spool-bytes", LIMITS, "Disk for them when that is full, in bytes; 0 = none."),
+    Setting("spool_dir", "--spool-dir", LIMITS, "Where on disk.", "/var/tmp"),
+    Setting("part_size_bytes", "--part-size-bytes", LIMITS, "Size of the parts that payloads travel in."),
+    Setting("drain_timeout_s", "--drain-timeout", LIMITS, "Seconds that a shutdown waits for the workers to finish."),
+)  # fmt: skip
+
+WORKER_SETTINGS = (
+    Setting("server_addr", "--server", JOINING, "The server's host:port."),
+    Setting("worker_id", "--worker-id", JOINING, "A name that survives restarts.", "made from host and process"),
+    Setting("heartbeat_interval", "--heartbeat-interval", JOINING, "Seconds between signs of life."),
+    Setting("join_timeout_s", "--join-timeout", JOINING, "Seconds to wait for a server that does not answer yet."),
+    Setting("devices", "-d --devices", JOINING, "CUDA_VISIBLE_DEVICES for the script.", "as it is"),
+    Setting("sync_every", "--sync-every", EXCHANGES, "H: local steps between two exchanges.", AS_THE_RUN),
+    Setting("dylu", "--dylu", EXCHANGES,
+            "Let the server set this worker's sync_every by its speed.", "if the run does so"),
+    Setting("num_fragments", "--num-fragments --fragments", EXCHANGES,
+            "Exchange the model in so many pieces.", AS_THE_RUN),
+    Setting("bf16_comm", "--bf16", EXCHANGES, "Send bf16, or with --no-bf16 fp32.", AS_THE_RUN),
+    Setting("fragment_delay", "--fragment-delay", EXCHANGES,
+            "τ: steps between sending a fragment and taking its agreement over.", AS_THE_RUN),
+    Setting("fragment_alpha", "--fragment-alpha", EXCHANGES,
+            "α: how much of the local copy is kept then.", AS_THE_RUN),
+    Setting("fragment_carry", "--fragment-carry", EXCHANGES,
+            "Keep the steps taken meanwhile instead of mixing.", AS_THE_RUN),
+    Setting("buffers", "--buffers", EXCHANGES,
+            "Persistent floating-point buffers (BatchNorm's): the workers' mean, each its own, or the server's."),
+    Setting("on_exit", "--on-exit", EXCHANGES, "What the model holds afterwards: the agreed weights or its own."),
+    Setting("offline_after_s", "--offline-after", PATIENCE,
+            "After so many seconds without an answer: train on, and contribute when the server is back."),
+    Setting("offline_rounds", "--offline-rounds", PATIENCE, "So many exchanges may be left open like that."),
+    Setting("give_up_after_s", "--give-up-after", PATIENCE, "End with an error after so many seconds without one."),
+    Setting("stalled_after_s", "--stalled-after", PATIENCE,
+            "Without an optimizer step for so many seconds: stop beating, so that the others go on; 0 = never."),
+    Setting("exit_patience_s", "--exit-patience", PATIENCE,
+            "Seconds that a clean exit waits for a round that cannot close."),
+)  # fmt: skip
+
+SERVER = Role("server", ServerConfig, ServerCommand, SERVER_SETTINGS, {})
+WORKER = Role(
+    "worker",
+    WorkerConfig,
+    WorkerCommand,
+    WORKER_SETTINGS,
+    {
+        "server_addr": "DILOCO_SERVER",
+        "sync_every": "DILOCO_SYNC_EVERY",
+        "bf16_comm": "DILOCO_BF16_COMM",
+        "dylu": "DILOCO_DYLU",
+        "heartbeat_interval": "DILOCO_HEARTBEAT_INTERVAL",
+        "num_fragments": "DILOCO_NUM_FRAGMENTS",
+        "worker_id": "DILOCO_WORKER_ID",
+    },
+)
+ROLES = {role.name: role for role in (SERVER, WORKER)}
