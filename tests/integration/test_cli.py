@@ -19,7 +19,7 @@ from support import tiny_model
 
 
 def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("DILOCO_", "OUTERSTEP_"))}
     return subprocess.run(
         [sys.executable, "-m", "outerstep", *arguments],
         capture_output=True,
@@ -29,7 +29,7 @@ def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subp
     )
 
 
-@pytest.mark.parametrize("command", [[], ["server"], ["worker"], ["status"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["server"], ["worker"], ["status"], ["control"], ["config", "show"], ["demo"]])
 def test_help_teaches(command: list[str]) -> None:
     done = outerstep(*command, "--help")
     assert done.returncode == 0

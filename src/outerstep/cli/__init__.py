@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import OuterstepError, Refused
-from . import demo, server, status, worker
+from . import config, control, demo, server, status, worker
 
 app = typer.Typer(
     name="outerstep",
@@ -23,6 +23,8 @@ app = typer.Typer(
 app.command("server")(server.server)
 app.command("worker", context_settings={"allow_interspersed_args": False})(worker.worker)
 app.command("status")(status.status)
+app.add_typer(control.app, name="control")
+app.add_typer(config.app, name="config")
 app.command("demo")(demo.demo)
 
 

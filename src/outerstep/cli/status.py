@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -12,67 +13,60 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from ..config import DEFAULT_PORT
-from ..errors import TransportError
+from ..errors import ConfigError, TransportError
 from ..wire.http_transport import HttpTransport
+from .options import ServerAddress, server_address
 
 WATCH_S = 1.0
 
 
 def status(
-    server: Annotated[
-        str, typer.Option(help="The server's host:port.", envvar="DILOCO_SERVER")
-    ] = f"127.0.0.1:{DEFAULT_PORT}",
+    seconds: Annotated[
+        float | None, typer.Argument(metavar="[SECONDS]", min=0.1, help="With --watch: between two looks, if not 1.")
+    ] = None,
+    server: ServerAddress = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Stay and refresh every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Stay and look again every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show rounds, workers and what the server waits for."""
-    transport = HttpTransport(server, timeout_s=10.0)
+    if seconds is not None and not watch:
+        raise ConfigError(f"{seconds:g} means nothing without --watch")
+    if watch and as_json:
+        raise ConfigError("--json prints once; leave --watch out")
+    transport = HttpTransport(server_address(server), timeout_s=10.0)
     if as_json:
         typer.echo(json.dumps(transport.status(), indent=2))
         return
     console = Console()
-    if not watch:
-        console.print(render(transport.status(), transport.address))
-        return
     shown = render(transport.status(), transport.address)
+    if not watch:
+        console.print(shown)
+        return
     with Live(shown, console=console, auto_refresh=False, screen=False) as live:
         while True:
-            time.sleep(WATCH_S)
+            time.sleep(seconds or WATCH_S)
             try:
                 shown = render(transport.status(), transport.address)
+                live.update(shown, refresh=True)
             except TransportError as error:
-                shown = Group(shown, f"[red]{error}[/red]")
-            live.update(shown, refresh=True)
+                live.update(Group(shown, f"[red]{escape(str(error))}[/red]"), refresh=True)
 
 
 def render(status: dict[str, Any], address: str) -> RenderableType:
-    """The status as a person reads it: one line of facts, the workers, and why nothing happens if nothing does."""
-    plan = status["plan"] or {}
-    settled = (
-        f"sync_every {plan['sync_every']}, {plan['codec']}, {plan['num_fragments']} fragment(s)" if plan else "open"
-    )
-    head = (
-        f"[bold]{address}[/bold]  run {status['run_id']}  {status['mode']}  up {duration(status['uptime_s'])}\n"
-        f"round [bold]{status['sync_round']}[/bold]  plan: {settled}  "
-        f"received {size(status['bytes_received'])}, sent {size(status['bytes_sent'])}, "
-        f"deaths {status['total_worker_deaths']}"
-    )
-    workers = Table("worker", "host", "step", "steps/s", "loss", "seen", title=None)
-    for name, facts in sorted(status["workers"].items()):
-        loss = "" if facts["loss"] is None else f"{facts['loss']:.4f}"
-        speed = f"{facts['steps_per_second']:.2f}" if facts["steps_per_second"] else ""
-        workers.add_row(
-            escape(name),
-            escape(facts["hostname"]),
-            str(facts["step"]),
-            speed,
-            loss,
-            f"{facts['last_seen_s']:.0f} s ago",
-        )
-    lines: list[RenderableType] = [head, workers if status["workers"] else "no workers at the moment"]
+    """The status as a person reads it: a few lines of facts, the workers, and why nothing happens if nothing does."""
+    lines: list[RenderableType] = [
+        f"[bold]{address}[/bold]  run {status['run_id']}  {status['mode']}  up {duration(status['uptime_s'])}",
+        f"round [bold]{status['sync_round']}[/bold]  {status['total_submissions']} contribution(s)  "
+        f"received {size(status['bytes_received'])}, sent {size(status['bytes_sent'])}  "
+        f"deaths {status['total_worker_deaths']}",
+        f"plan: {_plan(status['plan'] or {})}",
+    ]
+    lines += [line for line in (_asynchronous(status), _tokens(status.get("tokens") or {})) if line]
+    lines.append(_workers(status["workers"]) if status["workers"] else "no workers at the moment")
     if status["failure"]:
         lines.append(f"[red]{escape(status['failure'])}[/red]")
+    if status.get("closing"):
+        lines.append(f"[yellow]coming to its end: {escape(status['closing'])}[/yellow]")
     for i, fragment in enumerate(status["fragments"]):
         done = ", ".join(fragment["contributed"]) or "nobody yet"
         lines.append(
@@ -82,6 +76,68 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
     return Group(*lines)
 
 
+def _plan(plan: dict[str, Any]) -> str:
+    if not plan:
+        return "open until the first worker joins"
+    text = f"sync_every {plan['sync_every']}, {plan['codec']}, {plan['num_fragments']} fragment(s)"
+    if plan.get("fragment_delay"):
+        alpha = plan.get("fragment_alpha")
+        taken = "carried" if plan.get("fragment_carry") else f"mixed with α {alpha:g}" if alpha else "overwritten"
+        text += f", taken over {plan['fragment_delay']} step(s) later and {taken}"
+    return text + (f", revision {plan['revision']}" if plan.get("revision") else "")
+
+
+def _asynchronous(status: dict[str, Any]) -> str:
+    """Delayed Nesterov and dynamic local updates, if the run has them."""
+    parts = []
+    if status.get("dn_buffer_size"):
+        parts.append(f"delayed Nesterov: {status['dn_buffered']} of {status['dn_buffer_size']} buffered")
+    if status.get("dylu_enabled"):
+        base = status.get("dylu_base_sync_every")
+        parts.append(f"dynamic local updates: H {base} for the fastest" if base else "dynamic local updates")
+    return "  ".join(parts)
+
+
+def _tokens(tokens: dict[str, Any]) -> str:
+    if not tokens.get("total") and not tokens.get("budget"):
+        return ""
+    text = f"tokens: {count(tokens['total'])}"
+    if tokens.get("budget"):
+        text += f" of {count(tokens['budget'])} ({tokens['total'] / tokens['budget']:.1%})"
+    if tokens.get("per_second"):
+        text += f", {count(tokens['per_second'])}/s"
+    if tokens.get("seconds_left") is not None:
+        text += f", about {duration(tokens['seconds_left'])} to go"
+    return text
+
+
+# What each column shows of a worker; a column that would be empty for all of them is left out.
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "host": lambda facts: facts["hostname"],
+    "step": lambda facts: str(facts["step"]),
+    "steps/s": lambda facts: f"{facts['steps_per_second']:.2f}" if facts["steps_per_second"] else "",
+    "H": lambda facts: str(facts.get("sync_every") or ""),
+    "loss": lambda facts: "" if facts["loss"] is None else f"{facts['loss']:.4f}",
+    "sent": lambda facts: str(facts.get("contributions") or ""),
+    "bytes": lambda facts: size(facts["bytes_received"]) if facts.get("bytes_received") else "",
+    "tokens": lambda facts: count(facts["tokens"]) if facts.get("tokens") else "",
+    "staleness": lambda facts: str(facts.get("staleness") or ""),
+    "seen": lambda facts: f"{facts['last_seen_s']:.0f} s ago",
+}
+
+
+def _workers(workers: dict[str, dict[str, Any]]) -> Table:
+    named = sorted(workers.items())
+    columns = {title: [show(facts) for _, facts in named] for title, show in COLUMNS.items()}
+    kept = {title: cells for title, cells in columns.items() if any(cells)}
+    table = Table("worker")
+    for title in kept:
+        table.add_column(title, justify="left" if title == "host" else "right")
+    for row, (name, _) in enumerate(named):
+        table.add_row(escape(name), *(escape(cells[row]) for cells in kept.values()))
+    return table
+
+
 def size(count: int) -> str:
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
@@ -89,6 +145,14 @@ def size(count: int) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000.0
     return f"{value:.1f} TB"
+
+
+def count(number: float) -> str:
+    """12,345 in full; larger ones in millions, billions, trillions."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return f"{number:,.0f}"
 
 
 def duration(seconds: float) -> str:

@@ -9,48 +9,65 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
+from ..settings import CONFIG_VARIABLE, WORKER, environment_for, make_config
 from ..wire.http_transport import parse_address
+from .options import ConfigFile, Found, takes_settings
+
+TRAINER = "forgather"
+SCRIPT = "Training script"
 
 
+@takes_settings(WORKER)
 def worker(
+    found: Found,
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND…", help="The training command, after --: python train.py …")
+        list[str],
+        typer.Argument(metavar="COMMAND…", help="The training command, after --: python train.py …"),
     ],
-    server: Annotated[str, typer.Option(help="The server's host:port.", envvar="DILOCO_SERVER")],
-    sync_every: Annotated[
-        int | None, typer.Option(min=1, help="Local steps between exchanges. Left out: as the run has it.")
+    project: Annotated[
+        str | None,
+        typer.Option("-p", metavar="DIR", rich_help_panel=SCRIPT, help="Project of a `forgather` training command."),
     ] = None,
-    worker_id: Annotated[str | None, typer.Option(help="A name that survives restarts. Left out: made up.")] = None,
-    bf16: Annotated[
-        bool | None, typer.Option("--bf16/--no-bf16", help="Send bf16 or fp32. Left out: as the run has it.")
+    template: Annotated[
+        str | None,
+        typer.Option("-t", metavar="FILE", rich_help_panel=SCRIPT, help="Its configuration template."),
     ] = None,
-    heartbeat_interval: Annotated[float | None, typer.Option(min=0, help="Seconds between signs of life.")] = None,
-    num_fragments: Annotated[
-        int | None,
-        typer.Option(
-            "--num-fragments", "--fragments", min=1, help="Exchange the model in pieces. Left out: as the run has it."
-        ),
-    ] = None,
-    devices: Annotated[str | None, typer.Option("-d", "--devices", help="CUDA_VISIBLE_DEVICES for the script.")] = None,
+    config_file: ConfigFile = None,
 ) -> None:
     """Start a training script as a worker of a run.
 
     The script itself joins, with two lines: [bold]with outerstep.attach(model, optimizer):[/bold] around its loop.
-    This command only tells it where, through the DILOCO_* environment variables.
+    This command only tells it where and how, through environment variables. With -p or -t, or if the command is the
+    word [bold]train[/bold], what is run is [bold]forgather … train[/bold].
     """
-    parse_address(server)
-    settings = {
-        "DILOCO_SERVER": server,
-        "DILOCO_SYNC_EVERY": sync_every,
-        "DILOCO_BF16_COMM": None if bf16 is None else int(bf16),
-        "DILOCO_HEARTBEAT_INTERVAL": heartbeat_interval,
-        "DILOCO_NUM_FRAGMENTS": num_fragments,
-        "DILOCO_WORKER_ID": worker_id,
-        "CUDA_VISIBLE_DEVICES": devices,
-    }
-    environ = {**os.environ, **{name: str(value) for name, value in settings.items() if value is not None}}
-    program = shutil.which(command[0])
+    parse_address(make_config(WORKER, found).server_addr)
+    environ = environment_for(WORKER, found, os.environ)
+    if config_file is not None:  # the script must not find another one in its folder
+        environ[CONFIG_VARIABLE] = os.path.abspath(config_file)
+    if found["devices"].value is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = found["devices"].value
+    words = training_command(command, project, template)
+    program = shutil.which(words[0])
     if program is None:
-        raise ConfigError(f"command not found: {command[0]!r}; write the training command after --")
+        raise ConfigError(_not_found(words, command))
     # The script takes this process's place: its signals and its exit code are its own.
-    os.execve(program, command, environ)
+    os.execve(program, words, environ)
+
+
+def training_command(command: list[str], project: str | None, template: str | None) -> list[str]:
+    """`-p P -t T train` and a lone `train` are forgather's; anything else is run as it stands."""
+    if project is None and template is None and command != ["train"]:
+        return command
+    chosen = [
+        word for flag, value in (("-p", project), ("-t", template)) if value is not None for word in (flag, value)
+    ]
+    return [TRAINER, *chosen, *command]
+
+
+def _not_found(words: list[str], command: list[str]) -> str:
+    if words is command:
+        return f"command not found: {words[0]!r}; write the training command after --"
+    return (
+        f"command not found: {TRAINER!r}, which -p, -t and `train` stand for; "
+        "for a script of your own write `-- python train.py` instead"
+    )

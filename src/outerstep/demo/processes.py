@@ -35,7 +35,10 @@ class Process:
     child: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> Process:
-        environ = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
+        # Whatever settings this machine has for real runs, the demo is the same everywhere.
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(("DILOCO_", "OUTERSTEP_"))}
+        ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1", "OUTERSTEP_CONFIG": os.devnull}
+        environ = {**plain, **ours}
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environ)
         return self

@@ -1,0 +1,109 @@
+"""`outerstep control`: tell a running server to save, to change its plan, to let workers go, to end."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from ..errors import ConfigError
+from ..types import Control, ControlAnswer
+from ..wire.http_transport import HttpTransport
+from .options import ServerAddress, server_address
+
+TIMEOUT_S = 120.0  # a save writes the whole model
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Tell a running server what to do.\n\nIt obeys its own machine only, unless it was started with --insecure.",
+)
+
+Worker = Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Its id. Left out: all workers.")]
+Reason = Annotated[str, typer.Option(help="Shown in logs, and to the workers.")]
+
+
+@app.callback()
+def choose(context: typer.Context, server: ServerAddress = None) -> None:
+    context.obj = server
+
+
+@app.command()
+def save(context: typer.Context) -> None:
+    """Write the server's state now."""
+    _send(context, kind="save")
+
+
+@app.command()
+def kick(
+    context: typer.Context,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `outerstep status` shows it.")],
+    reason: Reason = "",
+) -> None:
+    """Remove a worker; it can come back only by a new start."""
+    _send(context, kind="kick", worker_id=worker, reason=reason)
+
+
+@app.command()
+def drain(context: typer.Context, worker: Worker = None, reason: Reason = "") -> None:
+    """Let a worker, or all, contribute what they have and leave."""
+    _send(context, kind="drain", worker_id=worker, reason=reason)
+
+
+@app.command()
+def sync(context: typer.Context, worker: Worker = None, reason: Reason = "") -> None:
+    """Let a worker, or all, contribute at their next step."""
+    _send(context, kind="sync", worker_id=worker, reason=reason)
+
+
+@app.command()
+def plan(
+    context: typer.Context,
+    sync_every: Annotated[int | None, typer.Option(min=1, help="H: local steps between two exchanges.")] = None,
+    fragment_delay: Annotated[
+        int | None, typer.Option(min=0, help="τ: steps until an agreement is taken over.")
+    ] = None,
+    fragment_alpha: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="α: how much of the local copy is kept then.")
+    ] = None,
+    fragment_carry: Annotated[
+        bool | None, typer.Option("--fragment-carry/--no-fragment-carry", help="Keep the steps taken meanwhile.")
+    ] = None,
+) -> None:
+    """Change the plan, from the next round on."""
+    changes = {"sync_every": sync_every, "delay": fragment_delay, "alpha": fragment_alpha, "carry": fragment_carry}
+    stated = {name: value for name, value in changes.items() if value is not None}
+    if not stated:
+        raise ConfigError(
+            "nothing to change: give --sync-every, --fragment-delay, --fragment-alpha or --fragment-carry"
+        )
+    _send(context, kind="plan", changes=stated)
+
+
+@app.command()
+def budget(
+    context: typer.Context,
+    tokens: Annotated[
+        int, typer.Argument(min=0, help="The run ends when so many tokens are in the model; 0 = no end.")
+    ],
+) -> None:
+    """Change where the run ends."""
+    _send(context, kind="budget", tokens=tokens)
+
+
+@app.command()
+def shutdown(context: typer.Context, reason: Reason = "") -> None:
+    """Let all workers contribute and leave, save, stop the server."""
+    _send(context, kind="shutdown", reason=reason)
+
+
+def _send(context: typer.Context, **order: Any) -> None:
+    """Checked here as the server would: a typo gets its answer without a connection."""
+    try:
+        message = msgspec.convert(order, Control)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"control {order['kind']}: {error}") from error
+    answer = HttpTransport(server_address(context.obj), timeout_s=TIMEOUT_S).call(message)
+    assert isinstance(answer, ControlAnswer)
+    typer.echo(answer.done)

@@ -1,0 +1,356 @@
+"""The commands, in this process: what their flags mean, what they start, what they say."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from outerstep import model_folder, server
+from outerstep.cli import app
+from outerstep.cli.worker import training_command
+from outerstep.errors import ConfigError
+from outerstep.settings import ROLES, WORKER, Role, resolve
+from outerstep.types import Control, ControlAnswer, Wishes
+from outerstep.wire.http_transport import HttpTransport
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ:
+        if name.startswith(("DILOCO_", "OUTERSTEP_")):
+            monkeypatch.delenv(name)
+
+
+def run(line: str) -> str:
+    """What a command prints; its error is raised."""
+    result = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "200", "NO_COLOR": "1"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def shown(line: str) -> dict[str, Any]:
+    """`config show` as JSON: what was said, and the values."""
+    found = json.loads(run(f"config show {line} --json"))
+    return {field: at["value"] for field, at in found.items() if at["source"] not in ("default", "not set")}
+
+
+class TestFlags:
+    """The documented command lines, flag by flag."""
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ("-m path/to/model -n 2 --port 8512", {"model": "path/to/model", "num_workers": 2, "port": 8512}),
+            (
+                "-m path/to/model -n 3 --async --dn-buffer-size 3 --dylu --dylu-base-sync-every 500",
+                {
+                    "model": "path/to/model",
+                    "num_workers": 3,
+                    "async_mode": True,
+                    "dn_buffer_size": 3,
+                    "dylu_enabled": True,
+                    "dylu_base_sync_every": 500,
+                },
+            ),
+            (
+                "-c -m output_models/my_model/checkpoint-1000 -n 2",
+                {"from_checkpoint": True, "model": "output_models/my_model/checkpoint-1000", "num_workers": 2},
+            ),
+            (
+                "-m model -n 2 --outer-lr 0.5 --outer-momentum 0.95",
+                {"model": "model", "num_workers": 2, "outer_lr": 0.5, "outer_momentum": 0.95},
+            ),
+            ("-m model -n 2 --no-nesterov", {"model": "model", "num_workers": 2, "nesterov": False}),
+            (
+                "-m model -n 2 --save-dir /path/to/saves --save-every 10",
+                {"model": "model", "num_workers": 2, "save_dir": "/path/to/saves", "save_every": 10},
+            ),
+            (
+                "-m model -n 2 --resume /path/to/saves/diloco_server_state_latest.pt",
+                {"model": "model", "num_workers": 2, "resume": "/path/to/saves/diloco_server_state_latest.pt"},
+            ),
+            (
+                "-n 2 --host 0.0.0.0 --heartbeat-timeout 60 --min-workers 2",
+                {"num_workers": 2, "host": "0.0.0.0", "heartbeat_timeout": 60.0, "min_workers": 2},
+            ),
+            ("-n 2 --fragments 4 --no-fragment-carry", {"num_workers": 2, "num_fragments": 4, "fragment_carry": False}),
+            ("-n 2 --compat-port 8600 --insecure", {"num_workers": 2, "compat_port": 8600, "insecure": True}),
+            ("--port none", {"port": None}),
+        ],
+    )
+    def test_of_a_server(self, line: str, said: dict[str, Any]) -> None:
+        assert shown(f"server {line}") == said
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ("--server 192.168.1.100:8512 --sync-every 500", {"server_addr": "192.168.1.100:8512", "sync_every": 500}),
+            (
+                "--sync-every 500 --dylu --heartbeat-interval 30 -d 0",
+                {"sync_every": 500, "dylu": True, "heartbeat_interval": 30.0, "devices": "0"},
+            ),
+            (
+                "--worker-id left --no-bf16 --num-fragments 4",
+                {"worker_id": "left", "bf16_comm": False, "num_fragments": 4},
+            ),
+        ],
+    )
+    def test_of_a_worker(self, line: str, said: dict[str, Any]) -> None:
+        assert shown(f"worker {line}") == said
+
+    @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
+    def test_each_setting_has_one_that_sets_it_and_nothing_else(self, role: Role) -> None:
+        examples = {int: 64, float: 0.5, str: "/tmp"}
+        needed = {"save_every": " --save-dir x", "dn_buffer_size": " --async", "compat_port": " --insecure"}
+        for setting in role.settings:
+            kind = role.kinds[setting.field]
+            if kind.base is bool:
+                lines = {setting.flag: True, setting.opposite: False}
+            else:
+                value = kind.choices[-1] if kind.choices else examples[kind.base]
+                lines = {f"{flag} {value}": value for flag in setting.flags.split()}
+            for line, value in lines.items():
+                said = shown(f"{role.name} {line}{needed.get(setting.field, '')}")
+                assert said[setting.field] == value, line
+                assert len(said) == 1 + (setting.field in needed), line
+
+    @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
+    def test_help_lists_each_with_its_sentence_and_its_default(self, role: Role) -> None:
+        text = " ".join(run(f"{role.name} --help").replace("│", " ").split())
+        for setting in role.settings:
+            assert setting.flag in text
+            assert f"{setting.help} {role.default_text(setting)}" in text
+
+    def test_one_of_the_wrong_type_is_refused_with_its_name(self) -> None:
+        with pytest.raises(ConfigError, match="--sync-every 'often' is not a valid sync_every: must be a whole number"):
+            run("config show server --sync-every often")
+
+
+class TestConfig:
+    def test_show_tells_where_each_value_came_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        Path("outerstep.toml").write_text("[server]\nnum_workers = 3\n")
+        monkeypatch.setenv("OUTERSTEP_OUTER_LR", "0.5")
+        rows = {
+            line.split("│")[1].strip(): line for line in run("config show server --async").splitlines() if "│" in line
+        }
+        assert "outerstep.toml:2" in rows["num_workers"]
+        assert "OUTERSTEP_OUTER_LR" in rows["outer_lr"]
+        assert "flag --async" in rows["async_mode"]
+        assert "default" in rows["nesterov"]
+        assert "all expected workers" in rows["quorum"]
+
+    def test_show_without_a_role_shows_both(self) -> None:
+        found = json.loads(run("config show --json"))
+        assert {name: set(settings) for name, settings in found.items()} == {
+            role.name: set(role.by_field) for role in ROLES.values()
+        }
+        assert "heartbeat_timeout" in run("config show")
+
+    def test_show_takes_another_file(self) -> None:
+        Path("other.toml").write_text("[worker]\nsync_every = 9\n")
+        assert shown("worker --config other.toml") == {"sync_every": 9}
+
+    def test_show_complains_like_the_command_itself(self) -> None:
+        with pytest.raises(ConfigError, match=r"quorum \(3\) must not exceed num_workers \(2\)"):
+            run("config show server -n 2 --quorum 3")
+
+    def test_options_before_the_role_are_not_lost_in_silence(self) -> None:
+        with pytest.raises(ConfigError, match="write --json and --config after 'server'"):
+            run("config show --json server")
+
+    def test_init_writes_a_file_once(self) -> None:
+        run("config init")
+        assert "[server]" in Path("outerstep.toml").read_text()
+        with pytest.raises(ConfigError, match=r"outerstep\.toml is there already"):
+            run("config init")
+        run("config init --force")
+        assert run("config init -") == Path("outerstep.toml").read_text()
+
+
+class Started:
+    """Stands for DiLoCoServer: keeps what it was given, and ends at once."""
+
+    last: Started
+
+    def __init__(self, state: dict[str, Any], **settings: Any) -> None:
+        self.state, self.settings, self.address = state, settings, "127.0.0.1:8512"
+        Started.last = self
+
+    def start(self) -> Started:
+        return self
+
+    def run(self) -> None:
+        pass
+
+    def request_stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "DiLoCoServer", Started)
+    monkeypatch.setattr(model_folder, "load_state_dict", lambda folder: {"from": folder})
+    monkeypatch.setattr(model_folder, "load_checkpoint", lambda folder: {"checkpoint": folder}, raising=False)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_no_server")
+class TestServer:
+    def test_it_is_made_from_every_setting(self) -> None:
+        run("server -m folder -n 3 --quorum 2 --weight-by tokens")
+        assert Started.last.state == {"from": "folder"}
+        assert Started.last.settings.keys() == set(ROLES["server"].config_fields)
+        assert Started.last.settings["quorum"] == 2
+        assert Started.last.settings["weight_by"] == "tokens"
+
+    def test_a_checkpoint_is_loaded_as_one(self) -> None:
+        run("server -c -m folder -n 3")
+        assert Started.last.state == {"checkpoint": "folder"}
+
+    def test_a_saved_state_needs_no_model(self) -> None:
+        run("server -n 3 --resume saves")
+        assert (Started.last.state, Started.last.settings["resume"]) == ({}, "saves")
+
+    def test_without_either_it_says_what_to_give(self) -> None:
+        with pytest.raises(ConfigError, match="no model to train: give -m MODEL_DIR, or --resume"):
+            run("server -n 3")
+
+    def test_the_compatibility_port_is_opened_when_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        opened: list[int] = []
+
+        class CompatServer:
+            def __init__(self, made: Started, port: int) -> None:
+                assert made is Started.last
+                self.port = port
+
+            def start(self) -> None:
+                opened.append(self.port)
+
+        module = ModuleType("outerstep.compat")
+        module.CompatServer = CompatServer  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "outerstep.compat", module)
+        run("server -m folder -n 3")
+        assert opened == []
+        run("server -m folder -n 3 --compat-port 8600 --insecure")
+        assert opened == [8600]
+
+    @pytest.mark.parametrize(
+        ("flags", "warns"), [("--async --dn-buffer-size 0", True), ("--async", False), ("", False)]
+    )
+    def test_momentum_at_every_contribution_is_warned_about(
+        self, flags: str, warns: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.WARNING):
+            run(f"server -m folder -n 3 {flags}")
+        assert ("diverged in our measurement" in caplog.text) is warns
+
+
+class TestWorker:
+    @pytest.mark.parametrize(
+        ("command", "project", "template", "words"),
+        [
+            ("train", "my_project", "train.yaml", "forgather -p my_project -t train.yaml train"),
+            ("train --max-steps 5", None, "train.yaml", "forgather -t train.yaml train --max-steps 5"),
+            ("train", None, None, "forgather train"),
+            ("python train.py", None, None, "python train.py"),
+            ("train --fast", None, None, "train --fast"),
+        ],
+    )
+    def test_the_words_that_are_run(self, command: str, project: str | None, template: str | None, words: str) -> None:
+        assert training_command(command.split(), project, template) == words.split()
+
+    def test_without_forgather_it_says_what_to_write_instead(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "/nonexistent")
+        with pytest.raises(ConfigError, match=r"command not found: 'forgather'.* write `-- python train.py` instead"):
+            run("worker --server h:1 -p my_project -t train.yaml train")
+
+    def test_settings_from_a_file_reach_the_script(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        handed: dict[str, str] = {}
+        monkeypatch.setattr("os.execve", lambda program, words, environ: handed.update(environ))
+        Path("outerstep.toml").write_text('[worker]\nserver_addr = "h:1"\nstalled_after_s = 5\ndevices = "1"\n')
+        run(f"worker --no-bf16 -- {sys.executable} train.py")
+        ours = {k: v for k, v in handed.items() if k.startswith(("DILOCO_", "OUTERSTEP_", "CUDA_VIS"))}
+        assert ours == {
+            "DILOCO_SERVER": "h:1",
+            "DILOCO_BF16_COMM": "0",
+            "OUTERSTEP_STALLED_AFTER_S": "5",
+            "CUDA_VISIBLE_DEVICES": "1",
+        }
+
+    def test_another_file_is_the_scripts_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        handed: dict[str, str] = {}
+        monkeypatch.setattr("os.execve", lambda program, words, environ: handed.update(environ))
+        Path("outerstep.toml").write_text("[worker]\nsync_every = 5\n")
+        Path("other.toml").write_text('[worker]\nserver_addr = "h:1"\n')
+        run(f"worker --config other.toml -- {sys.executable} train.py")
+        assert handed["OUTERSTEP_CONFIG"] == os.path.abspath("other.toml")
+        assert resolve(WORKER, {}, environ=handed)["sync_every"].source == "default"
+
+
+class TestControl:
+    @pytest.fixture
+    def sent(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Control]]:
+        messages: list[tuple[str, Control]] = []
+
+        def call(self: HttpTransport, request: Control, **_: object) -> ControlAnswer:
+            messages.append((self.address, request))
+            return ControlAnswer(done="it is done")
+
+        monkeypatch.setattr(HttpTransport, "call", call)
+        return messages
+
+    @pytest.mark.parametrize(
+        ("line", "order"),
+        [
+            ("save", Control(kind="save")),
+            ("kick left --reason broken", Control(kind="kick", worker_id="left", reason="broken")),
+            ("drain", Control(kind="drain")),
+            ("drain left", Control(kind="drain", worker_id="left")),
+            ("sync", Control(kind="sync")),
+            ("sync left", Control(kind="sync", worker_id="left")),
+            (
+                "plan --sync-every 100 --fragment-delay 3 --fragment-alpha 0.5 --no-fragment-carry",
+                Control(kind="plan", changes=Wishes(sync_every=100, delay=3, alpha=0.5, carry=False)),
+            ),
+            ("budget 1000000", Control(kind="budget", tokens=1_000_000)),
+            ("shutdown --reason enough", Control(kind="shutdown", reason="enough")),
+        ],
+    )
+    def test_each_order_is_sent_and_answered(self, line: str, order: Control, sent: list[tuple[str, Control]]) -> None:
+        assert run(f"control --server 10.0.0.1:8000 {line}") == "it is done\n"
+        assert sent == [("10.0.0.1:8000", order)]
+
+    def test_the_server_is_this_machines_unless_said_otherwise(
+        self, sent: list[tuple[str, Control]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run("control save")
+        monkeypatch.setenv("DILOCO_SERVER", "10.0.0.2:8512")
+        run("control save")
+        assert [address for address, _ in sent] == ["127.0.0.1:8512", "10.0.0.2:8512"]
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ("plan", "nothing to change: give --sync-every"),
+            ("kick -- 'a b'", "worker_id"),
+            ("drain -- ''", "worker_id"),
+        ],
+    )
+    def test_a_mistake_is_answered_without_a_connection(
+        self, line: str, said: str, sent: list[tuple[str, Control]]
+    ) -> None:
+        with pytest.raises(ConfigError, match=said):
+            run(f"control {line}")
+        assert sent == []

@@ -1,0 +1,120 @@
+"""`outerstep status` as a person reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outerstep.cli import app
+from outerstep.cli.status import count, duration, render, size
+from outerstep.errors import ConfigError
+
+WORKER = {"hostname": "alpha", "step": 120, "steps_per_second": 2.5, "loss": 1.5, "last_seen_s": 3.2}
+SYNC: dict[str, Any] = {
+    "run_id": "abc",
+    "mode": "sync",
+    "uptime_s": 75.0,
+    "sync_round": 4,
+    "total_submissions": 8,
+    "bytes_received": 2_500_000,
+    "bytes_sent": 999,
+    "total_worker_deaths": 1,
+    "plan": {"sync_every": 500, "codec": "bf16", "num_fragments": 1},
+    "workers": {"left": WORKER},
+    "failure": "",
+    "fragments": [{"version": 4, "contributed": ["left"], "waiting_for": "contributions of right"}],
+}
+ASYNC = {
+    **SYNC,
+    "mode": "async",
+    "dn_buffer_size": 3,
+    "dn_buffered": 2,
+    "dylu_enabled": True,
+    "dylu_base_sync_every": 500,
+    "workers": {
+        "left": {**WORKER, "sync_every": 500, "staleness": 2, "contributions": 5, "bytes_received": 1e6, "tokens": 7},
+        "right": {**WORKER, "sync_every": 200, "staleness": 0, "contributions": 3, "bytes_received": 0, "tokens": 0},
+    },
+    "tokens": {"total": 2_500_000, "budget": 10_000_000, "per_second": 1500.0, "seconds_left": 5000.0},
+}
+
+
+def text(status: dict[str, Any]) -> str:
+    console = Console(width=140, no_color=True)
+    with console.capture() as captured:
+        console.print(render(status, "h:1"))
+    return captured.get()
+
+
+def test_an_older_server_that_says_less_is_shown_as_well() -> None:
+    shown = text(SYNC)
+    for words in (
+        "sync",
+        "round 4",
+        "8 contribution(s)",
+        "2.5 MB",
+        "999 B",
+        "1m15s",
+        "sync_every 500, bf16, 1 fragment(s)",
+    ):
+        assert words in shown
+    for absent in ("Nesterov", "dynamic", "tokens", "staleness"):
+        assert absent not in shown
+
+
+def test_an_asynchronous_run_shows_its_buffer_its_pace_and_its_tokens() -> None:
+    shown = text(ASYNC)
+    assert "delayed Nesterov: 2 of 3 buffered" in shown
+    assert "dynamic local updates: H 500 for the fastest" in shown
+    assert "tokens: 2.50 M of 10.00 M (25.0%), 1,500/s, about 1h23m to go" in shown
+    row = next(line for line in shown.splitlines() if "left" in line and "alpha" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "left", "alpha", "120", "2.50", "500", "1.5000", "5", "1.0 MB", "7", "2", "3 s ago",
+    ]  # fmt: skip
+
+
+def test_a_column_that_is_empty_for_all_is_left_out() -> None:
+    workers = {name: {**facts, "staleness": 0, "loss": None} for name, facts in ASYNC["workers"].items()}
+    shown = text({**ASYNC, "workers": workers})
+    assert "staleness" not in shown
+    assert "loss" not in shown
+    assert "tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fragment_delay": 5}, "taken over 5 step(s) later and overwritten"),
+        ({"fragment_delay": 5, "fragment_alpha": 0.5}, "later and mixed with α 0.5"),
+        ({"fragment_delay": 5, "fragment_carry": True}, "later and carried"),
+        ({"revision": 2}, "revision 2"),
+    ],
+)
+def test_the_plan_says_what_is_special_about_it(changes: dict[str, Any], words: str) -> None:
+    assert words in text({**SYNC, "plan": {**SYNC["plan"], **changes}})
+
+
+def test_before_anybody_joined_and_after_the_end() -> None:
+    shown = text({**SYNC, "plan": None, "workers": {}, "fragments": [], "closing": "enough", "failure": "disk full"})
+    for words in ("open until the first worker joins", "no workers", "coming to its end: enough", "disk full"):
+        assert words in shown
+
+
+def test_names_are_not_markup() -> None:
+    assert "[red]" in text({**SYNC, "workers": {"[red]": WORKER}})
+
+
+def test_numbers_are_short() -> None:
+    assert [count(n) for n in (0, 12_345, 1e6, 2.5e9, 3e12)] == ["0", "12,345", "1.00 M", "2.50 B", "3.00 T"]
+    assert [size(n) for n in (0, 999, 1000, 10**15)] == ["0 B", "999 B", "1.0 kB", "1000.0 TB"]
+    assert [duration(s) for s in (5, 65, 3700)] == ["5s", "1m05s", "1h01m"]
+
+
+@pytest.mark.parametrize(("line", "said"), [("5", "without --watch"), ("--watch --json", "leave --watch out")])
+def test_what_makes_no_sense_together_is_refused(line: str, said: str) -> None:
+    result = CliRunner().invoke(app, ["status", *line.split()])
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
