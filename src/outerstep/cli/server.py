@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -36,26 +37,18 @@ def server(found: Found) -> None:
         raise ConfigError("no model to train: give -m MODEL_DIR, or --resume with a saved state")
     console = Console(stderr=True)
     _show_log(console)
-    if config.async_mode and config.dn_buffer_size == 0:
-        logging.getLogger(__name__).warning(
-            "dn_buffer_size is 0: momentum takes part at every single contribution, which diverged in our measurement "
-            "(docs/reference/configuration.md). Leave it out for %d, the number of workers.",
-            config.num_workers,
-        )
     made = _make(found, config)
     signal.signal(signal.SIGTERM, lambda *_: made.request_stop())
     try:
         _serve(made, config, console, what=model or str(config.resume))
     except KeyboardInterrupt:
-        made.stop()  # Ctrl-C came before run() could take it as what it is
+        pass  # it came before anybody could take it as what it is
+    finally:
+        made.stop()
 
 
 def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: str) -> None:
     made.start()
-    if config.compat_port is not None:
-        from ..compat import CompatServer  # type: ignore[import-not-found, unused-ignore]
-
-        CompatServer(made, config.compat_port).start()
     port = made.address.rsplit(":", 1)[1]
     reach = f"ADDRESS-OF-THIS-MACHINE:{port}" if config.host in ("0.0.0.0", "::") else made.address
     console.print(
@@ -63,26 +56,37 @@ def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: 
         f"worker(s). On each:\n\n    outerstep worker --server {escape(reach)} -- python train.py\n",
         highlight=False,
     )
-    made.run()
+    if config.compat_port is None:
+        made.run()
+        return
+    from ..compat import CompatServer
+
+    with CompatServer(made, config.compat_port) as compat:
+        console.print(f"The older protocol on [bold]{escape(compat.address)}[/bold].\n", highlight=False)
+        made.wait()
 
 
 def _make(found: Found, config: ServerConfig) -> DiLoCoServer:
     from ..server import DiLoCoServer
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
+    state, folder = _load(found["model"].value, checkpoint=found["from_checkpoint"].value)
+    if settings["model_files"] is None and folder is not None:
+        settings["model_files"] = str(folder)
     with naming_sources(found):
-        return DiLoCoServer(_load(found["model"].value, checkpoint=found["from_checkpoint"].value), **settings)
+        return DiLoCoServer(state, **settings)
 
 
-def _load(model: str | None, *, checkpoint: bool) -> dict[str, Tensor]:
-    """Nothing where --resume brings the weights."""
+def _load(model: str | None, *, checkpoint: bool) -> tuple[dict[str, Tensor] | None, Path | None]:
+    """The weights, and the folder that their configuration lies in. Nothing where --resume brings them."""
     from .. import model_folder
 
     if model is None:
-        return {}
+        return None, None
     if checkpoint:
-        return model_folder.load_checkpoint(model)  # type: ignore[attr-defined, no-any-return, unused-ignore]
-    return model_folder.load_state_dict(model)
+        return model_folder.load_checkpoint(model)
+    folder = Path(model)
+    return model_folder.load_state_dict(folder), folder if folder.is_dir() else folder.parent
 
 
 def _show_log(console: Console) -> None:

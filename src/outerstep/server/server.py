@@ -6,6 +6,7 @@ server.run()                      # or start() … stop()
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -126,11 +127,14 @@ class DiLoCoServer:
         if self._http is None:
             self.start()
         try:
-            self._asked_to_stop.wait()
-        except KeyboardInterrupt:
-            pass  # Ctrl-C is how a server is meant to be stopped
+            self.wait()
         finally:
             self.stop()
+
+    def wait(self) -> None:
+        """Until somebody asks the server to stop, or Ctrl-C: that is how a server is meant to be stopped."""
+        with contextlib.suppress(KeyboardInterrupt):
+            self._asked_to_stop.wait()
 
     def request_stop(self) -> None:
         """Make run() stop and return; for signal handlers, which must not wait."""

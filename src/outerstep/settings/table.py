@@ -132,7 +132,8 @@ SERVER_SETTINGS = (
     Setting("num_fragments", "--num-fragments --fragments", STREAMING,
             "Exchange the model in so many pieces.", f"{FIRST_WORKER} 1"),
     Setting("fragment_strategy", "--fragment-strategy", STREAMING,
-            "contiguous: neighbouring layers together; strided: layer i in fragment i mod P."),
+            "contiguous: neighbouring layers together; strided: layer i in fragment i mod P; counted: as many tensors "
+            "in each, as clients of the older protocol cut."),
     Setting("embeddings_apart", "--embeddings-apart", STREAMING, "Give the embedding tables a fragment of their own."),
     Setting("fragment_delay", "--fragment-delay", STREAMING,
             "τ: steps between sending a fragment and taking its agreement over.",
@@ -146,6 +147,8 @@ SERVER_SETTINGS = (
     Setting("outer_momentum", "--outer-momentum", OUTER, "μ of the outer step."),
     Setting("nesterov", "--nesterov", OUTER, "Nesterov or plain momentum."),
     Setting("save_dir", "--save-dir", SAVING, "Folder for saved states.", "nothing is saved"),
+    Setting("model_files", "--model-files", SAVING,
+            "Folder whose configuration and tokenizer go with every saved model.", "the model's own"),
     Setting("save_every", "--save-every", SAVING, "Save every so many rounds; 0 = only when asked to."),
     Setting("keep_saves", "--keep-saves", SAVING, "Saved states to keep; older ones are deleted."),
     Setting("resume", "--resume", SAVING, "Go on from a saved state, or the newest in a folder of them.", "a new run"),
