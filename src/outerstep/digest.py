@@ -12,7 +12,11 @@ xxh3 finds accidents, not forgers: who may speak at all is decided elsewhere.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import xxhash
 
@@ -52,3 +56,38 @@ def part_range(part: int, size_bytes: int, part_size_bytes: int) -> tuple[int, i
     """Where part number `part` begins and ends."""
     begin = part * part_size_bytes
     return begin, min(begin + part_size_bytes, size_bytes)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a payload that is made of sections is cut. Each section has parts of its own, its last one shorter; parts are
+    numbered from the first section's first to the last section's last. One section: `part_count` and `part_range`."""
+
+    section_bytes: tuple[int, ...]
+    part_size_bytes: int
+
+    @cached_property
+    def _first_parts(self) -> list[int]:
+        return list(accumulate((part_count(size, self.part_size_bytes) for size in self.section_bytes), initial=0))
+
+    @cached_property
+    def _first_bytes(self) -> list[int]:
+        return list(accumulate(self.section_bytes, initial=0))
+
+    @property
+    def count(self) -> int:
+        return self._first_parts[-1]
+
+    def section(self, part: int) -> int:
+        return bisect_right(self._first_parts, part) - 1
+
+    def of_section(self, section: int) -> range:
+        """The numbers of its parts."""
+        return range(self._first_parts[section], self._first_parts[section + 1])
+
+    def range(self, part: int) -> tuple[int, int]:
+        """Where part number `part` begins and ends in the payload."""
+        section = self.section(part)
+        offset = self._first_bytes[section]
+        begin, end = part_range(part - self._first_parts[section], self.section_bytes[section], self.part_size_bytes)
+        return offset + begin, offset + end

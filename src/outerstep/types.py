@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 1
+MOST_SECTIONS = 4096
 
 # Bounds are part of the type: a message that breaks one is refused before anybody acts on it.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -202,8 +203,9 @@ class OfContribution(FromMember, frozen=True):
 
 class Offer(OfContribution, frozen=True):
     """ "I have a contribution." `oldest_base` is the version under its oldest unsent step (≤ base_version). `steps`,
-    `samples` and `tokens` say how much training is in it; the server makes its weight from them. A group of several
-    processes sends it in `sections`: section r holds the r-th share of the rows of every tensor (wire/sections.py)."""
+    `samples` and `tokens` say how much training is in it; the server makes its weight from them. A group of processes
+    that each hold some rows of every tensor sends it in sections, one frame each (wire/sections.py); `section_bytes`
+    are their sizes, which add up to `size_bytes`. None named = one section."""
 
     base_version: Count
     oldest_base: Count
@@ -212,7 +214,11 @@ class Offer(OfContribution, frozen=True):
     size_bytes: Positive
     samples: Count = 0
     tokens: Count = 0
-    sections: Annotated[int, Meta(ge=1, le=65_536)] = 1
+    section_bytes: Annotated[tuple[Positive, ...], Meta(max_length=MOST_SECTIONS)] = ()
+
+    @property
+    def sections(self) -> int:
+        return len(self.section_bytes) or 1
 
 
 class OfferAnswer(Plain, frozen=True):
@@ -281,7 +287,7 @@ class Poll(FromMember, frozen=True):
     fragment: Count
     after: Annotated[int, Meta(ge=-1, le=2**53)]
     wait_s: Seconds = 0.0
-    sections: Annotated[int, Meta(ge=1, le=65_536)] = 1
+    sections: Annotated[int, Meta(ge=1, le=MOST_SECTIONS)] = 1
     plan_revision: Count = 0
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from ..errors import FutureRound, PlanMismatch, StaleRound, TooLarge, TooOld
+from ..errors import BadRequest, FutureRound, PlanMismatch, StaleRound, TooLarge, TooOld
 from ..types import Offer, Plan
 from .rounds import RoundRules
 
 
 def check_form(offer: Offer, plan: Plan, max_payload_bytes: int) -> None:
-    """Is it encoded with the run's codec, and not too large?"""
+    """Is it encoded with the run's codec, do its sections add up, and is it not too large?"""
     if offer.codec != plan.codec:
         raise PlanMismatch(f"contribution is encoded as {offer.codec!r}; the run uses {plan.codec!r}")
+    if offer.section_bytes and sum(offer.section_bytes) != offer.size_bytes:
+        raise BadRequest(f"sections of {sum(offer.section_bytes)} bytes in a contribution of {offer.size_bytes}")
     if offer.size_bytes > max_payload_bytes:
         raise TooLarge(
             f"contribution of {offer.size_bytes} bytes; fragment {offer.fragment} as {plan.codec} "

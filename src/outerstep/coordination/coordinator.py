@@ -136,12 +136,15 @@ class Coordinator:
         manifest: Manifest,
         agreements: Sequence[Agreement],
         max_payload_bytes: Sequence[int],
+        section_overhead_bytes: Sequence[int] = (),
     ) -> None:
         """The first accepted manifest and the plan made from it hold for the rest of the run."""
         self.plan, self.settled, self.manifest = plan, settled, manifest
         self.fragments = [
-            Fragment(agreement, Round(agreement.version + 1, set()), limit)
-            for agreement, limit in zip(agreements, max_payload_bytes, strict=True)
+            Fragment(agreement, Round(agreement.version + 1, set()), limit, overhead)
+            for agreement, limit, overhead in zip(
+                agreements, max_payload_bytes, section_overhead_bytes or [0] * len(agreements), strict=True
+            )
         ]
         self.budget.fix(len(self.fragments))
 
@@ -430,7 +433,8 @@ class Coordinator:
 
     def _check_offer(self, offer: Offer, fragment: Fragment) -> None:
         assert self.plan is not None
-        check_form(offer, self.plan, fragment.max_payload_bytes)
+        more_sections = offer.sections - 1
+        check_form(offer, self.plan, fragment.max_payload_bytes + more_sections * fragment.section_overhead_bytes)
         self._check_age(offer, fragment)
 
     def _check_age(self, offer: Offer, fragment: Fragment) -> None:

@@ -15,14 +15,18 @@ The HTTP client and the simulator drive this same machine.
 
 Anything lost is asked again under the same key after a back-off with jitter; anything confusing goes back to OFFER,
 whose answer tells what the server has. Without a contribution (a worker that just joined) it begins at POLL.
+
+The processes of a sharded group carry one contribution together: each runs this machine with a `Share`. It sends its
+own parts, then offers again until the server misses none; only the one that speaks commits. It ends at the agreement,
+and each process fetches the parts it needs with a machine that begins at FETCH. The server is where they meet.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypedDict
 
 from msgspec.structs import replace
 
@@ -61,6 +65,9 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
+from .session import Session as Session
+
+FIRST_ASK_S, LAST_ASK_S = 0.02, 0.5  # how often a process of a group asks whether the others have sent their parts
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,24 @@ class Outcome:
     too_old: bool = False
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one process of a group does of an exchange: its own `parts`; and, if it `speaks`, the commit."""
+
+    sections: int
+    parts: range
+    speaks: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The parts of an agreement's payload to fetch, in order. Whether the values in them are right is checked by who
+    asked: the payload's hash is over all parts."""
+
+    agreement: Agreement
+    parts: tuple[int, ...]
+
+
 class Step(Enum):
     JOIN = "join"
     OFFER = "offer"
@@ -106,40 +131,6 @@ class Step(Enum):
     COMMIT = "commit"
     POLL = "poll"
     FETCH = "fetch"
-
-
-class Session:
-    """Who we are to the server. A re-join may change the incarnation for everybody who holds the session."""
-
-    def __init__(self, join: Join) -> None:
-        self._join = join
-        self.answer: JoinAnswer | None = None
-
-    @property
-    def worker_id(self) -> str:
-        return self._join.worker_id
-
-    @property
-    def joined(self) -> JoinAnswer:
-        assert self.answer is not None, "not joined yet"
-        return self.answer
-
-    @property
-    def join_request(self) -> Join:
-        """A re-join names the run, so that a server which holds another one refuses it."""
-        return self._join if self.answer is None else replace(self._join, run_id=self.answer.run_id)
-
-    @property
-    def head(self) -> Head:
-        return Head(run_id=self.joined.run_id, worker_id=self.worker_id, incarnation=self.joined.incarnation)
-
-
-class Head(TypedDict):
-    """The fields of `FromMember`."""
-
-    run_id: str
-    worker_id: str
-    incarnation: int
 
 
 class Exchange:
@@ -152,27 +143,32 @@ class Exchange:
         now: float,
         offer: Offer | None = None,
         part_hashes: tuple[str, ...] = (),
+        share: Share | None = None,
+        fetch: Wanted | None = None,
         patience: Patience = Patience(),  # noqa: B008 - frozen
         rng: random.Random | None = None,
     ) -> None:
         """`after`: the version we hold; without an offer, anything newer is fetched. `offer` carries the facts of the
-        contribution (its incarnation is replaced by the session's)."""
+        contribution (its incarnation is replaced by the session's). With a `share` it ends at the agreement; with
+        `fetch` it begins there."""
         self._session = session
         self._fragment = fragment
         self._after = after
         self._offer = offer
         self._part_hashes = part_hashes
+        self._share = share
+        self._wanted_parts = fetch
         self._patience = patience
         self._rng = rng or random.Random()
         self._counted = False
-        self.step = Step.JOIN if session.answer is None else self._first_step()
         self.outcome: Outcome | None = None
         self.failure: OuterstepError | None = None
-        self.agreement: Agreement | None = None  # the one being fetched
+        self.agreement: Agreement | None = fetch.agreement if fetch else None  # the one being fetched
         self.retries = 0
         self.rejoins = 0
         self.waiting_for = ""  # what the server said the round waits for
         self.wanted: frozenset[tuple[int, int]] = frozenset()  # (fragment, version) of other rounds that wait for us
+        self.fetching: Sequence[int] = ()  # the parts of the payload that are fetched, in order
         self.fetches = 0  # each one wants a buffer of its own: late bytes of the one before may still arrive
         self._too_old = False
         self._to_do: list[int] = []  # parts still to send or to fetch
@@ -181,12 +177,26 @@ class Exchange:
         self._next_id = 0
         self._failures = 0
         self._damaged = 0
+        self._asked = 0  # times that only the others' parts were missing
         self._not_before = now
         self._last_answer_at = now
         self._stuck_since: float | None = None
+        self.step = Step.JOIN
+        if session.answer is not None:
+            self._begin()
 
-    def _first_step(self) -> Step:
-        return Step.OFFER if self._offer is not None and not self._counted else Step.POLL
+    def _begin(self) -> None:
+        if self._wanted_parts is not None:
+            self._begin_fetch(self._wanted_parts.parts)
+        else:
+            self._go(Step.OFFER if self._offer is not None and not self._counted else Step.POLL)
+
+    def _begin_fetch(self, parts: Sequence[int]) -> None:
+        self._go(Step.FETCH)
+        self.fetches += 1
+        self._fetched = {}
+        self.fetching = parts
+        self._to_do = list(parts)
 
     @property
     def done(self) -> bool:
@@ -241,7 +251,8 @@ class Exchange:
                     **self._session.head,
                     fragment=self._fragment,
                     after=self._after,
-                    wait_s=self._patience.poll_wait_s,
+                    wait_s=self._patience.poll_wait_s if self._speaks else 0.0,
+                    sections=self._share.sections if self._share else 1,
                     plan_revision=self._session.joined.plan.revision,
                 )
             case Step.FETCH:
@@ -287,12 +298,12 @@ class Exchange:
         match call.request, answer:
             case Join(), JoinAnswer():
                 self._session.answer = answer
-                self._go(self._first_step())
+                self._begin()
             case Offer(), OfferAnswer():
                 self._offered(answer, now)
             case PutPart(), PutPartAnswer():
                 if not self._to_do and not self._in_flight:
-                    self._go(Step.COMMIT)
+                    self._go(Step.COMMIT if self._share is None else Step.OFFER)
             case Commit(), CommitAnswer():
                 self._accepted(answer.version)
             case Poll(), PollAnswer():
@@ -326,7 +337,7 @@ class Exchange:
             case MissingParts():
                 self._go(Step.OFFER)
                 self._back_off(now)
-            case Superseded() if isinstance(request, GetPart):
+            case Superseded() if isinstance(request, GetPart) and self._wanted_parts is None:
                 self.retries += 1
                 self._go(Step.POLL)
             case HashMismatch() if isinstance(request, PutPart):
@@ -346,8 +357,24 @@ class Exchange:
         elif any(part >= len(self._part_hashes) for part in answer.missing):
             self._fail(TransportError(f"the server misses parts that do not exist: {answer.missing[-1]}"))
         else:
-            self._go(Step.SEND if answer.missing else Step.COMMIT)
-            self._to_do = list(answer.missing)
+            self._send(answer.missing, now)
+
+    def _send(self, missing: Sequence[int], now: float) -> None:
+        """What is missing and ours to send; then commit, or wait until the others have sent theirs."""
+        ours = [part for part in missing if self._share is None or part in self._share.parts]
+        if ours:
+            self._go(Step.SEND)
+            self._to_do = ours
+        elif missing or not self._speaks:
+            self.waiting_for = "the other processes of this group to send their rows"
+            self._not_before = now + min(FIRST_ASK_S * 2.0**self._asked, LAST_ASK_S) * self._rng.uniform(0.5, 1.0)
+            self._asked = min(self._asked + 1, 16)
+        else:
+            self._go(Step.COMMIT)
+
+    @property
+    def _speaks(self) -> bool:
+        return self._share is None or self._share.speaks
 
     def _accepted(self, version: int) -> None:
         """Wait for anything newer than what we hold: on time that is the agreement we are in. A late contribution
@@ -368,17 +395,17 @@ class Exchange:
             self._check_stuck(answer, now)
             self.wanted = frozenset(answer.wanted)
             self.waiting_for = answer.waiting_for
-            self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
+            pause_s = answer.retry_after_s if self._speaks else self._patience.poll_wait_s
+            self._not_before = now + pause_s * self._rng.uniform(0.5, 1.5)
         else:
             self.agreement = answer.agreement
             if answer.plan is not None:
                 self._session.answer = replace(self._session.joined, plan=answer.plan)
-            self._go(Step.FETCH)
-            self.fetches += 1
-            self._fetched = {}
-            self._to_do = list(
-                range(part_count(answer.agreement.size_bytes, self._session.joined.plan.part_size_bytes))
-            )
+            if self._share is not None:
+                self.outcome = Outcome(self.agreement, self._counted, self._too_old)
+                return
+            parts = part_count(answer.agreement.size_bytes, self._session.joined.plan.part_size_bytes)
+            self._begin_fetch(range(parts))
 
     def _check_stuck(self, answer: PollAnswer, now: float) -> None:
         if not answer.stuck:
@@ -397,7 +424,8 @@ class Exchange:
         self._fetched[request.part] = answer.hash
         if self._to_do or self._in_flight:
             return
-        if payload_hash([self._fetched[i] for i in sorted(self._fetched)]) != self.agreement.payload_hash:
+        whole = payload_hash([self._fetched[i] for i in sorted(self._fetched)])
+        if self._wanted_parts is None and whole != self.agreement.payload_hash:
             self._damaged += 1
             self._check_damage()
             self._go(Step.POLL)

@@ -16,4 +16,5 @@ class Fragment:
     published: Agreement
     round: Round
     max_payload_bytes: int
+    section_overhead_bytes: int = 0  # what each section more may add to that
     usual: UsualWeight = field(default_factory=UsualWeight)

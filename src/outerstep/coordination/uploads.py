@@ -8,8 +8,9 @@ served, and keeps its place by asking again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from ..digest import part_count, payload_hash
+from ..digest import Parts, payload_hash
 from ..errors import BadRequest, MissingParts
 from ..types import ContributionKey, Offer
 
@@ -25,9 +26,13 @@ class Upload:
     part_size_bytes: int
     part_hashes: dict[int, str] = field(default_factory=dict)
 
+    @cached_property
+    def parts(self) -> Parts:
+        return Parts(self.offer.section_bytes or (self.offer.size_bytes,), self.part_size_bytes)
+
     @property
     def part_count(self) -> int:
-        return part_count(self.offer.size_bytes, self.part_size_bytes)
+        return self.parts.count
 
     @property
     def missing(self) -> tuple[int, ...]:

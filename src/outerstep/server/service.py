@@ -71,7 +71,7 @@ from .model_state import ModelState
 from .pool import Pool, Room
 from .saved import SavedState
 from .status import build_status
-from .store import FragmentStore
+from .store import FragmentStore, Published, Pushed
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class ParameterService:
                 begun = self.coordinator.begin_part(request, self.clock())
                 if isinstance(begun, PutPartAnswer):
                     return begun
-                begin, end = part_range(request.part, begun.offer.size_bytes, self.config.part_size_bytes)
+                begin, end = begun.parts.range(request.part)
                 if body.length != end - begin:
                     raise BadRequest(f"part {request.part} has {end - begin} bytes, got {body.length}")
                 earlier = self._writing.get(place)
@@ -393,22 +393,32 @@ class ParameterService:
             manifest=manifest,
             agreements=[store.newest.agreement for store in self.stores],
             max_payload_bytes=[store.max_payload_bytes for store in self.stores],
+            section_overhead_bytes=[store.section_overhead_bytes for store in self.stores],
         )
         self.model.forget_trained(manifest)
 
     def _poll(self, request: Poll) -> PollAnswer:
+        """A group is told the hash of each section's rows too. That reads the whole fragment, so it is done outside of
+        the lock; a version is not forgotten under our hands."""
+        answer, published = self._wait_for_news(request)
+        if request.sections == 1 or published is None or answer.agreement is None:
+            return answer
+        hashes = self.stores[request.fragment].range_hashes(published, request.sections)
+        return replace(answer, agreement=replace(answer.agreement, range_hashes=hashes))
+
+    def _wait_for_news(self, request: Poll) -> tuple[PollAnswer, Published | None]:
         """Answer when there is something new to say, or after a few seconds."""
         until = self.clock() + min(request.wait_s, LONGEST_POLL_S)
         with self._changed:
             while True:
                 now = self.clock()
                 answer = self.coordinator.poll(request, now)
-                if answer.agreement is not None or answer.wanted:
-                    return answer
-                if self.failure or self._closing:
-                    return answer
+                if answer.agreement is not None:
+                    return answer, self.stores[request.fragment].read(answer.agreement.version, now)
+                if answer.wanted or self.failure or self._closing:
+                    return answer, None
                 if now >= until:
-                    return replace(answer, retry_after_s=0.0)  # it has waited here
+                    return replace(answer, retry_after_s=0.0), None  # it has waited here
                 self._changed.wait(until - now)
 
     def _commit(self, request: Commit) -> CommitAnswer:
@@ -418,7 +428,7 @@ class ParameterService:
                 return begun
             payload = self._rooms[request.key].view
         try:
-            norm = self.stores[request.fragment].check(payload)
+            norm = self.stores[request.fragment].check(payload, begun.offer.sections)
         except Refused as refusal:
             with self._changed:
                 self.coordinator.reject(request.key, refusal.message)
@@ -454,7 +464,8 @@ class ParameterService:
             # model and momentum always belong together.
             self._pushes.setdefault(effect.key.fragment, []).append(effect)
             return
-        self.stores[effect.key.fragment].accumulate(self._rooms[effect.key].view, effect.version, effect.weight)
+        store, payload = self.stores[effect.key.fragment], self._rooms[effect.key].view
+        store.accumulate(payload, effect.version, effect.weight, effect.sections)
         self._freed(effect.key)
 
     def _freed(self, key: ContributionKey) -> None:
@@ -475,7 +486,7 @@ class ParameterService:
             published = store.close_pushed(
                 effect.version,
                 effect.participants,
-                [(self._rooms[push.key].view, push.scale) for push in pushes],
+                [Pushed(self._rooms[push.key].view, push.scale, push.sections) for push in pushes],
                 self.optimizer,
             )
             for push in pushes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..digest import data_hash, part_count, part_hash, part_range, payload_hash
 from ..errors import NotFinite
 from ..types import Agreement, ParameterSpec, Participant
 from ..wire.frames import Entry, Layout, check_frame, layout
+from ..wire.sections import row_pieces, rows_of, section_layout, section_overhead_bytes
 from .pool import private_memory
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 BLOCK_VALUES = 1 << 18  # 1 MiB of fp32: decoded, checked and added while it is in the cache
 KEPT_VERSIONS = 2  # the newest, and the one before it for whoever is in the middle of it
 READING_S = 60.0  # who has not asked for a part for this long has stopped reading
+GROUP_SIZES = 8  # kept range hashes per version: nobody can make us remember them for every number of sections
 SLACK_BYTES = 64 << 10  # a frame that is a little too long is read, so that the refusal can name the tensor
 
 
@@ -41,6 +43,16 @@ class Published:
     agreement: Agreement
     frame: memoryview
     part_hashes: tuple[str, ...]
+    range_hashes: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by number of sections, as far as asked
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A contribution for a rule that takes them one by one."""
+
+    payload: memoryview
+    scale: float
+    sections: int
 
 
 class FragmentStore:
@@ -57,6 +69,7 @@ class FragmentStore:
     ) -> None:
         self.index = index
         self._codec = codec
+        self._shapes = [(spec.name, spec.shape) for spec in specs]
         self._part_size_bytes = part_size_bytes
         self.down = layout(FP32.name, [(s.name, s.shape, FP32.encoded_bytes(s.numel)) for s in specs])
         self.up = layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in specs])
@@ -72,6 +85,10 @@ class FragmentStore:
     @property
     def max_payload_bytes(self) -> int:
         return self.up.size_bytes + SLACK_BYTES
+
+    @property
+    def section_overhead_bytes(self) -> int:
+        return section_overhead_bytes(self.up)
 
     @property
     def newest(self) -> Published:
@@ -99,57 +116,92 @@ class FragmentStore:
         """θ by name: read-only views of the newest version."""
         return fp32_views(self.newest.frame, self.down.places, self.down.data_begin)
 
+    def range_hashes(self, published: Published, sections: int) -> tuple[str, ...]:
+        """Per section the hash of its rows, by the rule of the anchor's. A published frame never changes, so this
+        needs no lock; two who ask at once compute the same."""
+        known = published.range_hashes.get(sections)
+        if known is None:
+            data = published.frame[self.down.data_begin :]
+            known = tuple(
+                data_hash(data[begin:end] for begin, end in row_pieces(self.down.entries, sections, r, 4))
+                for r in range(sections)
+            )
+            if len(published.range_hashes) < GROUP_SIZES:
+                published.range_hashes[sections] = known
+        return known
+
     # --- a contribution -------------------------------------------------------------------------------------------
 
-    def check(self, payload: memoryview) -> float:
+    def check(self, payload: memoryview, sections: int = 1) -> float:
         """Refuse a payload with the wrong tensors or with NaN or Inf, naming them. Returns ‖Δ‖."""
-        check_frame(payload, self.up)
         squares = 0.0
-        for entry in self.up.entries:
-            # A norm is many times cheaper than isfinite(), and not finite exactly if one of its values is not.
-            norms = [float(vector_norm(block, dtype=torch.float64)) for _, block in self._blocks(payload, entry)]
-            squares += sum(norm * norm for norm in norms)
-            if not all(map(math.isfinite, norms)):
-                raise NotFinite(
-                    f"tensor {entry.name!r} holds NaN or Inf",
-                    hint="the contribution was not applied; lower the learning rate, or reload the model",
-                )
+        for section, up, frame in self._sections(payload, sections):
+            check_frame(frame, up)
+            for entry in up.entries:
+                # A norm is many times cheaper than isfinite(), and not finite exactly if one of its values is not.
+                norms = [float(vector_norm(block, dtype=torch.float64)) for _, block in self._blocks(frame, up, entry)]
+                squares += sum(norm * norm for norm in norms)
+                if not all(map(math.isfinite, norms)):
+                    where = f" in section {section} of {sections}" if sections > 1 else ""
+                    raise NotFinite(
+                        f"tensor {entry.name!r} holds NaN or Inf{where}",
+                        hint="the contribution was not applied; lower the learning rate, or reload the model",
+                    )
         return math.sqrt(squares)
 
-    def accumulate(self, payload: memoryview, version: int, weight: float) -> None:
+    def accumulate(self, payload: memoryview, version: int, weight: float, sections: int = 1) -> None:
         """Add w·Δ to the sum of the round that makes `version`, block by block."""
         total = self._sums.get(version)
         if total is None:
             total = self._sums[version] = RunningMean((self.down.size_bytes - self.down.data_begin) // 4)
         if weight == 0.0:
             return  # it was there, and brought nothing
-        for entry, target in zip(self.up.entries, self.down.entries, strict=True):
-            for start, block in self._blocks(payload, entry):
-                total.add(target.begin // 4 + start, block, weight)
+        places = {entry.name: entry.begin // 4 for entry in self.down.entries}
+        for name, start, block in self._values(payload, sections):
+            total.add(places[name] + start, block, weight)
         total.count(weight)
 
-    def _push(self, params: dict[str, Tensor], payload: memoryview, scale: float, rule: DelayedNesterov) -> None:
+    def _push(self, params: dict[str, Tensor], pushed: Pushed, rule: DelayedNesterov) -> None:
         """Move θ by scale·Δ as the rule says, block by block."""
         push = rule.begin(self.index)
-        for entry in self.up.entries:
-            for start, block in self._blocks(payload, entry):
-                block.mul_(scale)
-                if self._roles[entry.name] == "parameter":
-                    push.block(entry.name, params[entry.name], block, start)
-                elif self._roles[entry.name] == "average":  # one of N, so that N pushes bring the mean of N workers
-                    params[entry.name].view(-1)[start : start + block.numel()].sub_(block / rule.buffer_size)
+        for name, start, block in self._values(pushed.payload, pushed.sections):
+            block.mul_(pushed.scale)
+            if self._roles[name] == "parameter":
+                push.block(name, params[name], block, start)
+            elif self._roles[name] == "average":  # one of N, so that N pushes bring the mean of N workers
+                params[name].view(-1)[start : start + block.numel()].sub_(block / rule.buffer_size)
         push.done()
 
-    def _blocks(self, payload: memoryview, entry: Entry) -> Iterator[tuple[int, Tensor]]:
+    def _sections(self, payload: memoryview, sections: int) -> Iterator[tuple[int, Layout, memoryview]]:
+        """(number, layout, frame) of each section; whatever is left over goes to the last, whose check will say so."""
+        begin = 0
+        for section in range(sections):
+            up = self.up
+            if sections > 1:
+                up = section_layout(self._codec.name, self._codec.encoded_bytes, self._shapes, sections, section)
+            end = begin + up.size_bytes if section < sections - 1 else len(payload)
+            yield section, up, payload[begin:end]
+            begin = end
+
+    def _values(self, payload: memoryview, sections: int) -> Iterator[tuple[str, int, Tensor]]:
+        """(tensor, index in it, values) of a checked payload, block by block."""
+        shapes = dict(self._shapes)
+        for section, up, frame in self._sections(payload, sections):
+            for entry in up.entries:
+                first = rows_of(shapes[entry.name], sections, section).first_value
+                for start, block in self._blocks(frame, up, entry):
+                    yield entry.name, first + start, block
+
+    def _blocks(self, frame: memoryview, up: Layout, entry: Entry) -> Iterator[tuple[int, Tensor]]:
         """The tensor's values, decoded a cache-sized block at a time into one scratch tensor: (first index, values)."""
         codec, numel = self._codec, math.prod(entry.shape)
         per_block = max(BLOCK_VALUES // codec.block_values, 1) * codec.block_values
         scratch = torch.empty(min(numel, per_block))
-        begin = self.up.data_begin + entry.begin
+        begin = up.data_begin + entry.begin
         for start in range(0, numel, per_block):
             stop = min(start + per_block, numel)
             first, last = codec.encoded_bytes(start), codec.encoded_bytes(stop)
-            data = torch.frombuffer(payload, dtype=torch.uint8, count=last - first, offset=begin + first)
+            data = torch.frombuffer(frame, dtype=torch.uint8, count=last - first, offset=begin + first)
             codec.decode(data, scratch[: stop - start])
             yield start, scratch[: stop - start]
 
@@ -179,15 +231,15 @@ class FragmentStore:
         self,
         version: int,
         participants: tuple[Participant, ...],
-        pushes: list[tuple[memoryview, float]],
+        pushes: list[Pushed],
         rule: DelayedNesterov,
     ) -> Published:
-        """θ′ from θ and the round's contributions (payload, scale), one by one."""
+        """θ′ from θ and the round's contributions, one by one."""
         frame = self._next_frame()
         params = fp32_views(frame, self.down.places, self.down.data_begin)
-        for payload, scale in pushes:
-            if scale > 0.0:
-                self._push(params, payload, scale, rule)
+        for push in pushes:
+            if push.scale > 0.0:
+                self._push(params, push, rule)
         return self._publish_finite(frame, version, participants)
 
     def _next_frame(self) -> memoryview:

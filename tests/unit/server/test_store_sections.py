@@ -1,0 +1,114 @@
+"""A contribution in sections does to the model what the same contribution in one piece does, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from outerstep.core.codecs import get_codec
+from outerstep.core.delayed import DelayedNesterov
+from outerstep.core.outer import Nesterov
+from outerstep.digest import data_hash
+from outerstep.errors import BadFrame, BadTensors, NotFinite
+from outerstep.server.store import FragmentStore
+from outerstep.topology.server import anchor_hash, encode_frame
+from outerstep.types import ParameterSpec, Participant
+from outerstep.wire.sections import rows_of, section_layout
+from support import make_frame
+
+SHAPES = {"wide": (7, 5), "one": (1, 3), "bias": (4,), "scale": (), "none": (0, 2)}
+EVERYBODY = (Participant(worker_id="a", sequence=1, weight=1.0),)
+
+
+def values(seed: int) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=source) for name, shape in SHAPES.items()}
+
+
+def make_store(codec: str) -> FragmentStore:
+    specs = [ParameterSpec(name=name, shape=shape, dtype="float32") for name, shape in SHAPES.items()]
+    return FragmentStore(0, specs, values(0), get_codec(codec), 64)
+
+
+def in_sections(deltas: Mapping[str, Tensor], sections: int, codec: str) -> memoryview:
+    coder = get_codec(codec)
+    whole = bytearray()
+    for section in range(sections):
+        up = section_layout(codec, coder.encoded_bytes, list(SHAPES.items()), sections, section)
+        ours = {}
+        for name, shape in SHAPES.items():
+            rows = rows_of(shape, sections, section)
+            ours[name] = deltas[name].reshape(-1)[rows.first_value : rows.first_value + rows.numel]
+        whole += encode_frame(ours, up, coder)
+    return memoryview(whole)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("sections", [2, 3, 8])
+def test_sections_add_up_to_the_whole(codec: str, sections: int) -> None:
+    whole, cut = make_store(codec), make_store(codec)
+    for seed, weight in [(1, 1.0), (2, 0.25)]:
+        deltas = values(seed)
+        payload, pieces = make_frame(deltas, codec), in_sections(deltas, sections, codec)
+        assert cut.check(pieces, sections) == pytest.approx(whole.check(payload), rel=1e-12)
+        whole.accumulate(payload, 1, weight)
+        cut.accumulate(pieces, 1, weight, sections)
+    made = [store.close(1, EVERYBODY, Nesterov(0.7, 0.9)).agreement for store in (whole, cut)]
+    assert made[0].anchor_hash == made[1].anchor_hash
+    assert made[0].payload_hash == made[1].payload_hash
+
+
+def test_pushes_in_sections_move_the_model_as_whole_ones_do() -> None:
+    whole, cut = make_store("fp32"), make_store("fp32")
+    rules = [DelayedNesterov(2, 0.7, 0.9) for _ in range(2)]
+    for seed in (1, 2, 3):
+        whole.push(make_frame(values(seed)), 1, 0.5, rules[0])
+        cut.push(in_sections(values(seed), 3, "fp32"), 1, 0.5, rules[1], 3)
+    made = [store.close_pushed(1, EVERYBODY).agreement.anchor_hash for store in (whole, cut)]
+    assert made[0] == made[1]
+
+
+def test_a_range_hash_is_over_the_rows_of_its_section() -> None:
+    store = make_store("fp32")
+    hashes = store.range_hashes(store.newest, 3)
+    for section, found in enumerate(hashes):
+        rows = {name: rows_of(shape, 3, section) for name, shape in SHAPES.items()}
+        theta = store.params()
+        ours = [theta[n].reshape(-1)[r.first_value : r.first_value + r.numel] for n, r in rows.items()]
+        assert found == anchor_hash(ours)
+    assert store.range_hashes(store.newest, 3) is hashes
+    assert len(set(hashes)) == 3
+    assert store.range_hashes(store.newest, 1) == (store.newest.agreement.anchor_hash,)
+
+
+def test_rows_that_nobody_has_still_have_a_hash() -> None:
+    store = make_store("fp32")
+    assert store.range_hashes(store.newest, 9)[8] == data_hash([])
+
+
+class TestRefused:
+    def test_a_section_that_is_not_finite_by_name_and_place(self) -> None:
+        deltas = values(1)
+        deltas["wide"][6, 0] = float("nan")
+        with pytest.raises(NotFinite, match=r"'wide' holds NaN or Inf in section 1 of 2"):
+            make_store("fp32").check(in_sections(deltas, 2, "fp32"), 2)
+
+    def test_sections_in_another_order(self) -> None:
+        payload = bytes(in_sections(values(1), 2, "fp32"))
+        first = section_layout("fp32", lambda n: 4 * n, list(SHAPES.items()), 2, 0).size_bytes
+        with pytest.raises((BadTensors, BadFrame)):
+            make_store("fp32").check(memoryview(bytearray(payload[first:] + payload[:first])), 2)
+
+    @pytest.mark.parametrize("size", [-8, 8])
+    def test_a_payload_that_is_too_short_or_too_long(self, size: int) -> None:
+        payload = bytes(in_sections(values(1), 2, "fp32"))
+        other = payload[:size] if size < 0 else payload + bytes(size)
+        with pytest.raises(BadFrame):
+            make_store("fp32").check(memoryview(bytearray(other)), 2)
+
+    def test_another_number_of_sections_than_it_was_cut_for(self) -> None:
+        with pytest.raises((BadTensors, BadFrame)):
+            make_store("fp32").check(in_sections(values(1), 3, "fp32"), 2)
