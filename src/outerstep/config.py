@@ -170,6 +170,7 @@ class WorkerConfig:
     fragment_carry: bool | None = None
     dylu: bool | None = None  # let the server set this worker's sync_every by its speed; None = if the run does so
     buffers: Literal["average", "local", "server"] = "average"  # persistent floating-point buffers (BatchNorm's, …)
+    group: Literal["auto", "off"] = "auto"  # the processes of a torchrun job are one worker; off = each is its own
     heartbeat_interval: float = 30.0
     on_exit: Literal["global", "local"] = "global"  # what `model` holds afterwards: the agreed weights, or its own
     join_timeout_s: float = 120.0
@@ -192,6 +193,7 @@ class WorkerConfig:
         _text(self, "server_addr")
         _one_of(self, (None, True, False), "bf16_comm")
         _one_of(self, ("global", "local"), "on_exit")
+        _one_of(self, ("auto", "off"), "group")
         if self.worker_id is not None:
             try:
                 msgspec.convert(self.worker_id, WorkerId)

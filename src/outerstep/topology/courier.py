@@ -6,13 +6,14 @@ import logging
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..coordination.exchange import Call, Exchange
 from ..digest import part_hash, part_range
 from ..errors import OuterstepError, ServerError, TransportError
-from ..types import Answer, GetPart, PutPart
+from ..types import Agreement, Answer, GetPart, PutPart
 from ..wire.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ class Delivery:
 
 
 class Courier:
-    """One per exchange. `payload` is what to upload; `received` holds what was downloaded, when it is done."""
+    """One per exchange. `payload` is what to upload, from part `first_part` on; `received` holds what was downloaded,
+    when it is done: the fetched parts one after the other."""
 
     def __init__(
         self,
@@ -41,12 +43,14 @@ class Courier:
         *,
         part_size_bytes: Callable[[], int],
         payload: memoryview | None = None,
+        first_part: int = 0,
         max_download_bytes: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
         self.exchange = exchange
         self._payload = payload
+        self._first_part = first_part
         self._part_size_bytes = part_size_bytes
         self._max_download_bytes = max_download_bytes
         self._clock = clock
@@ -91,21 +95,30 @@ class Courier:
         request, size = call.request, self._part_size_bytes
         if isinstance(request, PutPart):
             assert self._payload is not None
-            return self._payload[slice(*part_range(request.part, len(self._payload), size()))]
+            return self._payload[slice(*part_range(request.part - self._first_part, len(self._payload), size()))]
         if isinstance(request, GetPart):
             agreement = self.exchange.agreement
             assert agreement is not None
+            begin, end = part_range(request.part, agreement.size_bytes, size())
             if self.exchange.fetches != self._fetch:
                 # A fresh buffer per fetch: late bytes of an abandoned one must not land in this one.
                 self._fetch = self.exchange.fetches
-                limit = self._max_download_bytes()
-                if limit is not None and agreement.size_bytes > limit:
-                    raise TransportError(
-                        f"the server announces {agreement.size_bytes} bytes, at most {limit} make sense"
-                    )
-                self.received = memoryview(bytearray(agreement.size_bytes))
-            return self.received[slice(*part_range(request.part, agreement.size_bytes, size()))]
+                self.received = memoryview(bytearray(self._download_bytes(agreement)))
+            offset = self.place(begin)
+            return self.received[offset : offset + end - begin]
         return None
+
+    def _download_bytes(self, agreement: Agreement) -> int:
+        limit = self._max_download_bytes()
+        if limit is not None and agreement.size_bytes > limit:
+            raise TransportError(f"the server announces {agreement.size_bytes} bytes, at most {limit} make sense")
+        _, end = part_range(self.exchange.fetching[-1], agreement.size_bytes, self._part_size_bytes())
+        return self.place(end - 1) + 1
+
+    def place(self, offset: int) -> int:
+        """Where in `received` the payload's byte number `offset` is; its part must be one of those fetched."""
+        part, within = divmod(offset, self._part_size_bytes())
+        return bisect_left(self.exchange.fetching, part) * self._part_size_bytes() + within
 
     def _perform(self, call: Call, buffer: memoryview | None) -> None:
         answer: Answer | None = None

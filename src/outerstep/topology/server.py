@@ -8,18 +8,19 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..coordination.exchange import Exchange, Outcome, Patience, Session
+from ..coordination.exchange import Exchange, Outcome, Patience, Share, Wanted
+from ..coordination.session import Session
 from ..core.codecs import FP32, Codec, get_codec
 from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash, part_count, part_hash, part_range
 from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
 from ..types import (
     PROTOCOL_VERSION,
+    Agreement,
     Heartbeat,
     HeartbeatAnswer,
     Join,
@@ -65,6 +66,10 @@ class ServerTicket:
     def wait(self, timeout_s: float) -> bool:
         return self._done.wait(timeout_s)
 
+    def join(self) -> None:
+        while not self.wait(1.0):  # in slices, so that Ctrl-C gets through
+            pass
+
     def cancel(self) -> None:
         self.courier.cancel()
 
@@ -106,9 +111,9 @@ class ServerTopology:
         self._join_timeout_s = join_timeout_s
         self._rng = random.Random(instance)
         self._session: Session | None = None
-        self._up: list[Layout] = []
-        self._down: list[Layout] = []
-        self._codec: Codec = FP32
+        self.up: list[Layout] = []
+        self.down: list[Layout] = []
+        self.codec: Codec = FP32
         self._sequence: list[int] = []
         self._leaving = threading.Lock()
         self._left = False
@@ -121,38 +126,53 @@ class ServerTopology:
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         """Introduce ourselves and fetch the newest anchor of every fragment."""
-        self._session = Session(
-            Join(
-                protocol=PROTOCOL_VERSION,
-                worker_id=self._worker_id,
-                instance=self._instance,
-                hostname=self._hostname,
-                manifest=manifest,
-                wishes=wishes,
-            )
+        tickets = self.introduce(manifest, wishes)
+        anchors = tuple(self.finish(ticket) for ticket in tickets)
+        return Joined(self._worker_id, self.session.joined.plan, anchors)
+
+    def introduce(self, manifest: Manifest | None, wishes: Wishes, share: Share | None = None) -> list[ServerTicket]:
+        """Join, and ask for the newest agreement of every fragment; with a `share`, ask only and fetch nothing."""
+        join = Join(
+            protocol=PROTOCOL_VERSION,
+            worker_id=self._worker_id,
+            instance=self._instance,
+            hostname=self._hostname,
+            manifest=manifest,
+            wishes=wishes,
         )
+        self._session = Session(join)
         # The first fetch does the joining; only then is it known how many fragments there are.
-        patience = _with_limit(self._patience, self._join_timeout_s)
-        first = self._start(Exchange(self._session, fragment=0, after=-1, now=time.monotonic(), patience=patience), 0)
-        while not first.wait(1.0):
-            pass
+        first = self._ask(0, share, _with_limit(self._patience, self._join_timeout_s))
+        first.join()
         try:
             first.outcome()
         except ExchangeFailed as failure:
             if isinstance(failure.__cause__, Refused):
                 raise failure.__cause__ from None  # "no" at join is said as the server said it
             raise
-        self._adopt_plan(self._session.joined)
-        tickets = [first]
-        for fragment in range(1, len(self._down)):
-            fetch = Exchange(self._session, fragment=fragment, after=-1, now=time.monotonic(), patience=self._patience)
-            tickets.append(self._start(fetch, fragment))
-        anchors = tuple(self.finish(ticket) for ticket in tickets)
-        return Joined(self._worker_id, self._session.joined.plan, anchors)
+        self._adopt_plan(self.session.joined)
+        return [first, *(self._ask(fragment, share, self._patience) for fragment in range(1, len(self.down)))]
+
+    def follow(self, join: Join, answer: JoinAnswer) -> None:
+        """Speak for a worker that another process of its group has joined."""
+        self._session = Session(join)
+        self._session.answer = answer
+        self._adopt_plan(answer)
+
+    def ask(self, fragment: int, share: Share, after: int) -> ServerTicket:
+        """The newest agreement, if there is one after that version; nothing is fetched."""
+        return self._ask(fragment, share, self._patience, after)
+
+    def _ask(self, fragment: int, share: Share | None, patience: Patience, after: int = -1) -> ServerTicket:
+        assert self._session is not None
+        exchange = Exchange(
+            self._session, fragment=fragment, after=after, now=time.monotonic(), share=share, patience=patience
+        )
+        return self._start(exchange, fragment)
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         """A stalled heartbeat must not keep the next one waiting, so it is not given long."""
-        session = self._joined
+        session = self.session
         message = Heartbeat(
             **session.head, step=step, steps_per_second=steps_per_second, loss=loss, acknowledged=tuple(self._obeyed)
         )
@@ -208,16 +228,16 @@ class ServerTopology:
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> ServerTicket:
         """Encode now (the weights will change), send in the background."""
-        session = self._joined
+        payload = encode_frame(contribution.deltas, self.up[contribution.fragment], self.codec)
+        offer = self.make_offer(contribution, (len(payload),))
+        return self.carry(offer, self.part_hashes(payload), payload, stuck_after_s)
+
+    def make_offer(self, contribution: Contribution, section_bytes: tuple[int, ...]) -> Offer:
+        """The next one of its fragment: its key is fixed here."""
         fragment = contribution.fragment
-        payload = encode_frame(contribution.deltas, self._up[fragment], self._codec)
-        size = session.joined.plan.part_size_bytes
-        hashes = tuple(
-            part_hash(payload[slice(*part_range(i, len(payload), size))]) for i in range(part_count(len(payload), size))
-        )
         self._sequence[fragment] += 1
-        offer = Offer(
-            **session.head,
+        return Offer(
+            **self.session.head,
             fragment=fragment,
             sequence=self._sequence[fragment],
             base_version=contribution.base_version,
@@ -225,39 +245,67 @@ class ServerTopology:
             steps=contribution.steps,
             samples=contribution.samples,
             tokens=contribution.tokens,
-            codec=self._codec.name,
-            size_bytes=len(payload),
+            codec=self.codec.name,
+            size_bytes=sum(section_bytes),
+            section_bytes=section_bytes if len(section_bytes) > 1 else (),
         )
-        return self._carry(offer, hashes, payload, stuck_after_s)
+
+    def part_hashes(self, payload: memoryview) -> tuple[str, ...]:
+        size = self.session.joined.plan.part_size_bytes
+        return tuple(
+            part_hash(payload[slice(*part_range(i, len(payload), size))]) for i in range(part_count(len(payload), size))
+        )
 
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> ServerTicket:
         assert isinstance(ticket, ServerTicket)
         ticket.cancel()
         return ticket.again(stuck_after_s)
 
-    def _carry(
-        self, offer: Offer, hashes: tuple[str, ...], payload: memoryview, stuck_after_s: float | None
+    def carry(
+        self,
+        offer: Offer,
+        hashes: tuple[str, ...],
+        payload: memoryview,
+        stuck_after_s: float | None,
+        share: Share | None = None,
     ) -> ServerTicket:
+        """Send what was offered, or our share of it; wait for the agreement, and fetch it unless it is shared."""
         exchange = Exchange(
-            self._joined,
+            self.session,
             fragment=offer.fragment,
             after=offer.base_version,
             now=time.monotonic(),
             offer=offer,
             part_hashes=hashes,
+            share=share,
             patience=_with_limit(self._patience, self._patience.give_up_after_s, stuck_after_s),
             rng=self._rng,
         )
-        again = partial(self._carry, offer, hashes, payload)
-        return self._start(exchange, offer.fragment, payload, again)
+
+        def again(stuck_after_s: float | None) -> ServerTicket:
+            return self.carry(offer, hashes, payload, stuck_after_s, share)
+
+        return self._start(exchange, offer.fragment, payload, again, share.parts.start if share else 0)
+
+    def fetch(self, agreement: Agreement, parts: tuple[int, ...]) -> ServerTicket:
+        """Some parts of an agreement's payload."""
+        exchange = Exchange(
+            self.session,
+            fragment=agreement.fragment,
+            after=agreement.version,
+            now=time.monotonic(),
+            fetch=Wanted(agreement, parts),
+            patience=self._patience,
+            rng=self._rng,
+        )
+        return self._start(exchange, agreement.fragment)
 
     def finish(self, ticket: Ticket) -> Agreed:
         assert isinstance(ticket, ServerTicket)
-        while not ticket.wait(1.0):  # in slices, so that Ctrl-C gets through
-            pass
+        ticket.join()
         outcome = ticket.outcome()
         agreement, courier = outcome.agreement, ticket.courier
-        down = self._down[ticket.fragment]
+        down = self.down[ticket.fragment]
         try:
             check_frame(courier.received, down)
         except Refused as error:
@@ -281,13 +329,13 @@ class ServerTopology:
             bytes_received=courier.bytes_received,
             retries=courier.exchange.retries,
             rejoins=courier.exchange.rejoins,
-            plan=self._joined.joined.plan,
+            plan=self.session.joined.plan,
         )
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
     @property
-    def _joined(self) -> Session:
+    def session(self) -> Session:
         if self._session is None or self._session.answer is None:
             raise ExchangeFailed("not joined yet: call join first")
         return self._session
@@ -298,6 +346,7 @@ class ServerTopology:
         fragment: int,
         payload: memoryview | None = None,
         again: Callable[[float | None], ServerTicket] | None = None,
+        first_part: int = 0,
     ) -> ServerTicket:
         session = self._session
         assert session is not None
@@ -306,16 +355,17 @@ class ServerTopology:
             exchange,
             part_size_bytes=lambda: session.joined.plan.part_size_bytes,
             payload=payload,
-            max_download_bytes=lambda: self._down[fragment].size_bytes if self._down else None,
+            first_part=first_part,
+            max_download_bytes=lambda: self.down[fragment].size_bytes if self.down else None,
         )
         return ServerTicket(fragment, courier, again or (lambda _: self._start(exchange, fragment)))
 
     def _adopt_plan(self, answer: JoinAnswer) -> None:
-        self._codec = get_codec(answer.plan.codec)
+        self.codec = get_codec(answer.plan.codec)
         specs = {spec.name: spec for spec in answer.manifest.parameters}
         groups = [[specs[name] for name in names] for names in answer.plan.fragments]
-        self._up = [_layout(self._codec, group) for group in groups]
-        self._down = [_layout(FP32, group) for group in groups]
+        self.up = [_layout(self.codec, group) for group in groups]
+        self.down = [_layout(FP32, group) for group in groups]
         self._sequence = [state.last_sequence for state in answer.fragments]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,4 +55,5 @@ def _show_log() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("outerstep: %(message)s"))
         ours.addHandler(handler)
-        ours.setLevel(logging.INFO)
+        first = os.environ.get("RANK", "0") == "0"  # of a torchrun job, one process is enough to say so
+        ours.setLevel(logging.INFO if first else logging.WARNING)

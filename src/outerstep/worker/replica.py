@@ -1,23 +1,38 @@
-"""The local copy of the model, and the anchor it departed from."""
+"""The local copy of the model, and the anchor it departed from. If the model is sharded (FSDP2), both are this
+process's rows of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.manifest import BufferPolicy, describe
 from ..core.pseudogradient import adopt, carry, mix, pseudo_gradient, rebase
 from ..errors import ModelError
+from ..topology.sharded import Shards
 
 
 class Replica:
     """The tensors that are exchanged by name (tied ones once), and their fp32 anchors on the same device."""
 
     def __init__(self, model: nn.Module, buffers: BufferPolicy = "local") -> None:
-        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the module and would prefix every name
-        self.tensors, self.manifest = describe(model, buffers)
+        model = _unwrapped(model)
+        self.shards = Shards(1, 0, frozenset())
+        self._reshard: Callable[[], None] = lambda: None
+        if dist.is_available() and dist.is_initialized():
+            from .shards import Locals, find_shards, reshard
+
+            self._reshard = partial(reshard, model)
+            self._reshard()  # so that the model's parameters are those that the optimizer holds
+            tensors, self.manifest = describe(model, buffers)
+            self.shards = find_shards(model, tensors)
+            self.tensors: Mapping[str, Tensor] = Locals(tensors)
+        else:
+            self.tensors, self.manifest = describe(model, buffers)
         on_meta = next((name for name, p in self.tensors.items() if p.is_meta), None)
         if on_meta is not None:
             raise ModelError(
@@ -37,25 +52,30 @@ class Replica:
         """Our steps are in it (or there were none): local = anchor = θ′."""
         for name, theta in agreed.items():
             adopt(self.tensors[name], theta)
-        self.set_anchor(agreed)
+        self._written(agreed)
 
     def rebase(self, agreed: Mapping[str, Tensor]) -> None:
         """It came about without us: move along, keep our unsent steps."""
         for name, theta in agreed.items():
             rebase(self.tensors[name], self.anchors[name], theta)
-        self.set_anchor(agreed)
+        self._written(agreed)
 
     def carry(self, agreed: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
         """It holds what we sent; what we did since then stays ours."""
         for name, theta in agreed.items():
             carry(self.tensors[name], self.anchors[name], theta, sent[name])
-        self.set_anchor(agreed)
+        self._written(agreed)
 
     def mix(self, agreed: Mapping[str, Tensor], alpha: float) -> None:
         """It holds what we sent; of what we did since then, α stays."""
         for name, theta in agreed.items():
             mix(self.tensors[name], theta.to(self.tensors[name].device), alpha)
+        self._written(agreed)
+
+    def _written(self, agreed: Mapping[str, Tensor]) -> None:
+        """The local weights were moved: the anchor follows, and no copy of what they were is used any more."""
         self.set_anchor(agreed)
+        self._reshard()
 
     def set_anchor(self, agreed: Mapping[str, Tensor]) -> None:
         for name, theta in agreed.items():
@@ -72,6 +92,7 @@ class Replica:
         try:
             for name, param in self.tensors.items():
                 adopt(param, self.anchors[name])
+            self._reshard()
             yield
         finally:
             self.restore(own)
@@ -79,3 +100,15 @@ class Replica:
     def restore(self, own: Mapping[str, Tensor]) -> None:
         for name, tensor in self.tensors.items():
             adopt(tensor, own[name])
+        self._reshard()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module: torch.compile and DDP wrap it and would prefix every name."""
+    while True:
+        inner = getattr(model, "_orig_mod", model)
+        if isinstance(inner, nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        if inner is model:
+            return model
+        model = inner

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import re
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -29,12 +26,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config import WorkerConfig, build
-from ..coordination.exchange import Patience
 from ..errors import ModelError, OuterstepError, WorkerError
 from ..topology import Orders, Topology
-from ..topology.server import ServerTopology
 from ..types import Plan
-from ..wire.http_transport import HttpTransport
+from .connect import connect, find_ranks, make_identity
 from .replica import Replica
 from .sync import Offline, Synchronizer
 
@@ -84,9 +79,12 @@ class DiLoCoWorker:
             raise ModelError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.model = model
         self.optimizer = _innermost(optimizer)
-        self.worker_id = self.config.worker_id or _make_worker_id()
-        self._replica = Replica(model, self.config.buffers)
-        self._topology = topology or self._default_topology()
+        ranks = find_ranks(self.config) if topology is None else None
+        make_replica = partial(Replica, model, self.config.buffers)
+        self._replica = make_replica() if ranks is None else ranks.check(make_replica)
+        identity = make_identity(self.config, ranks)
+        self.worker_id = identity.worker_id
+        self._topology = topology or connect(self.config, identity, self._replica.shards, ranks)
         self._sync: Synchronizer | None = None
         self._hook: RemovableHandle | None = None
         self._heart: threading.Thread | None = None
@@ -314,27 +312,12 @@ class DiLoCoWorker:
         self._said_stalled = stalled
         return stalled
 
-    def _default_topology(self) -> Topology:
-        return ServerTopology(
-            HttpTransport(self.config.server_addr),
-            worker_id=self.worker_id,
-            instance=secrets.token_hex(8),
-            hostname=socket.gethostname(),
-            patience=Patience(give_up_after_s=self.config.give_up_after_s),
-            join_timeout_s=self.config.join_timeout_s,
-        )
-
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Accelerate and others wrap the optimizer; its steps, and only those really taken, happen in the wrapped one."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     return optimizer
-
-
-def _make_worker_id() -> str:
-    host = re.sub(r"[^A-Za-z0-9_.\-]", "-", socket.gethostname()).strip(".-") or "worker"
-    return f"{host[:64]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def _describe(plan: Plan) -> str:

@@ -1,0 +1,205 @@
+"""A group of processes is one worker: a torchrun job whose ranks hold the same parameters (DDP).
+
+Rank 0 speaks with the other side; what it learns, and each new anchor, goes to the other ranks over the job's own
+network. They check the anchor's hash as rank 0 did, so all ranks hold the same bits. sharded.py is the same for ranks
+that hold different rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..digest import data_hash
+from ..errors import ExchangeFailed, ModelError
+from ..types import Manifest, Participant, Plan, Wishes
+from . import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology
+from .ranks import Ranks
+from .server import anchor_hash
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """How the exchange stands for one rank. None = this rank has no part in it."""
+
+    sight: Sight | None = None
+    failed: bool = False
+
+
+class GroupTicket:
+    """An exchange of the group; `own` is this rank's part in it."""
+
+    def __init__(self, fragment: int, ranks: Ranks, own: Ticket | None) -> None:
+        self.fragment = fragment
+        self.own = own
+        self.failed = False
+        self._ranks = ranks
+
+    def look(self, timeout_s: float) -> Sight:
+        """As rank 0 sees it; and it is over as soon as it failed for anybody."""
+        heard = self._ranks.gather(lambda: self._own_look(timeout_s if self._ranks.rank == 0 else 0.0), Heard)
+        self.failed = any(one.failed for one in heard)
+        sight = heard[0].sight
+        assert sight is not None
+        return dataclasses.replace(sight, done=sight.done or self.failed)
+
+    def _own_look(self, timeout_s: float) -> Heard:
+        if self.own is None:
+            return Heard()
+        sight = self.own.look(timeout_s)
+        return Heard(sight, sight.done and self.own.failed)
+
+    def cancel(self) -> None:
+        if self.own is not None:
+            self.own.cancel()
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """An `Agreed` without its tensors."""
+
+    fragment: int
+    version: int
+    counted: bool
+    too_old: bool
+    anchor_hash: str
+    participants: tuple[Participant, ...]
+    plan: Plan
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    retries: int = 0
+    rejoins: int = 0
+
+    @classmethod
+    def of(cls, agreed: Agreed) -> Facts:
+        return cls(**{name: getattr(agreed, name) for name in cls.__struct_fields__})
+
+    def with_anchor(self, anchor: Mapping[str, Tensor]) -> Agreed:
+        return Agreed(anchor=anchor, **{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """A `Joined` without its tensors."""
+
+    worker_id: str
+    plan: Plan
+    facts: tuple[Facts, ...]
+
+
+class Amount(msgspec.Struct, frozen=True):
+    """The training in one rank's share of a contribution."""
+
+    samples: int
+    tokens: int
+
+
+class GroupTopology:
+    """`speaker` is rank 0's way to the others; the other ranks have none."""
+
+    def __init__(self, ranks: Ranks, speaker: Topology | None) -> None:
+        assert (speaker is not None) == (ranks.rank == 0)
+        self._ranks = ranks
+        self._speaker = speaker
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._orders = Orders()
+
+    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
+        assert manifest is not None
+        check_same_model(self._ranks, manifest)
+        self._shapes = {spec.name: spec.shape for spec in manifest.parameters}
+        joined: list[Joined] = []
+        welcome = self._ranks.tell(lambda: self._join(manifest, wishes, joined), Welcome)
+        anchors = [agreed.anchor for agreed in joined[0].anchors] if joined else [None] * len(welcome.facts)
+        return Joined(
+            welcome.worker_id,
+            welcome.plan,
+            tuple(self._hand_on(facts, anchor) for facts, anchor in zip(welcome.facts, anchors, strict=True)),
+        )
+
+    def _join(self, manifest: Manifest, wishes: Wishes, joined: list[Joined]) -> Welcome:
+        assert self._speaker is not None
+        joined.append(self._speaker.join(manifest, wishes))
+        return Welcome(joined[0].worker_id, joined[0].plan, tuple(map(Facts.of, joined[0].anchors)))
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
+        """Rank 0's parameters are everybody's; the samples and tokens are everybody's own."""
+        amounts = self._ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
+        whole = of_all(contribution, amounts)
+        speaker = self._speaker
+        own = self._ranks.check(lambda: speaker.begin(whole, stuck_after_s=stuck_after_s) if speaker else None)
+        return GroupTicket(contribution.fragment, self._ranks, own)
+
+    def finish(self, ticket: Ticket) -> Agreed:
+        assert isinstance(ticket, GroupTicket)
+        agreed: list[Agreed] = []
+        facts = self._ranks.tell(lambda: self._finish(ticket, agreed), Facts)
+        return self._hand_on(facts, agreed[0].anchor if agreed else None)
+
+    def _finish(self, ticket: GroupTicket, agreed: list[Agreed]) -> Facts:
+        assert self._speaker is not None
+        assert ticket.own is not None
+        agreed.append(self._speaker.finish(ticket.own))
+        return Facts.of(agreed[0])
+
+    def _hand_on(self, facts: Facts, anchor: Mapping[str, Tensor] | None) -> Agreed:
+        """The anchor that rank 0 has, on every rank."""
+        if anchor is None:
+            anchor = {name: torch.empty(self._shapes[name]) for name in facts.plan.fragments[facts.fragment]}
+            facts = msgspec.structs.replace(facts, bytes_sent=0, bytes_received=0, retries=0, rejoins=0)
+        self._ranks.spread(anchor.values())
+        self._ranks.check(lambda: _check_hash(facts, anchor))
+        return facts.with_anchor(anchor)
+
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
+        assert isinstance(ticket, GroupTicket)
+        speaker, own = self._speaker, ticket.own
+        again = self._ranks.check(lambda: speaker.resume(own, stuck_after_s=stuck_after_s) if speaker and own else None)
+        return GroupTicket(ticket.fragment, self._ranks, again)
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """From a thread of its own, so without a word to the other ranks: they train in step with rank 0."""
+        if self._speaker is not None:
+            self._speaker.heartbeat(step, steps_per_second, loss)
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        """All ranks must obey at the same step; they confer only where they have just conferred anyway."""
+        if not at_exchange:
+            return dataclasses.replace(self._orders, drain="", sync="")
+        speaker = self._speaker
+        self._orders = self._ranks.tell(lambda: speaker.orders(at_exchange=True) if speaker else Orders(), Orders)
+        return self._orders
+
+    def leave(self, reason: str) -> None:
+        if self._speaker is not None:
+            self._speaker.leave(reason)
+
+
+def check_same_model(ranks: Ranks, manifest: Manifest) -> None:
+    """All ranks must mean the same tensors: a job that splits its layers over ranks is not one worker."""
+    prints = ranks.gather(lambda: data_hash([msgspec.msgpack.encode(manifest)]), str)
+    odd = next((rank for rank, one in enumerate(prints) if one != prints[0]), None)
+    if odd is not None:
+        raise ModelError(
+            f"ranks 0 and {odd} hold different models (names, shapes or dtypes); the ranks of one worker must hold the "
+            "same parameters, whole (DDP) or in shards (FSDP2). Ranks that are workers of their own: group='off'"
+        )
+
+
+def of_all(contribution: Contribution, amounts: Sequence[Amount]) -> Contribution:
+    """The same contribution with every rank's samples and tokens."""
+    samples, tokens = sum(a.samples for a in amounts), sum(a.tokens for a in amounts)
+    return dataclasses.replace(contribution, samples=samples, tokens=tokens)
+
+
+def _check_hash(facts: Facts, anchor: Mapping[str, Tensor]) -> None:
+    got = anchor_hash(anchor.values())
+    if got != facts.anchor_hash:
+        raise ExchangeFailed(
+            f"fragment {facts.fragment} version {facts.version}: this rank's anchor has the hash {got}, "
+            f"rank 0's {facts.anchor_hash}"
+        )
+
+
+__all__ = ["Amount", "Facts", "GroupTicket", "GroupTopology", "check_same_model", "of_all"]

@@ -1,0 +1,318 @@
+"""A group of processes whose ranks hold different rows of the parameters (FSDP2) is one worker.
+
+Nothing gathers the whole model. Every rank has its own way to the server and speaks for the same worker:
+
+    contribute   each rank sends its rows as one section of the contribution (wire/sections.py), all under one key;
+                 rank 0 commits when the server misses nothing. The server is where they meet.
+    agree        rank 0 hears of the agreement and tells the others.
+    fetch        each rank fetches the parts that cover its rows, and compares their hash with the one that the
+                 agreement names for its section. If the version was replaced meanwhile, all try the newest: either
+                 every rank takes a version over, or none does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..coordination.exchange import Share
+from ..core.views import bytes_of
+from ..digest import Parts, data_hash
+from ..errors import ExchangeFailed, ModelError, Superseded
+from ..types import Agreement, Join, JoinAnswer, Manifest, Plan, Wishes
+from ..wire.frames import Entry
+from ..wire.sections import rows_of, section_layout
+from . import Agreed, Contribution, Joined, Orders, Ticket
+from .courier import Courier
+from .group import Amount, Facts, GroupTicket, GroupTopology, check_same_model, of_all
+from .ranks import Ranks
+from .server import ServerTicket, ServerTopology, encode_frame
+
+VERSIONS_TRIED = 8  # who is overtaken so often is too slow to ever catch up
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What this rank holds: section `section` of `sections` of the tensors in `names`, and all of every other one."""
+
+    sections: int
+    section: int
+    names: frozenset[str]
+
+
+class Entered(msgspec.Struct, frozen=True):
+    """How rank 0 joined, and the newest agreement of every fragment."""
+
+    join: Join
+    answer: JoinAnswer
+    agreements: tuple[Agreement, ...]
+
+
+class Load(msgspec.Struct, frozen=True):
+    """One rank's share of a contribution."""
+
+    amount: Amount
+    size_bytes: int = 0
+    hashes: tuple[str, ...] = ()
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """What the exchange came to, as rank 0 knows it."""
+
+    agreement: Agreement
+    counted: bool
+    too_old: bool
+    plan: Plan
+
+
+class Seat(msgspec.Struct, frozen=True):
+    sections: int
+    section: int
+
+
+class ShardedTopology:
+    """`inner`: this rank's own way to the server. All ranks have the same worker id, instance and host name."""
+
+    def __init__(self, ranks: Ranks, inner: ServerTopology, shards: Shards) -> None:
+        self._ranks = ranks
+        self._inner = inner
+        self._shards = shards
+        self._speaker = GroupTopology(ranks, inner if ranks.rank == 0 else None)
+        self._owners = _find_owners(ranks, shards)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
+        assert manifest is not None
+        check_same_model(self._ranks, manifest)
+        self._shapes = {spec.name: spec.shape for spec in manifest.parameters}
+        entered = self._ranks.tell(lambda: self._enter(manifest, wishes), Entered)
+        if self._ranks.rank != 0:
+            self._inner.follow(entered.join, entered.answer)
+        plan = entered.answer.plan
+        settled = [Settled(agreement, counted=False, too_old=False, plan=plan) for agreement in entered.agreements]
+        return Joined(entered.join.worker_id, plan, tuple(self._take(one) for one in settled))
+
+    def _enter(self, manifest: Manifest, wishes: Wishes) -> Entered:
+        tickets = self._inner.introduce(manifest, wishes, self._listening)
+        for ticket in tickets:
+            ticket.join()
+        session = self._inner.session
+        return Entered(session.join_request, session.joined, tuple(t.outcome().agreement for t in tickets))
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        self._speaker.heartbeat(step, steps_per_second, loss)
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        return self._speaker.orders(at_exchange=at_exchange)
+
+    def leave(self, reason: str) -> None:
+        self._speaker.leave(reason)
+
+    # --- contributing ---------------------------------------------------------------------------------------------
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
+        """Everybody encodes its rows; then all know all sizes and hashes, and offer the same."""
+        payload = self._ranks.check(lambda: self._encode(contribution) if self._owns else memoryview(b""))
+        amount = Amount(contribution.samples, contribution.tokens)
+        loads = self._ranks.gather(lambda: Load(amount, len(payload), self._inner.part_hashes(payload)), Load)
+        sections = [loads[owner] for owner in self._owners]
+        whole = of_all(contribution, [load.amount for load in loads])
+        offer = self._inner.make_offer(whole, tuple(load.size_bytes for load in sections))
+        parts = Parts(offer.section_bytes, self._inner.session.joined.plan.part_size_bytes)
+        share = Share(
+            self._shards.sections,
+            parts.of_section(self._shards.section) if self._owns else range(0),
+            speaks=self._ranks.rank == 0,
+        )
+        if not self._owns and not share.speaks:
+            return GroupTicket(contribution.fragment, self._ranks, None)
+        hashes = tuple(one for load in sections for one in load.hashes)
+        own = self._inner.carry(offer, hashes, payload, stuck_after_s if share.speaks else None, share)
+        return GroupTicket(contribution.fragment, self._ranks, own)
+
+    def _encode(self, contribution: Contribution) -> memoryview:
+        """Our section. A tensor that every rank holds whole is sent in shares all the same."""
+        shards, codec = self._shards, self._inner.codec
+        names = self._inner.session.joined.plan.fragments[contribution.fragment]
+        deltas: dict[str, Tensor] = {}
+        for name in names:
+            rows = rows_of(self._shapes[name], shards.sections, shards.section)
+            delta = contribution.deltas[name]
+            if name not in shards.names:
+                delta = delta.reshape(-1)[rows.first_value : rows.first_value + rows.numel]
+            deltas[name] = delta
+        tensors = [(name, self._shapes[name]) for name in names]
+        up = section_layout(codec.name, codec.encoded_bytes, tensors, shards.sections, shards.section)
+        return encode_frame(deltas, up, codec)
+
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
+        assert isinstance(ticket, GroupTicket)
+        again = self._inner.resume(ticket.own, stuck_after_s=stuck_after_s) if ticket.own is not None else None
+        return GroupTicket(ticket.fragment, self._ranks, again)
+
+    # --- taking over ----------------------------------------------------------------------------------------------
+
+    def finish(self, ticket: Ticket) -> Agreed:
+        assert isinstance(ticket, GroupTicket)
+        ours = self._ranks.check(lambda: self._settle(ticket))
+        agreed = self._take(self._ranks.tell(lambda: _known(ours), Settled))
+        if ticket.own is None:
+            return agreed
+        assert isinstance(ticket.own, ServerTicket)
+        courier = ticket.own.courier
+        return replace(
+            agreed, bytes_sent=courier.bytes_sent, retries=courier.exchange.retries, rejoins=courier.exchange.rejoins
+        )
+
+    def _settle(self, ticket: GroupTicket) -> Settled | None:
+        """Rank 0 knows what it came to. The others have sent their parts, or are not needed any more; if one could
+        not, that is what it came to."""
+        own = ticket.own
+        if own is None:
+            return None
+        assert isinstance(own, ServerTicket)
+        if self._ranks.rank == 0 and not ticket.failed:
+            own.join()
+        if not own.wait(0.0):
+            own.cancel()
+            return None
+        outcome = own.outcome()
+        plan = self._inner.session.joined.plan
+        return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan)
+
+    def _take(self, settled: Settled) -> Agreed:
+        """Fetch our rows of the agreement. If one rank came too late for that version, all take the newest."""
+        agreement = settled.agreement
+        for _ in range(VERSIONS_TRIED):
+            fetched = self._ranks.check(lambda: self._fetch(agreement))  # noqa: B023 - called at once
+            if all(self._ranks.gather(lambda: fetched is not None, bool)):  # noqa: B023
+                assert fetched is not None
+                return Facts(
+                    agreement.fragment,
+                    agreement.version,
+                    settled.counted,
+                    settled.too_old,
+                    agreement.anchor_hash,
+                    agreement.participants,
+                    settled.plan,
+                    bytes_received=fetched.bytes_received,
+                ).with_anchor(fetched.anchor)
+            agreement = self._ranks.tell(lambda: self._newest(agreement), Agreement)  # noqa: B023
+        raise ExchangeFailed(
+            f"fragment {agreement.fragment}: {VERSIONS_TRIED} versions were replaced before all ranks had fetched "
+            "theirs; exchange less often, or in more fragments"
+        )
+
+    def _newest(self, agreement: Agreement) -> Agreement:
+        ticket = self._inner.ask(agreement.fragment, self._listening, after=agreement.version - 1)
+        ticket.join()
+        return ticket.outcome().agreement
+
+    def _fetch(self, agreement: Agreement) -> _Fetched | None:
+        """Our rows of this version, checked; None if the server holds it no longer."""
+        down = self._inner.down[agreement.fragment]
+        if agreement.size_bytes != down.size_bytes or len(agreement.range_hashes) != self._shards.sections:
+            raise ExchangeFailed(
+                f"the server announces {agreement.size_bytes} bytes and {len(agreement.range_hashes)} ranges for "
+                f"fragment {agreement.fragment}; it has {down.size_bytes} and {self._shards.sections}"
+            )
+        pieces = {entry.name: self._piece(entry, down.data_begin) for entry in down.entries}
+        size = self._inner.session.joined.plan.part_size_bytes
+        wanted = {
+            part for p in pieces.values() if p.end > p.begin for part in range(p.begin // size, -(-p.end // size))
+        }
+        if not wanted:
+            return self._check(agreement, _Fetched({name: torch.empty(p.shape) for name, p in pieces.items()}))
+        ticket = self._inner.fetch(agreement, tuple(sorted(wanted)))
+        ticket.join()
+        try:
+            ticket.outcome()
+        except ExchangeFailed as failure:
+            if isinstance(failure.__cause__, Superseded):
+                return None
+            raise
+        anchor = {name: piece.cut(ticket.courier) for name, piece in pieces.items()}
+        return self._check(agreement, _Fetched(anchor, ticket.courier.bytes_received))
+
+    def _piece(self, entry: Entry, data_begin: int) -> _Piece:
+        """Where in the payload what we hold of this tensor is."""
+        rows = rows_of(entry.shape, self._shards.sections, self._shards.section)
+        if entry.name not in self._shards.names:
+            return _Piece(data_begin + entry.begin, data_begin + entry.end, entry.shape)
+        begin = data_begin + entry.begin + 4 * rows.first_value
+        return _Piece(begin, begin + 4 * rows.numel, rows.shape)
+
+    def _check(self, agreement: Agreement, fetched: _Fetched) -> _Fetched:
+        """The hash is over our section's rows, also of the tensors that we hold whole."""
+        shards = self._shards
+
+        def ours(name: str, theta: Tensor) -> Tensor:
+            rows = rows_of(self._shapes[name], shards.sections, shards.section)
+            whole = name not in shards.names
+            return theta.reshape(-1)[rows.first_value : rows.first_value + rows.numel] if whole else theta
+
+        kept = [ours(name, theta) for name, theta in fetched.anchor.items()]
+        got, expected = data_hash(bytes_of(t) for t in kept if t.numel()), agreement.range_hashes[shards.section]
+        if got != expected:
+            raise ExchangeFailed(
+                f"fragment {agreement.fragment} version {agreement.version}, section {shards.section}: "
+                f"our rows have the hash {got}, the server's {expected}"
+            )
+        return fetched
+
+    @property
+    def _owns(self) -> bool:
+        """Do we send our section? (Of several ranks that hold the same rows, the lowest does.)"""
+        return self._owners[self._shards.section] == self._ranks.rank
+
+    @property
+    def _listening(self) -> Share:
+        return Share(self._shards.sections, range(0), speaks=True)
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    anchor: dict[str, Tensor]
+    bytes_received: int = 0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A range of the payload's bytes, and the shape of the fp32 values in it."""
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+
+    def cut(self, courier: Courier) -> Tensor:
+        """A copy: parts may be cut anywhere, and a tensor's memory must be aligned."""
+        theta = torch.empty(self.shape)
+        if self.end > self.begin:
+            offset = courier.place(self.begin)
+            bytes_of(theta)[:] = courier.received[offset : offset + self.end - self.begin]
+        return theta
+
+
+def _known(settled: Settled | None) -> Settled:
+    assert settled is not None, "rank 0 has a part in every exchange"
+    return settled
+
+
+def _find_owners(ranks: Ranks, shards: Shards) -> list[int]:
+    """Per section, the rank that sends it."""
+    seats = ranks.gather(lambda: Seat(shards.sections, shards.section), Seat)
+    held = [seat.section for seat in seats]
+    if {seat.sections for seat in seats} != {shards.sections} or set(held) != set(range(shards.sections)):
+        raise ModelError(
+            f"the ranks hold sections {held} of {shards.sections}: all must shard over the same mesh, and the ranks of "
+            "this job must hold all of the model"
+        )
+    return [held.index(section) for section in range(shards.sections)]
+
+
+__all__ = ["ShardedTopology", "Shards"]

@@ -1,0 +1,159 @@
+"""One rank of a torchrun job: `torchrun … group_job.py KIND ADDRESS FOLDER STEPS`, started by test_groups.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from outerstep import DiLoCoWorker
+from outerstep.errors import ModelError
+from outerstep.topology.server import anchor_hash
+
+SYNC_EVERY = 6
+
+
+class Model(nn.Module):
+    """Rows that two ranks cannot share evenly, fewer rows than ranks, and buffers, one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 37), nn.Linear(37, 6), nn.Linear(6, 5)])
+        self.head = nn.Linear(5, 1)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs - self.mean
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
+def make_model(seed: int) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, source: torch.Generator) -> None:
+    inputs = torch.randn(8, 6, generator=source)
+    loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def shard(model: Model, mesh: Any, **how: Any) -> Model:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **how)
+    fully_shard(model, mesh=mesh, **how)
+    return model
+
+
+def wrap(kind: str, model: Model) -> nn.Module:
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    shape, names = ((2, 2), ("replicate", "shard")) if kind == "hsdp" else ((dist.get_world_size(),), ("shard",))
+    return shard(model, init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def check_evaluation(worker: DiLoCoWorker, model: nn.Module) -> None:
+    """Inside `global_weights` the model is another one, afterwards it is what it was; and neither is mixed up with
+    parameters that FSDP2 still holds gathered from an evaluation before."""
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+    def gathered_anew() -> Tensor:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return model(inputs)
+
+    with torch.no_grad():
+        before = model(inputs)
+        with worker.global_weights():
+            inside = model(inputs)
+            assert torch.equal(gathered_anew(), inside)
+        after = model(inputs)
+        assert torch.equal(after, before)
+        assert torch.equal(gathered_anew(), before)
+        assert not torch.equal(inside, before)
+
+
+def train(kind: str, address: str, folder: Path, steps: int) -> None:
+    rank = dist.get_rank()
+    (folder / f"{kind}-{rank}.pid").write_text(str(os.getpid()))
+    model = wrap(kind, make_model(seed=100 + rank))  # whatever it begins with is replaced
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    source = torch.Generator().manual_seed(rank)
+    history: list[tuple[int, int, str]] = []
+    with DiLoCoWorker(model, optimizer, address, worker_id=kind) as worker:
+        plan, anchors = worker.plan, worker._replica.anchors
+        known = [-1] * len(plan.fragments)
+
+        def note() -> None:
+            for fragment, version in enumerate(worker.sync_metrics["versions"]):
+                if version != known[fragment]:
+                    known[fragment] = version
+                    found = anchor_hash(anchors[name] for name in plan.fragments[fragment])
+                    history.append((fragment, version, found))
+
+        note()
+        for step in range(steps):
+            worker.count(samples=8)
+            train_step(model, optimizer, source)
+            note()
+            if step == SYNC_EVERY + 1:
+                check_evaluation(worker, model)
+                worker.force_sync()
+                note()
+            if (folder / "slowly").exists():
+                time.sleep(0.01)
+    note()
+    final = [p.to_local() if isinstance(p, DTensor) else p for p in optimizer.param_groups[0]["params"]]
+    facts = {"history": history, "final": anchor_hash(p.detach() for p in final), **worker.sync_metrics}
+    (folder / f"{kind}-{rank}.json").write_text(json.dumps(facts))
+
+
+def refuse(address: str, folder: Path) -> None:
+    """Everything that cannot be exchanged is refused by name, on every rank, before anything is sent."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    sharded, by_columns = shard(make_model(0), mesh), make_model(0)
+    fully_shard(by_columns.layers[0], mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "columns": (by_columns, {}),
+        "fsdp1": (FullyShardedDataParallel(make_model(0), device_id=torch.device("cpu")), {}),
+        "off": (sharded, {"group": "off"}),
+        "pipeline": (make_model(0).layers[dist.get_rank()], {}),
+    }
+    said = {}
+    for name, (model, settings) in cases.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        try:
+            DiLoCoWorker(model, optimizer, address, **settings).start()
+        except ModelError as error:
+            said[name] = str(error)
+    (folder / f"refuse-{dist.get_rank()}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if sys.argv[1] == "refuse":
+        refuse(sys.argv[2], Path(sys.argv[3]))
+    else:
+        train(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    dist.destroy_process_group()
+    # Not an ordinary exit: with gloo some versions of torch abort in it now and then ("terminate called without an
+    # active exception"), in a script without outerstep too.
+    sys.stdout.flush()
+    os._exit(0)

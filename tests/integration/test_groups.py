@@ -1,0 +1,210 @@
+"""Real torchrun jobs on gloo, each of them one worker: DDP, FSDP2, and HSDP, against one server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from integration.group_job import SYNC_EVERY, make_model, train_step
+from outerstep.core.views import fp32_views
+from outerstep.server import DiLoCoServer
+from outerstep.server.store import FragmentStore, Published
+from outerstep.topology.server import anchor_hash
+from outerstep.wire.sections import rows_of
+from outerstep.worker import DiLoCoWorker
+from support import in_threads, wait_until
+
+pytestmark = pytest.mark.slow
+
+JOB = Path(__file__).with_name("group_job.py")
+STEPS = 4 * SYNC_EVERY + 2
+PARAMETERS = [name for name, _ in make_model(0).named_parameters()]
+
+
+class Job:
+    """A torchrun job; its ranks end with it."""
+
+    def __init__(self, folder: Path, kind: str, address: str, *, ranks: int = 2, steps: int = STEPS) -> None:
+        self.folder, self.kind, self.ranks = folder, kind, ranks
+        script = [str(JOB), kind, address, str(folder), str(steps)]
+        runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*runner, *script], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / f"{self.kind}.log"
+
+    def results(self) -> list[dict[str, Any]]:
+        assert self.process.wait(120) == 0, self.log_file.read_text()
+        return [json.loads((self.folder / f"{self.kind}-{rank}.json").read_text()) for rank in range(self.ranks)]
+
+    def pid(self, rank: int) -> int:
+        return int((self.folder / f"{self.kind}-{rank}.pid").read_text())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()  # torchrun passes it on
+            self.process.wait(60)
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    found: list[Job] = []
+    yield found
+    for job in found:
+        job.close()
+
+
+Versions = dict[tuple[int, int], dict[str, Tensor]]
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> Versions:
+    """Every version that a server of this test publishes, by (fragment, version)."""
+    kept: Versions = {}
+    publish = FragmentStore._publish
+
+    def keep(store: FragmentStore, *args: Any) -> Published:
+        made = publish(store, *args)
+        params = fp32_views(made.frame, store.down.places, store.down.data_begin)
+        kept[store.index, made.agreement.version] = params
+        return made
+
+    monkeypatch.setattr(FragmentStore, "_publish", keep)
+    return kept
+
+
+def make_server(**settings: Any) -> DiLoCoServer:
+    return DiLoCoServer(
+        make_model(0).state_dict(), port=0, part_size_bytes=64, codec="fp32", sync_every=SYNC_EVERY, **settings
+    )
+
+
+def expected_hash(params: dict[str, Tensor], sections: int, section: int) -> str:
+    """Of what one rank holds of them: its rows of the parameters, buffers whole."""
+
+    def here(name: str, theta: Tensor) -> Tensor:
+        rows = rows_of(tuple(theta.shape), sections, section)
+        return theta[rows.first_row : rows.first_row + rows.shape[0]] if name in PARAMETERS else theta
+
+    return anchor_hash(here(name, theta) for name, theta in params.items())
+
+
+def assert_agrees(result: dict[str, Any], versions: Versions, sections: int, section: int) -> None:
+    """Every anchor this rank ever held is the server's, bit for bit."""
+    for fragment, version, found in result["history"]:
+        assert found == expected_hash(versions[fragment, version], sections, section), (fragment, version)
+
+
+def assert_final(result: dict[str, Any], newest: dict[str, Tensor], sections: int, section: int) -> None:
+    assert result["final"] == expected_hash({name: newest[name] for name in PARAMETERS}, sections, section)
+
+
+def plain_worker(address: str) -> dict[str, Any]:
+    model = make_model(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    source = torch.Generator().manual_seed(7)
+    with DiLoCoWorker(model, optimizer, address, worker_id="plain") as worker:
+        for step in range(STEPS):
+            train_step(model, optimizer, source)
+            if step == SYNC_EVERY + 1:
+                worker.force_sync()
+    return worker.sync_metrics
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "fragments-with-delay"])
+def test_a_ddp_pair_an_fsdp2_pair_and_a_plain_worker_agree_bit_for_bit(
+    tmp_path: Path, versions: Versions, jobs: list[Job], streaming: bool
+) -> None:
+    fragments = {"num_fragments": 2, "fragment_delay": 2, "fragment_carry": True} if streaming else {}
+    with make_server(num_workers=3, **fragments) as server:
+        jobs += [Job(tmp_path, kind, server.address) for kind in ("ddp", "fsdp")]
+        (alone,) = in_threads(lambda: plain_worker(server.address), timeout_s=200)
+        ddp, fsdp = (job.results() for job in jobs)
+        newest = server.get_global_params()
+        workers = {p.worker_id for store in server.service.stores for p in store.newest.agreement.participants}
+        assert server.status()["total_worker_deaths"] == 0
+    rounds = [max(v for f, v in versions if f == fragment) for fragment in range(2 if streaming else 1)]
+    for result in (*ddp, *fsdp, alone):
+        assert result["versions"] == rounds  # nobody missed a round, so all end with the newest
+        assert result["sync_count"] == sum(rounds) >= 5
+    assert workers == {"ddp", "fsdp", "plain"}
+    for rank in range(2):
+        assert_agrees(ddp[rank], versions, 1, 0)
+        assert_agrees(fsdp[rank], versions, 2, rank)
+        assert_final(ddp[rank], newest, 1, 0)
+        assert_final(fsdp[rank], newest, 2, rank)
+
+
+def test_an_fsdp2_pair_alone_ends_with_the_servers_model_and_moved_only_its_rows(
+    tmp_path: Path, versions: Versions, jobs: list[Job]
+) -> None:
+    with make_server(num_workers=1) as server:
+        jobs.append(Job(tmp_path, "fsdp", server.address))
+        results = jobs[0].results()
+        newest = server.get_global_params()
+        submissions = server.status()["total_submissions"]
+    rounds = max(v for _, v in versions)
+    model = 4 * sum(p.numel() for p in make_model(0).parameters())
+    for rank, result in enumerate(results):
+        assert_agrees(result, versions, 2, rank)
+        assert_final(result, newest, 2, rank)
+        share = 4 * sum(rows_of(tuple(newest[name].shape), 2, rank).numel for name in PARAMETERS)
+        edges = 2 * 64 * (len(PARAMETERS) + 2)  # each tensor may begin and end within a part
+        assert share * rounds <= result["bytes_received"] <= (share + edges) * rounds
+        assert result["bytes_received"] < model * rounds
+        assert result["bytes_sent"] >= share * rounds
+    assert submissions == rounds
+
+
+def test_with_hsdp_each_row_is_sent_once_and_every_replica_gets_it(
+    tmp_path: Path, versions: Versions, jobs: list[Job]
+) -> None:
+    with make_server(num_workers=1) as server:
+        jobs.append(Job(tmp_path, "hsdp", server.address, ranks=4))
+        results = jobs[0].results()
+        newest = server.get_global_params()
+    for rank, result in enumerate(results):
+        assert_agrees(result, versions, 2, rank % 2)
+        assert_final(result, newest, 2, rank % 2)
+        assert (result["bytes_sent"] > 0) == (rank < 2)
+
+
+def test_if_a_rank_is_killed_its_job_ends_and_the_others_go_on(tmp_path: Path, jobs: list[Job]) -> None:
+    (tmp_path / "slowly").touch()
+    with make_server(num_workers=2, heartbeat_timeout=4.0) as server:
+        jobs += [Job(tmp_path, kind, server.address, steps=steps) for kind, steps in (("ddp", 300), ("fsdp", 10**6))]
+        wait_until(lambda: server.sync_round >= 2, timeout_s=120)
+        os.kill(jobs[1].pid(1), signal.SIGKILL)
+        assert jobs[1].process.wait(120) != 0
+        wait_until(lambda: "fsdp" not in server.status()["workers"])  # type: ignore[operator]
+        at = server.sync_round
+        wait_until(lambda: server.sync_round >= at + 3)
+        jobs[0].results()
+        last = server.service.stores[0].newest.agreement
+        assert [p.worker_id for p in last.participants] == ["ddp"]
+
+
+def test_what_cannot_be_exchanged_is_refused_by_name_on_every_rank(tmp_path: Path, jobs: list[Job]) -> None:
+    with make_server(num_workers=1) as server:
+        jobs.append(Job(tmp_path, "refuse", server.address))
+        for said in jobs[0].results():
+            assert "'layers.0.weight' is placed as (Shard(dim=1),)" in said["columns"]
+            assert "FSDP1" in said["fsdp1"]
+            assert "fully_shard" in said["fsdp1"]
+            assert "sharded over 2 processes" in said["off"]
+            assert "ranks 0 and 1 hold different models" in said["pipeline"]
+        assert server.status()["workers"] == {}
