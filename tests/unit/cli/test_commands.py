@@ -207,10 +207,8 @@ class Started:
 def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "DiLoCoServer", Started)
     monkeypatch.setattr(model_folder, "load_state_dict", lambda folder: {"from": str(folder)})
-    loaded = lambda folder: ({"checkpoint": folder}, Path(folder) / "checkpoint-7")  # noqa: E731
-    monkeypatch.setattr(model_folder, "load_checkpoint", loaded)
-        model_folder, "load_checkpoint", lambda folder: ({"checkpoint": folder}, Path(folder) / "checkpoint-7")
-    )
+    found = Path("folder/checkpoint-7")
+    monkeypatch.setattr(model_folder, "load_checkpoint", lambda folder: ({"checkpoint": folder}, found))
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
 
