@@ -239,7 +239,7 @@ class DiLoCoWorker:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         assert self._sync is not None
-        if self._ending.is_set():
+        if self._ending.is_set() or _was_skipped(optimizer):
             return
         self._in_hook = True
         try:
@@ -311,6 +311,13 @@ class DiLoCoWorker:
             )
         self._said_stalled = stalled
         return stalled
+
+
+def _was_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """A GradScaler that found an overflow leaves `step` out; but a fused optimizer it calls all the same, with what it
+    found, and lets it do nothing."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
