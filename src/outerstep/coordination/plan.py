@@ -130,6 +130,9 @@ def _mismatch(name: str, has: object, said_by: str, wanted: object) -> PlanMisma
     )
 
 
+_SETTING: Final = " (the workers' `buffers` setting)"
+
+
 def check_manifest(run: Manifest, offered: Manifest) -> None:
     """Refuse a model that differs from the run's, naming the first few differences."""
     differences = _differences(run, offered)
@@ -144,8 +147,16 @@ def check_manifest(run: Manifest, offered: Manifest) -> None:
 def _differences(run: Manifest, offered: Manifest) -> list[str]:
     ours = {p.name: p for p in run.parameters}
     theirs = {p.name: p for p in offered.parameters}
-    found = [f"{name!r} is missing" for name in ours if name not in theirs]
-    found += [f"{name!r} is not in the run" for name in theirs if name not in ours]
+    found = [
+        f"{name!r} is {'kept local' + _SETTING if name in offered.buffers else 'missing'}"
+        for name in ours
+        if name not in theirs
+    ]
+    found += [
+        f"{name!r} is {'exchanged, and local in the run' + _SETTING if name in run.buffers else 'not in the run'}"
+        for name in theirs
+        if name not in ours
+    ]
     found += [line for name, spec in theirs.items() if name in ours for line in _spec_difference(ours[name], spec)]
     if not found and [p.name for p in run.parameters] != [p.name for p in offered.parameters]:
         found.append("the parameters are in another order")
@@ -164,5 +175,5 @@ def _spec_difference(run: ParameterSpec, offered: ParameterSpec) -> list[str]:
     if run.dtype != offered.dtype:
         return [f"{run.name!r}: got {offered.dtype}, run has {run.dtype}"]
     if run.role != offered.role:
-        return [f"{run.name!r}: got the role {offered.role!r}, run has {run.role!r} (the workers' `buffers` setting)"]
+        return [f"{run.name!r}: got the role {offered.role!r}, run has {run.role!r}{_SETTING}"]
     return []

@@ -44,6 +44,7 @@ class Replica:
         if odd is not None:
             raise ModelError(f"parameter {odd!r} has dtype {self.tensors[odd].dtype}: only floating point is exchanged")
         self.anchors: dict[str, Tensor] = {}
+        self._statistics = {spec.name for spec in self.manifest.parameters if spec.role != "parameter"}
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: pseudo_gradient(self.anchors[name], self.tensors[name]) for name in names}
@@ -56,15 +57,19 @@ class Replica:
 
     def rebase(self, agreed: Mapping[str, Tensor]) -> None:
         """It came about without us: move along, keep our unsent steps."""
-        for name, theta in agreed.items():
+        steps, statistics = self._apart(agreed)
+        for name, theta in steps.items():
             rebase(self.tensors[name], self.anchors[name], theta)
-        self._written(agreed)
+        self._written(steps)
+        self.adopt(statistics)
 
     def carry(self, agreed: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
         """It holds what we sent; what we did since then stays ours."""
-        for name, theta in agreed.items():
+        steps, statistics = self._apart(agreed)
+        for name, theta in steps.items():
             carry(self.tensors[name], self.anchors[name], theta, sent[name])
-        self._written(agreed)
+        self._written(steps)
+        self.adopt(statistics)
 
     def mix(self, agreed: Mapping[str, Tensor], alpha: float) -> None:
         """It holds what we sent; of what we did since then, α stays."""
@@ -76,6 +81,12 @@ class Replica:
         """The local weights were moved: the anchor follows, and no copy of what they were is used any more."""
         self.set_anchor(agreed)
         self._reshard()
+
+    def _apart(self, agreed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters, and buffers: a statistic forgets by itself, and l + (θ′ − θ) of a variance may be negative, so it
+        is never carried along but taken as it was agreed."""
+        steps = {name: theta for name, theta in agreed.items() if name not in self._statistics}
+        return steps, {name: theta for name, theta in agreed.items() if name in self._statistics}
 
     def set_anchor(self, agreed: Mapping[str, Tensor]) -> None:
         for name, theta in agreed.items():
