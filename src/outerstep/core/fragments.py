@@ -97,13 +97,16 @@ def _split(specs: Sequence[ParameterSpec], count: int, strategy: Strategy, embed
 
 
 def _units(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Runs of parameters of one layer; a parameter outside any layer is a unit of its own."""
+    """What belongs to one layer, its buffers included; a parameter outside any layer is a unit of its own."""
     units: list[list[ParameterSpec]] = []
+    of_block: dict[str, list[ParameterSpec]] = {}
     for spec in specs:
-        if units and spec.block and units[-1][0].block == spec.block:
-            units[-1].append(spec)
-        else:
-            units.append([spec])
+        if spec.block in of_block:
+            of_block[spec.block].append(spec)
+            continue
+        units.append([spec])
+        if spec.block:
+            of_block[spec.block] = units[-1]
     return units
 
 

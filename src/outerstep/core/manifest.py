@@ -69,15 +69,18 @@ def _parents(name: str) -> list[str]:
 
 
 def _blocks(model: nn.Module) -> set[str]:
-    """The modules that are layers: those a Hugging Face model says not to split, and the items of a ModuleList."""
-    whole = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
-    found: set[str] = set()
-    for name, module in model.named_modules():
-        if type(module).__name__ in whole:
-            found.add(name)
-        if isinstance(module, nn.ModuleList):
-            found |= {f"{name}.{i}" if name else str(i) for i in range(len(module))}
-    return found
+    """The modules that are layers: those a Hugging Face model says not to split, and the items of a ModuleList (unless
+    they are made of such layers: a stage is no layer)."""
+    kinds = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
+    whole = {name for name, module in model.named_modules() if type(module).__name__ in kinds}
+    inside = {parent for name in whole for parent in _parents(name)}
+    items = {
+        f"{name}.{i}" if name else str(i)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for i in range(len(module))
+    }
+    return whole | (items - inside)
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
