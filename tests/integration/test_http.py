@@ -145,7 +145,7 @@ def test_a_second_try_takes_over_from_a_connection_that_hangs(server: DiLoCoServ
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as hanging:
         hanging.sendall(head + bytes(payload[:20]))
-        wait_until(lambda: server.service._writing)
+        wait_until(lambda: server.service.intake.writing)
         client.put(payload, 0)
         assert client.commit(payload).version == 1
         hanging.settimeout(20)
@@ -158,7 +158,7 @@ def test_bytes_for_a_dropped_upload_are_not_taken_for_its_successor(server: DiLo
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as slow:
         slow.sendall(head + bytes(payload[:20]))
-        wait_until(lambda: server.service._writing)
+        wait_until(lambda: server.service.intake.writing)
         client.transport.call(Leave(**client.session.head))
         client.join()
         client.sequence = 1

@@ -167,7 +167,7 @@ def test_a_kicked_worker_gets_one_clear_error_and_the_others_go_on(server: DiLoC
     with pytest.raises(Kicked):
         first.beat()
     with pytest.raises(Kicked):
-        first.transport.call(first.topology._joined.join_request)  # the same start may not come back
+        first.transport.call(first.topology.session.join_request)  # the same start may not come back
     first.worker.abandon("kicked")
     again = Worker(server, 0)  # a new one may
     assert again.model.cells.tolist() == [0.0, 4.0]

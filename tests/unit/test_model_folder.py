@@ -210,7 +210,7 @@ class TestShards:
         write_index(folder, {"weight_map": {"w": where}})
         with pytest.raises(ModelError, match="points outside its folder") as refusal:
             load_state_dict(folder)
-        assert repr(where) in str(refusal.value)
+        assert repr(where[:80]) in str(refusal.value)
         assert INDEX in str(refusal.value)
 
     def test_shards_that_are_links_load_as_in_a_hugging_face_cache(self, tmp_path: Path) -> None:

@@ -27,13 +27,11 @@ from ..coordination.plan import Settled, settle
 from ..core.codecs import get_codec
 from ..core.delayed import DelayedNesterov
 from ..core.outer import OuterOptimizer
-from ..digest import part_hash, part_range
+from ..digest import part_range
 from ..errors import (
     BadRequest,
     Busy,
     ConfigError,
-    HashMismatch,
-    MissingParts,
     PlanMismatch,
     Refused,
     ServerError,
@@ -66,9 +64,9 @@ from ..types import (
 )
 from ..wire.service import Body
 from .founding import draw_up
+from .intake import Intake
 from .keeping import Keeper, recall, restore, snapshot
 from .model_state import ModelState
-from .pool import Pool, Room
 from .saved import SavedState
 from .status import build_status
 from .store import FragmentStore, Published, Pushed
@@ -76,14 +74,6 @@ from .store import FragmentStore, Published, Pushed
 log = logging.getLogger(__name__)
 
 LONGEST_POLL_S = 20.0
-
-
-@dataclass
-class _Writing:
-    """A part whose bytes are being read from a socket right now."""
-
-    body: Body
-    done: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,6 @@ class ParameterService:
         self.heritage: SavedState | None = None  # an imported state that waits for the first worker's manifest
         self._closing = False
         self.started_at = clock()
-        self.bytes_received = 0
         self.bytes_sent = 0
         self.delta_norms: dict[str, float] = {}  # of each worker's last contribution
         self._make_optimizer = make_optimizer
@@ -134,9 +123,7 @@ class ParameterService:
         self.keeper = Keeper(config, self.events)
         self._pushes: dict[int, list[Accumulate]] = {}  # of Delayed Nesterov's open rounds, by fragment
         self._changed = threading.Condition()  # its lock guards the coordinator and everything below
-        self.pool = Pool(memory_bytes=config.pool_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
-        self._rooms: dict[ContributionKey, Room] = {}
-        self._writing: dict[tuple[ContributionKey, int], _Writing] = {}
+        self.intake = Intake(config, self.coordinator, self._changed, lambda: self.clock())
         self._work: queue.SimpleQueue[Accumulate | CloseRound | _Save | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._carry_out, name="outerstep-rounds", daemon=True)
 
@@ -197,49 +184,8 @@ class ParameterService:
                 raise BadRequest(f"{type(request).__name__} carries bytes")
 
     def put_part(self, request: PutPart, body: Body) -> PutPartAnswer:
-        """Read the part straight to its place. Only one connection at a time writes to a place, and none once the part
-        is in: what was hashed is what will be added."""
         self._check_health()
-        place = (request.key, request.part)
-        while True:
-            with self._changed:
-                begun = self.coordinator.begin_part(request, self.clock())
-                if isinstance(begun, PutPartAnswer):
-                    return begun
-                begin, end = begun.parts.range(request.part)
-                if body.length != end - begin:
-                    raise BadRequest(f"part {request.part} has {end - begin} bytes, got {body.length}")
-                earlier = self._writing.get(place)
-                if earlier is None:
-                    room = self._rooms.get(request.key)
-                    if room is None:
-                        room = self._rooms[request.key] = self.pool.take(begun.offer.size_bytes)
-                    writing = self._writing[place] = _Writing(body)
-                    break
-            # The sender gave up on an earlier connection and came back on this one.
-            earlier.body.abort()
-            earlier.done.wait()
-        stored = False
-        try:
-            body.read_into(room.view[begin:end])
-            got = part_hash(room.view[begin:end])
-            if got != request.hash:
-                raise HashMismatch(
-                    f"part {request.part} of {request.key} arrived as {got}, it was sent as {request.hash}",
-                    hint="send this part again",
-                )
-            stored = True
-        finally:
-            with self._changed:
-                del self._writing[place]
-                writing.done.set()
-                if stored and self._rooms.get(request.key) is not room:
-                    # The upload was dropped meanwhile (its worker left, died, came back): these bytes went nowhere.
-                    raise MissingParts(f"contribution {request.key} is not on offer any more", hint="offer it again")
-                if stored:
-                    answer = self.coordinator.part_arrived(request, self.clock())
-                    self.bytes_received += end - begin
-        return answer
+        return self.intake.put(request, body)
 
     def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:
         self._check_health()
@@ -340,7 +286,7 @@ class ParameterService:
                 case Accumulate() | CloseRound():
                     self._work.put(effect)
                 case DropUpload():
-                    self._free(effect.key)
+                    self.intake.free(effect.key)
                 case StopServer():
                     log.info("stopping: %s", effect.reason)
                     self._on_stop()
@@ -350,11 +296,6 @@ class ParameterService:
                     self.events.write(effect.kind, **effect.facts)
         if effects:
             self._changed.notify_all()
-
-    def _free(self, key: ContributionKey) -> None:
-        room = self._rooms.pop(key, None)
-        if room is not None:
-            self.pool.give_back(room)
 
     def _join(self, request: Join, now: float) -> JoinAnswer:
         self.coordinator.check_join(request)
@@ -426,7 +367,7 @@ class ParameterService:
             begun = self.coordinator.begin_commit(request, self.clock())
             if isinstance(begun, CommitAnswer):
                 return begun
-            payload = self._rooms[request.key].view
+            payload = self.intake.payload(request.key)
         try:
             norm = self.stores[request.fragment].check(payload, begun.offer.sections)
         except Refused as refusal:
@@ -464,13 +405,13 @@ class ParameterService:
             # model and momentum always belong together.
             self._pushes.setdefault(effect.key.fragment, []).append(effect)
             return
-        store, payload = self.stores[effect.key.fragment], self._rooms[effect.key].view
+        store, payload = self.stores[effect.key.fragment], self.intake.payload(effect.key)
         store.accumulate(payload, effect.version, effect.weight, effect.sections)
         self._freed(effect.key)
 
     def _freed(self, key: ContributionKey) -> None:
         with self._changed:
-            self._free(key)
+            self.intake.free(key)
             self.coordinator.freed(key)
 
     def _save(self, reason: str) -> Path | ServerError:
@@ -486,7 +427,7 @@ class ParameterService:
             published = store.close_pushed(
                 effect.version,
                 effect.participants,
-                [Pushed(self._rooms[push.key].view, push.scale, push.sections) for push in pushes],
+                [Pushed(self.intake.payload(push.key), push.scale, push.sections) for push in pushes],
                 self.optimizer,
             )
             for push in pushes:

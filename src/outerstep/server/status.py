@@ -63,11 +63,11 @@ def build_status(service: ParameterService) -> dict[str, object]:
         "weight_by": config.weight_by,
         "tokens": _tokens(coordinator.budget),
         "num_parameters": sum(spec.numel for spec in coordinator.manifest.parameters) if coordinator.manifest else None,
-        "bytes_received": service.bytes_received,
+        "bytes_received": service.intake.bytes_received,
         "bytes_sent": service.bytes_sent,
         "pool_held_bytes": coordinator.uploads.held_bytes,
-        "pool_memory_bytes": service.pool.memory_bytes,
-        "pool_spooled_bytes": service.pool.spooled_bytes,
+        "pool_memory_bytes": service.intake.pool.memory_bytes,
+        "pool_spooled_bytes": service.intake.pool.spooled_bytes,
         "pool_queue": coordinator.uploads.queued,
         "plan": None
         if plan is None or settled is None

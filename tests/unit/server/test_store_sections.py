@@ -13,7 +13,7 @@ from outerstep.core.delayed import DelayedNesterov
 from outerstep.core.outer import Nesterov
 from outerstep.digest import data_hash
 from outerstep.errors import BadFrame, BadTensors, NotFinite
-from outerstep.server.store import FragmentStore
+from outerstep.server.store import FragmentStore, Pushed
 from outerstep.topology.server import anchor_hash, encode_frame
 from outerstep.types import ParameterSpec, Participant
 from outerstep.wire.sections import rows_of, section_layout
@@ -63,12 +63,14 @@ def test_sections_add_up_to_the_whole(codec: str, sections: int) -> None:
 
 def test_pushes_in_sections_move_the_model_as_whole_ones_do() -> None:
     whole, cut = make_store("fp32"), make_store("fp32")
-    rules = [DelayedNesterov(2, 0.7, 0.9) for _ in range(2)]
-    for seed in (1, 2, 3):
-        whole.push(make_frame(values(seed)), 1, 0.5, rules[0])
-        cut.push(in_sections(values(seed), 3, "fp32"), 1, 0.5, rules[1], 3)
-    made = [store.close_pushed(1, EVERYBODY).agreement.anchor_hash for store in (whole, cut)]
-    assert made[0] == made[1]
+    in_one = [Pushed(make_frame(values(seed)), 0.5, 1) for seed in (1, 2, 3)]
+    in_three = [Pushed(in_sections(values(seed), 3, "fp32"), 0.5, 3) for seed in (1, 2, 3)]
+    before = whole.newest.agreement.anchor_hash
+    made = [
+        store.close_pushed(1, EVERYBODY, pushes, DelayedNesterov(2, 0.7, 0.9)).agreement.anchor_hash
+        for store, pushes in ((whole, in_one), (cut, in_three))
+    ]
+    assert made[0] == made[1] != before
 
 
 def test_a_range_hash_is_over_the_rows_of_its_section() -> None:
