@@ -98,12 +98,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The newest agreement, its payload complete and checked; whether our contribution is counted in it or an earlier
-    one; and, if it is not, whether the server called it too old to ever count."""
+    """The newest agreement, its payload complete and checked; whether our contribution is counted, and in which version
+    (a late one: in one still to come); and, if it is not, whether the server called it too old to ever count."""
 
     agreement: Agreement
     counted: bool
     too_old: bool = False
+    counted_in: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Exchange:
         self._patience = patience
         self._rng = rng or random.Random()
         self._counted = False
+        self._counted_in = 0
         self.outcome: Outcome | None = None
         self.failure: OuterstepError | None = None
         self.agreement: Agreement | None = fetch.agreement if fetch else None  # the one being fetched
@@ -380,7 +382,7 @@ class Exchange:
         """Wait for anything newer than what we hold: on time that is the agreement we are in. A late contribution
         counts in a later one; its worker takes the newest there is and goes on, for its steps will come back to it.
         Asynchronous rounds close at once, so there everybody waits for the one it is in; so does who is leaving."""
-        self._counted = True
+        self._counted, self._counted_in = True, version
         if self._session.joined.plan.mode == "async" or self._patience.stay_for_own_round:
             self._after = max(self._after, version - 1)
         self._go(Step.POLL)
@@ -402,7 +404,7 @@ class Exchange:
             if answer.plan is not None:
                 self._session.answer = replace(self._session.joined, plan=answer.plan)
             if self._share is not None:
-                self.outcome = Outcome(self.agreement, self._counted, self._too_old)
+                self.outcome = self._outcome(self.agreement)
                 return
             parts = part_count(answer.agreement.size_bytes, self._session.joined.plan.part_size_bytes)
             self._begin_fetch(range(parts))
@@ -430,7 +432,10 @@ class Exchange:
             self._check_damage()
             self._go(Step.POLL)
             return
-        self.outcome = Outcome(self.agreement, self._counted, self._too_old)
+        self.outcome = self._outcome(self.agreement)
+
+    def _outcome(self, agreement: Agreement) -> Outcome:
+        return Outcome(agreement, self._counted, self._too_old, self._counted_in if self._counted else 0)
 
     # --- trouble --------------------------------------------------------------------------------------------------
 

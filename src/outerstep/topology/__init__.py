@@ -47,6 +47,7 @@ class Agreed:
     retries: int
     rejoins: int
     plan: Plan  # of the run, as it is now
+    counted_in: int = 0  # the version that holds the contribution; above `version` if it was late
 
 
 @dataclass(frozen=True)

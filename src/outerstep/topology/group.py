@@ -71,6 +71,7 @@ class Facts(msgspec.Struct, frozen=True):
     bytes_received: int = 0
     retries: int = 0
     rejoins: int = 0
+    counted_in: int = 0
 
     @classmethod
     def of(cls, agreed: Agreed) -> Facts:

@@ -330,6 +330,7 @@ class ServerTopology:
             retries=courier.exchange.retries,
             rejoins=courier.exchange.rejoins,
             plan=self.session.joined.plan,
+            counted_in=outcome.counted_in,
         )
 
     # --- inside ---------------------------------------------------------------------------------------------------

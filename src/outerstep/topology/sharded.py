@@ -66,6 +66,7 @@ class Settled(msgspec.Struct, frozen=True):
     counted: bool
     too_old: bool
     plan: Plan
+    counted_in: int
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -183,7 +184,7 @@ class ShardedTopology:
             return None
         outcome = own.outcome()
         plan = self._inner.session.joined.plan
-        return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan)
+        return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in)
 
     def _take(self, settled: Settled) -> Agreed:
         """Fetch our rows of the agreement. If one rank came too late for that version, all take the newest."""
@@ -201,6 +202,7 @@ class ShardedTopology:
                     agreement.participants,
                     settled.plan,
                     bytes_received=fetched.bytes_received,
+                    counted_in=settled.counted_in,
                 ).with_anchor(fetched.anchor)
             agreement = self._ranks.tell(lambda: self._newest(agreement), Agreement)  # noqa: B023
         raise ExchangeFailed(

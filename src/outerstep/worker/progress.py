@@ -26,11 +26,13 @@ class Work:
 
 @dataclass
 class Progress:
-    """One fragment: the version we hold, how much of our work is in it, and where our oldest unsent step began."""
+    """One fragment: the version we hold, how much of our work is in it, and where our oldest unsent step began. `late`:
+    the exchange that counts in a round after that version, if our last one does."""
 
     version: int
     counted: Work
     oldest_base: int
+    late: Ticket | None = None
 
 
 @dataclass

@@ -93,6 +93,7 @@ class Synchronizer:
     def finish(self, *, keep_local: bool, patience_s: float) -> None:
         """The end of training: contribute the remaining steps. What finds no round any more is counted as discarded."""
         own = {name: p.detach().clone() for name, p in self._replica.tensors.items()} if keep_local else None
+        self._ask_again_for_the_late()
         try:
             self.sync(self._unsent(), tries=EXIT_TRIES, stuck_after_s=patience_s)
         except RoundStuck as error:
@@ -104,6 +105,13 @@ class Synchronizer:
             self._replica.restore(own)
         else:
             self._replica.adopt(self._replica.anchors)  # whole, also where it was mixed with the local weights
+
+    def _ask_again_for_the_late(self) -> None:
+        """What counts in a round after the version we hold is worth having, where nothing more is to be sent anyway."""
+        for fragment, progress in enumerate(self.fragments):
+            if progress.late is not None and progress.counted == self.work:
+                self._flights[fragment] = Flight(progress.late, self.work, self.work.steps)
+                self.metrics.sync_count -= 1  # it was counted before
 
     def cancel(self) -> None:
         """Stop sending; nothing more will be adopted."""
@@ -215,8 +223,7 @@ class Synchronizer:
         """Send what is unsent; or carry on with what is under way already."""
         flight = self._flights.get(fragment)
         if flight is not None:
-            over = flight.ticket.look(0.0).done
-            if flight.ticket.failed if over else stuck_after_s is not None:
+            if stuck_after_s is not None or (flight.ticket.look(0.0).done and flight.ticket.failed):
                 flight.ticket = self._topology.resume(flight.ticket, stuck_after_s=stuck_after_s)
             return
         progress = self.fragments[fragment]
@@ -278,6 +285,7 @@ class Synchronizer:
         progress = self.fragments[fragment]
         progress.counted = flight.work
         progress.oldest_base = agreed.version
+        progress.late = flight.ticket if agreed.counted_in > agreed.version else None
         self.metrics.sync_count += 1
         since = (self.work - flight.work).steps
         if since and flight.parked:
@@ -312,7 +320,7 @@ class Synchronizer:
         self.metrics.steps_discarded += unsent
         log.warning("%d local steps were older than max_staleness=%d and are lost", unsent, self.plan.max_staleness)
         progress.version = progress.oldest_base = agreed.version
-        progress.counted = self.work
+        progress.counted, progress.late = self.work, None
         self._replica.adopt(agreed.anchor)
 
     def _note(self, agreed: Agreed) -> None:
