@@ -178,7 +178,7 @@ class WorkerConfig:
     offline_rounds: int = 4  # so many exchanges may be left open like that; then it waits
     give_up_after_s: float = 7200.0  # without any answer from the server: one clear error
     stalled_after_s: float = 900.0  # without an optimizer step: stop beating, so that the others go on; 0 = never
-    exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close
+    exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close; ten times for no server
 
     def __post_init__(self) -> None:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)

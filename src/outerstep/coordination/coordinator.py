@@ -63,7 +63,7 @@ from .pacing import local_steps
 from .plan import Settled, check_manifest, check_wishes
 from .rounds import Round, RoundRules, Verdict
 from .uploads import Upload, Uploads
-from .weights import bounded, discount, reported
+from .weights import bounded, discount, relative, reported
 
 ASK_AGAIN_S = 0.5
 ASK_AGAIN_SOON_S = 0.1  # by then it has contributed to the round that wants it
@@ -128,24 +128,10 @@ class Coordinator:
             if message.manifest is not None:
                 check_manifest(self.manifest, message.manifest)
 
-    def fix(
-        self,
-        *,
-        plan: Plan,
-        settled: Settled,
-        manifest: Manifest,
-        agreements: Sequence[Agreement],
-        max_payload_bytes: Sequence[int],
-        section_overhead_bytes: Sequence[int] = (),
-    ) -> None:
+    def fix(self, *, plan: Plan, settled: Settled, manifest: Manifest, fragments: Sequence[Fragment]) -> None:
         """The first accepted manifest and the plan made from it hold for the rest of the run."""
         self.plan, self.settled, self.manifest = plan, settled, manifest
-        self.fragments = [
-            Fragment(agreement, Round(agreement.version + 1, set()), limit, overhead)
-            for agreement, limit, overhead in zip(
-                agreements, max_payload_bytes, section_overhead_bytes or [0] * len(agreements), strict=True
-            )
-        ]
+        self.fragments = list(fragments)
         self.budget.fix(len(self.fragments))
 
     def join(self, message: Join, now: float) -> JoinAnswer:
@@ -191,11 +177,10 @@ class Coordinator:
 
     def local_steps(self, member: Member) -> int | None:
         """Dynamic local updates: H for this worker, by its speed beside the fastest. None = as the plan says."""
-        speeds = [m.steps_per_second for m in self.members if m.live and m.steps_per_second > 0.0]
         if not self.rules.dylu or self.plan is None or member.steps_per_second <= 0.0:
             return None
         base = max(self.rules.dylu_base or self.plan.sync_every, len(self.fragments))
-        return local_steps(member.steps_per_second, max(speeds), base, least=len(self.fragments))
+        return local_steps(member.steps_per_second, self.members.fastest, base, least=len(self.fragments))
 
     def leave(self, message: Leave, now: float) -> LeaveAnswer:
         """Leaving twice is leaving: a repeated message must not fail."""
@@ -302,8 +287,9 @@ class Coordinator:
         )
         round_.count(participant, raw, self.rules, now)
         member.contributed(offer, staleness)
-        usual = fragment.usual.mean if fragment.usual.count and self.rules.weight_by != "equal" else 1.0
-        self._effects.append(Accumulate(offer.key, round_.version, weight, weight / usual, offer.sections))
+        scale = relative(weight, fragment.usual, self.rules)
+        added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections)
+        self._effects.append(added)
         self.budget.add(offer.fragment, offer.tokens, now)
         answer = CommitAnswer(version=round_.version)
         self._evaluate(fragment, now)

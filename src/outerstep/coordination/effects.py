@@ -16,6 +16,7 @@ class Accumulate:
     version: int
     weight: float
     scale: float
+    base_version: int
     sections: int = 1
 
 

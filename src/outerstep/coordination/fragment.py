@@ -18,3 +18,8 @@ class Fragment:
     max_payload_bytes: int
     section_overhead_bytes: int = 0  # what each section more may add to that
     usual: UsualWeight = field(default_factory=UsualWeight)
+
+    @classmethod
+    def at(cls, published: Agreement, max_payload_bytes: int, section_overhead_bytes: int = 0) -> Fragment:
+        """With the first round open on top of what is published."""
+        return cls(published, Round(published.version + 1, set()), max_payload_bytes, section_overhead_bytes)

@@ -91,6 +91,11 @@ class Membership:
     def live_ids(self) -> frozenset[str]:
         return frozenset(m.worker_id for m in self._members.values() if m.live)
 
+    @property
+    def fastest(self) -> float:
+        """Steps per second of the fastest live worker; 0 = nobody has said yet."""
+        return max((m.steps_per_second for m in self._members.values() if m.live), default=0.0)
+
     def join(self, message: Join, now: float) -> tuple[Member, bool]:
         """The member, and whether it came (back) to life with this message. A repeated join changes nothing."""
         member = self._members.get(message.worker_id)

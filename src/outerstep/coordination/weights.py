@@ -56,5 +56,10 @@ def bounded(weight: float, usual: UsualWeight, rules: RoundRules) -> float:
     return min(max(weight, usual.mean / rules.max_weight_ratio), usual.mean * rules.max_weight_ratio)
 
 
+def relative(weight: float, usual: UsualWeight, rules: RoundRules) -> float:
+    """Beside the usual weight: what a rule that takes contributions one by one scales this one with."""
+    return weight if usual.count == 0 or rules.weight_by == "equal" else weight / usual.mean
+
+
 def discount(staleness: int, rules: RoundRules) -> float:
     return staleness_factor(staleness) if rules.weigh_staleness else 1.0

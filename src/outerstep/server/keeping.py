@@ -82,6 +82,7 @@ def snapshot(service: ParameterService) -> SavedState:
         },
         facts={
             "started": coordinator.started,
+            "last_command": coordinator.commands.last_id,
             "live": sorted(coordinator.members.live_ids),
             "settled": asdict(coordinator.settled),
             "usual_weights": [asdict(fragment.usual) for fragment in coordinator.fragments],
@@ -106,6 +107,7 @@ def restore(service: ParameterService, saved: SavedState, now: float) -> None:
     recall(service.optimizer, saved.optimizer)
     for fragment, usual in zip(coordinator.fragments, saved.facts.get("usual_weights", []), strict=False):
         fragment.usual = UsualWeight(**usual)
+    coordinator.commands.last_id = int(saved.facts.get("last_command", 0))
     # Who was here is expected back, and given the usual time: a round must not close with the first to return.
     live = set(saved.facts.get("live", ())) if service.config.heartbeat_timeout > 0 else set()
     for member in members_of(saved.ledger, now):

@@ -23,6 +23,7 @@ from ..config import ServerConfig
 from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
 from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer
+from ..coordination.fragment import Fragment
 from ..coordination.plan import Settled, settle
 from ..core.codecs import get_codec
 from ..core.delayed import DelayedNesterov
@@ -325,16 +326,25 @@ class ParameterService:
         specs = {spec.name: spec for spec in manifest.parameters}
         initial = self.model.initial(manifest)
         self.stores = [
-            FragmentStore(i, [specs[name] for name in names], initial, codec, self.config.part_size_bytes, version)
+            FragmentStore(
+                i,
+                [specs[name] for name in names],
+                initial,
+                codec,
+                self.config.part_size_bytes,
+                version,
+                plan.max_staleness,
+            )
             for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
         ]
         self.coordinator.fix(
             plan=plan,
             settled=settled,
             manifest=manifest,
-            agreements=[store.newest.agreement for store in self.stores],
-            max_payload_bytes=[store.max_payload_bytes for store in self.stores],
-            section_overhead_bytes=[store.section_overhead_bytes for store in self.stores],
+            fragments=[
+                Fragment.at(store.newest.agreement, store.max_payload_bytes, store.section_overhead_bytes)
+                for store in self.stores
+            ],
         )
         self.model.forget_trained(manifest)
 
@@ -406,7 +416,7 @@ class ParameterService:
             self._pushes.setdefault(effect.key.fragment, []).append(effect)
             return
         store, payload = self.stores[effect.key.fragment], self.intake.payload(effect.key)
-        store.accumulate(payload, effect.version, effect.weight, effect.sections)
+        store.accumulate(payload, effect.version, effect.weight, base=effect.base_version, sections=effect.sections)
         self._freed(effect.key)
 
     def _freed(self, key: ContributionKey) -> None:
@@ -427,7 +437,10 @@ class ParameterService:
             published = store.close_pushed(
                 effect.version,
                 effect.participants,
-                [Pushed(self.intake.payload(push.key), push.scale, push.sections) for push in pushes],
+                [
+                    Pushed(self.intake.payload(push.key), push.scale, push.base_version, push.sections)
+                    for push in pushes
+                ],
                 self.optimizer,
             )
             for push in pushes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +52,8 @@ class Pushed:
 
     payload: memoryview
     scale: float
-    sections: int
+    base: int  # the version it was computed from
+    sections: int = 1
 
 
 class FragmentStore:
@@ -66,6 +67,7 @@ class FragmentStore:
         codec: Codec,
         part_size_bytes: int,
         version: int = 0,
+        max_staleness: int = 0,
     ) -> None:
         self.index = index
         self._codec = codec
@@ -74,6 +76,9 @@ class FragmentStore:
         self.down = layout(FP32.name, [(s.name, s.shape, FP32.encoded_bytes(s.numel)) for s in specs])
         self.up = layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in specs])
         self._roles = {spec.name: spec.role for spec in specs}
+        self._averaged = [name for name, role in self._roles.items() if role == "average"]
+        self._statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
+        self._max_staleness = max_staleness
         self._sums: dict[int, RunningMean] = {}
         self._versions: dict[int, Published] = {}
         self._last_read: dict[int, float] = {}
@@ -149,15 +154,21 @@ class FragmentStore:
                     )
         return math.sqrt(squares)
 
-    def accumulate(self, payload: memoryview, version: int, weight: float, sections: int = 1) -> None:
-        """Add w·Δ to the sum of the round that makes `version`, block by block."""
+    def accumulate(
+        self, payload: memoryview, version: int, weight: float, *, base: int | None = None, sections: int = 1
+    ) -> None:
+        """Add w·Δ to the sum of the round that makes `version`, block by block. Δ was computed from version `base`
+        (None = the newest)."""
         total = self._sums.get(version)
         if total is None:
             total = self._sums[version] = RunningMean((self.down.size_bytes - self.down.data_begin) // 4)
         if weight == 0.0:
             return  # it was there, and brought nothing
         places = {entry.name: entry.begin // 4 for entry in self.down.entries}
+        newest = self.params()
         for name, start, block in self._values(payload, sections):
+            if base is not None and base < version - 1 and self._roles[name] == "average":
+                self._rebase(block, name, start, base, newest)
             total.add(places[name] + start, block, weight)
         total.count(weight)
 
@@ -165,12 +176,23 @@ class FragmentStore:
         """Move θ by scale·Δ as the rule says, block by block."""
         push = rule.begin(self.index)
         for name, start, block in self._values(pushed.payload, pushed.sections):
-            block.mul_(pushed.scale)
             if self._roles[name] == "parameter":
-                push.block(name, params[name], block, start)
-            elif self._roles[name] == "average":  # one of N, so that N pushes bring the mean of N workers
-                params[name].view(-1)[start : start + block.numel()].sub_(block / rule.buffer_size)
+                push.block(name, params[name], block.mul_(pushed.scale), start)
+            elif self._roles[name] == "average":  # θ + (l − θ)/N: between the two, whatever the others did meanwhile
+                self._rebase(block, name, start, pushed.base, params)
+                block.mul_(min(pushed.scale, 1.0) / rule.buffer_size)
+                params[name].view(-1)[start : start + block.numel()].sub_(block)
         push.done()
+
+    def _rebase(self, block: Tensor, name: str, start: int, base: int, now: Mapping[str, Tensor]) -> None:
+        """Δ of a buffer against θ as it is now, in place: θ_now − l = (θ_now − θ_base) + Δ. Buffers are means of values
+        and not sums of steps: a mean of two variances is one, but an old difference taken off a new one need not be."""
+        held = self._statistics.get(base)
+        if held is None:
+            block.zero_()  # older than anything we know: it says nothing
+            return
+        piece = slice(start, start + block.numel())
+        block.add_(now[name].view(-1)[piece]).sub_(held[name].view(-1)[piece])
 
     def _sections(self, payload: memoryview, sections: int) -> Iterator[tuple[int, Layout, memoryview]]:
         """(number, layout, frame) of each section; whatever is left over goes to the last, whose check will say so."""
@@ -272,6 +294,10 @@ class FragmentStore:
         )
         made = Published(agreement, frame, hashes)
         self._versions[version] = made
+        if self._averaged:
+            params = fp32_views(frame, self.down.places, self.down.data_begin)
+            self._statistics[version] = {name: params[name].clone() for name in self._averaged}
+            self._statistics.pop(version - self._max_staleness - 2, None)
         return made
 
 

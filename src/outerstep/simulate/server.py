@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
 from ..coordination.effects import Accumulate, CloseRound, DropUpload
+from ..coordination.fragment import Fragment
 from ..coordination.plan import settle
 from ..coordination.uploads import Upload
 from ..digest import data_hash, part_hash, payload_hash
@@ -80,8 +81,7 @@ class SimServer:
             ),
             settled=settle(Wishes(), Wishes(), ""),
             manifest=Manifest(parameters=tuple(ParameterSpec(name=n, shape=(1,), dtype="float32") for n in names)),
-            agreements=[self._agreement(i, 0, "", ()) for i in range(scenario.fragments)],
-            max_payload_bytes=[1 << 20] * scenario.fragments,
+            fragments=[Fragment.at(self._agreement(i, 0, "", ()), 1 << 20) for i in range(scenario.fragments)],
         )
         agenda.after(1.0, self._tick)
 

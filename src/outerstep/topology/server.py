@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 3.0
+EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worker waits for a silent server
 NO_ORDERS = Orders()
 
 
@@ -399,7 +400,10 @@ def _layout(codec: Codec, specs: Sequence[ParameterSpec]) -> Layout:
 
 
 def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float | None = None) -> Patience:
-    """With a limit on being stuck it is the worker's last contribution, which is worth waiting for."""
+    """With a limit on being stuck it is the worker's last contribution, which is worth waiting for; but not for hours
+    if there is no server any more."""
+    if stuck_after_s is not None:
+        give_up_after_s = min(give_up_after_s, EXIT_FACTOR * stuck_after_s)
     return dataclasses.replace(
         patience,
         give_up_after_s=give_up_after_s,

@@ -66,7 +66,7 @@ class Settled(msgspec.Struct, frozen=True):
     counted: bool
     too_old: bool
     plan: Plan
-    counted_in: int
+    counted_in: int = 0
 
 
 class Seat(msgspec.Struct, frozen=True):

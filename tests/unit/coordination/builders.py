@@ -7,6 +7,7 @@ from typing import Any
 
 from outerstep.coordination.coordinator import Coordinator
 from outerstep.coordination.effects import Accumulate, CloseRound, DropUpload, Effect, Event
+from outerstep.coordination.fragment import Fragment
 from outerstep.coordination.plan import settle
 from outerstep.coordination.rounds import RoundRules
 from outerstep.coordination.uploads import Upload
@@ -150,8 +151,7 @@ class Desk:
             plan=make_plan(fragments),
             settled=settle(Wishes(sync_every=4, codec="fp32"), Wishes(num_fragments=fragments), "first"),
             manifest=MANIFEST,
-            agreements=[make_agreement(0, fragment=i) for i in range(fragments)],
-            max_payload_bytes=[max_payload_bytes] * fragments,
+            fragments=[Fragment.at(make_agreement(0, fragment=i), max_payload_bytes) for i in range(fragments)],
         )
         for worker in workers:
             self.join(worker)

@@ -605,8 +605,8 @@ class TestEffects:
         effects = [e for e in desk.effects if not isinstance(e, Event)]
         participants = tuple(Participant(worker_id=w, sequence=1, weight=x) for w, x in (("a", 1.0), ("b", 1.0)))
         assert effects == [
-            Accumulate(make_key("a"), 1, 1.0, 1.0),
-            Accumulate(make_key("b"), 1, 1.0, 1.0),
+            Accumulate(make_key("a"), 1, 1.0, 1.0, 0),
+            Accumulate(make_key("b"), 1, 1.0, 1.0, 0),
             CloseRound(0, 1, participants),
         ]
 

@@ -55,7 +55,7 @@ def test_sections_add_up_to_the_whole(codec: str, sections: int) -> None:
         payload, pieces = make_frame(deltas, codec), in_sections(deltas, sections, codec)
         assert cut.check(pieces, sections) == pytest.approx(whole.check(payload), rel=1e-12)
         whole.accumulate(payload, 1, weight)
-        cut.accumulate(pieces, 1, weight, sections)
+        cut.accumulate(pieces, 1, weight, sections=sections)
     made = [store.close(1, EVERYBODY, Nesterov(0.7, 0.9)).agreement for store in (whole, cut)]
     assert made[0].anchor_hash == made[1].anchor_hash
     assert made[0].payload_hash == made[1].payload_hash
@@ -63,8 +63,8 @@ def test_sections_add_up_to_the_whole(codec: str, sections: int) -> None:
 
 def test_pushes_in_sections_move_the_model_as_whole_ones_do() -> None:
     whole, cut = make_store("fp32"), make_store("fp32")
-    in_one = [Pushed(make_frame(values(seed)), 0.5, 1) for seed in (1, 2, 3)]
-    in_three = [Pushed(in_sections(values(seed), 3, "fp32"), 0.5, 3) for seed in (1, 2, 3)]
+    in_one = [Pushed(make_frame(values(seed)), 0.5, 0) for seed in (1, 2, 3)]
+    in_three = [Pushed(in_sections(values(seed), 3, "fp32"), 0.5, 0, 3) for seed in (1, 2, 3)]
     before = whole.newest.agreement.anchor_hash
     made = [
         store.close_pushed(1, EVERYBODY, pushes, DelayedNesterov(2, 0.7, 0.9)).agreement.anchor_hash
