@@ -41,7 +41,7 @@ def test_two_gpu_workers_hold_the_servers_bits(dtype: torch.dtype, codec: str) -
             assert all(anchor.is_cuda and anchor.dtype == torch.float32 for anchor in anchors.values())
             held = [anchor_hash(anchors[name] for name in names) for names in worker.plan.fragments]
             assert held == newest
-            for name, param in worker._replica.params.items():
+            for name, param in worker._replica.tensors.items():
                 assert torch.equal(param.detach(), anchors[name].to(dtype))
 
 
