@@ -17,6 +17,7 @@ MOST_SECTIONS = 4096
 # Bounds are part of the type: a message that breaks one is refused before anybody acts on it.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Amount = Annotated[int, Meta(ge=0, le=10**12)]  # of samples or tokens in one contribution
 Weight = Annotated[float, Meta(ge=0.0, le=1e15)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Mode = Literal["sync", "quorum", "async"]
@@ -212,8 +213,8 @@ class Offer(OfContribution, frozen=True):
     steps: Count
     codec: Label
     size_bytes: Positive
-    samples: Count = 0
-    tokens: Count = 0
+    samples: Amount = 0
+    tokens: Amount = 0
     section_bytes: Annotated[tuple[Positive, ...], Meta(max_length=MOST_SECTIONS)] = ()
 
     @property

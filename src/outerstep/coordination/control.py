@@ -33,6 +33,7 @@ def carry_out(coordinator: Coordinator, message: Control, now: float) -> Control
             coordinator.budget.announced = False
             coordinator.closing = coordinator.closing.replace(BUDGET_SPENT, "")
             coordinator.commands.withdraw(BUDGET_SPENT)
+            coordinator.check_budget()
             limit = f"ends at {message.tokens} tokens" if message.tokens else "has no end"
             return ControlAnswer(done=f"the run {limit}; {coordinator.budget.total} are in the model")
         case "shutdown":

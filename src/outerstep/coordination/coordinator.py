@@ -285,15 +285,13 @@ class Coordinator:
         participant = Participant(
             worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness
         )
-        round_.count(participant, raw, self.rules, now)
+        round_.count(participant, self.rules, now, reported=raw, tokens=offer.tokens)
         member.contributed(offer, staleness)
         scale = relative(weight, fragment.usual, self.rules)
         added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections)
         self._effects.append(added)
-        self.budget.add(offer.fragment, offer.tokens, now)
         answer = CommitAnswer(version=round_.version)
         self._evaluate(fragment, now)
-        self._check_budget()
         return answer
 
     def reject(self, key: ContributionKey, reason: str) -> None:
@@ -325,10 +323,11 @@ class Coordinator:
     def poll(self, message: Poll, now: float) -> PollAnswer:
         member = self._heard(message, now)
         fragment = self._fragment(message.fragment)
+        fragment.check_sections(message.sections)
         last_sequence = member.last_sequence(message.fragment)
         # Who waits for something newer than the open round holds an agreement from before the server was resumed.
         if fragment.published.version > message.after or message.after >= fragment.round.version:
-            newer = self.plan if self.plan is not None and self.plan.revision > message.plan_revision else None
+            newer = self.plan if self.plan is not None and self.plan.revision != message.plan_revision else None
             return PollAnswer(agreement=fragment.published, last_sequence=last_sequence, plan=newer)
         verdict = self._verdict(fragment, now)
         wanted = tuple(
@@ -382,7 +381,8 @@ class Coordinator:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _check_budget(self) -> None:
+    def check_budget(self) -> None:
+        """Enough tokens are in the model: everybody may finish."""
         if self.budget.is_spent and not self.budget.announced:
             self.budget.announced = True
             self.closing = self.closing or BUDGET_SPENT
@@ -419,6 +419,7 @@ class Coordinator:
 
     def _check_offer(self, offer: Offer, fragment: Fragment) -> None:
         assert self.plan is not None
+        fragment.check_sections(offer.sections)
         more_sections = offer.sections - 1
         check_form(offer, self.plan, fragment.max_payload_bytes + more_sections * fragment.section_overhead_bytes)
         self._check_age(offer, fragment)
@@ -452,8 +453,10 @@ class Coordinator:
         index = fragment.published.fragment
         self._effects.append(CloseRound(index, closing.version, tuple(closing.participants)))
         fragment.round = Round(closing.version + 1, set(self.members.live_ids))
-        for weight in closing.reported:
-            fragment.usual.include(weight)
+        fragment.usual.include(closing.reported, self.rules.max_weight_ratio)
+        tokens = fragment.usual_tokens.include(closing.tokens, self.rules.max_weight_ratio)
+        self.budget.add(index, round(sum(tokens)), now)
+        self.check_budget()
         if self.next_plan is not None:
             self.plan, self.next_plan = self.next_plan, None
         for upload in self.uploads.of_fragment(index):

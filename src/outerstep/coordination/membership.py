@@ -16,9 +16,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from ..errors import Busy, Fenced, IdInUse, Kicked, Superseded, UnknownWorker
 from ..types import FromMember, Heartbeat, Join, OfContribution, Offer
+
+MOST_SPEED_RATIO = 64.0
 
 MAX_KNOWN_WORKERS = 16_384
 """Ids remembered, live and gone. The longest-gone is forgotten first; a live one never."""
@@ -93,8 +96,12 @@ class Membership:
 
     @property
     def fastest(self) -> float:
-        """Steps per second of the fastest live worker; 0 = nobody has said yet."""
-        return max((m.steps_per_second for m in self._members.values() if m.live), default=0.0)
+        """Steps per second of the fastest live worker; 0 = nobody has said yet. A speed that is no machine's beside the
+        others' is left out: one wrong word must not slow everybody else down."""
+        speeds = [m.steps_per_second for m in self._members.values() if m.live and m.steps_per_second > 0.0]
+        if not speeds:
+            return 0.0
+        return max(speed for speed in speeds if speed <= MOST_SPEED_RATIO * median_low(speeds))
 
     def join(self, message: Join, now: float) -> tuple[Member, bool]:
         """The member, and whether it came (back) to life with this message. A repeated join changes nothing."""

@@ -71,7 +71,8 @@ class Round:
     version: int
     expected: set[str]
     participants: list[Participant] = field(default_factory=list)
-    reported: list[float] = field(default_factory=list)  # what those with training in them said they weigh
+    reported: list[float] = field(default_factory=list)  # what its contributions said they weigh
+    tokens: list[float] = field(default_factory=list)  # and how many tokens they said are in them
     first_at: float | None = None
     quorum_at: float | None = None
 
@@ -79,10 +80,12 @@ class Round:
     def contributors(self) -> set[str]:
         return {p.worker_id for p in self.participants}
 
-    def count(self, participant: Participant, reported: float, rules: RoundRules, now: float) -> None:
+    def count(
+        self, participant: Participant, rules: RoundRules, now: float, *, reported: float = 1.0, tokens: int = 0
+    ) -> None:
         self.participants.append(participant)
-        if reported > 0.0:
-            self.reported.append(reported)
+        self.reported.append(reported)
+        self.tokens.append(float(tokens))
         if self.first_at is None:
             self.first_at = now
         if self.quorum_at is None and rules.quorum is not None and len(self.contributors) >= rules.quorum:

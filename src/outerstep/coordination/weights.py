@@ -10,7 +10,9 @@ others need not wait) counts nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from ..errors import BadRequest
 from ..types import Offer
@@ -27,9 +29,18 @@ class UsualWeight:
     mean: float = 0.0
     count: int = 0
 
-    def include(self, weight: float) -> None:
-        self.count += 1
-        self.mean += (weight - self.mean) / min(self.count, MEMORY)
+    def include(self, amounts: Sequence[float], ratio: float) -> list[float]:
+        """Take in what a closed round reported, none more than `ratio` times what is usual (in the first round: its
+        median), so that nobody shifts it with one word. Returns them as they were taken."""
+        present = [amount for amount in amounts if amount > 0.0]
+        if not present:
+            return []
+        most = ratio * (self.mean if self.count else median_low(present))
+        taken = [min(amount, most) for amount in present]
+        for amount in taken:
+            self.count += 1
+            self.mean += (amount - self.mean) / min(self.count, MEMORY)
+        return taken
 
 
 def reported(offer: Offer, rules: RoundRules) -> float:

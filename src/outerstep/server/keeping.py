@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..config import ServerConfig
+from ..coordination.coordinator import Coordinator
 from ..coordination.plan import Settled, changed
 from ..coordination.weights import UsualWeight
 from ..core.delayed import DelayedNesterov
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from .service import ParameterService
 
 log = logging.getLogger(__name__)
+
+LEAP = 1_000_000
+"""Numbers that only grow go on so much higher after a resume: those given since the state was saved are taken."""
 
 
 class Keeper:
@@ -76,7 +80,7 @@ def snapshot(service: ParameterService) -> SavedState:
         optimizer=_remembered(service.optimizer),
         ledger=ledger_of(coordinator.members, versions),
         totals={
-            "total_submissions": coordinator.total_accepted,
+            "total_submissions": coordinator.total_accepted - _in_open_rounds(coordinator),
             "total_worker_deaths": coordinator.members.total_deaths,
             **{f"tokens_{fragment}": tokens for fragment, tokens in coordinator.budget.per_fragment.items()},
         },
@@ -86,6 +90,8 @@ def snapshot(service: ParameterService) -> SavedState:
             "live": sorted(coordinator.members.live_ids),
             "settled": asdict(coordinator.settled),
             "usual_weights": [asdict(fragment.usual) for fragment in coordinator.fragments],
+            "usual_tokens": [asdict(fragment.usual_tokens) for fragment in coordinator.fragments],
+            "kicked": {member.worker_id: member.kicked for member in coordinator.members if member.kicked},
         },
     )
 
@@ -102,21 +108,25 @@ def restore(service: ParameterService, saved: SavedState, now: float) -> None:
         return
     plan, settled = _plan_now(service, saved.plan), _settled(saved)
     coordinator.budget.per_fragment = {i: int(saved.totals.get(f"tokens_{i}", 0)) for i in range(len(plan.fragments))}
-    service.found(plan=plan, settled=settled, manifest=saved.manifest, versions=saved.versions)
-    assert service.optimizer is not None
-    recall(service.optimizer, saved.optimizer)
+    optimizer = service.make_optimizer(saved.manifest)
+    recall(optimizer, saved.optimizer)
+    service.found(plan=plan, settled=settled, manifest=saved.manifest, versions=saved.versions, optimizer=optimizer)
     for fragment, usual in zip(coordinator.fragments, saved.facts.get("usual_weights", []), strict=False):
         fragment.usual = UsualWeight(**usual)
-    coordinator.commands.last_id = int(saved.facts.get("last_command", 0))
+    for fragment, usual in zip(coordinator.fragments, saved.facts.get("usual_tokens", []), strict=False):
+        fragment.usual_tokens = UsualWeight(**usual)
+    coordinator.commands.last_id = int(saved.facts.get("last_command", 0)) + LEAP
     # Who was here is expected back, and given the usual time: a round must not close with the first to return.
     live = set(saved.facts.get("live", ())) if service.config.heartbeat_timeout > 0 else set()
     for member in members_of(saved.ledger, now):
         member.live = member.worker_id in live
+        member.kicked = saved.facts.get("kicked", {}).get(member.worker_id, "")
         coordinator.members.restore(member)
     if saved.facts.get("started", False):
         coordinator.started = True
         for fragment in coordinator.fragments:
             fragment.round.expected = set(coordinator.members.live_ids)
+    coordinator.check_budget()
     log.info("resumed run %s at round %d", saved.run_id, saved.round)
 
 
@@ -138,6 +148,11 @@ def recall(optimizer: OuterOptimizer | DelayedNesterov, saved: OptimizerState, n
     if isinstance(optimizer, Nesterov):
         by_name = {name: entry for name, entry in by_name.items() if "momentum_buffer" in entry}
     optimizer.load_state_dict(by_name)
+
+
+def _in_open_rounds(coordinator: Coordinator) -> int:
+    """Contributions that are not in the model yet, and will be sent again."""
+    return sum(len(fragment.round.participants) for fragment in coordinator.fragments)
 
 
 def _remembered(optimizer: OuterOptimizer | DelayedNesterov | None) -> OptimizerState:
@@ -175,6 +190,7 @@ def _plan_now(service: ParameterService, saved: Plan) -> Plan:
         mode=service.coordinator.rules.mode,
         weight_by=service.config.weight_by,
         dylu=service.config.dylu_enabled,
+        revision=plan.revision + LEAP,
     )
 
 

@@ -116,7 +116,7 @@ class ParameterService:
         self.started_at = clock()
         self.bytes_sent = 0
         self.delta_norms: dict[str, float] = {}  # of each worker's last contribution
-        self._make_optimizer = make_optimizer
+        self.make_optimizer = make_optimizer
         self.optimizer: OuterOptimizer | DelayedNesterov | None = None
         self._on_change = on_change
         self._on_stop = on_stop
@@ -228,20 +228,25 @@ class ParameterService:
 
     def save(self, reason: str) -> Path:
         """Write the state between two rounds; returns where it lies."""
+        self._check_health()  # a server that failed may have moved half of its state
         with self._changed:
             if self.config.save_dir is None:
                 raise BadRequest("there is no place to save to", hint="start the server with --save-dir FOLDER")
             if self.coordinator.plan is None:
                 raise BadRequest("nobody has joined yet: there is nothing to save")
-        if not self._thread.is_alive():
-            made = self._save(reason)
-        else:
-            job = _Save(reason)
-            self._work.put(job)
-            made = job.done.get()
+        made = self._saved_by_the_thread(_Save(reason)) if self._thread.is_alive() else self._save(reason)
         if isinstance(made, ServerError):
             raise made
         return made
+
+    def _saved_by_the_thread(self, job: _Save) -> Path | ServerError:
+        self._work.put(job)
+        while True:
+            try:
+                return job.done.get(timeout=1.0)
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    return ServerFailed(f"the server has stopped: {self.failure or 'it was asked to'}")
 
     def restore(self, saved: SavedState) -> None:
         """Go on where a saved run was. Before anybody has joined."""
@@ -312,16 +317,26 @@ class ParameterService:
         heritage = self.heritage
         try:
             plan = draw_up(self.config, settled, manifest)
+            optimizer = self.make_optimizer(manifest)
+            if heritage is not None:
+                recall(optimizer, heritage.optimizer, {spec.name for spec in manifest.parameters})
             first = heritage.round if heritage is not None else 0
-            self.found(plan=plan, settled=settled, manifest=manifest, versions=(first,) * len(plan.fragments))
-            if heritage is not None and self.optimizer is not None:
-                recall(self.optimizer, heritage.optimizer, {spec.name for spec in manifest.parameters})
+            versions = (first,) * len(plan.fragments)
+            self.found(plan=plan, settled=settled, manifest=manifest, versions=versions, optimizer=optimizer)
         except ConfigError as error:
             raise PlanMismatch(str(error)) from error
 
-    def found(self, *, plan: Plan, settled: Settled, manifest: Manifest, versions: Sequence[int]) -> None:
-        """The model, its fragments and their outer optimizer come to be."""
-        self.optimizer = self._make_optimizer(manifest)
+    def found(
+        self,
+        *,
+        plan: Plan,
+        settled: Settled,
+        manifest: Manifest,
+        versions: Sequence[int],
+        optimizer: OuterOptimizer | DelayedNesterov,
+    ) -> None:
+        """The model and its fragments come to be."""
+        self.optimizer = optimizer
         codec = get_codec(plan.codec)
         specs = {spec.name: spec for spec in manifest.parameters}
         initial = self.model.initial(manifest)
@@ -342,7 +357,9 @@ class ParameterService:
             settled=settled,
             manifest=manifest,
             fragments=[
-                Fragment.at(store.newest.agreement, store.max_payload_bytes, store.section_overhead_bytes)
+                Fragment.at(
+                    store.newest.agreement, store.max_payload_bytes, store.section_overhead_bytes, store.max_sections
+                )
                 for store in self.stores
             ],
         )
@@ -407,7 +424,18 @@ class ParameterService:
                 with self._changed:
                     self.failure = f"{type(effect).__name__} failed: {type(error).__name__}: {error}"
                     self._changed.notify_all()
+                self._disappoint(effect)
                 return
+        self._disappoint(None)
+
+    def _disappoint(self, last: Accumulate | CloseRound | _Save | None) -> None:
+        """This thread ends; nobody who asked for a save may go on waiting for it."""
+        left = [last]
+        while not self._work.empty():
+            left.append(self._work.get())
+        for effect in left:
+            if isinstance(effect, _Save):
+                effect.done.put(ServerFailed(f"the server is stopping: {self.failure or 'it was asked to'}"))
 
     def _accumulate(self, effect: Accumulate) -> None:
         if isinstance(self.optimizer, DelayedNesterov):

@@ -33,6 +33,8 @@ BLOCK_VALUES = 1 << 18  # 1 MiB of fp32: decoded, checked and added while it is 
 KEPT_VERSIONS = 2  # the newest, and the one before it for whoever is in the middle of it
 READING_S = 60.0  # who has not asked for a part for this long has stopped reading
 GROUP_SIZES = 8  # kept range hashes per version: nobody can make us remember them for every number of sections
+ABSURD = 1e18  # no honest difference of weights; sums and momentum of values below it stay finite in fp32
+FEW_SECTIONS = 256  # however few rows a fragment has
 SLACK_BYTES = 64 << 10  # a frame that is a little too long is read, so that the refusal can name the tensor
 
 
@@ -92,6 +94,11 @@ class FragmentStore:
         return self.up.size_bytes + SLACK_BYTES
 
     @property
+    def max_sections(self) -> int:
+        """As many as there are rows; a few more may be empty."""
+        return max([FEW_SECTIONS, *(shape[0] for _, shape in self._shapes if shape)])
+
+    @property
     def section_overhead_bytes(self) -> int:
         return section_overhead_bytes(self.up)
 
@@ -146,10 +153,12 @@ class FragmentStore:
                 # A norm is many times cheaper than isfinite(), and not finite exactly if one of its values is not.
                 norms = [float(vector_norm(block, dtype=torch.float64)) for _, block in self._blocks(frame, up, entry)]
                 squares += sum(norm * norm for norm in norms)
-                if not all(map(math.isfinite, norms)):
+                largest = max(norms, default=0.0)
+                if not all(map(math.isfinite, norms)) or largest > ABSURD:
                     where = f" in section {section} of {sections}" if sections > 1 else ""
+                    what = f"values of about {largest:.0e}, which is absurd" if math.isfinite(largest) else "NaN or Inf"
                     raise NotFinite(
-                        f"tensor {entry.name!r} holds NaN or Inf{where}",
+                        f"tensor {entry.name!r} holds {what}{where}",
                         hint="the contribution was not applied; lower the learning rate, or reload the model",
                     )
         return math.sqrt(squares)
@@ -235,10 +244,6 @@ class FragmentStore:
         if total.weight == 0.0:  # everybody was there, nobody had trained
             return self._publish(self.newest.frame, version, participants)
         mean = total.result()
-        if not _is_finite(mean):
-            # Finite contributions, but their weighted sum is not. Nobody gets such a model; the round is void.
-            log.error("fragment %d version %d: the mean is not finite; the model stays as it is", self.index, version)
-            return self._publish(self.newest.frame, version, ())
         frame = self._next_frame()
         params = fp32_views(frame, self.down.places, self.down.data_begin)
         grads = {entry.name: mean[entry.begin // 4 : entry.end // 4].view(entry.shape) for entry in self.down.entries}

@@ -70,12 +70,14 @@ class Joined:
 @dataclass(frozen=True)
 class Sight:
     """How an exchange stands. `wanted`: (fragment, version) of other rounds that wait for this worker; `waiting_for`:
-    what its own round waits for, in words; `silent_s`: for how long nobody has answered."""
+    what its own round waits for, in words; `silent_s`: for how long nobody has answered; `missed`: it is over, and its
+    round closed without it."""
 
     done: bool
     wanted: frozenset[tuple[int, int]] = frozenset()
     waiting_for: str = ""
     silent_s: float = 0.0
+    missed: bool = False
 
 
 class Ticket(Protocol):

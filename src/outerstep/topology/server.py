@@ -29,6 +29,7 @@ from ..types import (
     Manifest,
     Offer,
     ParameterSpec,
+    WeightBy,
     Wishes,
 )
 from ..wire.frames import Layout, check_frame, layout
@@ -62,7 +63,8 @@ class ServerTicket:
 
     def look(self, timeout_s: float) -> Sight:
         done, exchange = self.wait(timeout_s), self.courier.exchange
-        return Sight(done, exchange.wanted, exchange.waiting_for, exchange.silent_s(time.monotonic()))
+        missed = exchange.outcome is not None and not exchange.outcome.counted
+        return Sight(done, exchange.wanted, exchange.waiting_for, exchange.silent_s(time.monotonic()), missed)
 
     def wait(self, timeout_s: float) -> bool:
         return self._done.wait(timeout_s)
@@ -235,6 +237,7 @@ class ServerTopology:
 
     def make_offer(self, contribution: Contribution, section_bytes: tuple[int, ...]) -> Offer:
         """The next one of its fragment: its key is fixed here."""
+        _check_reported(contribution, self.session.joined.plan.weight_by)
         fragment = contribution.fragment
         self._sequence[fragment] += 1
         return Offer(
@@ -369,6 +372,15 @@ class ServerTopology:
         self.up = [_layout(self.codec, group) for group in groups]
         self.down = [_layout(FP32, group) for group in groups]
         self._sequence = [state.last_sequence for state in answer.fragments]
+
+
+def _check_reported(contribution: Contribution, unit: WeightBy) -> None:
+    """Said here, where the amounts of all processes of a group are known, rather than by a refusal."""
+    if unit != "equal" and contribution.steps and not getattr(contribution, unit):
+        raise WorkerError(
+            f"the run weighs contributions by {unit}, and none were reported in {contribution.steps} steps: "
+            f"call worker.count({unit}=…) at each step"
+        )
 
 
 def encode_frame(deltas: Mapping[str, Tensor], up: Layout, codec: Codec) -> memoryview:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..core.fragments import due_fragment, send_step
-from ..errors import ExchangeFailed, Refused, RoundStuck, WorkerError
+from ..errors import ExchangeFailed, Refused, RoundStuck, ServerError
 from ..topology import Agreed, Contribution, Joined, Sight, Topology
 from ..types import Plan
 from .progress import Flight, Metrics, Progress, Work
@@ -109,7 +109,7 @@ class Synchronizer:
     def _ask_again_for_the_late(self) -> None:
         """What counts in a round after the version we hold is worth having, where nothing more is to be sent anyway."""
         for fragment, progress in enumerate(self.fragments):
-            if progress.late is not None and progress.counted == self.work:
+            if progress.late is not None and progress.counted.steps == self.work.steps:
                 self._flights[fragment] = Flight(progress.late, self.work, self.work.steps)
                 self.metrics.sync_count -= 1  # it was counted before
 
@@ -178,9 +178,10 @@ class Synchronizer:
                         self._take_off(fragment, stuck_after_s)
 
     def _is_on_its_way(self, fragment: int) -> bool:
-        """It was sent; it lands when its time comes, and not before."""
+        """It was sent, and lands when its time comes, not before; unless its round closed without it, for then nothing
+        of ours is in the one that waits."""
         flight = self._flights.get(fragment)
-        return flight is not None and not flight.parked
+        return flight is not None and not flight.parked and not flight.ticket.look(0.0).missed
 
     @contextmanager
     def _accounted(self, began_at: float) -> Iterator[None]:
@@ -228,7 +229,6 @@ class Synchronizer:
             return
         progress = self.fragments[fragment]
         unsent = self.work - progress.counted
-        self._check_reported(unsent)
         deltas = self._replica.deltas(self.plan.fragments[fragment])
         contribution = Contribution(
             fragment=fragment,
@@ -245,21 +245,14 @@ class Synchronizer:
             ticket, self.work, self.work.steps if land_at is None else land_at, deltas if later else None
         )
 
-    def _check_reported(self, unsent: Work) -> None:
-        unit = self.plan.weight_by
-        if unit != "equal" and unsent.steps and not getattr(unsent, unit):
-            raise WorkerError(
-                f"the run weighs contributions by {unit}, and none were reported in {unsent.steps} steps: "
-                f"call worker.count({unit}=…) at each step"
-            )
-
     def _land(self, fragment: int) -> bool:
         """Take an agreement over. False: some of our steps are not in it, and are kept for the next round."""
         flight = self._flights[fragment]
         try:
             agreed = self._topology.finish(flight.ticket)
         except ExchangeFailed as failure:
-            if isinstance(failure.__cause__, Refused):
+            cause = failure.__cause__
+            if isinstance(cause, Refused) and not isinstance(cause, ServerError):
                 del self._flights[fragment]  # it never counted, and never will: nothing is in doubt
             raise
         del self._flights[fragment]
@@ -311,7 +304,7 @@ class Synchronizer:
             agreed.bytes_sent / 1e6,
             agreed.bytes_received / 1e6,
         )
-        return progress.counted == self.work
+        return progress.counted.steps == self.work.steps
 
     def _discard(self, agreed: Agreed) -> None:
         """Our unsent steps are of an age at which they would do harm: start anew from what was agreed."""
@@ -329,7 +322,7 @@ class Synchronizer:
         metrics.bytes_received += agreed.bytes_received
         metrics.sync_retries += agreed.retries
         metrics.reconnections += agreed.rejoins
-        if agreed.plan.revision > self.plan.revision:
+        if agreed.plan.revision != self.plan.revision:
             log.info("the plan changed: sync_every=%d, delay=%d", agreed.plan.sync_every, agreed.plan.delay)
             self.plan = agreed.plan
             if self._cycle_step == 0:

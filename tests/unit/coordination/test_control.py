@@ -132,14 +132,24 @@ class TestBudget:
             self.contribute(desk, worker, 1, 10)
         assert orders(desk, "a") == []
         self.contribute(desk, "a", 2, 10)
-        assert [orders(desk, w) for w in "ab"] == [["drain"], ["drain"]]
+        assert orders(desk, "a") == []  # it is in the model when its round has closed
         self.contribute(desk, "b", 2, 10)
-        assert desk.events("budget_spent") == [{"tokens": 30, "limit": 30}]
+        assert [orders(desk, w) for w in "ab"] == [["drain"], ["drain"]]
+        assert desk.events("budget_spent") == [{"tokens": 40, "limit": 30}]
+
+    def test_one_absurd_report_does_not_spend_it(self) -> None:
+        desk = Desk("abc")
+        ask(desk, "budget", tokens=10**9)
+        for worker, tokens in (("a", 100), ("b", 10**12), ("c", 100)):
+            self.contribute(desk, worker, 1, tokens)
+        assert desk.coordinator.budget.total == 100 + 1000 + 100
+        assert orders(desk, "a") == []
 
     def test_afterwards_nobody_new_may_come_but_who_was_thought_dead_may_bring_what_it_has(self) -> None:
         desk = Desk("ab")
         ask(desk, "budget", tokens=5)
-        self.contribute(desk, "a", 1, 10)
+        for worker in "ab":
+            self.contribute(desk, worker, 1, 10)
         desk.leave("b")
         with pytest.raises(Closing, match="the token budget is spent"):
             desk.join("c")

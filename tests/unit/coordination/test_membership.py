@@ -242,3 +242,11 @@ class TestLimit:
         go(full, "w3")
         assert full.join(make_join("w3", start=2), 1.0)[1]
         assert known(full) == before
+
+
+def test_a_speed_that_is_no_machines_does_not_slow_the_others_down() -> None:
+    members = Membership(heartbeat_timeout_s=10.0)
+    for name, speed in (("a", 2.0), ("b", 1.0), ("liar", 1e6)):
+        member, _ = members.join(make_join(name), 0.0)
+        member.steps_per_second = speed
+    assert members.fastest == 2.0

@@ -15,7 +15,7 @@ def open_round(expected: str, contributions: str = "", **rules: Any) -> tuple[Ro
     """One letter per worker; contribution number i came at moment i."""
     round_, fixed = Round(1, set(expected)), RoundRules(**{"num_workers": len(expected), **rules})
     for moment, worker in enumerate(contributions):
-        round_.count(Participant(worker_id=worker, sequence=moment + 1, weight=1.0), 1.0, fixed, float(moment))
+        round_.count(Participant(worker_id=worker, sequence=moment + 1, weight=1.0), fixed, float(moment))
     return round_, fixed
 
 

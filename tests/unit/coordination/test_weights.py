@@ -17,8 +17,7 @@ TOKENS = RoundRules(num_workers=2, weight_by="tokens", max_weight_ratio=10.0)
 
 def usual(*weights: float) -> UsualWeight:
     made = UsualWeight()
-    for weight in weights:
-        made.include(weight)
+    made.include(weights, math.inf)
     return made
 
 
@@ -63,8 +62,21 @@ def test_no_weight_is_further_from_the_usual_one_than_the_ratio(weight: float, m
 def test_the_usual_weight_is_the_mean_and_then_a_running_one() -> None:
     assert usual(2.0, 4.0, 9.0).mean == pytest.approx(5.0)
     settled = usual(*[1.0] * MEMORY)
-    settled.include(1.0 + MEMORY)
+    settled.include([1.0 + MEMORY], math.inf)
     assert settled.mean == pytest.approx(2.0)
+
+
+def test_one_absurd_word_does_not_shift_what_is_usual() -> None:
+    first = UsualWeight()
+    assert first.include([100.0, 1e12, 120.0], 10.0) == [100.0, 1200.0, 120.0]  # within ten times the median
+    assert first.mean < 500.0
+    before = first.mean
+    assert first.include([1e12], 10.0) == [pytest.approx(10.0 * before)]
+    assert first.mean < 4.0 * before
+
+
+def test_rounds_without_training_leave_it_alone() -> None:
+    assert UsualWeight().include([0.0, 0.0], 10.0) == []
 
 
 def test_age_discounts_only_where_the_run_weighs_it() -> None:
