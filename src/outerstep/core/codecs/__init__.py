@@ -4,16 +4,22 @@ A codec turns a flat fp32 tensor into bytes, block by block: `block_values` valu
 others, so the bytes of values [a, b) are exactly [encoded_bytes(a), encoded_bytes(b)) whenever a and b fall on block
 borders (or b is the end). That lets the receiver decode and add in cache-sized pieces, and the sender
 encode while it sends.
+
+The same bytes and the same values come out on a CPU and on a GPU, with any number of threads and any vector width.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from torch import Tensor
 
 from ...errors import ConfigError
 from .cast import BF16, FP32
+from .dither import Dither
+from .scaled import CONTROL_2BIT, E3M0, INT4, INT8
+from .sparse import SPARSE64, SPARSE128, SparseCodec
 
 
 class Codec(Protocol):
@@ -24,24 +30,61 @@ class Codec(Protocol):
     def block_values(self) -> int:
         """Values per independent block."""
 
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether what it leaves out must be kept and sent later (core/feedback.py) for training to work."""
+
     def encoded_bytes(self, numel: int) -> int:
         """Size of `numel` values, known beforehand: limits can be checked before anything is read."""
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """fp32 [n] → uint8 [encoded_bytes(n)], on the same device."""
+    def encode(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
+        """fp32 [n] → uint8 [encoded_bytes(n)], on the same device. Rounded to the nearest, or at random with `dither`.
+        Values that are not finite never become finite."""
+
+    def check(self, data: Tensor, numel: int) -> str:
+        """What is wrong with these encoded_bytes(numel) bytes; "" if they can be decoded as they are meant."""
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """uint8 [encoded_bytes(n)] → fp32 [n]."""
+        """uint8 [encoded_bytes(n)] → fp32 [n]. Safe on any bytes; they mean something if `check` finds nothing."""
+
+    def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        """out += weight·decoded, for bytes in which `check` finds nothing; a sparse codec touches what was sent alone.
+        Product and sum are rounded one after the other."""
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (FP32, BF16)}
+CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (FP32, BF16, INT8, INT4, E3M0, SPARSE64, SPARSE128, CONTROL_2BIT)
+}
 
 
 def get_codec(name: str) -> Codec:
+    """By its name; sparseK is known for every K the codec allows."""
     codec = CODECS.get(name)
+    if codec is None and (sparse := re.fullmatch(r"sparse([1-9][0-9]{0,3})", name)):
+        return SparseCodec(int(sparse[1]))
     if codec is None:
         raise ConfigError(f"unknown codec {name!r}; known: {', '.join(sorted(CODECS))}")
     return codec
 
 
-__all__ = ["BF16", "CODECS", "FP32", "Codec", "get_codec"]
+def bytes_per_value(codec: Codec) -> float:
+    """Of a tensor of whole blocks."""
+    return codec.encoded_bytes(codec.block_values) / codec.block_values
+
+
+__all__ = [
+    "BF16",
+    "CODECS",
+    "CONTROL_2BIT",
+    "E3M0",
+    "FP32",
+    "INT4",
+    "INT8",
+    "SPARSE64",
+    "SPARSE128",
+    "Codec",
+    "Dither",
+    "SparseCodec",
+    "bytes_per_value",
+    "get_codec",
+]

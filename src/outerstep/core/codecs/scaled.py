@@ -1,0 +1,115 @@
+"""Blocks with one scale each: int8, int4, E3M0, and the two-bit control.
+
+    block of n ≤ block_values values x:     s = bf16(max|x| / top)
+    encoded:                                s (2 bytes), then ⌈n·bits/8⌉ bytes of codes of x/s on the grid
+    decoded:                                level(code)·s, exact in fp32
+
+On an even grid each value comes back within (½ + 2⁻¹⁵)·s of where it was (the 2⁻¹⁵ is the rounding of x/s), on the
+powers of two within that part of max(s, ⅔|x|). Zeros stay zeros where the grid has a zero, and −0.0 becomes +0.0. A
+block whose scale would be at most 2⁻¹²⁵ comes back as zeros; the largest scales are limited so that a finite block
+stays finite. A block with a NaN or an infinity has scale NaN and comes back as NaN from end to end, so that the
+receiver's finite check refuses it; its codes are not specified.
+
+Any bytes of the right length can be decoded; the worst that comes out is a large number or NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .blocks import (
+    SCALE_BYTES,
+    add_decoded,
+    block_scales,
+    get_bf16,
+    pack,
+    packed_bytes,
+    piece_values,
+    pieces,
+    put_bf16,
+    unpack,
+)
+from .dither import Dither
+from .grids import Grid, HalfIntegers, Integers, PowersOfTwo
+
+
+@dataclass(frozen=True)
+class ScaledCodec:
+    name: str
+    bits: int
+    block_values: int
+    grid: Grid
+    needs_feedback: bool = False
+
+    def encoded_bytes(self, numel: int) -> int:
+        blocks, tail = divmod(numel, self.block_values)
+        whole = blocks * (SCALE_BYTES + packed_bytes(self.block_values, self.bits))
+        return whole + (SCALE_BYTES + packed_bytes(tail, self.bits) if tail else 0)
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
+        t, spare, codes = self._scratch(values, torch.float32, torch.float32, torch.int8)
+        for start, stop in pieces(values.numel(), self.block_values, values.device):
+            x = self._blocks(values[start:stop])
+            self._encode(x, self._rows(out, start, stop, len(x)), t, spare, codes, dither and dither.after(start))
+
+    @torch.no_grad()
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        (codes,) = self._scratch(out, torch.int8)
+        for start, stop in pieces(out.numel(), self.block_values, out.device):
+            target = self._blocks(out[start:stop])
+            self._decode(self._rows(data, start, stop, len(target)), target, codes)
+            if target.numel() > stop - start:  # a last block that was padded
+                out[start:stop].copy_(target.view(-1)[: stop - start])
+
+    def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        add_decoded(self, data, out, weight)
+
+    def check(self, data: Tensor, numel: int) -> str:
+        return ""
+
+    # --- one piece: B blocks of n values ---------------------------------------------------------------------------
+
+    def _blocks(self, piece: Tensor) -> Tensor:
+        """[B, n]; a last block that does not fill its last byte is padded with zeros (which change no scale)."""
+        if piece.numel() % self.block_values == 0:
+            return piece.view(-1, self.block_values)
+        missing = -piece.numel() % (8 // self.bits)
+        return (pad(piece, (0, missing)) if missing else piece).view(1, -1)
+
+    def _rows(self, data: Tensor, start: int, stop: int, count: int) -> Tensor:
+        return data[self.encoded_bytes(start) : self.encoded_bytes(stop)].view(count, -1)
+
+    def _scratch(self, values: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
+        """Memory for one piece, allocated once: a fresh piece every time would cost more than the arithmetic."""
+        size = piece_values(values.numel(), self.block_values, values.device) + 8 // self.bits  # padding
+        return [torch.empty(size, dtype=dtype, device=values.device) for dtype in dtypes]
+
+    def _encode(self, x: Tensor, out: Tensor, t: Tensor, spare: Tensor, codes: Tensor, dither: Dither | None) -> None:
+        absmax = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
+        scale, inverse = block_scales(absmax, self.grid.top, up=dither is not None)
+        put_bf16(scale, out[:, :SCALE_BYTES])
+        t, spare, codes = (scratch[: x.numel()].view(x.shape) for scratch in (t, spare, codes))
+        torch.mul(x, inverse, out=t)
+        if dither is None:
+            self.grid.codes(t, spare, codes)
+        else:
+            noise = dither.bits(x.numel(), x.device).view(x.shape)
+            self.grid.dithered_codes(t.clamp_(-self.grid.top, self.grid.top), noise, codes)
+        pack(codes, self.bits, out[:, SCALE_BYTES:])
+
+    def _decode(self, data: Tensor, out: Tensor, codes: Tensor) -> None:
+        codes = unpack(data[:, SCALE_BYTES:], self.bits, codes[: out.numel()].view(out.shape))
+        self.grid.levels(codes, out)
+        out.mul_(get_bf16(data[:, :SCALE_BYTES]))
+
+
+INT8 = ScaledCodec("int8", bits=8, block_values=4096, grid=Integers(127.0))
+INT4 = ScaledCodec("int4", bits=4, block_values=256, grid=Integers(7.0))
+E3M0 = ScaledCodec("e3m0", bits=4, block_values=256, grid=PowersOfTwo())
+CONTROL_2BIT = ScaledCodec("control-2bit", bits=2, block_values=256, grid=HalfIntegers(1.5))
+"""Not for use: four levels without error feedback, to show in an experiment that this is too coarse."""

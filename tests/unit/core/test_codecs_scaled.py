@@ -1,0 +1,212 @@
+"""int8, int4, E3M0 and the two-bit control, against their definition written out value by value."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outerstep.core.codecs import CONTROL_2BIT, E3M0, INT4, INT8, Codec
+
+PROPERTY = settings(max_examples=60, deadline=None)
+
+
+def nearest_integer(t: float) -> int:
+    return round(t)  # Python's own: ties to even
+
+
+def nearest_half_integer(t: float) -> int:
+    return math.floor(t)  # level = code + ½
+
+
+def nearest_power_of_two(t: float) -> int:
+    """Code: 0 … 7 for 0, 1, 2, … 64, and 8 more for the negative ones; of two equally near ones the larger."""
+    sizes = [0, 1, 2, 4, 8, 16, 32, 64]
+    nearest = min(range(8), key=lambda m: (abs(abs(t) - sizes[m]), -m))
+    return nearest - 8 if math.copysign(1, t) < 0 else nearest
+
+
+def power_of_two(code: int) -> float:
+    size = [0, 1, 2, 4, 8, 16, 32, 64][code & 7]
+    return -size if code & 8 and size else size
+
+
+@dataclass(frozen=True)
+class Definition:
+    codec: Codec
+    bits: int
+    block: int
+    top: float
+    code: Callable[[float], int]
+    level: Callable[[int], float]
+
+
+DEFINITIONS = [
+    Definition(INT8, 8, 4096, 127, nearest_integer, lambda c: c - 256 if c > 127 else c),
+    Definition(INT4, 4, 256, 7, nearest_integer, lambda c: c - 16 if c > 7 else c),
+    Definition(E3M0, 4, 256, 64, nearest_power_of_two, power_of_two),
+    Definition(CONTROL_2BIT, 2, 256, 1.5, nearest_half_integer, lambda c: (c - 4 if c > 1 else c) + 0.5),
+]
+every = pytest.mark.parametrize("of", DEFINITIONS, ids=lambda of: of.codec.name)
+
+
+def bf16(x: float) -> float:
+    """The nearest bfloat16 of a positive fp32 number, ties to even."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", x))
+    low = bits >> 16
+    floats = [struct.unpack("<f", struct.pack("<I", b << 16))[0] for b in (low, low + 1)]
+    return float(min(zip(floats, (low, low + 1), strict=True), key=lambda f: (abs(f[0] - x), f[1] % 2))[0])
+
+
+def scale_of(block: np.ndarray, top: float) -> float:
+    absmax = float(np.abs(block).max())
+    s = bf16(float(np.float32(absmax) * np.float32(1 / top)))
+    if not math.isfinite(top * s) or top * s > 3.4028235e38:  # one bf16 step down
+        (bits,) = struct.unpack("<I", struct.pack("<f", s if math.isfinite(s) else 3.4e38))
+        s = struct.unpack("<f", struct.pack("<I", ((bits >> 16) - 1) << 16))[0]
+    return s if s > 2.0**-125 else 0.0
+
+
+def defined_bytes(of: Definition, values: np.ndarray) -> bytes:
+    out = b""
+    for begin in range(0, len(values), of.block):
+        block = values[begin : begin + of.block]
+        s = scale_of(block, of.top)
+        inverse = np.float32(1 / s) if s else np.float32(0)
+        codes = [of.code(float(x * inverse)) for x in block]
+        lanes = 8 // of.bits
+        width = -(-len(codes) // lanes)
+        codes += [of.code(0.0)] * (width * lanes - len(codes))
+        mask = (1 << of.bits) - 1
+        packed = [sum((codes[j + i * width] & mask) << (i * of.bits) for i in range(lanes)) for j in range(width)]
+        out += struct.pack("<f", s)[2:] + bytes(packed)
+    return out
+
+
+def defined_values(of: Definition, data: bytes, numel: int) -> list[float]:
+    out: list[float] = []
+    lanes, mask = 8 // of.bits, (1 << of.bits) - 1
+    while len(out) < numel:
+        count = min(of.block, numel - len(out))
+        width = -(-count // lanes)
+        (s,) = struct.unpack("<f", b"\0\0" + data[:2])
+        block = [of.level(data[2 + j] >> (i * of.bits) & mask) * s for i in range(lanes) for j in range(width)]
+        out += block[:count]
+        data = data[2 + width :]
+    assert not data
+    return out
+
+
+def encoded(codec: Codec, values: Tensor) -> Tensor:
+    out = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values, out)
+    return out
+
+
+def decoded(codec: Codec, values: Tensor) -> Tensor:
+    out = torch.empty(values.numel())
+    codec.decode(encoded(codec, values), out)
+    return out
+
+
+def scales(of: Definition, values: Tensor) -> Tensor:
+    """Each value's scale, read from the bytes."""
+    data, step = encoded(of.codec, values), 2 + of.block * of.bits // 8
+    each = [data[i : i + 2].clone().view(torch.bfloat16).float() for i in range(0, len(data), step)]
+    return torch.cat(each).repeat_interleave(of.block)[: len(values)]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Tails, several blocks, magnitudes from the smallest to the largest, zeros and exact ties among them."""
+    numel = draw(st.integers(1, 700) | st.sampled_from([256, 512, 4096, 4097, 8191]))
+    source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    values = torch.randn(numel, generator=source) * 2.0 ** draw(st.integers(-126, 124))
+    if draw(st.booleans()):
+        values *= torch.rand(numel, generator=source) ** 8
+    for value in draw(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=3)):
+        values[draw(st.integers(0, numel - 1))] = value
+    return values
+
+
+@every
+@PROPERTY
+@given(values=tensors())
+def test_the_bytes_are_those_of_the_definition(of: Definition, values: Tensor) -> None:
+    assert bytes(encoded(of.codec, values).tolist()) == defined_bytes(of, values.numpy())
+
+
+@every
+@PROPERTY
+@given(numel=st.integers(1, 600), seed=st.integers(0, 2**31))
+def test_any_bytes_are_decoded_as_the_definition_says(of: Definition, numel: int, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (of.codec.encoded_bytes(numel),), dtype=torch.uint8, generator=source)
+    out = torch.empty(numel)
+    of.codec.decode(data, out)
+    expected = torch.tensor(defined_values(of, bytes(data.tolist()), numel), dtype=torch.float64).float()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@every
+@PROPERTY
+@given(values=tensors())
+def test_a_value_comes_back_within_half_the_distance_of_two_levels(of: Definition, values: Tensor) -> None:
+    error, scale = (values.double() - decoded(of.codec, values)).abs(), scales(of, values).double()
+    distance = torch.maximum(scale, values.double().abs() * (2 / 3)) if of.codec is E3M0 else scale
+    flushed = scale == 0
+    assert (error[~flushed] <= (distance * (0.5 + 2.0**-15))[~flushed]).all()
+    assert (values[flushed].abs() <= of.top * 2.0**-124.9).all()
+
+
+@every
+@pytest.mark.parametrize("zero", [0.0, -0.0, 1e-40, -1e-40, 1e-45])
+def test_a_block_of_zeros_or_nearly_so_is_plain_zeros(of: Definition, zero: float) -> None:
+    values = torch.full((300,), zero)
+    data = encoded(of.codec, values)
+    assert data[:2].tolist() == [0, 0]
+    assert (decoded(of.codec, values).view(torch.int32) == 0).all()  # +0.0, bit by bit
+
+
+@pytest.mark.parametrize("of", DEFINITIONS[:3], ids=lambda of: of.codec.name)
+def test_a_minus_zero_among_others_becomes_a_zero(of: Definition) -> None:
+    values = torch.tensor([1.0, -0.0, 0.0, -1e-30])
+    assert decoded(of.codec, values).view(torch.int32)[1:].tolist() == [0, 0, 0]
+
+
+@every
+@pytest.mark.parametrize("huge", [3e38, 3.4028234663852886e38, -3.4028234663852886e38])
+def test_the_largest_numbers_stay_finite(of: Definition, huge: float) -> None:
+    back = decoded(of.codec, torch.tensor([huge, 1.0, huge / 2]))
+    assert back.isfinite().all()
+    assert back[0].item() == pytest.approx(huge, rel=0.01)
+
+
+@every
+def test_the_largest_value_of_a_block_is_on_the_top_level(of: Definition) -> None:
+    values = torch.randn(64 * of.block, generator=torch.Generator().manual_seed(1))
+    back, scale = decoded(of.codec, values), scales(of, values)
+    top = (back / scale).view(-1, of.block).abs().amax(1)
+    assert (top == of.top).all()
+
+
+@pytest.mark.parametrize(
+    ("t", "back"), [(0.49, 0), (0.5, 1), (1.49, 1), (1.5, 2), (2.9, 2), (3, 4), (47, 32), (49, 64)]
+)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_e3m0_rounds_to_the_nearest_power_of_two(t: float, back: float, sign: float) -> None:
+    assert decoded(E3M0, torch.tensor([64.0, sign * t])).tolist() == [64.0, sign * back if back else 0.0]
+
+
+def test_what_int8_and_int4_hold_exactly_comes_back_exactly() -> None:
+    for codec, top in ((INT8, 127), (INT4, 7)):
+        values = torch.arange(-top, top + 1).float() * 2.0**-10
+        assert torch.equal(decoded(codec, values), values)
