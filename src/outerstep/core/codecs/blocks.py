@@ -23,9 +23,33 @@ DEVICE_PIECE_VALUES = 1 << 26  # whole tensors, as a rule; bounds the scratch me
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
+def in_small_pieces(device: torch.device) -> bool:
+    """On a CPU the work is done in pieces that fit its cache. A GPU takes whole tensors, a compiler one expression."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+class Scratch:
+    """Memory for what is computed on the way, by name. In small pieces each piece uses that of the one before: to get
+    fresh memory from the system can cost more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def like(self, x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Of x's shape; what it holds is not specified."""
+        if not in_small_pieces(x.device):
+            return torch.empty(x.shape, dtype=dtype, device=x.device)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < x.numel():
+            kept = self._kept[name] = torch.empty(x.numel(), dtype=dtype)
+        return kept[: x.numel()].view(x.shape)
+
+
 def piece_values(numel: int, block_values: int, device: torch.device) -> int:
     """How many values to work on at once: whole blocks, or less than one if there is no more."""
-    size = CPU_PIECE_VALUES if device.type == "cpu" else DEVICE_PIECE_VALUES
+    if torch.compiler.is_compiling():
+        return max(numel - numel % block_values, 1)
+    size = CPU_PIECE_VALUES if in_small_pieces(device) else DEVICE_PIECE_VALUES
     return max(min(max(size // block_values, 1) * block_values, numel), 1)
 
 
@@ -49,9 +73,9 @@ class Decoder(Protocol):
 @torch.no_grad()
 def add_decoded(codec: Decoder, data: Tensor, out: Tensor, weight: float) -> None:
     """out += weight·decoded, a piece at a time; product and sum are rounded one after the other."""
-    scratch = out.new_empty(piece_values(out.numel(), codec.block_values, out.device))
+    scratch = Scratch()
     for start, stop in pieces(out.numel(), codec.block_values, out.device):
-        values = scratch[: stop - start]
+        values = scratch.like(out[start:stop], "values")
         codec.decode(data[codec.encoded_bytes(start) : codec.encoded_bytes(stop)], values)
         out[start:stop].add_(values if weight == 1.0 else values.mul_(weight))
 
@@ -79,9 +103,15 @@ def block_scales(absmax: Tensor, top: float, *, up: bool = False) -> tuple[Tenso
     return s.bfloat16(), inverse
 
 
-def put_bf16(numbers: Tensor, out: Tensor) -> None:
-    """bf16 [B, n] → uint8 [B, 2n], at any address."""
-    out.copy_(numbers.contiguous().view(torch.uint8).view(out.shape))
+def put_columns(out: Tensor, *columns: Tensor) -> None:
+    """uint8 [B, w1], [B, w2] … beside each other → [B, w1 + w2 + …]."""
+    if not in_small_pieces(out.device):
+        out.copy_(torch.cat(columns, dim=1))  # one write: a compiler turns several into as many copies of the whole
+        return
+    begin = 0
+    for column in columns:
+        out[:, begin : begin + column.shape[1]].copy_(column)
+        begin += column.shape[1]
 
 
 def get_bf16(data: Tensor) -> Tensor:
@@ -89,14 +119,15 @@ def get_bf16(data: Tensor) -> Tensor:
     return data.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
 
 
-def pack(codes: Tensor, bits: int, out: Tensor) -> None:
+def pack(codes: Tensor, bits: int) -> Tensor:
     """int8 codes of `bits` bits [B, lanes·w] → uint8 [B, w]: lane i, codes [i·w, (i+1)·w), in bits [i·bits, …) of
-    the bytes. Not neighbours in one byte, but halves: whole rows are shifted, nothing is gathered. Overwrites codes."""
+    the bytes. Not neighbours in one byte, but halves: whole rows are shifted, and nothing is gathered."""
     lanes = codes.view(len(codes), 8 // bits, -1).unbind(1)
-    target = out.view(torch.int8)
-    target.copy_(lanes[-1] if bits == 8 else lanes[-1].bitwise_left_shift_(8 - bits))
-    for i, lane in enumerate(lanes[:-1]):
-        target |= lane.bitwise_and_((1 << bits) - 1).bitwise_left_shift_(i * bits)
+    packed = lanes[0]
+    for i, lane in enumerate(lanes[1:], 1):
+        below = packed & ((1 << i * bits) - 1)  # without the copies of its sign
+        packed = below | lane << i * bits
+    return packed.view(torch.uint8)
 
 
 def unpack(data: Tensor, bits: int, scratch: Tensor) -> Tensor:

@@ -64,19 +64,17 @@ class PowersOfTwo:
     """0, ±1, ±2, ±4, … ±64: sign and three exponent bits (E3M0). level = ±2^(m−1), or 0 for m = 0; code = m for +,
     m − 8 for −. Ties go to the larger magnitude.
 
-    The nearest level changes at |t| = ½, 1½, 3, 6, 12, 24, 48. There g(t) = max(|t| + ½, 4/3·|t|) is 1, 2, 4, 8, 16,
-    32, 64, so that m is g's binary exponent plus one: one look at the bits of g instead of seven comparisons.
+    The nearest level changes at |t| = ½, 1½, 3, 6, 12, 24, 48. There g(t) = |t| + max(½, |t|/3) is 1, 2, 4, 8, 16, 32,
+    64, so that m is g's binary exponent plus one: one look at the bits of g instead of seven comparisons.
     """
 
     top: float = 64.0
 
     def codes(self, t: Tensor, spare: Tensor, out: Tensor) -> None:
-        sign = torch.bitwise_right_shift(t.view(torch.int32), 31, out=spare.view(torch.int32))  # −1 or 0
-        out.copy_(sign).bitwise_left_shift_(3)
-        g = torch.add(t.abs_(), 0.5, out=spare)
-        torch.maximum(g, t.mul_(4.0 / 3.0), out=g)
-        m = t.view(torch.int8)[..., : t.shape[-1]]  # in the memory of t, which is done with
-        out.add_(m.copy_(g.view(torch.int32).bitwise_right_shift_(23).sub_(126)))
+        more = torch.mul(t, 1.0 / 3.0, out=spare).abs_().clamp_(min=0.5)
+        g = torch.copysign(more, t, out=spare).add_(t).view(torch.int32)
+        sign = torch.bitwise_right_shift(g, 28, out=t.view(torch.int32)).bitwise_and_(8)
+        out.copy_(g.bitwise_right_shift_(23).sub_(126).bitwise_or_(sign))  # its low four bits
 
     def dithered_codes(self, t: Tensor, noise: Tensor, out: Tensor) -> None:
         """With y = max(|t| + 1, 2·|t|) it is m that is y's binary exponent, for t on a level; between two of them the

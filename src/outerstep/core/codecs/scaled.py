@@ -23,14 +23,14 @@ from torch.nn.functional import pad
 
 from .blocks import (
     SCALE_BYTES,
+    Scratch,
     add_decoded,
     block_scales,
     get_bf16,
     pack,
     packed_bytes,
-    piece_values,
     pieces,
-    put_bf16,
+    put_columns,
     unpack,
 )
 from .dither import Dither
@@ -52,17 +52,17 @@ class ScaledCodec:
 
     @torch.no_grad()
     def encode(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
-        t, spare, codes = self._scratch(values, torch.float32, torch.float32, torch.int8)
+        scratch = Scratch()
         for start, stop in pieces(values.numel(), self.block_values, values.device):
             x = self._blocks(values[start:stop])
-            self._encode(x, self._rows(out, start, stop, len(x)), t, spare, codes, dither and dither.after(start))
+            self._encode(x, self._rows(out, start, stop, len(x)), scratch, dither and dither.after(start))
 
     @torch.no_grad()
     def decode(self, data: Tensor, out: Tensor) -> None:
-        (codes,) = self._scratch(out, torch.int8)
+        scratch = Scratch()
         for start, stop in pieces(out.numel(), self.block_values, out.device):
             target = self._blocks(out[start:stop])
-            self._decode(self._rows(data, start, stop, len(target)), target, codes)
+            self._decode(self._rows(data, start, stop, len(target)), target, scratch)
             if target.numel() > stop - start:  # a last block that was padded
                 out[start:stop].copy_(target.view(-1)[: stop - start])
 
@@ -84,26 +84,20 @@ class ScaledCodec:
     def _rows(self, data: Tensor, start: int, stop: int, count: int) -> Tensor:
         return data[self.encoded_bytes(start) : self.encoded_bytes(stop)].view(count, -1)
 
-    def _scratch(self, values: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
-        """Memory for one piece, allocated once: a fresh piece every time would cost more than the arithmetic."""
-        size = piece_values(values.numel(), self.block_values, values.device) + 8 // self.bits  # padding
-        return [torch.empty(size, dtype=dtype, device=values.device) for dtype in dtypes]
-
-    def _encode(self, x: Tensor, out: Tensor, t: Tensor, spare: Tensor, codes: Tensor, dither: Dither | None) -> None:
+    def _encode(self, x: Tensor, out: Tensor, scratch: Scratch, dither: Dither | None) -> None:
         absmax = torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())
         scale, inverse = block_scales(absmax, self.grid.top, up=dither is not None)
-        put_bf16(scale, out[:, :SCALE_BYTES])
-        t, spare, codes = (scratch[: x.numel()].view(x.shape) for scratch in (t, spare, codes))
+        t, codes = scratch.like(x, "t"), scratch.like(x, "codes", torch.int8)
         torch.mul(x, inverse, out=t)
         if dither is None:
-            self.grid.codes(t, spare, codes)
+            self.grid.codes(t, scratch.like(x, "spare"), codes)
         else:
             noise = dither.bits(x.numel(), x.device).view(x.shape)
             self.grid.dithered_codes(t.clamp_(-self.grid.top, self.grid.top), noise, codes)
-        pack(codes, self.bits, out[:, SCALE_BYTES:])
+        put_columns(out, scale.view(torch.uint8), pack(codes, self.bits))
 
-    def _decode(self, data: Tensor, out: Tensor, codes: Tensor) -> None:
-        codes = unpack(data[:, SCALE_BYTES:], self.bits, codes[: out.numel()].view(out.shape))
+    def _decode(self, data: Tensor, out: Tensor, scratch: Scratch) -> None:
+        codes = unpack(data[:, SCALE_BYTES:], self.bits, scratch.like(out, "codes", torch.int8))
         self.grid.levels(codes, out)
         out.mul_(get_bf16(data[:, :SCALE_BYTES]))
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...errors import ConfigError
-from .blocks import get_bf16, pack, packed_bytes, piece_values, pieces, put_bf16, unpack
+from .blocks import Scratch, get_bf16, pack, packed_bytes, pieces, put_columns, unpack
 from .dither import Dither
 
 CHUNK = 4096
@@ -63,17 +63,14 @@ class SparseCodec:
             raise ConfigError(
                 f"codec {self.name!r} has no stochastic rounding; its error feedback carries what is left out"
             )
-        size = piece_values(values.numel(), CHUNK, values.device)
-        scratch = torch.empty(size, dtype=torch.int32, device=values.device)
+        scratch = Scratch()
         for start, stop in pieces(values.numel(), CHUNK, values.device):
             x = values[start:stop].view(-1, min(stop - start, CHUNK))
-            index = largest(x, min(self.k, x.shape[1]), scratch[: stop - start].view(x.shape))
+            index = largest(x, min(self.k, x.shape[1]), scratch.like(x, "keys", torch.int32))
             book, bins = two_bits(x.gather(1, index))
+            codes = pad(bins, (0, -bins.shape[1] % 4))
             rows = self._rows(out, start, stop, len(x))
-            bins_begin = rows.shape[1] - packed_bytes(bins.shape[1], 2)
-            put_bf16(book, rows[:, :BOOK_BYTES])
-            pack_indices(index, rows[:, BOOK_BYTES:bins_begin])
-            pack(pad(bins, (0, -bins.shape[1] % 4)), 2, rows[:, bins_begin:])
+            put_columns(rows, book.view(torch.uint8), pack_indices(index), pack(codes, 2))
 
     @torch.no_grad()
     def decode(self, data: Tensor, out: Tensor) -> None:
@@ -163,12 +160,10 @@ def tree_sum(x: Tensor) -> Tensor:
     return x
 
 
-def pack_indices(index: Tensor, out: Tensor) -> None:
+def pack_indices(index: Tensor) -> Tensor:
     """int64 [B, k] below 4096 → uint8 [B, 3·⌈k/2⌉]."""
-    half = out.shape[1] // 3
-    even = pad(index, (0, index.shape[1] % 2))
-    a, b = even[:, :half], even[:, half:]
-    out.copy_(torch.cat((a & 0xFF, a >> 8 | (b & 0xF) << 4, b >> 4), dim=1))
+    a, b = pad(index, (0, index.shape[1] % 2)).view(len(index), 2, -1).unbind(1)
+    return torch.cat((a & 0xFF, a >> 8 | (b & 0xF) << 4, b >> 4), dim=1).to(torch.uint8)
 
 
 def unpack_indices(data: Tensor, k: int) -> Tensor:
