@@ -122,10 +122,12 @@ class TestEveryCodec:
         source = torch.Generator().manual_seed(seed)
         data = torch.randint(0, 256, (codec.encoded_bytes(numel),), dtype=torch.uint8, generator=source)
         room = torch.full((numel + 4096,), 7.0)
+        received = data.clone()
         assert isinstance(codec.check(data, numel), str)
         codec.decode(data, room[:numel])
         codec.decode_add(data, room[:numel])
         assert (room[numel:] == 7.0).all()
+        assert torch.equal(data, received)
 
     @all_codecs
     @PROPERTY
