@@ -13,7 +13,7 @@ from support import in_threads, tiny_model, train_steps
 STEPS, SYNC_EVERY = 24, 4
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "e3m0"])
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 model", "bf16 model"])
 def test_every_anchor_hash_equals_the_servers(codec: str, fragments: int, dtype: torch.dtype) -> None:

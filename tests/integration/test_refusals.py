@@ -9,8 +9,9 @@ from torch import nn
 from outerstep.config import WorkerConfig
 from outerstep.errors import ConfigError, ManifestMismatch, ModelError, PlanMismatch
 from outerstep.server import DiLoCoServer
+from outerstep.types import Wishes
 from outerstep.worker import DiLoCoWorker, attach
-from support import memory_worker, tiny_model
+from support import memory_topology, memory_worker, tiny_model
 
 
 @pytest.fixture
@@ -118,3 +119,13 @@ def test_attach_reads_the_environment() -> None:
         attach(model, sgd(model), environ={})
     with pytest.raises(ConfigError, match="DILOCO_SYNC_EVERY='often' is not a valid sync_every"):
         attach(model, sgd(model), environ={**environ, "DILOCO_SYNC_EVERY": "often"})
+
+
+@pytest.mark.parametrize("codec", ["sparse64", "sparse7"])
+def test_a_codec_that_needs_what_workers_do_not_keep_is_refused(codec: str) -> None:
+    with pytest.raises(ConfigError, match=f"codec '{codec}' needs error feedback"):
+        DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, codec=codec)
+    server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0)
+    server.service.start()
+    with pytest.raises(PlanMismatch, match="needs error feedback"):
+        memory_topology(server, "w").join(None, Wishes(codec=codec))

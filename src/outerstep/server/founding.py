@@ -6,12 +6,21 @@ from ..config import ServerConfig
 from ..coordination.plan import Settled
 from ..core.codecs import get_codec
 from ..core.fragments import FragmentManager, check_cycle
+from ..errors import ConfigError
 from ..types import Manifest, Plan
+
+
+def check_codec(name: str) -> None:
+    """Is it known, and can workers use it?"""
+    if get_codec(name).needs_feedback:
+        raise ConfigError(
+            f"codec {name!r} needs error feedback, which workers do not keep yet; int4 is the smallest without"
+        )
 
 
 def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
     """What was settled, applied to this model. Raises ConfigError if it cannot be."""
-    get_codec(settled.codec)
+    check_codec(settled.codec)
     check_cycle(settled.sync_every, settled.num_fragments)
     fragments = FragmentManager(
         manifest.parameters,

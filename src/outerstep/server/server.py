@@ -20,13 +20,13 @@ from typing import Any
 from torch import Tensor
 
 from ..config import DEFAULT_PORT, ServerConfig, build
-from ..core.codecs import get_codec
 from ..core.delayed import DelayedNesterov
 from ..core.fragments import check_cycle
 from ..core.outer import Nesterov, OptimizerFactory, OuterOptimizer, TorchOuter, check_factory
 from ..errors import ConfigError
 from ..types import Manifest
 from ..wire.http_service import HttpService, ServiceLimits
+from .founding import check_codec
 from .health import HealthMonitor
 from .model_state import ModelState
 from .saved import load_state
@@ -54,7 +54,7 @@ class DiLoCoServer:
     ) -> None:
         self.config = build(ServerConfig, {"num_workers": num_workers, "port": port, **settings})
         if self.config.codec is not None:
-            get_codec(self.config.codec)
+            check_codec(self.config.codec)
         if self.config.sync_every is not None and self.config.num_fragments is not None:
             check_cycle(self.config.sync_every, self.config.num_fragments)
         saved = load_state(self.config.resume) if self.config.resume is not None else None
