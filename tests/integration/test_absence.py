@@ -296,7 +296,7 @@ def test_no_answer_for_too_long_is_one_clear_error_and_nothing_is_lost() -> None
     patience = Patience(first_backoff_s=0.01, longest_backoff_s=0.02, give_up_after_s=0.3, poll_wait_s=0.05)
     run = Run(offline_rounds=0, patience=patience)
     run.cut()
-    with pytest.raises(ServerUnreachable, match=r"no answer from the server for .* s \(limit: give_up_after_s=0.3\)"):
+    with pytest.raises(ServerUnreachable, match=r"no answer from the server for .* s \(the limit is 0.3 s\)"):
         run.b(4)
     assert run.models[1].cells.tolist() == [0.0, 4.0]
     run.mend()

@@ -48,7 +48,7 @@ def test_the_version_is_printed() -> None:
         (["server", "-m", "x"], "--num-workers"),
         (["server", "-m", "/nonexistent", "-n", "2"], "no model at /nonexistent"),
         (["server", "-m", "{model}", "-n", "0"], "num_workers must be ≥ 1, got 0"),
-        (["server", "-m", "{model}", "-n", "2", "--codec", "zip"], "unknown codec 'zip'; known: bf16, fp32"),
+        (["server", "-m", "{model}", "-n", "2", "--codec", "zip"], "unknown codec 'zip'; known: bf16, "),
         (
             ["server", "-m", "{model}", "-n", "2", "--min-workers", "3"],
             "min_workers (3) must not exceed num_workers (2)",

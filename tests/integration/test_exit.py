@@ -8,12 +8,24 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from outerstep.coordination.exchange import Patience
 from outerstep.errors import TransportError
 from outerstep.server import DiLoCoServer
 from outerstep.types import Answer, Request
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker
-from support import Books, TwoLedgers, assert_same, count, in_threads, memory_worker, params_of, wait_until
+from support import (
+    Books,
+    Ledger,
+    TwoLedgers,
+    assert_same,
+    count,
+    in_threads,
+    memory_topology,
+    memory_worker,
+    params_of,
+    wait_until,
+)
 
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "sync_every": 4}
 STREAMED = {"num_fragments": 2, "fragment_delay": 1}
@@ -261,3 +273,23 @@ def test_a_contribution_whose_answer_is_lost_is_applied_once(mode: Mode) -> None
     for i, (overwritten, discarded) in enumerate(losses):
         assert discarded == 0
         assert sum(in_the_model[f"w{i}"]) + overwritten == 13 * len(in_the_model["w0"])
+
+
+def test_if_the_server_is_gone_at_the_end_the_script_goes_on_with_its_own_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What follows the with block, such as saving the model, must still run."""
+    server = DiLoCoServer(Ledger().state_dict(), 1, port=0, codec="fp32", sync_every=4)
+    server.service.start()
+    transport = MemoryTransport(server.service)
+    model = Ledger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    patience = Patience(first_backoff_s=0.01, longest_backoff_s=0.02, give_up_after_s=0.3, poll_wait_s=0.05)
+    topology = memory_topology(server, "w", transport, patience=patience)
+    with DiLoCoWorker(model, optimizer, "memory:1", worker_id="w", topology=topology) as worker:
+        count(model, optimizer, 0, 6)
+        own = model.cells.tolist()
+        transport.drop_requests = 10**9
+    assert model.cells.tolist() == own
+    assert worker.sync_metrics["steps_discarded"] == 2
+    assert "Leaving with this worker's own weights" in caplog.text

@@ -40,7 +40,7 @@ def server(found: Found) -> None:
     made = _make(found, config)
     signal.signal(signal.SIGTERM, lambda *_: made.request_stop())
     try:
-        _serve(made, config, console, what=model or str(config.resume))
+        _serve(made, config, console, what=config.resume or str(model))
     except KeyboardInterrupt:
         pass  # it came before anybody could take it as what it is
     finally:
@@ -52,8 +52,8 @@ def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: 
     port = made.address.rsplit(":", 1)[1]
     reach = f"ADDRESS-OF-THIS-MACHINE:{port}" if config.host in ("0.0.0.0", "::") else made.address
     console.print(
-        f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], waiting for {config.num_workers} "
-        f"worker(s). On each:\n\n    outerstep worker --server {escape(reach)} -- python train.py\n",
+        f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {_expects(made, config)}. On each worker:"
+        f"\n\n    outerstep worker --server {escape(reach)} -- python train.py\n",
         highlight=False,
     )
     if config.compat_port is None:
@@ -64,6 +64,12 @@ def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: 
     with CompatServer(made, config.compat_port) as compat:
         console.print(f"The older protocol on [bold]{escape(compat.address)}[/bold].\n", highlight=False)
         made.wait()
+
+
+def _expects(made: DiLoCoServer, config: ServerConfig) -> str:
+    if config.resume is not None:
+        return f"going on at round {made.sync_round}"
+    return f"waiting for {config.num_workers} worker(s)"
 
 
 def _make(found: Found, config: ServerConfig) -> DiLoCoServer:

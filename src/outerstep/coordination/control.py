@@ -31,13 +31,15 @@ def carry_out(coordinator: Coordinator, message: Control, now: float) -> Control
         case "budget":
             coordinator.budget.limit = message.tokens or None
             coordinator.budget.announced = False
-            coordinator.closing = coordinator.closing.replace(BUDGET_SPENT, "")
-            coordinator.commands.withdraw(BUDGET_SPENT)
-            coordinator.check_budget()
+            if coordinator.closing == BUDGET_SPENT:
+                coordinator.closing, coordinator.stop_at = "", None
+                coordinator.commands.withdraw(BUDGET_SPENT)
+            coordinator.check_budget(now)
             limit = f"ends at {message.tokens} tokens" if message.tokens else "has no end"
             return ControlAnswer(done=f"the run {limit}; {coordinator.budget.total} are in the model")
         case "shutdown":
-            finish_run(coordinator, message.reason or "an operator asked for it", now)
+            coordinator.finish(message.reason or "an operator asked for it", now)
+            coordinator.stop_if_done(now)
             return ControlAnswer(done="the workers will contribute and leave, then the server stops")
         case "save":
             raise BadRequest("save is carried out by the server itself")
@@ -55,14 +57,6 @@ def change_plan(coordinator: Coordinator, plan: Plan, changes: Wishes) -> Plan:
     stated = {name: value for name, value in msgspec.to_builtins(changes).items() if value is not None}
     coordinator.event("plan", revision=coming.revision, **stated)
     return coming
-
-
-def finish_run(coordinator: Coordinator, reason: str, now: float) -> None:
-    """Take nobody new, let everybody contribute and leave, then stop."""
-    coordinator.closing = coordinator.closing or reason
-    coordinator.stop_at = now + coordinator.drain_timeout_s
-    coordinator.order(sorted(coordinator.members.live_ids), "drain", reason)
-    coordinator.stop_if_done(now)
 
 
 def _live(coordinator: Coordinator, message: Control) -> Member:

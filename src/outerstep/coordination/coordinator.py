@@ -381,13 +381,18 @@ class Coordinator:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def check_budget(self) -> None:
-        """Enough tokens are in the model: everybody may finish."""
+    def finish(self, reason: str, now: float) -> None:
+        """Take nobody new, let everybody contribute and leave, then stop."""
+        self.closing = self.closing or reason
+        self.stop_at = now + self.drain_timeout_s
+        self.order(sorted(self.members.live_ids), "drain", reason)
+
+    def check_budget(self, now: float) -> None:
+        """Enough tokens are in the model: the run has come to its end."""
         if self.budget.is_spent and not self.budget.announced:
             self.budget.announced = True
-            self.closing = self.closing or BUDGET_SPENT
             self.event("budget_spent", tokens=self.budget.total, limit=self.budget.limit)
-            self.order(sorted(self.members.live_ids), "drain", BUDGET_SPENT)
+            self.finish(BUDGET_SPENT, now)
 
     def stop_if_done(self, now: float) -> None:
         """The run is ending: stop when everybody has left, or has had time enough."""
@@ -456,7 +461,7 @@ class Coordinator:
         fragment.usual.include(closing.reported, self.rules.max_weight_ratio)
         tokens = fragment.usual_tokens.include(closing.tokens, self.rules.max_weight_ratio)
         self.budget.add(index, round(sum(tokens)), now)
-        self.check_budget()
+        self.check_budget(now)
         if self.next_plan is not None:
             self.plan, self.next_plan = self.next_plan, None
         for upload in self.uploads.of_fragment(index):

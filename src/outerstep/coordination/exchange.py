@@ -461,8 +461,8 @@ class Exchange:
         if silent_s > self._patience.give_up_after_s:
             self._fail(
                 ServerUnreachable(
-                    f"no answer from the server for {silent_s:.0f} s (limit: give_up_after_s="
-                    f"{self._patience.give_up_after_s:g}); last error: {error}"
+                    f"no answer from the server for {silent_s:.0f} s (the limit is "
+                    f"{self._patience.give_up_after_s:g} s); last error: {error}"
                 )
             )
             return

@@ -43,8 +43,9 @@ class Settled:
     said_by: dict[str, str]
 
 
-def settle(server: Wishes, worker: Wishes, worker_id: str) -> Settled:
-    """Fix the plan when the first worker joins."""
+def settle(server: Wishes, worker: Wishes, worker_id: str, *, base_sync_every: int | None = None) -> Settled:
+    """Fix the plan when the first worker joins. `base_sync_every`: H of the fastest worker under dynamic local updates,
+    which everybody begins with if nobody says otherwise."""
     values: dict[str, Any] = {}
     said_by: dict[str, str] = {}
     for name in NAMES:
@@ -56,6 +57,7 @@ def settle(server: Wishes, worker: Wishes, worker_id: str) -> Settled:
             for v, w in (
                 (ours, "the server"),
                 (theirs, f"worker {worker_id!r}"),
+                (base_sync_every if name == "sync_every" else None, "dynamic local updates"),
                 (_default(name, values), "the default"),
             )
             if v is not None

@@ -107,7 +107,8 @@ class Round:
             if len(contributors) + len(able) < floor:
                 here = f"{len(contributors)} contributed, {len(able)} more alive"
                 return Verdict(False, waiting_for=f"at least {floor} (min_workers): {here}", stuck=True)
-            return Verdict(False, waiting_for=f"contributions of {_names(missing or able)}")
+            awaited = "the next contribution" if rules.asynchronous else f"contributions of {_names(missing or able)}"
+            return Verdict(False, waiting_for=awaited)
         if not started:
             return Verdict(False, waiting_for=f"{rules.num_workers} workers to join ({len(live)} here)", stuck=True)
         if not missing:
@@ -119,7 +120,10 @@ class Round:
             wake_at.append(self.quorum_at + rules.grace_s)
         if any(moment <= now for moment in wake_at):
             return Verdict(True)
-        return Verdict(False, min(wake_at, default=None), f"contributions of {_names(missing)}")
+        awaited = f"contributions of {_names(missing)}"
+        if self.quorum_at is not None:
+            awaited = f"{rules.grace_s:g} s of grace, for {awaited}"
+        return Verdict(False, min(wake_at, default=None), awaited)
 
 
 def _names(workers: AbstractSet[str]) -> str:

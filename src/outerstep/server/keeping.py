@@ -42,6 +42,7 @@ class Keeper:
         self._config = config
         self._events = events
         self.saved_round = 0
+        self.saved_versions: tuple[int, ...] = ()
         self.last = ""  # where the last one lies, or why it does not
 
     def is_due(self, sync_round: int) -> bool:
@@ -61,7 +62,7 @@ class Keeper:
             return ServerError(f"saving failed: {error}", hint="make room in save_dir, then save again")
         log.info("saved round %d as %s", state.round, path)
         self._events.write("save", reason=reason, round=state.round, path=str(path))
-        self.last, self.saved_round = str(path), state.round
+        self.last, self.saved_round, self.saved_versions = str(path), state.round, state.versions
         return path
 
 
@@ -87,6 +88,7 @@ def snapshot(service: ParameterService) -> SavedState:
         facts={
             "started": coordinator.started,
             "last_command": coordinator.commands.last_id,
+            "token_budget": coordinator.budget.limit,
             "live": sorted(coordinator.members.live_ids),
             "settled": asdict(coordinator.settled),
             "usual_weights": [asdict(fragment.usual) for fragment in coordinator.fragments],
@@ -126,7 +128,9 @@ def restore(service: ParameterService, saved: SavedState, now: float) -> None:
         coordinator.started = True
         for fragment in coordinator.fragments:
             fragment.round.expected = set(coordinator.members.live_ids)
-    coordinator.check_budget()
+    if service.config.token_budget is None:
+        coordinator.budget.limit = saved.facts.get("token_budget")
+    coordinator.check_budget(now)
     log.info("resumed run %s at round %d", saved.run_id, saved.round)
 
 
@@ -179,6 +183,8 @@ def _plan_now(service: ParameterService, saved: Plan) -> Plan:
             raise ConfigError(f"the saved run has {name}={value}, which cannot change; the settings say {said[name]}")
     stated = {n: v for n, v in msgspec.to_builtins(wishes).items() if v is not None and n not in has}
     news = {name: value for name, value in stated.items() if value != getattr(saved, name)}
+    for name, value in news.items():
+        log.info("the settings change %s of the saved run from %s to %s", name, getattr(saved, name), value)
     try:
         plan = changed(saved, Wishes(**news)) if news else saved
     except PlanMismatch as error:

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ from ..wire.http_service import HttpService, ServiceLimits
 from .founding import check_codec
 from .health import HealthMonitor
 from .model_state import ModelState
-from .saved import load_state
+from .saved import SavedState, load_state
 from .service import ParameterService
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,11 @@ class DiLoCoServer:
             check_cycle(self.config.sync_every, self.config.num_fragments)
         saved = load_state(self.config.resume) if self.config.resume is not None else None
         if saved is not None:
+            if model_state_dict is not None:
+                _check_same_model(model_state_dict, saved)
             model_state_dict = {**saved.rest, **saved.params}
+        if self.config.save_dir is not None:
+            _check_writable(self.config.save_dir)
         if model_state_dict is None:
             raise ConfigError("a server needs a model: give model_state_dict, or resume=PATH of a saved state")
         self.service = ParameterService(
@@ -221,6 +226,27 @@ def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in manifest.parameters if spec.role == "parameter"}
+
+
+def _check_same_model(given: Mapping[str, Tensor], saved: SavedState) -> None:
+    held = {**saved.rest, **saved.params}
+    odd = [n for n, t in given.items() if n in held and held[n].shape != t.shape]
+    odd += [n for n in held if n not in given and n not in (saved.manifest.aliases if saved.manifest else {})]
+    if odd:
+        raise ConfigError(
+            f"the saved state is of another model than the one given: {odd[0]!r} is missing or has another shape; "
+            "leave the model out to resume, or resume to train this one anew"
+        )
+
+
+def _check_writable(folder: str) -> None:
+    """Now, rather than after the first rounds."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"save_dir {folder!r} cannot be written: {error.strerror}") from error
 
 
 def _reason(error: OSError) -> str:

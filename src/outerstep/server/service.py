@@ -129,6 +129,9 @@ class ParameterService:
         self._thread = threading.Thread(target=self._carry_out, name="outerstep-rounds", daemon=True)
 
     def start(self) -> None:
+        coordinator = self.coordinator
+        resumed = coordinator.plan is not None or self.heritage is not None
+        self.events.write("server", run_id=coordinator.run_id, round=coordinator.sync_round, resumed=resumed)
         self._thread.start()
 
     def release_polls(self) -> None:
@@ -142,9 +145,10 @@ class ParameterService:
         self._work.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        if self.config.save_dir is not None and self.coordinator.plan is not None and not self.failure:
+        versions = tuple(fragment.published.version for fragment in self.coordinator.fragments)
+        if self.config.save_dir is not None and not self.failure and versions != self.keeper.saved_versions:
             self._save("the server stops")
-        self.events.write("stop", sync_round=self.coordinator.sync_round)
+        self.events.write("stop", round=self.coordinator.sync_round)
         self.events.close()
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -299,7 +303,8 @@ class ParameterService:
                 case Event():
                     level = logging.WARNING if effect.kind in ("death", "refused", "kick") else logging.INFO
                     log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
-                    self.events.write(effect.kind, **effect.facts)
+                    if effect.kind != "refused":  # it is written where the answer is given
+                        self.events.write(effect.kind, **effect.facts)
         if effects:
             self._changed.notify_all()
 
@@ -311,7 +316,12 @@ class ParameterService:
 
     def _fix_plan(self, request: Join) -> None:
         """The first worker is here: what its model is and what nobody has settled yet is settled now."""
-        settled = settle(self.config.wishes, request.wishes, request.worker_id)
+        settled = settle(
+            self.config.wishes,
+            request.wishes,
+            request.worker_id,
+            base_sync_every=self.config.dylu_base_sync_every if self.config.dylu_enabled else None,
+        )
         manifest = request.manifest or self.model.manifest()
         self.model.check(manifest)
         heritage = self.heritage

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..core.fragments import due_fragment, send_step
-from ..errors import ExchangeFailed, Refused, RoundStuck, ServerError
+from ..errors import ExchangeFailed, Refused, RoundStuck, ServerError, ServerUnreachable
 from ..topology import Agreed, Contribution, Joined, Sight, Topology
 from ..types import Plan
 from .progress import Flight, Metrics, Progress, Work
@@ -91,19 +91,27 @@ class Synchronizer:
         self.sync(self._unsent(), tries=TRIES)
 
     def finish(self, *, keep_local: bool, patience_s: float) -> None:
-        """The end of training: contribute the remaining steps. What finds no round any more is counted as discarded."""
+        """The end of training: contribute the remaining steps. What finds no round any more is counted as discarded. If
+        there is no server any more, the model keeps this worker's own weights: they are all there is."""
         own = {name: p.detach().clone() for name, p in self._replica.tensors.items()} if keep_local else None
+        gone = False
         self._ask_again_for_the_late()
+        unsent = self._unsent()
+        if unsent:
+            log.info("training is over; contributing what is left")
         try:
-            self.sync(self._unsent(), tries=EXIT_TRIES, stuck_after_s=patience_s)
+            self.sync(unsent, tries=EXIT_TRIES, stuck_after_s=patience_s)
         except RoundStuck as error:
             log.warning("%s; leaving after %g s. The steps since the last agreement may be lost.", error, patience_s)
+        except ServerUnreachable as error:
+            log.warning("%s. Leaving with this worker's own weights; its last steps were not contributed.", error)
+            gone = True
         left = self._unsent()
         if left:
             self.metrics.steps_discarded += max((self.work - self.fragments[f].counted).steps for f in left)
         if own is not None:
             self._replica.restore(own)
-        else:
+        elif not gone:
             self._replica.adopt(self._replica.anchors)  # whole, also where it was mixed with the local weights
 
     def _ask_again_for_the_late(self) -> None:

@@ -320,7 +320,7 @@ class TestGivingUp:
         assert talk.now - first > 100.0
         assert isinstance(talk.exchange.failure, ServerUnreachable)
         assert str(error) in str(talk.exchange.failure)
-        assert "give_up_after_s=100" in str(talk.exchange.failure)
+        assert "the limit is 100 s" in str(talk.exchange.failure)
 
     def test_at_exactly_the_limit_it_tries_once_more(self) -> None:
         talk = Talk(give_up_after_s=100.0)
