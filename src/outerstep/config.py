@@ -59,8 +59,9 @@ class ServerConfig:
     resume: str | None = None  # a saved state, or a folder of them
     event_log: str | None = None  # a file of JSON lines
     drain_timeout_s: float = 600.0  # how long a shutdown waits for the workers to finish
-    compat_port: int | None = None  # serve the documented torch.save endpoints there
+    compat_port: int | None = None  # `outerstep server` serves the documented torch.save endpoints there
     insecure: bool = False  # plain HTTP wherever that has to be asked for
+    remote_control: bool = False  # take control from other machines than the server's own
     pool_bytes: int = 2 << 30  # of memory for contributions on their way in
     spool_bytes: int = 16 << 30  # and of disk, when that is full; 0 = none
     spool_dir: str | None = None  # None = /var/tmp
@@ -79,12 +80,13 @@ class ServerConfig:
         _number(self, 1.0, "max_weight_ratio")
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
         _number(self, 0.0, "fragment_alpha", optional=True)
-        _text(self, "host", "codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
-        _one_of(self, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu_enabled", "insecure")
-        _one_of(self, (True, False, None), "fragment_carry")
-        _one_of(self, ("log", "weight", None), "staleness_policy")
-        _one_of(self, ("equal", "samples", "tokens"), "weight_by")
-        _one_of(self, ("contiguous", "strided", "counted"), "fragment_strategy")
+        check_text(self, "host", "codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
+        check_one_of(self, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu_enabled")
+        check_one_of(self, (True, False), "insecure", "remote_control")
+        check_one_of(self, (True, False, None), "fragment_carry")
+        check_one_of(self, ("log", "weight", None), "staleness_policy")
+        check_one_of(self, ("equal", "samples", "tokens"), "weight_by")
+        check_one_of(self, ("contiguous", "strided", "counted"), "fragment_strategy")
         if self.min_workers > self.num_workers:
             raise ConfigError(f"min_workers ({self.min_workers}) must not exceed num_workers ({self.num_workers})")
         if self.quorum is not None and self.quorum > self.num_workers:
@@ -104,10 +106,17 @@ class ServerConfig:
             raise ConfigError(
                 "compat_port serves plain HTTP without authentication: say insecure=True (--insecure) to allow it"
             )
+        if self.compat_port is not None and self.weight_by != "equal":
+            raise ConfigError(
+                f"weight_by must be 'equal' with compat_port, got {self.weight_by!r}: clients of the older protocol "
+                "report neither samples nor tokens; leave one of the two out"
+            )
         if self.spool_dir is not None and not Path(self.spool_dir).is_dir():
             raise ConfigError(f"spool_dir must be a folder, got {self.spool_dir!r}")
-        if self.port is not None and self.port > 65535:
-            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        for name in ("port", "compat_port"):
+            port = getattr(self, name)
+            if port is not None and port > 65535:
+                raise ConfigError(f"{name} must be between 0 and 65535, got {port}")
         if not 64 <= self.part_size_bytes <= 16 << 20 or self.part_size_bytes % 64:
             raise ConfigError(
                 f"part_size_bytes must be a multiple of 64 between 64 and {16 << 20}, got {self.part_size_bytes}"
@@ -187,13 +196,13 @@ class WorkerConfig:
         _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "offline_after_s")
         _number(self, 0.0, "exit_patience_s", "stalled_after_s")
         _number(self, 0.0, "fragment_alpha", optional=True)
-        _one_of(self, (True, False, None), "fragment_carry", "dylu")
-        _one_of(self, ("average", "local", "server"), "buffers")
+        check_one_of(self, (True, False, None), "fragment_carry", "dylu")
+        check_one_of(self, ("average", "local", "server"), "buffers")
         _check_mixing(self)
-        _text(self, "server_addr")
-        _one_of(self, (None, True, False), "bf16_comm")
-        _one_of(self, ("global", "local"), "on_exit")
-        _one_of(self, ("auto", "off"), "group")
+        check_text(self, "server_addr")
+        check_one_of(self, (None, True, False), "bf16_comm")
+        check_one_of(self, ("global", "local"), "on_exit")
+        check_one_of(self, ("auto", "off"), "group")
         if self.worker_id is not None:
             try:
                 msgspec.convert(self.worker_id, WorkerId)
@@ -274,14 +283,14 @@ def _shown(value: float) -> str:
     return f"{value}, which is too large" if value > MOST else f"{value}"
 
 
-def _text(config: object, *names: str) -> None:
+def check_text(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and not isinstance(value, str):
             raise ConfigError(f"{name} must be text, got {value!r}")
 
 
-def _one_of(config: object, allowed: tuple[object, ...], *names: str) -> None:
+def check_one_of(config: object, allowed: tuple[object, ...], *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):

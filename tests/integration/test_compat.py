@@ -25,6 +25,7 @@ from outerstep.compat import CompatLimits, CompatServer
 from outerstep.compat.server import notice_death
 from outerstep.errors import ConfigError
 from outerstep.server import DiLoCoServer
+from outerstep.types import Control
 from outerstep.worker import DiLoCoWorker
 from support import assert_same, in_threads, params_of, tiny_model, train_steps, wait_until
 
@@ -474,11 +475,130 @@ def test_who_waits_when_the_server_stops_is_told_to_come_back() -> None:
         assert json.loads(data)["error"]["code"] == "busy"
 
 
+@pytest.mark.parametrize("weight_by", ["samples", "tokens"])
+def test_a_run_that_weighs_by_what_old_clients_do_not_say_has_no_such_port(weight_by: str) -> None:
+    server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, weight_by=weight_by)
+    with pytest.raises(ConfigError, match=f"weight_by='equal', got '{weight_by}'.* neither samples nor tokens"):
+        CompatServer(server, 0)
+
+
+def test_a_server_in_python_is_told_how_to_open_the_port() -> None:
+    with pytest.raises(ConfigError, match=r"compat_port=8600 is for `outerstep server`.*CompatServer\(server, port\)"):
+        DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, compat_port=8600, insecure=True)
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     with serving() as (server, address):
         port = int(address.rsplit(":", 1)[1])
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}"):
             CompatServer(server, port)
+
+
+# --- orders -------------------------------------------------------------------------------------------------------
+
+
+def order(server: DiLoCoServer, kind: str, worker_id: str | None = None) -> None:
+    server.service.answer(Control(kind=kind, worker_id=worker_id))  # type: ignore[arg-type]
+
+
+def test_who_is_told_to_finish_leaves_with_its_next_heartbeat_and_may_register_again() -> None:
+    with serving(num_workers=2) as (server, address):
+        a, b = OldClient(address, "a"), OldClient(address, "b")
+        start = a.register()
+        b.register()
+        order(server, "drain", "a")
+        for _ in range(2):
+            with pytest.raises(Answered, match=r"told to finish \(an operator asked for it\)") as caught:
+                a.post_json("/heartbeat", worker_id="a", steps_per_second=1.0)
+            assert (caught.value.status, caught.value.error["code"]) == (503, "closing")
+        with pytest.raises(Answered, match="closing"):
+            a.submit(like(start, 5.0))
+        assert list(workers_of(server)) == ["b"]
+        assert_same(b.submit(like(start, 1.0)), minus(start, 1.0))  # nobody waits for it
+        a.register()
+        waiting = a.begin("/submit_pseudograd", a.whole(like(start, 1.0)))
+        wait_until(lambda: server.status()["total_submissions"] == 2)  # the open round waits for b alone
+        assert_same(b.submit(like(start, 3.0)), minus(minus(start, 1.0), 2.0))
+        assert response_of(waiting)[0] == 200
+        waiting.close()
+
+
+def test_who_is_told_to_finish_while_it_trains_is_told_when_it_submits() -> None:
+    with serving(num_workers=2) as (server, address):
+        a, b = OldClient(address, "a"), OldClient(address, "b")
+        start = a.register()
+        b.register()
+        order(server, "drain", "a")
+        with pytest.raises(Answered, match="told to finish") as caught:
+            a.submit(like(start, 5.0))
+        assert (caught.value.status, caught.value.error["code"]) == (503, "closing")
+        assert list(workers_of(server)) == ["b"]
+        assert server.status()["total_submissions"] == 0
+        assert json.loads(a.post_json("/deregister", worker_id="a")) == {"status": "ok"}
+
+
+def test_who_is_told_to_finish_while_it_waits_gets_its_answer_first() -> None:
+    with serving(num_workers=2) as (server, address):
+        a, b = OldClient(address, "a"), OldClient(address, "b")
+        start = a.register()
+        b.register()
+        waiting = a.begin("/submit_pseudograd", a.whole(like(start, 1.0)))
+        wait_until(lambda: server.status()["total_submissions"] == 1)
+        order(server, "drain", "a")
+        assert json.loads(a.post_json("/heartbeat", worker_id="a", steps_per_second=1.0))["status"] == "ok"
+        with pytest.raises(Answered, match=r"is to finish .* nothing more is taken from it"):
+            a.submit(like(start, 9.0))
+        assert_same(b.submit(like(start, 3.0)), minus(start, 2.0))
+        status, data = response_of(waiting)
+        waiting.close()
+        assert status == 200
+        assert_same(loaded(data), minus(start, 2.0))
+        wait_until(lambda: list(workers_of(server)) == ["b"])
+
+
+def test_a_shutdown_does_not_wait_for_old_clients_that_cannot_hear_of_it() -> None:
+    with serving(num_workers=2, drain_timeout_s=3600.0) as (server, address):
+        waits, trains = OldClient(address, "waits"), OldClient(address, "trains")
+        start = waits.register()
+        trains.register()
+        waiting = waits.begin("/submit_pseudograd", waits.whole(like(start, 1.0)))
+        wait_until(lambda: server.status()["total_submissions"] == 1)
+        order(server, "shutdown")
+        with pytest.raises(Answered, match="closing"):
+            trains.post_json("/heartbeat", worker_id="trains", steps_per_second=1.0)
+        status, data = response_of(waiting)
+        waiting.close()
+        assert status == 200
+        assert_same(loaded(data), minus(start, 1.0))
+        server.wait()  # it stops by itself
+        assert workers_of(server) == {}
+        with pytest.raises(Answered, match="closing"):
+            trains.register()
+
+
+def test_an_order_to_exchange_now_is_let_pass() -> None:
+    with serving() as (server, address):
+        client = OldClient(address, "a")
+        start = client.register()
+        order(server, "sync", "a")
+        for _ in range(2):
+            assert json.loads(client.post_json("/heartbeat", worker_id="a"))["status"] == "ok"
+        assert server.service.coordinator.commands.pending("a") == ()
+        assert_same(client.submit(like(start, 1.0)), minus(start, 1.0))
+
+
+def test_who_was_removed_comes_back_by_leaving_first() -> None:
+    with serving() as (server, address):
+        client = OldClient(address, "a")
+        client.register()
+        order(server, "kick", "a")
+        for again in (client.register, lambda: client.post_json("/heartbeat", worker_id="a")):
+            with pytest.raises(Answered, match="kicked") as caught:
+                again()
+            assert caught.value.status == 403
+        client.post_json("/deregister", worker_id="a")
+        client.register()
+        assert list(workers_of(server)) == ["a"]
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------
@@ -712,6 +832,49 @@ def test_more_workers_than_the_limit_wait_until_one_is_gone() -> None:
         assert int(caught.value.headers["Retry-After"]) > 0
         a.post_json("/deregister", worker_id="a")
         b.register()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_client_that_is_gone_gives_its_place_and_its_memory_to_the_next(answered: bool) -> None:
+    with (
+        DiLoCoServer(
+            tiny_model().state_dict(), num_workers=1 if answered else 2, port=0, heartbeat_timeout=1.0, **PLAIN
+        ) as server,
+        CompatServer(server, 0, limits=CompatLimits(max_workers=1)) as compat,
+    ):
+        a, b, desk = OldClient(compat.address, "a"), OldClient(compat.address, "b"), compat._desk
+        start = a.register()
+        crashed = a.begin("/submit_pseudograd", a.whole(like(start, 1.0)))
+        wait_until(lambda: server.status()["total_submissions"] == 1)
+        if answered:
+            assert crashed.recv(1)
+        crashed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        crashed.close()
+        wait_until(lambda: server.status()["total_worker_deaths"] == 1)
+        assert not desk._seats["a"].is_idle
+        b.register()
+        assert list(desk._seats) == ["b"]
+        wait_until(lambda: desk._pool.memory_bytes == 0)
+        with pytest.raises(Answered, match=r"404.*/register"):
+            a.submit(like(start, 1.0))
+
+
+def test_no_model_is_kept_for_a_client_whose_answer_was_lost() -> None:
+    with (
+        DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, **PLAIN) as server,
+        CompatServer(server, 0) as compat,
+    ):
+        client, desk = OldClient(compat.address, "a"), compat._desk
+        start = client.register()
+        body = client.whole(like(start, 1.0))
+        lost = client.begin("/submit_pseudograd", body)
+        assert lost.recv(1)
+        lost.close()
+        (piece,) = desk._seats["a"]._pieces.values()
+        wait_until(lambda: not piece.is_held)
+        assert (piece.settled, piece.version, piece.agreed) == (True, 1, None)
+        assert_same(loaded(client.call("POST", "/submit_pseudograd", body)), minus(start, 1.0))
+        assert server.status()["total_submissions"] == 1
 
 
 def test_a_submission_of_several_fragments_is_taken_whole_or_not_at_all() -> None:

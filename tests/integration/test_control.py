@@ -50,13 +50,22 @@ def test_an_order_from_another_machine_is_refused_with_the_remedy(server: DiLoCo
         Forbidden, match=r"from the server's own machine only; this comes from 192\.168\.1\.7"
     ) as refused:
         order(server, kind="budget", tokens=5)
-    assert "--insecure" in refused.value.hint
+    assert "--remote-control" in refused.value.hint
     assert server.service.coordinator.budget.limit is None
 
 
 @pytest.mark.usefixtures("_from_elsewhere")
+def test_what_else_is_insecure_does_not_open_it() -> None:
+    with (
+        DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, insecure=True) as server,
+        pytest.raises(Forbidden, match="own machine only"),
+    ):
+        order(server, kind="budget", tokens=5)
+
+
+@pytest.mark.usefixtures("_from_elsewhere")
 def test_it_is_taken_where_the_operator_allowed_it() -> None:
-    with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, insecure=True) as open_server:
+    with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, remote_control=True) as open_server:
         assert "ends at 5 tokens" in order(open_server, kind="budget", tokens=5)
 
 

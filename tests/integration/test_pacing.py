@@ -130,6 +130,17 @@ def test_a_worker_that_declines_keeps_its_h() -> None:
         paced.worker.stop()
 
 
+@pytest.mark.parametrize(
+    ("asked", "given", "warned"), [(True, False, True), (True, True, False), (None, False, False), (False, True, False)]
+)
+def test_who_asks_for_what_the_run_does_not_do_is_told_so(
+    asked: bool | None, given: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    paced = Paced(paced_server(1, sync_every=6, dylu_enabled=given), "w", dylu=asked)
+    assert ("the run has none (start the server with --dylu)" in caplog.text) is warned
+    paced.worker.abandon("over")
+
+
 def test_the_speed_is_of_training_and_survives_an_exchange() -> None:
     """Two seconds a step, an hour for the exchange: half a step per second, before, right after, and later."""
     server = paced_server(1, sync_every=4)

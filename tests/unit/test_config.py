@@ -196,7 +196,20 @@ class TestServer:
         with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
             server(fragment_strategy=strategy)
 
-    @pytest.mark.parametrize("name", ["embeddings_apart", "nesterov"])
+    @pytest.mark.parametrize("weight_by", ["samples", "tokens"])
+    def test_clients_that_say_no_sizes_and_weights_by_size_are_refused_together(self, weight_by: str) -> None:
+        assert server(compat_port=8600, insecure=True).weight_by == "equal"
+        message = f"weight_by must be 'equal' with compat_port, got '{weight_by}': .*leave one of the two out"
+        with pytest.raises(ConfigError, match=message):
+            server(compat_port=8600, insecure=True, weight_by=weight_by)
+
+    def test_a_compatibility_port_has_to_be_allowed_and_in_range(self) -> None:
+        with pytest.raises(ConfigError, match="compat_port serves plain HTTP without authentication"):
+            server(compat_port=8600)
+        with pytest.raises(ConfigError, match="compat_port must be between 0 and 65535, got 65536"):
+            server(compat_port=65536, insecure=True)
+
+    @pytest.mark.parametrize("name", ["embeddings_apart", "nesterov", "insecure", "remote_control"])
     @pytest.mark.parametrize("value", ["no", "", 0, 1, 1.0, None, []], ids=repr)
     def test_a_switch_is_true_or_false_and_nothing_like_it(self, name: str, value: object) -> None:
         assert getattr(server(**{name: True}), name) is True

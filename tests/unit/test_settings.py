@@ -10,7 +10,17 @@ import pytest
 
 from outerstep.config import ServerConfig, WorkerConfig
 from outerstep.errors import ConfigError
-from outerstep.settings import ROLES, SERVER, WORKER, Role, Sourced, environment_for, make_config, resolve
+from outerstep.settings import (
+    ROLES,
+    SERVER,
+    WORKER,
+    Role,
+    Sourced,
+    environment_for,
+    make_command,
+    make_config,
+    resolve,
+)
 from outerstep.settings.kinds import Kind, write
 from outerstep.settings.reference import commented_toml, renew
 from outerstep.settings.toml_file import line_of
@@ -226,6 +236,19 @@ class TestTheFile:
         with pytest.raises(ConfigError, match=r"^sync_every must be .*≥ 1, got .* \(sync_every: outerstep\.toml:4\)$"):
             make_config(SERVER, found)
 
+    @pytest.mark.parametrize(
+        ("role", "line", "message"),
+        [
+            (SERVER, "model = 3", "model must be text, got 3"),
+            (SERVER, 'from_checkpoint = "false"', "from_checkpoint must be one of True, False, got 'false'"),
+            (WORKER, "devices = 0", "devices must be text, got 0"),
+        ],
+    )
+    def test_what_only_the_command_is_told_is_checked_like_the_rest(self, role: Role, line: str, message: str) -> None:
+        found = self.read(f"[{role.name}]\n\n{line}\n", role)
+        with pytest.raises(ConfigError, match=rf"^{message} \({line.split()[0]}: outerstep\.toml:3\)$"):
+            make_command(role, found)
+
     def test_two_values_that_contradict_each_other_are_both_placed(self) -> None:
         found = self.read("[server]\nnum_workers = 2\nquorum = 3\n")
         message = r"\(num_workers: outerstep\.toml:2, quorum: outerstep\.toml:3\)$"
@@ -280,6 +303,10 @@ class TestMakingAConfig:
     def test_a_config_holds_what_was_said(self) -> None:
         made = make_config(SERVER, server({"OUTERSTEP_ASYNC_MODE": "1"}, num_workers=3, model="somewhere"))
         assert made == ServerConfig(num_workers=3, async_mode=True)
+
+    def test_a_command_holds_the_rest(self) -> None:
+        made = make_command(SERVER, server({"OUTERSTEP_FROM_CHECKPOINT": "0"}, num_workers=3, model="somewhere"))
+        assert (made.model, made.from_checkpoint) == ("somewhere", False)
 
 
 class TestHandingOver:

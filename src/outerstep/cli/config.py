@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigError
-from ..settings import NOT_SET, ROLES, SERVER, WORKER, Role, make_config, resolve
+from ..settings import NOT_SET, ROLES, SERVER, WORKER, Role, make_command, make_config, resolve
 from ..settings.kinds import shown
 from ..settings.reference import commented_toml
 from ..settings.toml_file import FILE_NAME
@@ -98,5 +98,6 @@ def _print(role: Role, found: Found) -> None:
 
 def _check(role: Role, found: Found) -> None:
     """Values that contradict each other or are out of range are an error here too; a missing one is shown as such."""
+    make_command(role, found)
     if all(found[field].source != NOT_SET for field in role.config_fields):
         make_config(role, found)

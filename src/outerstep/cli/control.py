@@ -17,7 +17,8 @@ TIMEOUT_S = 120.0  # a save writes the whole model
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Tell a running server what to do.\n\nIt obeys its own machine only, unless it was started with --insecure.",
+    help="Tell a running server what to do.\n\n"
+    "It obeys its own machine only, unless it was started with --remote-control.",
 )
 
 Worker = Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Its id. Left out: all workers.")]

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from ..config import ServerConfig
 from ..errors import ConfigError
-from ..settings import SERVER, make_config, naming_sources
+from ..settings import SERVER, ServerCommand, make_command, make_config, naming_sources
 from .options import Found, takes_settings
 
 if TYPE_CHECKING:
@@ -32,15 +32,15 @@ def server(found: Found) -> None:
     [bold]outerstep config show server[/bold] says what holds and why.
     """
     config: ServerConfig = make_config(SERVER, found)
-    model = found["model"].value
-    if model is None and config.resume is None:
+    command: ServerCommand = make_command(SERVER, found)
+    if command.model is None and config.resume is None:
         raise ConfigError("no model to train: give -m MODEL_DIR, or --resume with a saved state")
     console = Console(stderr=True)
     _show_log(console)
-    made = _make(found, config)
+    made = _make(found, config, command)
     signal.signal(signal.SIGTERM, lambda *_: made.request_stop())
     try:
-        _serve(made, config, console, what=config.resume or str(model))
+        _serve(made, config, console, what=config.resume or str(command.model))
     except KeyboardInterrupt:
         pass  # it came before anybody could take it as what it is
     finally:
@@ -72,11 +72,12 @@ def _expects(made: DiLoCoServer, config: ServerConfig) -> str:
     return f"waiting for {config.num_workers} worker(s)"
 
 
-def _make(found: Found, config: ServerConfig) -> DiLoCoServer:
+def _make(found: Found, config: ServerConfig, command: ServerCommand) -> DiLoCoServer:
     from ..server import DiLoCoServer
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
-    state, folder = _load(found["model"].value, checkpoint=found["from_checkpoint"].value)
+    settings["compat_port"] = None  # opened here, around the server, which knows nothing of it
+    state, folder = _load(command.model, checkpoint=command.from_checkpoint)
     if settings["model_files"] is None and folder is not None:
         settings["model_files"] = str(folder)
     with naming_sources(found):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
-from ..settings import CONFIG_VARIABLE, WORKER, environment_for, make_config
+from ..settings import CONFIG_VARIABLE, WORKER, WorkerCommand, environment_for, make_command, make_config
 from ..wire.http_transport import parse_address
 from .options import ConfigFile, Found, takes_settings
 
@@ -41,11 +41,12 @@ def worker(
     word [bold]train[/bold], what is run is [bold]forgather … train[/bold].
     """
     parse_address(make_config(WORKER, found).server_addr)
+    own: WorkerCommand = make_command(WORKER, found)
     environ = environment_for(WORKER, found, os.environ)
     if config_file is not None:  # the script must not find another one in its folder
         environ[CONFIG_VARIABLE] = os.path.abspath(config_file)
-    if found["devices"].value is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = found["devices"].value
+    if own.devices is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = own.devices
     words = training_command(command, project, template)
     program = shutil.which(words[0])
     if program is None:

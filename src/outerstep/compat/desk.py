@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..digest import data_hash
-from ..errors import BadRequest, Busy, Fenced, Refused, ServerError, UnknownWorker
+from ..errors import BadRequest, Busy, Fenced, OuterstepError, Refused, ServerError, UnknownWorker
 from ..server import DiLoCoServer
 from ..server.pool import Pool
 from ..topology import Agreed
@@ -119,7 +119,7 @@ class Desk:
 
     def _sit_down(self, request: Register) -> tuple[Seat, Sequence[Agreed]]:
         seat = self._seats.get(request.worker_id)
-        if seat is not None and seat.hostname == request.hostname:
+        if seat is not None and seat.hostname == request.hostname and not seat.left:
             try:
                 return seat, seat.join_again()
             except Fenced:
@@ -132,12 +132,11 @@ class Desk:
         return seat, anchors
 
     def _make_room(self) -> None:
+        """A client that is gone keeps its seat, and what it had under way, until somebody else needs the place."""
         if len(self._seats) < self._limits.max_workers:
             return
-        live = self._server.status()["workers"]
-        assert isinstance(live, dict)
-        for worker_id in [w for w, seat in self._seats.items() if w not in live and seat.is_idle]:
-            del self._seats[worker_id]
+        for worker_id in [w for w, seat in self._seats.items() if not self._is_live(seat)]:
+            self._seats.pop(worker_id).end(_unknown(worker_id, "given up, and its place was needed"))
         if len(self._seats) >= self._limits.max_workers:
             raise Busy(
                 f"{len(self._seats)} workers are registered, which is the limit (max_workers)",
@@ -145,14 +144,20 @@ class Desk:
                 retry_after_s=30.0,
             )
 
+    def _is_live(self, seat: Seat) -> bool:
+        """The coordinator decides that; to it, a newer start of the same worker is not this one."""
+        member = self._server.service.coordinator.members.find(seat.worker_id)
+        return member is not None and member.live and member.instance == seat.instance
+
     def heartbeat(self, body: bytes) -> Answer:
         request = strict_json.decode(body, Beat)
         seat = self._seat(request.worker_id)
-        seat.topology.heartbeat(0, request.steps_per_second, None)
+        seat.listen(request.steps_per_second)
+        seat.obey()
+        seat.check_here()
         answer: dict[str, object] = {"status": "ok", "sync_round": self._server.sync_round}
-        sync_every = own_sync_every(seat)
-        if sync_every is not None:
-            answer["recommended_sync_every"] = sync_every
+        if seat.sync_every is not None:
+            answer["recommended_sync_every"] = seat.sync_every
         return _json(answer)
 
     def deregister(self, body: bytes) -> Answer:
@@ -161,7 +166,7 @@ class Desk:
         with self._registering:
             seat = self._seats.pop(request.worker_id, None)
         if seat is not None:
-            seat.leave(_unknown(request.worker_id, "deregistered"))
+            seat.leave(_unknown(request.worker_id, "deregistered"), "deregistered")
         return _json({"status": "ok"})
 
     # --- parameters -----------------------------------------------------------------------------------------------
@@ -178,9 +183,8 @@ class Desk:
         """The whole model: all fragments, and the whole state dict comes back."""
         seat = self._seat(strict_json.decode(header, SubmitHeader).worker_id)
         fragments = range(len(seat.plan.fragments))
-        pieces = self._contribute(seat, fragments, "the run's model", size_bytes, caller)
-        agreed = [piece.agreed for piece in pieces if piece.agreed is not None]
-        return self._answer(seat, pieces, self._whole_model(agreed))
+        pieces, agreed = self._contribute(seat, fragments, "the run's model", size_bytes, caller)
+        return self._answer(seat, pieces, agreed, self._whole_model(agreed))
 
     def submit_fragment(self, header: bytes, size_bytes: int, caller: Caller) -> Answer:
         """One fragment of the plan, and the same comes back."""
@@ -192,15 +196,16 @@ class Desk:
                 f"fragment {fragment} does not exist: the plan has {count}",
                 hint="start the server with --fragments, with as many as the clients cut the model into",
             )
-        pieces = self._contribute(seat, [fragment], f"fragment {fragment}", size_bytes, caller)
-        agreed = pieces[0].agreed
-        assert agreed is not None
-        return self._answer(seat, pieces, Body(write_tensors(agreed.anchor), BYTES_TYPE))
+        pieces, agreed = self._contribute(seat, [fragment], f"fragment {fragment}", size_bytes, caller)
+        return self._answer(seat, pieces, agreed, Body(write_tensors(agreed[0].anchor), BYTES_TYPE))
 
     def _contribute(
         self, seat: Seat, fragments: Sequence[int], what: str, size_bytes: int, caller: Caller
-    ) -> list[Piece]:
+    ) -> tuple[list[Piece], list[Agreed]]:
         """Read, contribute, and wait for the round as long as it takes and the client stays."""
+        seat.listen()
+        seat.obey()
+        seat.check_open()
         pieces = seat.take(fragments, self._read(seat, fragments, what, size_bytes, caller))
         try:
             for piece in pieces:
@@ -209,14 +214,14 @@ class Desk:
                         piece.end(self._closed)
                     elif caller.is_gone():
                         raise CallerGone
+            failure = next((piece.failure for piece in pieces if piece.failure is not None), None)
+            if failure is not None:
+                seat.forget([piece for piece in pieces if piece.failure is not None])
+                raise failure
+            return pieces, seat.agreements(pieces)
         finally:
             for piece in pieces:
                 piece.let_go()
-        failure = next((piece.failure for piece in pieces if piece.failure is not None), None)
-        if failure is not None:
-            seat.forget([piece for piece in pieces if piece.failure is not None])
-            raise failure
-        return pieces
 
     def _read(self, seat: Seat, fragments: Sequence[int], what: str, size_bytes: int, caller: Caller) -> Payload:
         plan = seat.plan
@@ -236,12 +241,16 @@ class Desk:
             raise
         return Payload(self._pool, room, data_hash([room.view]), tensors)
 
-    def _answer(self, seat: Seat, pieces: Sequence[Piece], body: Body) -> Answer:
-        return Answer(
-            body,
-            lambda: seat.hand_answer(pieces),
-            lambda arrived: seat.answer_ended(pieces, arrived=arrived),
-        )
+    def _answer(self, seat: Seat, pieces: Sequence[Piece], agreed: Sequence[Agreed], body: Body) -> Answer:
+        def handed() -> None:
+            seat.hand_answer(pieces, agreed)
+            try:  # it may have been told to finish while it waited, when it sends no heartbeats
+                seat.listen()
+                seat.obey()
+            except OuterstepError as error:
+                log.info("%s has its answer; then: %s", seat.worker_id, error)
+
+        return Answer(body, handed, lambda arrived: seat.answer_ended(pieces, arrived=arrived))
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -277,11 +286,6 @@ class Desk:
         aliases = self._manifest.aliases
         everything = {**self._untrained, **trained, **{alias: trained[kept] for alias, kept in aliases.items()}}
         return {name: everything[name] for name in dict.fromkeys([*self._state_names, *everything])}
-
-
-def own_sync_every(seat: Seat) -> int | None:
-    """How many steps this worker is to take between exchanges, if the run gives each a number of its own."""
-    return seat.topology.orders(at_exchange=False).sync_every
 
 
 def _unknown(worker_id: str, why: str) -> UnknownWorker:

@@ -14,6 +14,9 @@ submits. What is counted is therefore decided here, per worker and fragment:
 The limit of 2: a client that keeps the connection of its last answer open and silent, and submits byte-identical
 pseudo-gradients in the next round on another one, is taken at its first word. One behind a proxy that swallows an
 answer after taking it whole is counted twice.
+
+What the server asks of a worker (to finish, to exchange now) the old protocol cannot say. Who is to finish gets the
+answer it waits for, and then leaves: the seat does so for it, and whatever the client says next is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from ..coordination.exchange import Patience
-from ..errors import OuterstepError, Refused, ServerError, StaleRound
+from ..errors import Closing, OuterstepError, Refused, ServerError, StaleRound
 from ..server.pool import Pool, Room
 from ..topology import Agreed, Contribution
 from ..topology.server import ServerTicket, ServerTopology
@@ -61,7 +64,8 @@ class Piece:
 
     It is carried on only while somebody *holds* it, that is, while a client's connection waits for it: the exchange
     asks the server again and again, and that must not keep a worker alive whose client is gone. A contribution that
-    was accepted stays accepted; whoever holds the piece next goes on under the same key.
+    was accepted stays accepted; whoever holds the piece next goes on under the same key. The agreement, too, is there
+    only while somebody holds the piece: it is as large as the fragment, and who asks again can have the newest one.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Piece:
         self.base = base
         self.digest = payload.digest
         self.agreed: Agreed | None = None
+        self.version: int | None = None  # the agreed one, also when that is gone
         self.failure: Refused | None = None
         self.on_their_way = 0  # answers that were written, and nobody knows yet whether they arrived
         self._topology = topology
@@ -85,7 +90,11 @@ class Piece:
 
     @property
     def settled(self) -> bool:
-        return self.agreed is not None or self.failure is not None
+        return self.version is not None or self.failure is not None
+
+    @property
+    def is_held(self) -> bool:
+        return self._holders > 0
 
     def hold(self) -> None:
         with self._lock:
@@ -97,9 +106,11 @@ class Piece:
     def let_go(self) -> None:
         with self._lock:
             self._holders -= 1
-            if self._holders == 0 and self._ticket is not None:
-                self._ticket.cancel()
-                self._carried = False
+            if self._holders == 0:
+                self.agreed = None
+                if self._ticket is not None:
+                    self._ticket.cancel()
+                    self._carried = False
 
     def wait(self, timeout_s: float) -> bool:
         """Is it settled? Whoever waits also takes the next step."""
@@ -146,6 +157,7 @@ class Piece:
 
     def _settle(self, agreed: Agreed | None, failure: Refused | None) -> None:
         self.agreed, self.failure = agreed, failure
+        self.version = None if agreed is None else agreed.version
         if self._ticket is not None:
             self._ticket.cancel()
         self._ticket = self._payload = None
@@ -165,8 +177,12 @@ class Seat:
     def __init__(self, service: Service, worker_id: str, hostname: str) -> None:
         self.worker_id = worker_id
         self.hostname = hostname
+        self.instance = secrets.token_hex(8)
+        self.sync_every: int | None = None  # if the run gives this worker a number of its own
+        self.left = False  # it was told to finish, and has
         self._service = service
-        self._instance = secrets.token_hex(8)
+        self._steps_per_second = 0.0
+        self._drain = ""  # why it is to finish
         self.topology = self._new_topology()
         self.plan: Plan
         self._versions: list[int] = []  # what the client was handed
@@ -182,13 +198,52 @@ class Seat:
         Brings it back to life if it was given up meanwhile, and fetches the newest anchors."""
         return self._new_topology().join(None, Wishes()).anchors
 
-    def leave(self, why: Refused) -> None:
+    def listen(self, steps_per_second: float | None = None) -> None:
+        """The client has spoken: a sign of life, in answer to which the server says what it asks of this worker. To
+        exchange now is not for us to do, the client has the steps; it is left at that."""
+        self.check_here()
+        if steps_per_second is not None:
+            self._steps_per_second = steps_per_second
+        self.topology.heartbeat(0, self._steps_per_second, None)
+        orders = self.topology.orders(at_exchange=False)
+        self.sync_every = orders.sync_every
+        self._drain = orders.drain or self._drain
+
+    def obey(self) -> None:
+        """If this worker is to finish, and its client does not wait for a round: leave."""
+        with self._lock:
+            if not self._drain or self.left or any(piece.is_held for piece in self._pieces.values()):
+                return
+            self.left = True
+        self.leave(self._farewell(), f"told to finish: {self._drain}")
+
+    def _farewell(self) -> Closing:
+        return Closing(
+            f"worker {self.worker_id!r} was told to finish ({self._drain}), and has left the run",
+            hint="stop this client; POST /register to take part again, if the run goes on",
+        )
+
+    def check_here(self) -> None:
+        """Has it not left?"""
+        if self.left:
+            raise self._farewell()
+
+    def check_open(self) -> None:
+        """May it still submit?"""
+        self.check_here()
+        if self._drain:
+            raise Closing(
+                f"worker {self.worker_id!r} is to finish ({self._drain}); nothing more is taken from it",
+                hint="stop this client",
+            )
+
+    def leave(self, why: Refused, reason: str) -> None:
         with self._lock:
             pieces = list(self._pieces.values())
             self._pieces.clear()
         for piece in pieces:
             piece.end(why)  # first: an exchange under way would join again
-        self.topology.leave("deregistered")
+        self.topology.leave(reason)
 
     def end(self, why: Refused) -> None:
         with self._lock:
@@ -201,6 +256,7 @@ class Seat:
         taken: list[Piece] = []
         try:
             with self._lock:
+                self.check_open()  # again: reading the payload took a while
                 for fragment in fragments:
                     self._await_news(fragment, payload)
                     piece = self._pieces.get(fragment)
@@ -220,10 +276,16 @@ class Seat:
             for agreed in anchors:
                 self._versions[agreed.fragment] = max(self._versions[agreed.fragment], agreed.version)
 
-    def hand_answer(self, pieces: Sequence[Piece]) -> None:
+    def agreements(self, pieces: Sequence[Piece]) -> list[Agreed]:
+        """What these pieces came to, while they are held. In place of one that was answered before, the newest."""
+        held = [piece.agreed for piece in pieces]
+        newest = self.join_again() if None in held else ()
+        return [agreed or newest[piece.fragment] for agreed, piece in zip(held, pieces, strict=True)]
+
+    def hand_answer(self, pieces: Sequence[Piece], anchors: Iterable[Agreed]) -> None:
         """The same, in answer to a submit. `answer_ended` must follow."""
         with self._lock:
-            self.hand_anchors(piece.agreed for piece in pieces if piece.agreed is not None)
+            self.hand_anchors(anchors)
             for piece in pieces:
                 piece.on_their_way += 1
 
@@ -273,7 +335,7 @@ class Seat:
         return ServerTopology(
             MemoryTransport(self._service),
             worker_id=self.worker_id,
-            instance=self._instance,
+            instance=self.instance,
             hostname=self.hostname,
             patience=PATIENCE,
         )

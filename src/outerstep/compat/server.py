@@ -65,6 +65,11 @@ class CompatServer:
         *,
         limits: CompatLimits = CompatLimits(),  # noqa: B008 - frozen
     ) -> None:
+        if server.config.weight_by != "equal":
+            raise ConfigError(
+                f"the compatibility protocol needs a server with weight_by='equal', got {server.config.weight_by!r}: "
+                "its clients report neither samples nor tokens"
+            )
         self._host = server.config.host if host is None else host
         self._desk = Desk(server, limits)
         try:

@@ -54,6 +54,11 @@ class DiLoCoServer:
         **settings: Any,
     ) -> None:
         self.config = build(ServerConfig, {"num_workers": num_workers, "port": port, **settings})
+        if self.config.compat_port is not None:
+            raise ConfigError(
+                f"compat_port={self.config.compat_port} is for `outerstep server`, which opens that port: from Python "
+                "use outerstep.compat.CompatServer(server, port) beside the server"
+            )
         if self.config.codec is not None:
             check_codec(self.config.codec)
         if self.config.sync_every is not None and self.config.num_fragments is not None:
@@ -182,7 +187,9 @@ class DiLoCoServer:
         self._monitor.nudge()
 
     def _listen(self) -> HttpService:
-        limits = ServiceLimits(max_connections=self.config.max_connections, control_from_anywhere=self.config.insecure)
+        limits = ServiceLimits(
+            max_connections=self.config.max_connections, control_from_anywhere=self.config.remote_control
+        )
         port = self.config.port
         candidates = [port] if port is not None else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))
         for candidate in candidates:

@@ -7,8 +7,17 @@ found["heartbeat_timeout"].source              # "outerstep.toml:12"
 The same for every field of `ServerConfig` and `WorkerConfig`; `table.py` names each of them once. No torch in here.
 """
 
-from .sources import CONFIG_VARIABLE, NOT_SET, Sourced, environment_for, make_config, naming_sources, resolve
-from .table import ROLES, SERVER, WORKER, Role, Setting
+from .sources import (
+    CONFIG_VARIABLE,
+    NOT_SET,
+    Sourced,
+    environment_for,
+    make_command,
+    make_config,
+    naming_sources,
+    resolve,
+)
+from .table import ROLES, SERVER, WORKER, Role, ServerCommand, Setting, WorkerCommand
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -17,9 +26,12 @@ __all__ = [
     "SERVER",
     "WORKER",
     "Role",
+    "ServerCommand",
     "Setting",
     "Sourced",
+    "WorkerCommand",
     "environment_for",
+    "make_command",
     "make_config",
     "naming_sources",
     "resolve",

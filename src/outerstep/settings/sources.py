@@ -78,6 +78,12 @@ def make_config(role: Role, found: Mapping[str, Sourced]) -> Any:
         return build(role.config, {field: found[field].value for field in role.config_fields})
 
 
+def make_command(role: Role, found: Mapping[str, Sourced]) -> Any:
+    """What the command is told beside its config, checked in the same way."""
+    with naming_sources(found):
+        return build(role.command, {field: found[field].value for field in role.command_fields})
+
+
 @contextmanager
 def naming_sources(found: Mapping[str, Sourced]) -> Iterator[None]:
     """A ConfigError raised inside gets the sources of the settings that it names."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from ..config import ServerConfig, WorkerConfig
+from ..config import ServerConfig, WorkerConfig, check_one_of, check_text
 from .kinds import Kind, defaults_of, kinds_of, shown
 
 
@@ -22,12 +22,19 @@ class ServerCommand:
     model: str | None = None
     from_checkpoint: bool = False
 
+    def __post_init__(self) -> None:
+        check_text(self, "model")
+        check_one_of(self, (True, False), "from_checkpoint")
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCommand:
     """What `outerstep worker` is told beside a WorkerConfig."""
 
     devices: str | None = None
+
+    def __post_init__(self) -> None:
+        check_text(self, "devices")
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,10 @@ class Role:
     @cached_property
     def config_fields(self) -> tuple[str, ...]:
         return tuple(field.name for field in fields(self.config))
+
+    @cached_property
+    def command_fields(self) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(self.command))
 
     def default_text(self, setting: Setting) -> str:
         """For --help and the reference."""
@@ -161,7 +172,8 @@ SERVER_SETTINGS = (
     Setting("compat_port", "--compat-port", NETWORK,
             "Serve the documented torch.save endpoints on this port too; needs --insecure.", "off"),
     Setting("insecure", "--insecure", NETWORK,
-            "Allow what is unsafe outside a trusted network: the compatibility port, control from other machines."),
+            "Allow plain HTTP without authentication where it must be asked for: the compatibility port."),
+    Setting("remote_control", "--remote-control", NETWORK, "Take control from other machines too."),
     Setting("max_connections", "--max-connections", LIMITS, "Connections open at the same time."),
     Setting("pool_bytes", "--pool-bytes", LIMITS, "Memory for contributions on their way in, in bytes."),
     Setting("spool_bytes", "--spool-bytes", LIMITS, "Disk for them when that is full, in bytes; 0 = none."),

@@ -309,7 +309,7 @@ class HttpService:
         if not self._limits.control_from_anywhere and not body.is_from_here:
             raise Forbidden(
                 f"control is taken from the server's own machine only; this comes from {body.peer}",
-                hint="run `outerstep control` there, or start the server with --insecure",
+                hint="run `outerstep control` there, or start the server with --remote-control",
             )
         # A web page open on that machine can post here too, but not with this type unless we let it ask first.
         if headers.get("content-type", "").partition(";")[0].strip() != JSON_TYPE:

@@ -124,6 +124,10 @@ class DiLoCoWorker:
             )
             self._heart.start()
         log.info("worker %s joined %s: %s", self.worker_id, self.config.server_addr, _describe(self._sync.plan))
+        if self.config.dylu and not self._sync.plan.dylu:
+            log.warning(
+                "this worker asked for dynamic local updates, but the run has none (start the server with --dylu)"
+            )
         return self
 
     def stop(self) -> None:

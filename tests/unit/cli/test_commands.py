@@ -260,6 +260,14 @@ class TestServer:
         assert opened == []
         run("server -m folder -n 3 --compat-port 8600 --insecure")
         assert opened == [8600, 0]
+        assert Started.last.settings["compat_port"] is None  # the command's business, not the server's
+
+    @pytest.mark.parametrize(("line", "field"), [("model = 3", "model"), ('from_checkpoint = "no"', "from_checkpoint")])
+    def test_a_file_with_the_wrong_kind_of_value_is_named_before_anything_starts(self, line: str, field: str) -> None:
+        Path("outerstep.toml").write_text(f"[server]\nnum_workers = 3\nresume = 'saves'\n{line}\n")
+        for command in ("server", "config show server"):
+            with pytest.raises(ConfigError, match=rf"^{field} must be .* \({field}: outerstep\.toml:4\)$"):
+                run(command)
 
 
 class TestWorker:
@@ -293,6 +301,11 @@ class TestWorker:
             "OUTERSTEP_STALLED_AFTER_S": "5",
             "CUDA_VISIBLE_DEVICES": "1",
         }
+
+    def test_devices_that_are_no_text_are_refused_with_file_and_line(self) -> None:
+        Path("outerstep.toml").write_text('[worker]\nserver_addr = "h:1"\ndevices = 0\n')
+        with pytest.raises(ConfigError, match=r"^devices must be text, got 0 \(devices: outerstep\.toml:3\)$"):
+            run(f"worker -- {sys.executable} train.py")
 
     def test_another_file_is_the_scripts_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         handed: dict[str, str] = {}
