@@ -41,6 +41,7 @@ format: $(READY)  ## Rewrite the files as ruff wants them
 bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/http_service.py --quick
 	$(BIN)/python bench/codecs.py --quick
+	$(BIN)/python bench/async_speeds.py --quick
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

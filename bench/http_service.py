@@ -25,15 +25,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import functools
 import http.client
 import http.server
-import importlib.metadata
 import json
 import multiprocessing
-import os
-import platform
 import queue
 import random
 import re
@@ -42,7 +38,6 @@ import socket
 import socketserver
 import statistics
 import struct
-import subprocess
 import threading
 import time
 import traceback
@@ -57,6 +52,8 @@ import h11
 import rich.box
 from rich.console import Console
 from rich.table import Table
+
+from provenance import provenance
 
 HOST = "127.0.0.1"
 PART_BYTES = 16 * 2**20
@@ -643,36 +640,6 @@ def strictness_table(verdicts: dict[str, dict[str, str]]) -> Table:
     return table
 
 
-def cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def git_commit() -> str | None:
-    """None outside a repository or before its first commit."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "--quiet", "HEAD"]
-    with contextlib.suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-    return None
-
-
-def provenance() -> dict[str, Any]:
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "architecture": platform.machine(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "h11": importlib.metadata.version("h11"),
-        "commit": git_commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "load_average": os.getloadavg(),
-    }
-
-
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
@@ -689,7 +656,7 @@ def main() -> None:
     arguments = parse_arguments()
     plan = workloads(128, 1000) if arguments.quick else workloads(512, 4000)
     log = Console(stderr=True)
-    about = provenance()  # before the run: the load of others, not ours
+    about = provenance("h11")
     with contextlib.ExitStack() as stack:
         helpers = {name: stack.enter_context(Helper(serve, name, farewell="stop")) for name in SERVERS}
         servers = {name: (helper, helper.hear()) for name, helper in helpers.items()}
