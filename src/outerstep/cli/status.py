@@ -65,6 +65,8 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
     lines.append(_workers(status["workers"]) if status["workers"] else "no workers at the moment")
     if status["failure"]:
         lines.append(f"[red]{escape(status['failure'])}[/red]")
+    if status.get("last_save"):
+        lines.append(f"last save: {escape(status['last_save'])}")
     if status.get("closing"):
         lines.append(f"[yellow]coming to its end: {escape(status['closing'])}[/yellow]")
     for i, fragment in enumerate(status["fragments"]):
