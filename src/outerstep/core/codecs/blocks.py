@@ -103,6 +103,13 @@ def block_scales(absmax: Tensor, top: float, *, up: bool = False) -> tuple[Tenso
     return s.bfloat16(), inverse
 
 
+def bf16_bytes(column: Tensor) -> Tensor:
+    """bf16 [B, 1] → its bytes, uint8 [B, 2], low byte first. By shifts: a compiler may give a single column any stride,
+    and then refuses to see it as bytes."""
+    bits = column.float().view(torch.int32) >> 16
+    return torch.cat((bits & 0xFF, bits >> 8 & 0xFF), dim=1).to(torch.uint8)
+
+
 def put_columns(out: Tensor, *columns: Tensor) -> None:
     """uint8 [B, w1], [B, w2] … beside each other → [B, w1 + w2 + …]."""
     if not in_small_pieces(out.device):

@@ -25,6 +25,7 @@ from .blocks import (
     SCALE_BYTES,
     Scratch,
     add_decoded,
+    bf16_bytes,
     block_scales,
     get_bf16,
     pack,
@@ -94,7 +95,7 @@ class ScaledCodec:
         else:
             noise = dither.bits(x.numel(), x.device).view(x.shape)
             self.grid.dithered_codes(t.clamp_(-self.grid.top, self.grid.top), noise, codes)
-        put_columns(out, scale.view(torch.uint8), pack(codes, self.bits))
+        put_columns(out, bf16_bytes(scale), pack(codes, self.bits))
 
     def _decode(self, data: Tensor, out: Tensor, scratch: Scratch) -> None:
         codes = unpack(data[:, SCALE_BYTES:], self.bits, scratch.like(out, "codes", torch.int8))
