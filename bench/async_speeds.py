@@ -10,7 +10,7 @@ worker of speed v *costs* 1/v units of simulated time, so that the unit is a ste
     synchronous    every worker takes H steps, all wait for the slowest, one Nesterov step on the mean
     asynchronous   a worker takes H_w = ⌊v_w/v_max·H⌋ steps, pushes, takes the newest weights and goes on; each push
                    goes through Delayed Nesterov with a buffer of four
-    control        as before, but with a full Nesterov step on every push: known to diverge
+    control        as before, but with a full Nesterov step on every push
 
 The same for all: initial weights, the batches of each worker (batch t of its own shard is its t-th step), AdamW and its
 settings, pseudo-gradients rounded to bf16, and the cost of an exchange (`EXCHANGE`), during which the worker waits.
@@ -23,6 +23,7 @@ the time decays twice as fast: it is a whole run, not the first half of one.
     python bench/async_speeds.py                                  # all of it: about twelve minutes on one core
     python bench/async_speeds.py --quick                          # a short run, too short to judge by
     python bench/async_speeds.py --json out.json --plot out.png   # curves, settings, machine and commit; the picture
+    python bench/async_speeds.py --apart                          # what each half of the method does by itself
     python bench/async_speeds.py --grid sync                      # the settings that were tried (also: --grid async)
 """
 
@@ -67,11 +68,12 @@ class Run:
 
     name: str
     budget: float
-    sync_every: int  # H; asynchronous: of the fastest worker
+    sync_every: int  # H; by speed: of the fastest worker
     outer_lr: float
     outer_momentum: float
     buffer_size: int | None = None  # None: synchronous; 0: Nesterov on every push; else Delayed Nesterov
     inner_lr: float = 2e-3
+    by_speed: bool = False  # local steps in proportion to the speed; else H for all
     stop_after: float = math.inf  # for the control, which need not be watched to its end
     evaluations: int = 24  # at equal distances in simulated time
     seed: int = 0
@@ -82,6 +84,12 @@ class Run:
         return TrainSettings(
             steps=units, warmup_steps=round(units * WARMUP), learning_rate=self.inner_lr, seed=self.seed
         )
+
+    def local_steps(self) -> list[int]:
+        """Of each worker, between two exchanges."""
+        if not self.by_speed:
+            return [self.sync_every] * len(SPEEDS)
+        return [local_steps(speed, max(SPEEDS), self.sync_every) for speed in SPEEDS]
 
 
 @dataclass
@@ -145,17 +153,18 @@ class Worker:
 
 
 def synchronous(run: Run, workers: list[Worker], theta: dict[str, Tensor], outcome: Outcome) -> Iterator[float]:
-    optimizer, slowest, now = Nesterov(run.outer_lr, run.outer_momentum), min(SPEEDS), 0.0
-    while now + run.sync_every / slowest + outcome.exchange <= run.budget:
+    optimizer, steps, now = Nesterov(run.outer_lr, run.outer_momentum), run.local_steps(), 0.0
+    together = max(count / speed for count, speed in zip(steps, SPEEDS, strict=True))
+    while now + together + outcome.exchange <= run.budget:
         deltas = []
-        for worker in workers:
-            worker.train(run.sync_every, now, 1 / slowest)  # all are at the same place of the schedule
+        for worker, count in zip(workers, steps, strict=True):
+            worker.train(count, now, together / count)  # all are at the same place of the schedule
             deltas.append(worker.pseudo_gradient(theta))
         mean = {name: weighted_mean([delta[name] for delta in deltas], [1.0] * len(deltas)) for name in theta}
         optimizer.step(theta, mean)
         for worker in workers:
             worker.adopt(theta)
-        now += run.sync_every / slowest + outcome.exchange
+        now += together + outcome.exchange
         outcome.outer_steps += 1
         yield now
 
@@ -163,8 +172,7 @@ def synchronous(run: Run, workers: list[Worker], theta: dict[str, Tensor], outco
 def asynchronous(run: Run, workers: list[Worker], theta: dict[str, Tensor], outcome: Outcome) -> Iterator[float]:
     """Pushes arrive in the order of simulated time. A worker's steps depend on nothing that happens while it takes
     them, so they are taken when its push arrives; the anchor is what it was given when it began."""
-    steps = [local_steps(speed, max(SPEEDS), run.sync_every) for speed in SPEEDS]
-    one_way = outcome.exchange / 2
+    steps, one_way = run.local_steps(), outcome.exchange / 2
     delayed = DelayedNesterov(run.buffer_size, run.outer_lr, run.outer_momentum) if run.buffer_size else None
     nesterov = Nesterov(run.outer_lr, run.outer_momentum)
     anchors = [{name: values.clone() for name, values in theta.items()} for _ in workers]
@@ -252,7 +260,7 @@ GRIDS: dict[str, list[tuple[int, float, float, int | None, float]]] = {
 def planned(budget: float, seed: int) -> list[Run]:
     """The rows of one seed, both modes with the best of the settings in `GRIDS`. All are held to the first."""
     sync = Run("synchronous", budget, *GRIDS["sync"][0], seed=seed)
-    half = Run("async, half the time", budget / 2, *GRIDS["async"][0], seed=seed)
+    half = Run("async, half the time", budget / 2, *GRIDS["async"][0], by_speed=True, seed=seed)
     if seed > 0:  # more seeds are for the claim; the rest is shown once
         return [sync, half]
     full = replace(half, name="async, the same time", budget=budget)
@@ -260,10 +268,18 @@ def planned(budget: float, seed: int) -> list[Run]:
     return [sync, half, full, control]
 
 
+def taken_apart(budget: float, seed: int) -> list[Run]:
+    """Which half of it helps? Each without the other, otherwise as in `planned`; neither is tuned."""
+    sync, half = planned(budget, seed)[:2]
+    waiting = replace(half, name="sync, steps by speed", buffer_size=None)
+    equal = replace(half, name="async, equal steps", sync_every=sync.sync_every, by_speed=False)
+    return [sync, waiting, equal]
+
+
 def tried(mode: str, budget: float) -> list[Run]:
     """The grid, in the time in which `planned` compares the modes."""
-    given = budget if mode == "sync" else budget / 2
-    return [Run(f"{mode} {row}", given, *row) for row in GRIDS[mode]]
+    given, by_speed = (budget, False) if mode == "sync" else (budget / 2, True)
+    return [Run(f"{mode}, inner lr {row[-1]:g}", given, *row, by_speed=by_speed) for row in GRIDS[mode]]
 
 
 # --- reporting --------------------------------------------------------------------------------------------------------
@@ -320,10 +336,9 @@ def plot(rows: list[dict[str, Any]], file: Path) -> bool:
     target = rows[0]["loss"]
     figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
     styles = [("#8a8f98", "--", 2.0), ("#1f6feb", "-", 2.6), ("#74a9f7", "-", 1.6), ("#cf4b3f", ":", 1.8)]
-    for row, (color, line, width) in zip(rows, styles, strict=True):
+    for row, (color, line, width) in zip(rows, styles, strict=False):
         times, losses = zip(*row["curve"], strict=True)
-        end = "diverges" if row["loss"] > target + 1 else f"{row['loss']:.3f}"
-        axes.plot(times, losses, line, color=color, linewidth=width, label=f"{row['name']}: {end}")
+        axes.plot(times, losses, line, color=color, linewidth=width, label=f"{row['name']}: {row['loss']:.3f}")
         if row["reached_target_at"] is not None:
             axes.plot(row["reached_target_at"], target, "o", color=color, markersize=7, zorder=5)
     axes.axhline(target, color="#8a8f98", linewidth=0.8)
@@ -348,7 +363,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Synchronous against asynchronous with workers of unequal speed.")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_BUDGET:g} units of time instead of {BUDGET:g}")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds; each sets the weights and the batches")
-    parser.add_argument("--grid", choices=["sync", "async"], help="run the settings that were tried, instead")
+    parser.add_argument("--apart", action="store_true", help="instead: each of the two halves of the method by itself")
+    parser.add_argument("--grid", choices=["sync", "async"], help="instead: the settings that were tried, first seed")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write every curve, the settings and the machine here"
     )
@@ -364,8 +380,9 @@ def main() -> None:
     corpus = load_corpus()
     budget = QUICK_BUDGET if arguments.quick else BUDGET
     rows: list[dict[str, Any]] = []
-    for seed in range(arguments.seeds):
-        runs = tried(arguments.grid, budget) if arguments.grid else planned(budget, seed)
+    for seed in range(1 if arguments.grid else arguments.seeds):
+        of_seed = taken_apart if arguments.apart else planned
+        runs = tried(arguments.grid, budget) if arguments.grid else of_seed(budget, seed)
         if arguments.quick:
             runs = [replace(run, evaluations=8) for run in runs]
         outcomes = [carry_out(run, corpus, log) for run in runs]
