@@ -250,7 +250,7 @@ class HandClient:
 
 def make_frame(tensors: Mapping[str, Tensor], codec: str = "fp32") -> memoryview:
     coder = get_codec(codec)
-    return encode_frame(tensors, make_layout(tensors, codec), coder)
+    return encode_frame(tensors, make_layout(tensors, codec), dict.fromkeys(tensors, coder))
 
 
 def make_layout(tensors: Mapping[str, Tensor], codec: str = "fp32") -> Layout:

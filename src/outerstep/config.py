@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Everything a server can be told. None for sync_every, num_fragments, codec, fragment_delay, fragment_alpha or
-    fragment_carry = the first worker decides."""
+    """Everything a server can be told. None for sync_every, num_fragments, codec, down_codec, fragment_delay,
+    fragment_alpha or fragment_carry = the first worker decides."""
 
     num_workers: int
     host: str = DEFAULT_HOST
@@ -33,7 +33,9 @@ class ServerConfig:
     heartbeat_timeout: float = 120.0  # seconds of silence until a worker counts as dead; 0 = never
     sync_every: int | None = None
     num_fragments: int | None = None
-    codec: str | None = None
+    codec: str | None = None  # of contributions; core/codecs/recipe.py
+    down_codec: str | None = None  # of agreements; None or "same" = the one that goes with `codec`
+    deterministic: bool = False  # add contributions in the order of their workers' names, whenever they came
     fragment_strategy: Literal["contiguous", "strided", "counted"] = "contiguous"
     embeddings_apart: bool = False
     fragment_delay: int | None = None  # τ: steps between sending a fragment and taking its agreement over
@@ -62,7 +64,7 @@ class ServerConfig:
     compat_port: int | None = None  # `outerstep server` serves the documented torch.save endpoints there
     insecure: bool = False  # plain HTTP wherever that has to be asked for
     remote_control: bool = False  # take control from other machines than the server's own
-    pool_bytes: int = 2 << 30  # of memory for contributions on their way in
+    pool_bytes: int = 512 << 20  # of memory for contributions on their way in
     spool_bytes: int = 16 << 30  # and of disk, when that is full; 0 = none
     spool_dir: str | None = None  # None = /var/tmp
     part_size_bytes: int = 16 << 20
@@ -80,9 +82,9 @@ class ServerConfig:
         _number(self, 1.0, "max_weight_ratio")
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
         _number(self, 0.0, "fragment_alpha", optional=True)
-        check_text(self, "host", "codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
+        check_text(self, "host", "codec", "down_codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
         check_one_of(self, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu_enabled")
-        check_one_of(self, (True, False), "insecure", "remote_control")
+        check_one_of(self, (True, False), "insecure", "remote_control", "deterministic")
         check_one_of(self, (True, False, None), "fragment_carry")
         check_one_of(self, ("log", "weight", None), "staleness_policy")
         check_one_of(self, ("equal", "samples", "tokens"), "weight_by")
@@ -127,6 +129,7 @@ class ServerConfig:
         return Wishes(
             sync_every=self.sync_every,
             codec=self.codec,
+            down_codec=self.down_codec,
             num_fragments=self.num_fragments,
             delay=self.fragment_delay,
             alpha=self.fragment_alpha,

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 1
 MOST_SECTIONS = 4096
+MOST_PAYLOADS = 64  # in one agreement: the longest chain of updates that anybody is sent
 
 # Bounds are part of the type: a message that breaks one is refused before anybody acts on it.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -73,6 +74,7 @@ class Wishes(Plain, frozen=True):
 
     sync_every: Positive | None = None
     codec: Label | None = None
+    down_codec: Label | None = None
     num_fragments: Positive | None = None
     delay: Count | None = None
     alpha: Share | None = None
@@ -82,8 +84,9 @@ class Wishes(Plain, frozen=True):
 class Plan(Plain, frozen=True):
     """What every worker follows. Owned by the coordinator, changed at round boundaries only; `revision` counts changes.
 
-    `delay` is τ: an agreement is taken over so many steps after its contribution was sent. Then the worker either keeps
-    the steps it took meanwhile (`carry`) or mixes, local = α·local + (1−α)·agreed."""
+    `codec` is what contributions travel in, `down_codec` what agreements do: recipes (core/codecs/recipe.py). `delay` is
+    τ: an agreement is taken over so many steps after its contribution was sent. Then the worker either keeps the steps
+    it took meanwhile (`carry`) or mixes, local = α·local + (1−α)·agreed."""
 
     sync_every: Positive
     codec: Label
@@ -91,6 +94,7 @@ class Plan(Plain, frozen=True):
     part_size_bytes: Positive
     max_staleness: Count
     heartbeat_timeout_s: Seconds  # 0 = nobody is ever declared dead
+    down_codec: Label = "fp32"  # what runs had before there was a choice
     mode: Mode = "sync"
     delay: Count = 0
     alpha: Share = 0.0
@@ -264,29 +268,44 @@ class Participant(Plain, frozen=True):
     staleness: Count = 0
 
 
+class Payload(Plain, frozen=True):
+    """Bytes to be fetched in parts: a frame. "full" is the anchor of this version, whole, in fp32. "update" is the
+    encoded difference to it from the version before."""
+
+    version: Count
+    kind: Literal["full", "update"]
+    size_bytes: Positive
+    hash: Hash  # over the parts' hashes (digest.py)
+
+
 class Agreement(Plain, frozen=True):
-    """What a round produced. `kind` "full" = the payload is the whole anchor; `base` is the version that an update
-    applies to (None for "full"). `anchor_hash` is over the fragment's fp32 values, however they were carried;
-    `range_hashes`, for a group that asked, over the rows of each section."""
+    """What a round produced. `payloads` lead to it: one "full", or from the version that the asker holds a chain of
+    "update"s, to be added one after the other; either way the same bits come out. `anchor_hash` is over the fragment's
+    fp32 values, however they were carried; `range_hashes`, for a group that asked, over the rows of each section."""
 
     fragment: Count
     version: Count
-    kind: Literal["full"]
-    base: Count | None
-    codec: Label
-    size_bytes: Positive
-    payload_hash: Hash
     anchor_hash: Hash
     participants: tuple[Participant, ...] = ()
+    payloads: Annotated[tuple[Payload, ...], Meta(max_length=MOST_PAYLOADS)] = ()
     range_hashes: tuple[Hash, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that is to be fetched."""
+        return sum(payload.size_bytes for payload in self.payloads)
 
 
 class Poll(FromMember, frozen=True):
-    """ "Is there an agreement newer than `after`?" Answered when there is, or after at most `wait_s`. `sections` > 1
-    asks for the hash of each section's rows beside the hash of all; `plan_revision` is that of the plan we follow."""
+    """ "Is there an agreement newer than `after`?" Answered when there is, or after at most `wait_s`. `held` and
+    `held_hash` are the version and the hash of the anchor we hold: what leads from there to the newest may be sent
+    instead of all of it. `sections` > 1 asks for the hash of each section's rows beside the hash of all;
+    `plan_revision` is that of the plan we follow."""
 
     fragment: Count
     after: Annotated[int, Meta(ge=-1, le=2**53)]
+    held: Count = 0
+    held_hash: Hash | None = None  # None = send the whole
     wait_s: Seconds = 0.0
     sections: Annotated[int, Meta(ge=1, le=MOST_SECTIONS)] = 1
     plan_revision: Count = 0
@@ -309,11 +328,12 @@ class PollAnswer(Plain, frozen=True):
 
 
 class GetPart(FromMember, frozen=True):
-    """Asks for one part of an agreement's payload; the answer's body is the bytes."""
+    """Asks for one part of a payload; the answer's body is the bytes."""
 
     fragment: Count
     version: Count
     part: Count
+    kind: Literal["full", "update"] = "full"
 
 
 class GetPartAnswer(Plain, frozen=True):

@@ -121,11 +121,13 @@ def test_attach_reads_the_environment() -> None:
         attach(model, sgd(model), environ={**environ, "DILOCO_SYNC_EVERY": "often"})
 
 
-@pytest.mark.parametrize("codec", ["sparse64", "sparse7"])
-def test_a_codec_that_needs_what_workers_do_not_keep_is_refused(codec: str) -> None:
-    with pytest.raises(ConfigError, match=f"codec '{codec}' needs error feedback"):
-        DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, codec=codec)
+@pytest.mark.parametrize(
+    ("down_codec", "said"), [("sparse64", "must send every value"), ("int4+feedback", "leave \\+feedback out")]
+)
+def test_a_downlink_that_leaves_values_out_is_refused(down_codec: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, down_codec=down_codec)
     server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0)
     server.service.start()
-    with pytest.raises(PlanMismatch, match="needs error feedback"):
-        memory_topology(server, "w").join(None, Wishes(codec=codec))
+    with pytest.raises(PlanMismatch, match=said):
+        memory_topology(server, "w").join(None, Wishes(down_codec=down_codec))

@@ -30,7 +30,7 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from ..digest import part_count, payload_hash
+from ..digest import payload_hash
 from ..errors import (
     Busy,
     FutureRound,
@@ -65,6 +65,7 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
+from .fetch import Fetch, Held, Wanted
 from .session import Session as Session
 
 FIRST_ASK_S, LAST_ASK_S = 0.02, 0.5  # how often a process of a group asks whether the others have sent their parts
@@ -116,15 +117,6 @@ class Share:
     speaks: bool
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The parts of an agreement's payload to fetch, in order. Whether the values in them are right is checked by who
-    asked: the payload's hash is over all parts."""
-
-    agreement: Agreement
-    parts: tuple[int, ...]
-
-
 class Step(Enum):
     JOIN = "join"
     OFFER = "offer"
@@ -146,19 +138,21 @@ class Exchange:
         part_hashes: tuple[str, ...] = (),
         share: Share | None = None,
         fetch: Wanted | None = None,
+        held: Held | None = None,
         patience: Patience = Patience(),  # noqa: B008 - frozen
         rng: random.Random | None = None,
     ) -> None:
         """`after`: the version we hold; without an offer, anything newer is fetched. `offer` carries the facts of the
         contribution (its incarnation is replaced by the session's). With a `share` it ends at the agreement; with
-        `fetch` it begins there."""
+        `fetch` it begins there. `held` tells the server what we have, if we do."""
         self._session = session
         self._fragment = fragment
         self._after = after
         self._offer = offer
         self._part_hashes = part_hashes
         self._share = share
-        self._wanted_parts = fetch
+        self._wanted_pieces = fetch
+        self._held = held
         self._patience = patience
         self._rng = rng or random.Random()
         self._counted = False
@@ -170,11 +164,9 @@ class Exchange:
         self.rejoins = 0
         self.waiting_for = ""  # what the server said the round waits for
         self.wanted: frozenset[tuple[int, int]] = frozenset()  # (fragment, version) of other rounds that wait for us
-        self.fetching: Sequence[int] = ()  # the parts of the payload that are fetched, in order
-        self.fetches = 0  # each one wants a buffer of its own: late bytes of the one before may still arrive
+        self.fetch: Fetch | None = None  # the one under way, or the last
         self._too_old = False
-        self._to_do: list[int] = []  # parts still to send or to fetch
-        self._fetched: dict[int, str] = {}
+        self._to_send: list[int] = []  # parts
         self._in_flight: dict[int, Call] = {}
         self._next_id = 0
         self._failures = 0
@@ -188,17 +180,16 @@ class Exchange:
             self._begin()
 
     def _begin(self) -> None:
-        if self._wanted_parts is not None:
-            self._begin_fetch(self._wanted_parts.parts)
+        if self._wanted_pieces is not None:
+            self._begin_fetch(Fetch(self._wanted_pieces.agreement, self._wanted_pieces.pieces))
         else:
             self._go(Step.OFFER if self._offer is not None and not self._counted else Step.POLL)
 
-    def _begin_fetch(self, parts: Sequence[int]) -> None:
+    def _begin_fetch(self, fetch: Fetch) -> None:
         self._go(Step.FETCH)
-        self.fetches += 1
-        self._fetched = {}
-        self.fetching = parts
-        self._to_do = list(parts)
+        self.fetch = fetch
+        if fetch.is_complete:
+            self.outcome = self._outcome(fetch.agreement)  # it is what we hold
 
     @property
     def done(self) -> bool:
@@ -253,12 +244,14 @@ class Exchange:
                     **self._session.head,
                     fragment=self._fragment,
                     after=self._after,
+                    held=self._held.version if self._held else 0,
+                    held_hash=self._held.hash if self._held else None,
                     wait_s=self._patience.poll_wait_s if self._speaks else 0.0,
                     sections=self._share.sections if self._share else 1,
                     plan_revision=self._session.joined.plan.revision,
                 )
             case Step.FETCH:
-                return self._next_part_to_fetch()
+                return self.fetch.next(self._fragment, self._session) if self.fetch else None
 
     def _offer_now(self) -> Offer:
         """The key stays for ever; only the incarnation that speaks for it may be another after a re-join."""
@@ -266,9 +259,9 @@ class Exchange:
         return replace(self._offer, incarnation=self._session.joined.incarnation)
 
     def _next_part_to_send(self) -> Request | None:
-        if not self._to_do:
+        if not self._to_send:
             return None
-        part = self._to_do.pop(0)
+        part = self._to_send.pop(0)
         offer = self._offer_now()
         return PutPart(
             **self._session.head,
@@ -276,17 +269,6 @@ class Exchange:
             sequence=offer.sequence,
             part=part,
             hash=self._part_hashes[part],
-        )
-
-    def _next_part_to_fetch(self) -> Request | None:
-        if not self._to_do:
-            return None
-        assert self.agreement is not None
-        return GetPart(
-            **self._session.head,
-            fragment=self._fragment,
-            version=self.agreement.version,
-            part=self._to_do.pop(0),
         )
 
     # --- what came back -------------------------------------------------------------------------------------------
@@ -304,7 +286,7 @@ class Exchange:
             case Offer(), OfferAnswer():
                 self._offered(answer, now)
             case PutPart(), PutPartAnswer():
-                if not self._to_do and not self._in_flight:
+                if not self._to_send and not self._in_flight:
                     self._go(Step.COMMIT if self._share is None else Step.OFFER)
             case Commit(), CommitAnswer():
                 self._accepted(answer.version)
@@ -339,11 +321,11 @@ class Exchange:
             case MissingParts():
                 self._go(Step.OFFER)
                 self._back_off(now)
-            case Superseded() if isinstance(request, GetPart) and self._wanted_parts is None:
+            case Superseded() if isinstance(request, GetPart) and self._wanted_pieces is None:
                 self.retries += 1
                 self._go(Step.POLL)
             case HashMismatch() if isinstance(request, PutPart):
-                self._part_damaged(request.part)
+                self._part_damaged(request)
             case ServerFailed():
                 self._fail(error)
             case Busy() | TransportError() | ServerError():
@@ -366,7 +348,7 @@ class Exchange:
         ours = [part for part in missing if self._share is None or part in self._share.parts]
         if ours:
             self._go(Step.SEND)
-            self._to_do = ours
+            self._to_send = ours
         elif missing or not self._speaks:
             self.waiting_for = "the other processes of this group to send their rows"
             self._not_before = now + min(FIRST_ASK_S * 2.0**self._asked, LAST_ASK_S) * self._rng.uniform(0.5, 1.0)
@@ -406,8 +388,7 @@ class Exchange:
             if self._share is not None:
                 self.outcome = self._outcome(self.agreement)
                 return
-            parts = part_count(answer.agreement.size_bytes, self._session.joined.plan.part_size_bytes)
-            self._begin_fetch(range(parts))
+            self._begin_fetch(Fetch.whole(self.agreement, self._session.joined.plan.part_size_bytes))
 
     def _check_stuck(self, answer: PollAnswer, now: float) -> None:
         if not answer.stuck:
@@ -419,31 +400,37 @@ class Exchange:
             self._fail(RoundStuck(f"the round cannot close: it waits for {answer.waiting_for}"))
 
     def _got_part(self, request: GetPart, answer: GetPartAnswer, received_hash: str | None) -> None:
-        assert self.agreement is not None
+        fetch = self.fetch
+        assert fetch is not None
         if received_hash != answer.hash:
-            self._part_damaged(request.part)
+            self._part_damaged(request)
             return
-        self._fetched[request.part] = answer.hash
-        if self._to_do or self._in_flight:
+        fetch.arrived(request, answer.hash)
+        if not fetch.is_complete:
             return
-        whole = payload_hash([self._fetched[i] for i in sorted(self._fetched)])
-        if self._wanted_parts is None and whole != self.agreement.payload_hash:
+        if self._wanted_pieces is None and not fetch.is_as_announced:
             self._damaged += 1
             self._check_damage()
             self._go(Step.POLL)
             return
-        self.outcome = self._outcome(self.agreement)
+        self.outcome = self._outcome(fetch.agreement)
 
     def _outcome(self, agreement: Agreement) -> Outcome:
         return Outcome(agreement, self._counted, self._too_old, self._counted_in if self._counted else 0)
 
     # --- trouble --------------------------------------------------------------------------------------------------
 
-    def _part_damaged(self, part: int) -> None:
+    def _part_damaged(self, request: PutPart | GetPart) -> None:
         """A byte changed on its way: only that part travels again."""
         self._damaged += 1
-        self._to_do.append(part)
+        self._put_back(request)
         self._check_damage()
+
+    def _put_back(self, request: Request) -> None:
+        if isinstance(request, PutPart):
+            self._to_send.insert(0, request.part)
+        elif isinstance(request, GetPart) and self.fetch is not None:
+            self.fetch.again(request)
 
     def _check_damage(self) -> None:
         if self._damaged > self._patience.damaged_parts:
@@ -452,8 +439,7 @@ class Exchange:
             )
 
     def _again(self, request: Request, error: OuterstepError, now: float) -> None:
-        if isinstance(request, PutPart | GetPart):
-            self._to_do.insert(0, request.part)
+        self._put_back(request)
         if isinstance(error, Busy):
             self._not_before = now + max(error.retry_after_s, 0.05) * self._rng.uniform(1.0, 1.5)
             return
@@ -481,4 +467,4 @@ class Exchange:
         """Answers still on their way belong to the step that is left, and will be ignored."""
         self.step = step
         self._in_flight.clear()
-        self._to_do = []
+        self._to_send = []

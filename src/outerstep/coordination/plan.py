@@ -16,13 +16,14 @@ from ..types import Manifest, ParameterSpec, Plan, Wishes
 
 T = TypeVar("T")
 
-DEFAULTS: Final = {"sync_every": 500, "codec": "bf16", "num_fragments": 1}
+DEFAULTS: Final = {"sync_every": 500, "codec": "bf16", "down_codec": "same", "num_fragments": 1}
 NAMES: Final = (*DEFAULTS, "delay", "alpha", "carry")
 USUAL_DELAY = 5  # steps: published results lose less than 0.2 % up to here
 CARRY_BEYOND = 0.1  # of H: with a longer delay the steps taken meanwhile are worth keeping
 _FLAGS: Final = {
     "sync_every": "--sync-every",
     "codec": "--codec",
+    "down_codec": "--down-codec",
     "num_fragments": "--fragments",
     "delay": "--fragment-delay",
     "alpha": "--fragment-alpha",
@@ -32,10 +33,11 @@ _FLAGS: Final = {
 
 @dataclass(frozen=True)
 class Settled:
-    """The values in force, and who said so."""
+    """The values in force, and who said so. `down_codec` "same": the one that goes with `codec`."""
 
     sync_every: int
     codec: str
+    down_codec: str
     num_fragments: int
     delay: int
     alpha: float
@@ -93,8 +95,8 @@ def _check_streaming(sync_every: int, delay: int, alpha: float, carry: bool) -> 
 
 
 def changed(plan: Plan, changes: Wishes) -> Plan:
-    """The next revision of the plan. What the wire's form depends on stays: codec and fragments."""
-    for name in ("codec", "num_fragments"):
+    """The next revision of the plan. What the wire's form depends on stays: codecs and fragments."""
+    for name in ("codec", "down_codec", "num_fragments"):
         if getattr(changes, name) is not None:
             raise PlanMismatch(f"{name} cannot change during a run", hint="save, and start the server with another")
     made = replace(

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from ..config import ServerConfig
 from ..coordination.plan import Settled
-from ..core.codecs import get_codec
+from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..errors import ConfigError
 from ..types import Manifest, Plan
 
 
-def check_codec(name: str) -> None:
-    """Is it known, and can workers use it?"""
-    if get_codec(name).needs_feedback:
-        raise ConfigError(
-            f"codec {name!r} needs error feedback, which workers do not keep yet; int4 is the smallest without"
-        )
+def read_codecs(up: str, down: str) -> tuple[Recipe, Recipe]:
+    """What the two settings mean. Raises ConfigError if one of them means nothing."""
+    codec = Recipe.parse(up)
+    if down == "same":
+        return codec, codec.downlink()
+    down_codec = Recipe.parse(down)
+    for rule in down_codec.rules:
+        if rule.codec.needs_feedback:
+            raise ConfigError(f"down_codec must send every value, got {rule.codec.name}; int4 is the smallest")
+        if rule.feedback:
+            raise ConfigError(f"down_codec {down!r}: leave +feedback out, the server always keeps what it left out")
+    return codec, down_codec
 
 
 def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
     """What was settled, applied to this model. Raises ConfigError if it cannot be."""
-    check_codec(settled.codec)
+    codec, down_codec = read_codecs(settled.codec, settled.down_codec)
     check_cycle(settled.sync_every, settled.num_fragments)
     fragments = FragmentManager(
         manifest.parameters,
@@ -30,7 +36,8 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
     ).fragments
     return Plan(
         sync_every=settled.sync_every,
-        codec=settled.codec,
+        codec=codec.name,
+        down_codec=down_codec.name,
         fragments=tuple(tuple(names) for names in fragments),
         part_size_bytes=config.part_size_bytes,
         max_staleness=config.rules.max_staleness,

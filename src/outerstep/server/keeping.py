@@ -23,6 +23,7 @@ from ..core.outer import Nesterov, OuterOptimizer
 from ..errors import ConfigError, ModelError, PlanMismatch, ServerError
 from ..observe import EventLog
 from ..types import Plan, Wishes
+from .founding import read_codecs
 from .model_state import ModelState
 from .saved import OptimizerState, SavedState, ledger_of, members_of, save_state
 
@@ -176,8 +177,12 @@ def _kind(optimizer: OuterOptimizer | DelayedNesterov) -> str:
 def _plan_now(service: ParameterService, saved: Plan) -> Plan:
     """The saved plan under today's settings: what was said anew is a change, as far as it can change."""
     wishes = service.config.wishes
-    has = {"num_fragments": len(saved.fragments), "codec": saved.codec}
+    has = {"num_fragments": len(saved.fragments), "codec": saved.codec, "down_codec": saved.down_codec}
     said = {**{name: getattr(wishes, name) for name in has}, "part_size_bytes": service.config.part_size_bytes}
+    if said["codec"] is not None:
+        said["codec"] = read_codecs(said["codec"], "same")[0].name
+    if said["down_codec"] is not None:
+        said["down_codec"] = read_codecs(saved.codec, said["down_codec"])[1].name
     for name, value in {**has, "part_size_bytes": saved.part_size_bytes}.items():
         if said[name] not in (None, value):
             raise ConfigError(f"the saved run has {name}={value}, which cannot change; the settings say {said[name]}")

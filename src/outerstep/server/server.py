@@ -27,7 +27,7 @@ from ..core.outer import Nesterov, OptimizerFactory, OuterOptimizer, TorchOuter,
 from ..errors import ConfigError
 from ..types import Manifest
 from ..wire.http_service import HttpService, ServiceLimits
-from .founding import check_codec
+from .founding import read_codecs
 from .health import HealthMonitor
 from .model_state import ModelState
 from .saved import SavedState, load_state
@@ -59,8 +59,9 @@ class DiLoCoServer:
                 f"compat_port={self.config.compat_port} is for `outerstep server`, which opens that port: from Python "
                 "use outerstep.compat.CompatServer(server, port) beside the server"
             )
-        if self.config.codec is not None:
-            check_codec(self.config.codec)
+        read_codecs(
+            self.config.codec or "bf16", self.config.down_codec or "same"
+        )  # what is wrong with them is said now
         if self.config.sync_every is not None and self.config.num_fragments is not None:
             check_cycle(self.config.sync_every, self.config.num_fragments)
         saved = load_state(self.config.resume) if self.config.resume is not None else None

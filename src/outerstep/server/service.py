@@ -25,7 +25,7 @@ from ..coordination.coordinator import Coordinator
 from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer
 from ..coordination.fragment import Fragment
 from ..coordination.plan import Settled, settle
-from ..core.codecs import get_codec
+from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov
 from ..core.outer import OuterOptimizer
 from ..digest import part_range
@@ -347,7 +347,7 @@ class ParameterService:
     ) -> None:
         """The model and its fragments come to be."""
         self.optimizer = optimizer
-        codec = get_codec(plan.codec)
+        codec = Recipe.parse(plan.codec)
         specs = {spec.name: spec for spec in manifest.parameters}
         initial = self.model.initial(manifest)
         self.stores = [

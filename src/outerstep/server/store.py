@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from ..core.aggregate import RunningMean
-from ..core.codecs import FP32, Codec
+from ..core.codecs import FP32
+from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov
 from ..core.outer import OuterOptimizer
 from ..core.views import fp32_views
 from ..digest import data_hash, part_count, part_hash, part_range, payload_hash
 from ..errors import NotFinite
-from ..types import Agreement, ParameterSpec, Participant
+from ..types import Agreement, ParameterSpec, Participant, Payload
 from ..wire.frames import Entry, Layout, check_frame, layout
 from ..wire.sections import row_pieces, rows_of, section_layout, section_overhead_bytes
 from .pool import private_memory
@@ -66,17 +67,18 @@ class FragmentStore:
         index: int,
         specs: list[ParameterSpec],
         state: dict[str, Tensor],
-        codec: Codec,
+        codec: Recipe,
         part_size_bytes: int,
         version: int = 0,
         max_staleness: int = 0,
     ) -> None:
         self.index = index
-        self._codec = codec
+        self._codec_name = codec.name
+        self._codecs = {spec.name: codec.codec(spec) for spec in specs}
         self._shapes = [(spec.name, spec.shape) for spec in specs]
         self._part_size_bytes = part_size_bytes
         self.down = layout(FP32.name, [(s.name, s.shape, FP32.encoded_bytes(s.numel)) for s in specs])
-        self.up = layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in specs])
+        self.up = layout(codec.name, [(s.name, s.shape, self._codecs[s.name].encoded_bytes(s.numel)) for s in specs])
         self._roles = {spec.name: spec.role for spec in specs}
         self._averaged = [name for name, role in self._roles.items() if role == "average"]
         self._statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
@@ -206,10 +208,9 @@ class FragmentStore:
     def _sections(self, payload: memoryview, sections: int) -> Iterator[tuple[int, Layout, memoryview]]:
         """(number, layout, frame) of each section; whatever is left over goes to the last, whose check will say so."""
         begin = 0
+        tensors = [(name, shape, self._codecs[name].encoded_bytes) for name, shape in self._shapes]
         for section in range(sections):
-            up = self.up
-            if sections > 1:
-                up = section_layout(self._codec.name, self._codec.encoded_bytes, self._shapes, sections, section)
+            up = section_layout(self._codec_name, tensors, sections, section) if sections > 1 else self.up
             end = begin + up.size_bytes if section < sections - 1 else len(payload)
             yield section, up, payload[begin:end]
             begin = end
@@ -225,7 +226,7 @@ class FragmentStore:
 
     def _blocks(self, frame: memoryview, up: Layout, entry: Entry) -> Iterator[tuple[int, Tensor]]:
         """The tensor's values, decoded a cache-sized block at a time into one scratch tensor: (first index, values)."""
-        codec, numel = self._codec, math.prod(entry.shape)
+        codec, numel = self._codecs[entry.name], math.prod(entry.shape)
         per_block = max(BLOCK_VALUES // codec.block_values, 1) * codec.block_values
         scratch = torch.empty(min(numel, per_block))
         begin = up.data_begin + entry.begin
@@ -289,13 +290,9 @@ class FragmentStore:
         agreement = Agreement(
             fragment=self.index,
             version=version,
-            kind="full",
-            base=None,
-            codec=FP32.name,
-            size_bytes=size,
-            payload_hash=payload_hash(hashes),
             anchor_hash=data_hash(_pieces(frame, self.down)),
             participants=participants,
+            payloads=(Payload(version=version, kind="full", size_bytes=size, hash=payload_hash(hashes)),),
         )
         made = Published(agreement, frame, hashes)
         self._versions[version] = made

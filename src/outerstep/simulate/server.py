@@ -28,6 +28,7 @@ from ..types import (
     Offer,
     ParameterSpec,
     Participant,
+    Payload,
     Plan,
     Poll,
     PutPart,
@@ -70,6 +71,7 @@ class SimServer:
             plan=Plan(
                 sync_every=scenario.sync_every,
                 codec="fp32",
+                down_codec="fp32",
                 fragments=tuple((name,) for name in names),
                 part_size_bytes=PART_BYTES,
                 max_staleness=scenario.rules.max_staleness,
@@ -168,13 +170,16 @@ class SimServer:
         return Agreement(
             fragment=fragment,
             version=version,
-            kind="full",
-            base=None,
-            codec="fp32",
-            size_bytes=self._scenario.parts * PART_BYTES,
-            payload_hash=payload_hash([_agreement_part(fragment, version, i) for i in range(self._scenario.parts)]),
             anchor_hash=data_hash([f"{before}{fragment}{version}{members}".encode()]),
             participants=participants,
+            payloads=(
+                Payload(
+                    version=version,
+                    kind="full",
+                    size_bytes=self._scenario.parts * PART_BYTES,
+                    hash=payload_hash([_agreement_part(fragment, version, i) for i in range(self._scenario.parts)]),
+                ),
+            ),
         )
 
     def _tick(self) -> None:

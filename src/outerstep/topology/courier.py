@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..coordination.exchange import Call, Exchange
+from ..coordination.fetch import Fetch
 from ..digest import part_hash, part_range
 from ..errors import OuterstepError, ServerError, TransportError
-from ..types import Agreement, Answer, GetPart, PutPart
+from ..types import Answer, GetPart, PutPart
 from ..wire.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Delivery:
 
 class Courier:
     """One per exchange. `payload` is what to upload, from part `first_part` on; `received` holds what was downloaded,
-    when it is done: the fetched parts one after the other."""
+    when it is done: per payload of the agreement, the fetched parts one after the other."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class Courier:
         self._max_download_bytes = max_download_bytes
         self._clock = clock
         self._deliveries: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
-        self._fetch = 0
-        self.received = memoryview(b"")
+        self._fetch: Fetch | None = None
+        self.received: list[memoryview] = []
         self.bytes_sent = 0
         self.bytes_received = 0
         self._cancelled = False
@@ -97,28 +98,34 @@ class Courier:
             assert self._payload is not None
             return self._payload[slice(*part_range(request.part - self._first_part, len(self._payload), size()))]
         if isinstance(request, GetPart):
-            agreement = self.exchange.agreement
-            assert agreement is not None
-            begin, end = part_range(request.part, agreement.size_bytes, size())
-            if self.exchange.fetches != self._fetch:
-                # A fresh buffer per fetch: late bytes of an abandoned one must not land in this one.
-                self._fetch = self.exchange.fetches
-                self.received = memoryview(bytearray(self._download_bytes(agreement)))
-            offset = self.place(begin)
-            return self.received[offset : offset + end - begin]
+            fetch = self.exchange.fetch
+            assert fetch is not None
+            if fetch is not self._fetch:
+                self._fetch = fetch
+                self.received = self._new_buffers(fetch)
+            piece = fetch.piece(request)
+            begin, end = part_range(piece.part, fetch.agreement.payloads[piece.payload].size_bytes, size())
+            offset = self.place(piece.payload, begin)
+            return self.received[piece.payload][offset : offset + end - begin]
         return None
 
-    def _download_bytes(self, agreement: Agreement) -> int:
-        limit = self._max_download_bytes()
+    def _new_buffers(self, fetch: Fetch) -> list[memoryview]:
+        """A fresh one per payload and attempt: late bytes of an abandoned attempt must not land in this one."""
+        agreement, limit = fetch.agreement, self._max_download_bytes()
         if limit is not None and agreement.size_bytes > limit:
             raise TransportError(f"the server announces {agreement.size_bytes} bytes, at most {limit} make sense")
-        _, end = part_range(self.exchange.fetching[-1], agreement.size_bytes, self._part_size_bytes())
-        return self.place(end - 1) + 1
+        sizes = [0] * len(agreement.payloads)
+        for piece in fetch.pieces:
+            begin, end = part_range(piece.part, agreement.payloads[piece.payload].size_bytes, self._part_size_bytes())
+            sizes[piece.payload] += end - begin
+        return [memoryview(bytearray(size)) for size in sizes]
 
-    def place(self, offset: int) -> int:
-        """Where in `received` the payload's byte number `offset` is; its part must be one of those fetched."""
+    def place(self, payload: int, offset: int) -> int:
+        """Where in `received[payload]` its byte number `offset` is; its part must be one of those fetched."""
+        assert self._fetch is not None
         part, within = divmod(offset, self._part_size_bytes())
-        return bisect_left(self.exchange.fetching, part) * self._part_size_bytes() + within
+        parts = [piece.part for piece in self._fetch.pieces if piece.payload == payload]
+        return bisect_left(parts, part) * self._part_size_bytes() + within
 
     def _perform(self, call: Call, buffer: memoryview | None) -> None:
         answer: Answer | None = None

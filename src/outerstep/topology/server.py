@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..coordination.exchange import Exchange, Outcome, Patience, Share, Wanted
+from ..coordination.exchange import Exchange, Outcome, Patience, Share
+from ..coordination.fetch import Piece, Wanted
 from ..coordination.session import Session
-from ..core.codecs import FP32, Codec, get_codec
+from ..core.codecs import Codec
+from ..core.codecs.recipe import WHOLE, Recipe
 from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash, part_count, part_hash, part_range
 from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
@@ -116,7 +118,8 @@ class ServerTopology:
         self._session: Session | None = None
         self.up: list[Layout] = []
         self.down: list[Layout] = []
-        self.codec: Codec = FP32
+        self.codec = Recipe.parse("fp32")
+        self.codecs: dict[str, Codec] = {}  # of contributions, by tensor
         self._sequence: list[int] = []
         self._leaving = threading.Lock()
         self._left = False
@@ -231,7 +234,7 @@ class ServerTopology:
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> ServerTicket:
         """Encode now (the weights will change), send in the background."""
-        payload = encode_frame(contribution.deltas, self.up[contribution.fragment], self.codec)
+        payload = encode_frame(contribution.deltas, self.up[contribution.fragment], self.codecs)
         offer = self.make_offer(contribution, (len(payload),))
         return self.carry(offer, self.part_hashes(payload), payload, stuck_after_s)
 
@@ -291,14 +294,14 @@ class ServerTopology:
 
         return self._start(exchange, offer.fragment, payload, again, share.parts.start if share else 0)
 
-    def fetch(self, agreement: Agreement, parts: tuple[int, ...]) -> ServerTicket:
-        """Some parts of an agreement's payload."""
+    def fetch(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket:
+        """Some pieces of an agreement."""
         exchange = Exchange(
             self.session,
             fragment=agreement.fragment,
             after=agreement.version,
             now=time.monotonic(),
-            fetch=Wanted(agreement, parts),
+            fetch=Wanted(agreement, pieces),
             patience=self._patience,
             rng=self._rng,
         )
@@ -311,10 +314,10 @@ class ServerTopology:
         agreement, courier = outcome.agreement, ticket.courier
         down = self.down[ticket.fragment]
         try:
-            check_frame(courier.received, down)
+            check_frame(courier.received[0], down)
         except Refused as error:
             raise ExchangeFailed(f"the server sent something else than fragment {ticket.fragment}: {error}") from error
-        anchor = fp32_views(courier.received, down.places, down.data_begin)
+        anchor = fp32_views(courier.received[0], down.places, down.data_begin)
         got = anchor_hash(anchor.values())
         if got != agreement.anchor_hash:
             raise ExchangeFailed(
@@ -366,11 +369,12 @@ class ServerTopology:
         return ServerTicket(fragment, courier, again or (lambda _: self._start(exchange, fragment)))
 
     def _adopt_plan(self, answer: JoinAnswer) -> None:
-        self.codec = get_codec(answer.plan.codec)
+        self.codec = Recipe.parse(answer.plan.codec)
         specs = {spec.name: spec for spec in answer.manifest.parameters}
         groups = [[specs[name] for name in names] for names in answer.plan.fragments]
+        self.codecs = {spec.name: self.codec.codec(spec) for spec in answer.manifest.parameters}
         self.up = [_layout(self.codec, group) for group in groups]
-        self.down = [_layout(FP32, group) for group in groups]
+        self.down = [_layout(WHOLE, group) for group in groups]
         self._sequence = [state.last_sequence for state in answer.fragments]
 
 
@@ -383,7 +387,7 @@ def _check_reported(contribution: Contribution, unit: WeightBy) -> None:
         )
 
 
-def encode_frame(deltas: Mapping[str, Tensor], up: Layout, codec: Codec) -> memoryview:
+def encode_frame(deltas: Mapping[str, Tensor], up: Layout, codecs: Mapping[str, Codec]) -> memoryview:
     """The frame of these tensors: encoded on their device, then copied once into place."""
     frame = memoryview(bytearray(up.size_bytes))
     frame[: up.data_begin] = up.prefix
@@ -392,7 +396,7 @@ def encode_frame(deltas: Mapping[str, Tensor], up: Layout, codec: Codec) -> memo
             continue
         count, offset = entry.end - entry.begin, up.data_begin + entry.begin
         target = torch.frombuffer(frame, dtype=torch.uint8, count=count, offset=offset)
-        values = deltas[entry.name].detach().reshape(-1)
+        values, codec = deltas[entry.name].detach().reshape(-1), codecs[entry.name]
         if values.device.type == "cpu":
             codec.encode(values, target)
         else:
@@ -407,8 +411,8 @@ def anchor_hash(tensors: Iterable[Tensor]) -> str:
     return data_hash(bytes_of(tensor) for tensor in tensors if tensor.numel())
 
 
-def _layout(codec: Codec, specs: Sequence[ParameterSpec]) -> Layout:
-    return layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in specs])
+def _layout(recipe: Recipe, specs: Sequence[ParameterSpec]) -> Layout:
+    return layout(recipe.name, [(s.name, s.shape, recipe.codec(s).encoded_bytes(s.numel)) for s in specs])
 
 
 def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float | None = None) -> Patience:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..coordination.exchange import Share
+from ..coordination.fetch import Piece
 from ..core.views import bytes_of
 from ..digest import Parts, data_hash
 from ..errors import ExchangeFailed, ModelError, Superseded
@@ -138,7 +139,7 @@ class ShardedTopology:
 
     def _encode(self, contribution: Contribution) -> memoryview:
         """Our section. A tensor that every rank holds whole is sent in shares all the same."""
-        shards, codec = self._shards, self._inner.codec
+        shards, codecs = self._shards, self._inner.codecs
         names = self._inner.session.joined.plan.fragments[contribution.fragment]
         deltas: dict[str, Tensor] = {}
         for name in names:
@@ -147,9 +148,9 @@ class ShardedTopology:
             if name not in shards.names:
                 delta = delta.reshape(-1)[rows.first_value : rows.first_value + rows.numel]
             deltas[name] = delta
-        tensors = [(name, self._shapes[name]) for name in names]
-        up = section_layout(codec.name, codec.encoded_bytes, tensors, shards.sections, shards.section)
-        return encode_frame(deltas, up, codec)
+        tensors = [(name, self._shapes[name], codecs[name].encoded_bytes) for name in names]
+        up = section_layout(self._inner.codec.name, tensors, shards.sections, shards.section)
+        return encode_frame(deltas, up, codecs)
 
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
         assert isinstance(ticket, GroupTicket)
@@ -230,7 +231,7 @@ class ShardedTopology:
         }
         if not wanted:
             return self._check(agreement, _Fetched({name: torch.empty(p.shape) for name, p in pieces.items()}))
-        ticket = self._inner.fetch(agreement, tuple(sorted(wanted)))
+        ticket = self._inner.fetch(agreement, tuple(Piece(0, part) for part in sorted(wanted)))
         ticket.join()
         try:
             ticket.outcome()
@@ -295,8 +296,8 @@ class _Piece:
         """A copy: parts may be cut anywhere, and a tensor's memory must be aligned."""
         theta = torch.empty(self.shape)
         if self.end > self.begin:
-            offset = courier.place(self.begin)
-            bytes_of(theta)[:] = courier.received[offset : offset + self.end - self.begin]
+            offset = courier.place(0, self.begin)
+            bytes_of(theta)[:] = courier.received[0][offset : offset + self.end - self.begin]
         return theta
 
 

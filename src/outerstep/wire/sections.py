@@ -46,11 +46,11 @@ def rows_of(shape: Shape, sections: int, section: int) -> Rows:
 
 
 def section_layout(
-    codec: str, encoded_bytes: Callable[[int], int], tensors: Sequence[tuple[str, Shape]], sections: int, section: int
+    codec: str, tensors: Sequence[tuple[str, Shape, Callable[[int], int]]], sections: int, section: int
 ) -> Layout:
-    """The frame of one section of these (name, shape)."""
-    shares = [(name, rows_of(shape, sections, section)) for name, shape in tensors]
-    return layout(codec, [(name, rows.shape, encoded_bytes(rows.numel)) for name, rows in shares])
+    """The frame of one section of these (name, shape, encoded bytes of so many values)."""
+    shares = [(name, rows_of(shape, sections, section), encoded_bytes) for name, shape, encoded_bytes in tensors]
+    return layout(codec, [(name, rows.shape, encoded_bytes(rows.numel)) for name, rows, encoded_bytes in shares])
 
 
 def section_overhead_bytes(whole: Layout) -> int:

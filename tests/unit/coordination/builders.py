@@ -29,6 +29,7 @@ from outerstep.types import (
     OfferAnswer,
     ParameterSpec,
     Participant,
+    Payload,
     Plan,
     Poll,
     PollAnswer,
@@ -95,13 +96,9 @@ def make_agreement(
     return Agreement(
         fragment=fragment,
         version=version,
-        kind="full",
-        base=None,
-        codec="fp32",
-        size_bytes=parts * PART_BYTES,
-        payload_hash=proof,
         anchor_hash=proof,
         participants=tuple(participants),
+        payloads=(Payload(version=version, kind="full", size_bytes=parts * PART_BYTES, hash=proof),),
     )
 
 

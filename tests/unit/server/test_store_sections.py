@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outerstep.core.codecs import get_codec
+from outerstep.core.codecs.recipe import Recipe
 from outerstep.core.delayed import DelayedNesterov
 from outerstep.core.outer import Nesterov
 from outerstep.digest import data_hash
@@ -30,19 +31,19 @@ def values(seed: int) -> dict[str, Tensor]:
 
 def make_store(codec: str) -> FragmentStore:
     specs = [ParameterSpec(name=name, shape=shape, dtype="float32") for name, shape in SHAPES.items()]
-    return FragmentStore(0, specs, values(0), get_codec(codec), 64)
+    return FragmentStore(0, specs, values(0), Recipe.parse(codec), 64)
 
 
 def in_sections(deltas: Mapping[str, Tensor], sections: int, codec: str) -> memoryview:
     coder = get_codec(codec)
     whole = bytearray()
     for section in range(sections):
-        up = section_layout(codec, coder.encoded_bytes, list(SHAPES.items()), sections, section)
+        up = section_layout(codec, [(n, s, coder.encoded_bytes) for n, s in SHAPES.items()], sections, section)
         ours = {}
         for name, shape in SHAPES.items():
             rows = rows_of(shape, sections, section)
             ours[name] = deltas[name].reshape(-1)[rows.first_value : rows.first_value + rows.numel]
-        whole += encode_frame(ours, up, coder)
+        whole += encode_frame(ours, up, dict.fromkeys(SHAPES, coder))
     return memoryview(whole)
 
 
@@ -58,7 +59,7 @@ def test_sections_add_up_to_the_whole(codec: str, sections: int) -> None:
         cut.accumulate(pieces, 1, weight, sections=sections)
     made = [store.close(1, EVERYBODY, Nesterov(0.7, 0.9)).agreement for store in (whole, cut)]
     assert made[0].anchor_hash == made[1].anchor_hash
-    assert made[0].payload_hash == made[1].payload_hash
+    assert made[0].payloads == made[1].payloads
 
 
 def test_pushes_in_sections_move_the_model_as_whole_ones_do() -> None:
@@ -100,7 +101,7 @@ class TestRefused:
 
     def test_sections_in_another_order(self) -> None:
         payload = bytes(in_sections(values(1), 2, "fp32"))
-        first = section_layout("fp32", lambda n: 4 * n, list(SHAPES.items()), 2, 0).size_bytes
+        first = section_layout("fp32", [(n, s, lambda n: 4 * n) for n, s in SHAPES.items()], 2, 0).size_bytes
         with pytest.raises((BadTensors, BadFrame)):
             make_store("fp32").check(memoryview(bytearray(payload[first:] + payload[:first])), 2)
 

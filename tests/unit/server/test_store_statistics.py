@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outerstep.core.codecs import FP32
+from outerstep.core.codecs.recipe import WHOLE
 from outerstep.core.delayed import DelayedNesterov
 from outerstep.core.outer import Nesterov
 from outerstep.server.store import FragmentStore, Pushed
@@ -17,7 +17,7 @@ EVERYBODY = (Participant(worker_id="w", sequence=1, weight=1.0),)
 
 def make_store(variance: float = 1.0, max_staleness: int = 4) -> FragmentStore:
     spec = ParameterSpec(name="var", shape=(1,), dtype="float32", role="average")
-    return FragmentStore(0, [spec], {"var": torch.tensor([variance])}, FP32, 64, max_staleness=max_staleness)
+    return FragmentStore(0, [spec], {"var": torch.tensor([variance])}, WHOLE, 64, max_staleness=max_staleness)
 
 
 def delta(anchor: float, local: float) -> memoryview:

@@ -112,7 +112,7 @@ REQUESTS: dict[type[Request], st.SearchStrategy[Request]] = {
     ),
     GetPart: st.builds(GetPart, **member, fragment=counts, version=counts, part=counts),
 }
-GOOD_QUERY = "run_id=r&worker_id=w&incarnation=1&fragment=0&version=2&part=3"
+GOOD_QUERY = "run_id=r&worker_id=w&incarnation=1&fragment=0&version=2&part=3&kind=full"
 
 
 def as_received(request: Request) -> Request:
@@ -148,7 +148,7 @@ class TestRequests:
         head = {"run_id": "r", "worker_id": "w:1", "incarnation": 1}
         assert address_of(Leave(**head))[:2] == ("POST", "/v1/leave")
         _, target, _ = address_of(GetPart(**head, fragment=0, version=2, part=3))
-        assert target == "/v1/part?run_id=r&worker_id=w%3A1&incarnation=1&fragment=0&version=2&part=3"
+        assert target == "/v1/part?run_id=r&worker_id=w%3A1&incarnation=1&fragment=0&version=2&part=3&kind=full"
 
 
 class TestRoutes:

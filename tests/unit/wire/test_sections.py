@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,13 +48,17 @@ class TestRows:
         assert [rows_of((), 3, section).numel for section in range(3)] == [1, 0, 0]
 
 
+def in_fp32(tensors: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...], Callable[[int], int]]]:
+    return [(name, shape, fp32_bytes) for name, shape in tensors]
+
+
 class TestLayouts:
     @PROPERTY
     @given(st.lists(shapes, min_size=1, max_size=5), counts)
     def test_a_section_adds_no_more_than_the_limit_allows(self, found: list[tuple[int, ...]], sections: int) -> None:
         tensors = [(f"t{i}", shape) for i, shape in enumerate(found)]
         whole = layout("fp32", [(name, shape, fp32_bytes(math.prod(shape))) for name, shape in tensors])
-        sizes = [section_layout("fp32", fp32_bytes, tensors, sections, r).size_bytes for r in range(sections)]
+        sizes = [section_layout("fp32", in_fp32(tensors), sections, r).size_bytes for r in range(sections)]
         assert sum(sizes) <= whole.size_bytes + (sections - 1) * section_overhead_bytes(whole)
 
     @PROPERTY
@@ -61,7 +66,7 @@ class TestLayouts:
     def test_one_section_is_the_whole_frame(self, found: list[tuple[int, ...]]) -> None:
         tensors = [(f"t{i}", shape) for i, shape in enumerate(found)]
         whole = layout("fp32", [(name, shape, fp32_bytes(math.prod(shape))) for name, shape in tensors])
-        assert section_layout("fp32", fp32_bytes, tensors, 1, 0) == whole
+        assert section_layout("fp32", in_fp32(tensors), 1, 0) == whole
 
     @PROPERTY
     @given(st.lists(shapes, min_size=1, max_size=5), counts)

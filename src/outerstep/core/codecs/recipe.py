@@ -1,0 +1,111 @@
+"""Which codec for which tensor: what the plan's `codec` and `down_codec` say.
+
+    recipe = rule | rule,kind=rule,…          "int4"     "int4,embeddings=int8,norms=fp32"
+    rule   = codec [+feedback] [+stochastic]   "int8+feedback"     "bf16+stochastic"
+
+The first rule is for every tensor that no kind claims. Kinds: `embeddings`, the tables; `norms`, whatever has at most
+one dimension (gains, biases). Buffers travel in fp32 whatever the recipe says: they are few, and no sums of steps.
+
+`+feedback` keeps what the codec left out and adds it to the next (core/feedback.py). The sparse codecs never go
+without, so there it may be left out. `+stochastic` rounds up or down at random, right on average; it changes the bytes
+and not how they are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from ...errors import ConfigError
+from ...types import ParameterSpec
+from . import FP32, Codec, get_codec
+
+KINDS: Final = ("embeddings", "norms")
+OPTIONS: Final = ("feedback", "stochastic")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the tensors of one kind are encoded."""
+
+    codec: Codec
+    feedback: bool = False
+    stochastic: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        name, *options = text.split("+")
+        for option in options:
+            if option not in OPTIONS:
+                raise ConfigError(f"a codec's option must be one of {', '.join(OPTIONS)}, got {option!r} in {text!r}")
+        codec = get_codec(name)
+        return cls(codec, "feedback" in options or codec.needs_feedback, "stochastic" in options)
+
+    def __str__(self) -> str:
+        feedback = "+feedback" if self.feedback and not self.codec.needs_feedback else ""
+        return self.codec.name + feedback + ("+stochastic" if self.stochastic else "")
+
+
+BUFFERS: Final = Rule(FP32)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    usual: Rule
+    by_kind: tuple[tuple[str, Rule], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        first, *others = text.split(",")
+        by_kind: dict[str, Rule] = {}
+        for part in others:
+            kind, equals, rule = part.partition("=")
+            if not equals or kind not in KINDS or kind in by_kind:
+                raise ConfigError(
+                    f"after its first codec a recipe has {' and '.join(f'{k}=CODEC' for k in KINDS)}, each once; "
+                    f"got {part!r} in {text!r}"
+                )
+            by_kind[kind] = Rule.parse(rule)
+        return cls(Rule.parse(first), tuple((kind, by_kind[kind]) for kind in KINDS if kind in by_kind))
+
+    @cached_property
+    def name(self) -> str:
+        """The recipe as it is always written: two that do the same have the same name."""
+        kinds = [f"{kind}={rule}" for kind, rule in self.by_kind if rule != self.usual]
+        return ",".join([str(self.usual), *kinds])
+
+    def rule(self, spec: ParameterSpec) -> Rule:
+        if spec.role != "parameter":
+            return BUFFERS
+        kind = "embeddings" if spec.embedding else "norms" if len(spec.shape) <= 1 else ""
+        return dict(self.by_kind).get(kind, self.usual)
+
+    def codec(self, spec: ParameterSpec) -> Codec:
+        return self.rule(spec).codec
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return self.usual, *(rule for _, rule in self.by_kind)
+
+    @property
+    def has_feedback(self) -> bool:
+        return any(rule.feedback for rule in self.rules)
+
+    @property
+    def is_exact(self) -> bool:
+        """Nothing is rounded: what arrives is what was sent."""
+        return all(rule.codec is FP32 for rule in self.rules)
+
+    def downlink(self) -> Recipe:
+        """The recipe for the way down that goes with this one for the way up. The server keeps what its codec leaves
+        out (it knows where it wanted to go), so feedback is not said there; a sparse update would leave the workers
+        far behind, so they get bf16."""
+        return Recipe(_downlink(self.usual), tuple((kind, _downlink(rule)) for kind, rule in self.by_kind))
+
+
+def _downlink(rule: Rule) -> Rule:
+    return Rule.parse("bf16") if rule.codec.needs_feedback else Rule(rule.codec, False, rule.stochastic)
+
+
+WHOLE: Final = Recipe(Rule(FP32))
