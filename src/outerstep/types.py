@@ -84,9 +84,9 @@ class Wishes(Plain, frozen=True):
 class Plan(Plain, frozen=True):
     """What every worker follows. Owned by the coordinator, changed at round boundaries only; `revision` counts changes.
 
-    `codec` is what contributions travel in, `down_codec` what agreements do: recipes (core/codecs/recipe.py). `delay` is
-    τ: an agreement is taken over so many steps after its contribution was sent. Then the worker either keeps the steps
-    it took meanwhile (`carry`) or mixes, local = α·local + (1−α)·agreed."""
+    `codec` is what contributions travel in, `down_codec` what agreements do: recipes (core/codecs/recipe.py). `delay`
+    is τ: an agreement is taken over so many steps after its contribution was sent. Then the worker either keeps the
+    steps it took meanwhile (`carry`) or mixes, local = α·local + (1−α)·agreed."""
 
     sync_every: Positive
     codec: Label

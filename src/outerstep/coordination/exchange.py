@@ -30,7 +30,7 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from ..digest import payload_hash
+from ..digest import Parts, payload_hash
 from ..errors import (
     Busy,
     FutureRound,
@@ -135,7 +135,7 @@ class Exchange:
         after: int,
         now: float,
         offer: Offer | None = None,
-        part_hashes: tuple[str, ...] = (),
+        part_hashes: tuple[str, ...] | None = None,
         share: Share | None = None,
         fetch: Wanted | None = None,
         held: Held | None = None,
@@ -143,13 +143,14 @@ class Exchange:
         rng: random.Random | None = None,
     ) -> None:
         """`after`: the version we hold; without an offer, anything newer is fetched. `offer` carries the facts of the
-        contribution (its incarnation is replaced by the session's). With a `share` it ends at the agreement; with
+        contribution (its incarnation is replaced by the session's); its parts are sent as far as their hashes are
+        known, all of them or one by one with `part_ready`. With a `share` it ends at the agreement; with
         `fetch` it begins there. `held` tells the server what we have, if we do."""
         self._session = session
         self._fragment = fragment
         self._after = after
         self._offer = offer
-        self._part_hashes = part_hashes
+        self._part_hashes: dict[int, str] = dict(enumerate(part_hashes or ()))
         self._share = share
         self._wanted_pieces = fetch
         self._held = held
@@ -190,6 +191,10 @@ class Exchange:
         self.fetch = fetch
         if fetch.is_complete:
             self.outcome = self._outcome(fetch.agreement)  # it is what we hold
+
+    def part_ready(self, part: int, part_hash: str) -> None:
+        """This part of the contribution is encoded, and may be sent."""
+        self._part_hashes[part] = part_hash
 
     @property
     def done(self) -> bool:
@@ -232,13 +237,7 @@ class Exchange:
             case Step.SEND:
                 return self._next_part_to_send()
             case Step.COMMIT:
-                offer = self._offer_now()
-                return Commit(
-                    **self._session.head,
-                    fragment=self._fragment,
-                    sequence=offer.sequence,
-                    payload_hash=payload_hash(self._part_hashes),
-                )
+                return self._commit()
             case Step.POLL:
                 return Poll(
                     **self._session.head,
@@ -258,10 +257,22 @@ class Exchange:
         assert self._offer is not None
         return replace(self._offer, incarnation=self._session.joined.incarnation)
 
-    def _next_part_to_send(self) -> Request | None:
-        if not self._to_send:
+    def _commit(self) -> Commit | None:
+        offer = self._offer_now()
+        count = self._part_count(offer)
+        if len(self._part_hashes) < count:
             return None
-        part = self._to_send.pop(0)
+        proof = payload_hash([self._part_hashes[part] for part in range(count)])
+        return Commit(**self._session.head, fragment=self._fragment, sequence=offer.sequence, payload_hash=proof)
+
+    def _part_count(self, offer: Offer) -> int:
+        return Parts(offer.section_bytes or (offer.size_bytes,), self._session.joined.plan.part_size_bytes).count
+
+    def _next_part_to_send(self) -> Request | None:
+        part = next((part for part in self._to_send if part in self._part_hashes), None)
+        if part is None:
+            return None
+        self._to_send.remove(part)
         offer = self._offer_now()
         return PutPart(
             **self._session.head,
@@ -338,7 +349,7 @@ class Exchange:
             self._accepted(answer.version)
         elif answer.state == "wait":
             self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
-        elif any(part >= len(self._part_hashes) for part in answer.missing):
+        elif any(part >= self._part_count(self._offer_now()) for part in answer.missing):
             self._fail(TransportError(f"the server misses parts that do not exist: {answer.missing[-1]}"))
         else:
             self._send(answer.missing, now)

@@ -32,6 +32,7 @@ class Scenario:
     step_s: tuple[float, ...] = (1.0, 1.0, 1.0)
     parts: int = 2
     pool_parts: int = 64
+    kept_updates: int = 2  # so far behind a worker may be and still be sent what it missed instead of everything
     heartbeat_timeout_s: float = 15.0
     heartbeat_every_s: float = 4.0
     loss: float = 0.0
@@ -80,6 +81,7 @@ class Scenario:
             step_s=tuple(rng.choice([0.5, 1.0, 1.0, 3.0]) for _ in range(workers)),
             parts=rng.randint(1, 3),
             pool_parts=rng.choice([1, 3, 64]),
+            kept_updates=seed % 4,  # not drawn: the rest of a seed's scenario stays what it was
             loss=rng.choice([0.0, 0.05, 0.2]),
             repeat=rng.choice([0.0, 0.1, 0.5]),
             damage=rng.choice([0.0, 0.02]),

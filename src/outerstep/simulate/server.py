@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
+
+from msgspec.structs import replace
 
 from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
@@ -58,6 +61,7 @@ class SimServer:
         self._history = history
         self._bodies: dict[ContributionKey, list[StepName]] = {}
         self._sums: dict[tuple[int, int], list[tuple[ContributionKey, list[StepName]]]] = {}
+        self._hashes: dict[tuple[int, int], str] = {}  # of every version's anchor
         self._busy_until = 0.0
         self.coordinator = coordinator_type(
             run_id="sim",
@@ -127,15 +131,21 @@ class SimServer:
                     return begun_commit
                 return coordinator.accept(request, now)
             case Poll():
-                return coordinator.poll(request, now)
+                answer = coordinator.poll(request, now)
+                if answer.agreement is None:
+                    return answer
+                return replace(answer, agreement=replace(answer.agreement, payloads=self._payloads(request)))
             case Control():
                 return carry_out(coordinator, request, now)
             case GetPart():
                 coordinator.get_part(request, now)
                 newest = coordinator.fragments[request.fragment].published.version
-                if not newest - KEPT_VERSIONS < request.version <= newest:
+                kept = KEPT_VERSIONS if request.kind == "full" else self._scenario.kept_updates
+                if not newest - kept < request.version <= newest:
                     raise Superseded(f"version {request.version} is not held")
-                return GetPartAnswer(hash=_agreement_part(request.fragment, request.version, request.part))
+                return GetPartAnswer(
+                    hash=_agreement_part(request.fragment, request.version, request.kind, request.part)
+                )
 
     def _carry_out(self) -> None:
         for effect in self.coordinator.take_effects():
@@ -165,22 +175,24 @@ class SimServer:
 
         return close
 
+    def _payloads(self, request: Poll) -> tuple[Payload, ...]:
+        """What leads from the version that the asker proves to hold to the newest, if it is kept; else the whole."""
+        newest = self.coordinator.fragments[request.fragment].published.version
+        known = self._hashes.get((request.fragment, request.held))
+        kept = newest - self._scenario.kept_updates <= request.held <= newest
+        if kept and known is not None and known == request.held_hash:
+            return tuple(self._payload(request.fragment, v, "update") for v in range(request.held + 1, newest + 1))
+        return (self._payload(request.fragment, newest, "full"),)
+
+    def _payload(self, fragment: int, version: int, kind: Literal["full", "update"]) -> Payload:
+        parts = [_agreement_part(fragment, version, kind, i) for i in range(self._scenario.parts)]
+        return Payload(version=version, kind=kind, size_bytes=len(parts) * PART_BYTES, hash=payload_hash(parts))
+
     def _agreement(self, fragment: int, version: int, before: str, participants: tuple[Participant, ...]) -> Agreement:
         members = ",".join(f"{p.worker_id}#{p.sequence}" for p in participants)
-        return Agreement(
-            fragment=fragment,
-            version=version,
-            anchor_hash=data_hash([f"{before}{fragment}{version}{members}".encode()]),
-            participants=participants,
-            payloads=(
-                Payload(
-                    version=version,
-                    kind="full",
-                    size_bytes=self._scenario.parts * PART_BYTES,
-                    hash=payload_hash([_agreement_part(fragment, version, i) for i in range(self._scenario.parts)]),
-                ),
-            ),
-        )
+        anchor_hash = data_hash([f"{before}{fragment}{version}{members}".encode()])
+        self._hashes[fragment, version] = anchor_hash
+        return Agreement(fragment=fragment, version=version, anchor_hash=anchor_hash, participants=participants)
 
     def _tick(self) -> None:
         self.coordinator.tick(self._agenda.now)
@@ -188,8 +200,8 @@ class SimServer:
         self._agenda.after(1.0, self._tick)
 
 
-def _agreement_part(fragment: int, version: int, part: int) -> str:
-    return part_hash(f"agreement {fragment} {version} {part}".encode())
+def _agreement_part(fragment: int, version: int, kind: str, part: int) -> str:
+    return part_hash(f"agreement {fragment} {version} {kind} {part}".encode())
 
 
 def contribution_part(key: ContributionKey, steps: list[StepName], part: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..coordination.exchange import Call, Exchange, Outcome, Patience, Session
+from ..coordination.fetch import Held
 from ..errors import Fenced, Kicked, OuterstepError, Refused, RoundStuck, TransportError
 from ..types import (
     PROTOCOL_VERSION,
@@ -39,6 +40,7 @@ class LocalFragment:
     sequence: int
     unsent: list[StepName]
     oldest_base: int
+    held: Held | None = None
 
 
 @dataclass
@@ -314,6 +316,11 @@ class SimWorker:
 
     def _adopt(self, fragment: LocalFragment, outcome: Outcome) -> None:
         made = outcome.agreement
+        sent = [(payload.kind, payload.version) for payload in made.payloads]
+        missed = [("update", v) for v in range(fragment.held.version + 1, made.version + 1)] if fragment.held else None
+        if sent not in ([("full", made.version)], missed):
+            self._history.violated(f"{self.worker_id} at {fragment.held} was sent {sent} for version {made.version}")
+        fragment.held = Held(made.version, made.anchor_hash)
         self._history.adopted(self.worker_id, made.fragment, made.version, made.anchor_hash, fragment.version)
         fragment.version = made.version
         if not fragment.unsent:
@@ -375,6 +382,7 @@ class SimWorker:
             now=self._agenda.now,
             offer=offer,
             part_hashes=hashes,
+            held=self.fragments[fragment].held if self.fragments else None,
             patience=Patience(
                 longest_backoff_s=8.0,
                 give_up_after_s=1e6,
