@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import secrets
 import socket
+import ssl
 import threading
 import time
 from dataclasses import dataclass
@@ -127,8 +128,7 @@ class HttpBody:
             self.read_into(scratch[: min(self._left, len(scratch))])
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        _shut(self._sock)
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,10 @@ class HttpService:
         host: str,
         port: int,
         limits: ServiceLimits = ServiceLimits(),  # noqa: B008 - frozen
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._service = service
+        self._tls = tls
         self._limits = limits
         self._connections: dict[socket.socket, bool] = {}  # -> is a request being served?
         self._lock = threading.Lock()
@@ -175,8 +177,7 @@ class HttpService:
             time.sleep(0.02)
         with self._lock:
             for sock in self._connections:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                _shut(sock)
         if self._thread.is_alive():
             self._thread.join(timeout=patience_s)
 
@@ -207,17 +208,31 @@ class HttpService:
                 sock.close()
 
     def _converse(self, sock: socket.socket) -> None:
+        talk = sock
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            talk = self._secured(sock)
             carry: bytes | None = b""
             while carry is not None and not self._stopping.is_set():
-                carry = self._serve_one(sock, carry)
+                carry = self._serve_one(talk, carry)
         except (_Gone, OSError) as error:
             log.debug("connection ended: %s", error)
         finally:
             with self._lock:
-                self._connections.pop(sock, None)
-            sock.close()
+                self._connections.pop(talk, None)
+            talk.close()
+
+    def _secured(self, sock: socket.socket) -> socket.socket:
+        """The connection as the peer is to be spoken with. The handshake is this thread's: a peer that is slow at it
+        keeps nobody else waiting."""
+        if self._tls is None:
+            return sock
+        sock.settimeout(self._limits.stall_s)
+        secured = self._tls.wrap_socket(sock, server_side=True)
+        with self._lock:
+            del self._connections[sock]  # wrapping has taken its file descriptor over
+            self._connections[secured] = False
+        return secured
 
     def _serve_one(self, sock: socket.socket, carry: bytes) -> bytes | None:
         """One request and its answer; returns what already arrived of the next one, None = close."""
@@ -348,6 +363,13 @@ def _read_head(http: h11.Connection, sock: socket.socket, carry: bytes) -> tuple
     if any(name == b"transfer-encoding" for name, _ in event.headers):
         raise h11.RemoteProtocolError("Transfer-Encoding is not taken; send Content-Length", error_status_hint=411)
     return event, beyond
+
+
+def _shut(sock: socket.socket) -> None:
+    """Wake whoever reads or writes. Not by the socket's own method: that of a TLS socket drops its encryption first,
+    and the reader would take what is left on the line for plain text."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _is_loopback(address: str) -> bool:

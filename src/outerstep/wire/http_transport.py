@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import ssl
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -49,8 +50,9 @@ def parse_address(address: str) -> tuple[str, int]:
 class HttpTransport:
     """Thread-safe: each call borrows a connection, and returns it if the server keeps it open."""
 
-    def __init__(self, address: str, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 30.0, tls: ssl.SSLContext | None = None) -> None:
         self._host, self._port = parse_address(address)
+        self._tls = tls
         self._timeout_s = timeout_s
         self._idle: deque[http.client.HTTPConnection] = deque()
         self._lock = threading.Lock()
@@ -127,9 +129,14 @@ class HttpTransport:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None or connection.sock is None:
-            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s), False
+            return self._new_connection(timeout_s), False
         connection.sock.settimeout(timeout_s)
         return connection, True
+
+    def _new_connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._tls)
 
     def _talk(
         self,
