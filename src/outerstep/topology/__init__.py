@@ -3,6 +3,7 @@
     joined = topology.join(manifest, wishes)
     ticket = topology.begin(contribution)      # returns at once, training may go on
     agreed = topology.finish(ticket)           # waits
+    repair = topology.confirm(agreed, intact)  # its news were taken over, and this came of it
 
 `server.py` asks a parameter server. The worker knows nothing else of how its peers are reached.
 """
@@ -16,6 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..types import Manifest, Participant, Plan, Wishes
+from .news import News, Whole
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,14 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What it gets back: the newest anchor, and whether the contribution counts in it or in a round still open."""
+    """What it gets back: news of the newest anchor, and whether the contribution counts in it or in a round still
+    open."""
 
     fragment: int
     version: int
     counted: bool
     too_old: bool
-    anchor: Mapping[str, Tensor]  # fp32, host memory
+    news: News
     anchor_hash: str
     participants: tuple[Participant, ...]
     bytes_sent: int
@@ -48,6 +51,12 @@ class Agreed:
     rejoins: int
     plan: Plan  # of the run, as it is now
     counted_in: int = 0  # the version that holds the contribution; above `version` if it was late
+
+    @property
+    def anchor(self) -> Mapping[str, Tensor]:
+        """By name, fp32 in host memory. For who confirms nothing, and therefore is always sent the whole."""
+        assert isinstance(self.news, Whole), "only what changed was sent"
+        return self.news.checked()
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class Orders:
 class Joined:
     worker_id: str
     plan: Plan
+    manifest: Manifest  # the run's
     anchors: tuple[Agreed, ...]  # per fragment
 
 
@@ -104,6 +114,10 @@ class Topology(Protocol):
         a worker's last contribution, and then the worker stays for the very round that holds it."""
 
     def finish(self, ticket: Ticket) -> Agreed: ...
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """The news were taken over; `intact`: the anchor has the agreed hash. None: so it is everywhere, and the next
+        news may build on it. Else it is mended: by the whole of the newest anchor, to be rebased on."""
 
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> Ticket:
         """Carry an exchange on that failed, or is to have another limit, under the same key: whether it counted is

@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from ..coordination.exchange import Call, Exchange
 from ..coordination.fetch import Fetch
 from ..digest import part_hash, part_range
@@ -34,8 +36,8 @@ class Delivery:
 
 
 class Courier:
-    """One per exchange. `payload` is what to upload, from part `first_part` on; `received` holds what was downloaded,
-    when it is done: per payload of the agreement, the fetched parts one after the other."""
+    """One per exchange. `payload` is what to upload, from part `first_part` on; `frames` is what was downloaded, when
+    it is done: per payload of the agreement, the fetched parts one after the other."""
 
     def __init__(
         self,
@@ -57,10 +59,14 @@ class Courier:
         self._clock = clock
         self._deliveries: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
         self._fetch: Fetch | None = None
-        self.received: list[memoryview] = []
+        self._received: list[memoryview] = []
         self.bytes_sent = 0
         self.bytes_received = 0
         self._cancelled = False
+
+    @property
+    def frames(self) -> list[memoryview]:
+        return self._received if self._fetch is self.exchange.fetch else []
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -102,26 +108,30 @@ class Courier:
             assert fetch is not None
             if fetch is not self._fetch:
                 self._fetch = fetch
-                self.received = self._new_buffers(fetch)
+                self._received = self._new_buffers(fetch)
             piece = fetch.piece(request)
             begin, end = part_range(piece.part, fetch.agreement.payloads[piece.payload].size_bytes, size())
             offset = self.place(piece.payload, begin)
-            return self.received[piece.payload][offset : offset + end - begin]
+            return self._received[piece.payload][offset : offset + end - begin]
         return None
 
     def _new_buffers(self, fetch: Fetch) -> list[memoryview]:
-        """A fresh one per payload and attempt: late bytes of an abandoned attempt must not land in this one."""
+        """A fresh one per payload and attempt: late bytes of an abandoned attempt must not land in this one. (Of torch:
+        a bytearray would be filled with zeros first.)"""
         agreement, limit = fetch.agreement, self._max_download_bytes()
         if limit is not None and agreement.size_bytes > limit:
             raise TransportError(f"the server announces {agreement.size_bytes} bytes, at most {limit} make sense")
+        versions = [payload.version for payload in agreement.payloads]
+        if sorted(set(versions)) != versions:
+            raise TransportError(f"the server announces payloads of versions {versions}; in a chain they ascend")
         sizes = [0] * len(agreement.payloads)
         for piece in fetch.pieces:
             begin, end = part_range(piece.part, agreement.payloads[piece.payload].size_bytes, self._part_size_bytes())
             sizes[piece.payload] += end - begin
-        return [memoryview(bytearray(size)) for size in sizes]
+        return [torch.empty(size, dtype=torch.uint8).numpy().data for size in sizes]
 
     def place(self, payload: int, offset: int) -> int:
-        """Where in `received[payload]` its byte number `offset` is; its part must be one of those fetched."""
+        """Where in `frames[payload]` its byte number `offset` is; its part must be one of those fetched."""
         assert self._fetch is not None
         part, within = divmod(offset, self._part_size_bytes())
         parts = [piece.part for piece in self._fetch.pieces if piece.payload == payload]

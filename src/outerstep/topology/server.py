@@ -7,18 +7,16 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from ..coordination.exchange import Exchange, Outcome, Patience, Share
-from ..coordination.fetch import Piece, Wanted
+from ..coordination.exchange import Exchange, Patience, Share
+from ..coordination.fetch import Held, Piece, Wanted
 from ..coordination.session import Session
 from ..core.codecs import Codec
-from ..core.codecs.recipe import WHOLE, Recipe
-from ..core.views import bytes_of, fp32_views
-from ..digest import data_hash, part_count, part_hash, part_range
+from ..digest import part_count, part_hash, part_range
 from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
 from ..types import (
     PROTOCOL_VERSION,
@@ -30,14 +28,16 @@ from ..types import (
     Leave,
     Manifest,
     Offer,
-    ParameterSpec,
     WeightBy,
     Wishes,
 )
-from ..wire.frames import Layout, check_frame, layout
+from ..wire.frames import Layout
 from ..wire.transport import Transport
-from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
+from . import Agreed, Contribution, Joined, Orders, Ticket
 from .courier import Courier
+from .forms import Form, forms_of
+from .news import anchor_hash, read_news
+from .ticket import ServerTicket
 
 log = logging.getLogger(__name__)
 
@@ -45,58 +45,6 @@ HEARTBEAT_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 3.0
 EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worker waits for a silent server
 NO_ORDERS = Orders()
-
-
-class ServerTicket:
-    """An exchange with the server, carried by a thread of its own."""
-
-    def __init__(self, fragment: int, courier: Courier, again: Callable[[float | None], ServerTicket]) -> None:
-        self.fragment = fragment
-        self.courier = courier
-        self.again = again  # the same exchange, from the beginning, with this stuck_after_s
-        self._done = threading.Event()
-        self._crash: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"outerstep-exchange-{fragment}", daemon=True)
-        self._thread.start()
-
-    @property
-    def failed(self) -> bool:
-        return self._crash is not None or self.courier.exchange.outcome is None
-
-    def look(self, timeout_s: float) -> Sight:
-        done, exchange = self.wait(timeout_s), self.courier.exchange
-        missed = exchange.outcome is not None and not exchange.outcome.counted
-        return Sight(done, exchange.wanted, exchange.waiting_for, exchange.silent_s(time.monotonic()), missed)
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._done.wait(timeout_s)
-
-    def join(self) -> None:
-        while not self.wait(1.0):  # in slices, so that Ctrl-C gets through
-            pass
-
-    def cancel(self) -> None:
-        self.courier.cancel()
-
-    def outcome(self) -> Outcome:
-        """What the exchange came to; whatever went wrong in the background is raised here, with its cause."""
-        exchange = self.courier.exchange
-        failure = self._crash or exchange.failure
-        if isinstance(failure, WorkerError):
-            raise failure
-        if failure is not None:
-            raise ExchangeFailed(f"the exchange of fragment {self.fragment} failed: {failure}") from failure
-        if exchange.outcome is None:
-            raise ExchangeFailed(f"the exchange of fragment {self.fragment} was cancelled")
-        return exchange.outcome
-
-    def _run(self) -> None:
-        try:
-            self.courier.run()
-        except BaseException as error:  # noqa: BLE001 - it surfaces in outcome(), in the training thread
-            self._crash = error
-        finally:
-            self._done.set()
 
 
 class ServerTopology:
@@ -116,10 +64,8 @@ class ServerTopology:
         self._join_timeout_s = join_timeout_s
         self._rng = random.Random(instance)
         self._session: Session | None = None
-        self.up: list[Layout] = []
-        self.down: list[Layout] = []
-        self.codec = Recipe.parse("fp32")
-        self.codecs: dict[str, Codec] = {}  # of contributions, by tensor
+        self.forms: list[Form] = []
+        self._held: dict[int, Held] = {}  # per fragment, the anchor as it is now, if it was proven
         self._sequence: list[int] = []
         self._leaving = threading.Lock()
         self._left = False
@@ -134,7 +80,7 @@ class ServerTopology:
         """Introduce ourselves and fetch the newest anchor of every fragment."""
         tickets = self.introduce(manifest, wishes)
         anchors = tuple(self.finish(ticket) for ticket in tickets)
-        return Joined(self._worker_id, self.session.joined.plan, anchors)
+        return Joined(self._worker_id, self.session.joined.plan, self.session.joined.manifest, anchors)
 
     def introduce(self, manifest: Manifest | None, wishes: Wishes, share: Share | None = None) -> list[ServerTicket]:
         """Join, and ask for the newest agreement of every fragment; with a `share`, ask only and fetch nothing."""
@@ -157,7 +103,7 @@ class ServerTopology:
                 raise failure.__cause__ from None  # "no" at join is said as the server said it
             raise
         self._adopt_plan(self.session.joined)
-        return [first, *(self._ask(fragment, share, self._patience) for fragment in range(1, len(self.down)))]
+        return [first, *(self._ask(fragment, share, self._patience) for fragment in range(1, len(self.forms)))]
 
     def follow(self, join: Join, answer: JoinAnswer) -> None:
         """Speak for a worker that another process of its group has joined."""
@@ -234,7 +180,9 @@ class ServerTopology:
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> ServerTicket:
         """Encode now (the weights will change), send in the background."""
-        payload = encode_frame(contribution.deltas, self.up[contribution.fragment], self.codecs)
+        form = self.forms[contribution.fragment]
+        codecs = {name: rule.codec for name, rule in form.rules.items()}
+        payload = encode_frame(contribution.deltas, form.up, codecs)
         offer = self.make_offer(contribution, (len(payload),))
         return self.carry(offer, self.part_hashes(payload), payload, stuck_after_s)
 
@@ -252,7 +200,7 @@ class ServerTopology:
             steps=contribution.steps,
             samples=contribution.samples,
             tokens=contribution.tokens,
-            codec=self.codec.name,
+            codec=self.forms[fragment].up.header.codec,
             size_bytes=sum(section_bytes),
             section_bytes=section_bytes if len(section_bytes) > 1 else (),
         )
@@ -277,6 +225,7 @@ class ServerTopology:
         share: Share | None = None,
     ) -> ServerTicket:
         """Send what was offered, or our share of it; wait for the agreement, and fetch it unless it is shared."""
+        held = None if share else self._held.get(offer.fragment)
         exchange = Exchange(
             self.session,
             fragment=offer.fragment,
@@ -285,6 +234,7 @@ class ServerTopology:
             offer=offer,
             part_hashes=hashes,
             share=share,
+            held=held,
             patience=_with_limit(self._patience, self._patience.give_up_after_s, stuck_after_s),
             rng=self._rng,
         )
@@ -292,7 +242,7 @@ class ServerTopology:
         def again(stuck_after_s: float | None) -> ServerTicket:
             return self.carry(offer, hashes, payload, stuck_after_s, share)
 
-        return self._start(exchange, offer.fragment, payload, again, share.parts.start if share else 0)
+        return self._start(exchange, offer.fragment, payload, again, share.parts.start if share else 0, held)
 
     def fetch(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket:
         """Some pieces of an agreement."""
@@ -311,25 +261,50 @@ class ServerTopology:
         assert isinstance(ticket, ServerTicket)
         ticket.join()
         outcome = ticket.outcome()
-        agreement, courier = outcome.agreement, ticket.courier
-        down = self.down[ticket.fragment]
-        try:
-            check_frame(courier.received[0], down)
-        except Refused as error:
-            raise ExchangeFailed(f"the server sent something else than fragment {ticket.fragment}: {error}") from error
-        anchor = fp32_views(courier.received[0], down.places, down.data_begin)
-        got = anchor_hash(anchor.values())
-        if got != agreement.anchor_hash:
-            raise ExchangeFailed(
-                f"fragment {ticket.fragment} version {agreement.version}: our anchor's hash is {got}, "
-                f"the server's {agreement.anchor_hash}"
-            )
+        agreed = self._agreed(ticket)
+        if agreed is not None:
+            return agreed
+        whole, courier = self._whole(ticket.fragment), ticket.courier
+        return dataclasses.replace(
+            whole,
+            counted=outcome.counted,
+            too_old=outcome.too_old,
+            counted_in=outcome.counted_in,
+            bytes_sent=courier.bytes_sent,
+            bytes_received=whole.bytes_received + courier.bytes_received,
+            retries=whole.retries + courier.exchange.retries,
+            rejoins=whole.rejoins + courier.exchange.rejoins,
+        )
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        if intact:
+            self._held[agreed.fragment] = Held(agreed.version, agreed.anchor_hash)
+            return None
+        return self._whole(agreed.fragment)
+
+    def _whole(self, fragment: int) -> Agreed:
+        """The newest anchor, all of it."""
+        ticket = self._ask(fragment, None, self._patience)
+        ticket.join()
+        agreed = self._agreed(ticket)
+        if agreed is None:
+            raise ExchangeFailed(f"the server was asked for the whole of fragment {fragment}, and sent something else")
+        return agreed
+
+    def _agreed(self, ticket: ServerTicket) -> Agreed | None:
+        """What the exchange brought; None if that does not lead on from the anchor that we hold. What that is, is not
+        known from here on until the news have been taken over and confirmed."""
+        outcome, courier = ticket.outcome(), ticket.courier
+        agreement, held = outcome.agreement, self._held.pop(ticket.fragment, None)
+        if not _leads_on(agreement, ticket.held if ticket.held == held else None):
+            return None
+        kinds = tuple(payload.kind for payload in agreement.payloads)
         return Agreed(
             fragment=ticket.fragment,
             version=agreement.version,
             counted=outcome.counted,
             too_old=outcome.too_old,
-            anchor=anchor,
+            news=read_news(self.forms[ticket.fragment], kinds, courier.frames, agreement.anchor_hash),
             anchor_hash=agreement.anchor_hash,
             participants=agreement.participants,
             bytes_sent=courier.bytes_sent,
@@ -355,6 +330,7 @@ class ServerTopology:
         payload: memoryview | None = None,
         again: Callable[[float | None], ServerTicket] | None = None,
         first_part: int = 0,
+        held: Held | None = None,
     ) -> ServerTicket:
         session = self._session
         assert session is not None
@@ -364,17 +340,12 @@ class ServerTopology:
             part_size_bytes=lambda: session.joined.plan.part_size_bytes,
             payload=payload,
             first_part=first_part,
-            max_download_bytes=lambda: self.down[fragment].size_bytes if self.down else None,
+            max_download_bytes=lambda: self.forms[fragment].full.size_bytes if self.forms else None,
         )
-        return ServerTicket(fragment, courier, again or (lambda _: self._start(exchange, fragment)))
+        return ServerTicket(fragment, courier, held, again or (lambda _: self._start(exchange, fragment)))
 
     def _adopt_plan(self, answer: JoinAnswer) -> None:
-        self.codec = Recipe.parse(answer.plan.codec)
-        specs = {spec.name: spec for spec in answer.manifest.parameters}
-        groups = [[specs[name] for name in names] for names in answer.plan.fragments]
-        self.codecs = {spec.name: self.codec.codec(spec) for spec in answer.manifest.parameters}
-        self.up = [_layout(self.codec, group) for group in groups]
-        self.down = [_layout(WHOLE, group) for group in groups]
+        self.forms = forms_of(answer.plan, answer.manifest)
         self._sequence = [state.last_sequence for state in answer.fragments]
 
 
@@ -406,13 +377,14 @@ def encode_frame(deltas: Mapping[str, Tensor], up: Layout, codecs: Mapping[str, 
     return frame
 
 
-def anchor_hash(tensors: Iterable[Tensor]) -> str:
-    """The identity of an anchor: over its fp32 values in the fragment's order."""
-    return data_hash(bytes_of(tensor) for tensor in tensors if tensor.numel())
-
-
-def _layout(recipe: Recipe, specs: Sequence[ParameterSpec]) -> Layout:
-    return layout(recipe.name, [(s.name, s.shape, recipe.codec(s).encoded_bytes(s.numel)) for s in specs])
+def _leads_on(agreement: Agreement, held: Held | None) -> bool:
+    """Is it the whole of this version, or what leads there from the anchor that is held?"""
+    frames = [(payload.kind, payload.version) for payload in agreement.payloads]
+    if frames == [("full", agreement.version)]:
+        return True
+    if not frames and held is not None:
+        return held == Held(agreement.version, agreement.anchor_hash)
+    return held is not None and frames == [("update", v) for v in range(held.version + 1, agreement.version + 1)]
 
 
 def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float | None = None) -> Patience:
@@ -426,3 +398,6 @@ def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float
         stuck_after_s=stuck_after_s,
         stay_for_own_round=stuck_after_s is not None,
     )
+
+
+__all__ = ["ServerTicket", "ServerTopology", "anchor_hash", "encode_frame"]

@@ -5,9 +5,9 @@ Nothing gathers the whole model. Every rank has its own way to the server and sp
     contribute   each rank sends its rows as one section of the contribution (wire/sections.py), all under one key;
                  rank 0 commits when the server misses nothing. The server is where they meet.
     agree        rank 0 hears of the agreement and tells the others.
-    fetch        each rank fetches the parts that cover its rows, and compares their hash with the one that the
-                 agreement names for its section. If the version was replaced meanwhile, all try the newest: either
-                 every rank takes a version over, or none does.
+    fetch        each rank fetches the parts that cover its rows. If the version was replaced meanwhile, all try the
+                 newest: either every rank takes a version over, or none does. Taking it over, each compares the hash
+                 of its rows with the one that the agreement names for its section.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..coordination.exchange import Share
 from ..coordination.fetch import Piece
 from ..core.views import bytes_of
-from ..digest import Parts, data_hash
+from ..digest import Parts
 from ..errors import ExchangeFailed, ModelError, Superseded
 from ..types import Agreement, Join, JoinAnswer, Manifest, Plan, Wishes
 from ..wire.frames import Entry
@@ -29,8 +29,10 @@ from ..wire.sections import rows_of, section_layout
 from . import Agreed, Contribution, Joined, Orders, Ticket
 from .courier import Courier
 from .group import Amount, Facts, GroupTicket, GroupTopology, check_same_model, of_all
+from .news import Extent, Whole
 from .ranks import Ranks
-from .server import ServerTicket, ServerTopology, encode_frame
+from .server import ServerTopology, encode_frame
+from .ticket import ServerTicket
 
 VERSIONS_TRIED = 8  # who is overtaken so often is too slow to ever catch up
 
@@ -97,7 +99,8 @@ class ShardedTopology:
             self._inner.follow(entered.join, entered.answer)
         plan = entered.answer.plan
         settled = [Settled(agreement, counted=False, too_old=False, plan=plan) for agreement in entered.agreements]
-        return Joined(entered.join.worker_id, plan, tuple(self._take(one) for one in settled))
+        anchors = tuple(self._take(one) for one in settled)
+        return Joined(entered.join.worker_id, plan, entered.answer.manifest, anchors)
 
     def _enter(self, manifest: Manifest, wishes: Wishes) -> Entered:
         tickets = self._inner.introduce(manifest, wishes, self._listening)
@@ -139,7 +142,8 @@ class ShardedTopology:
 
     def _encode(self, contribution: Contribution) -> memoryview:
         """Our section. A tensor that every rank holds whole is sent in shares all the same."""
-        shards, codecs = self._shards, self._inner.codecs
+        shards, form = self._shards, self._inner.forms[contribution.fragment]
+        codecs = {name: rule.codec for name, rule in form.rules.items()}
         names = self._inner.session.joined.plan.fragments[contribution.fragment]
         deltas: dict[str, Tensor] = {}
         for name in names:
@@ -149,7 +153,7 @@ class ShardedTopology:
                 delta = delta.reshape(-1)[rows.first_value : rows.first_value + rows.numel]
             deltas[name] = delta
         tensors = [(name, self._shapes[name], codecs[name].encoded_bytes) for name in names]
-        up = section_layout(self._inner.codec.name, tensors, shards.sections, shards.section)
+        up = section_layout(form.up.header.codec, tensors, shards.sections, shards.section)
         return encode_frame(deltas, up, codecs)
 
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
@@ -170,6 +174,12 @@ class ShardedTopology:
         return replace(
             agreed, bytes_sent=courier.bytes_sent, retries=courier.exchange.retries, rejoins=courier.exchange.rejoins
         )
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        if all(self._ranks.gather(lambda: intact, bool)):
+            return None
+        newest = self._ranks.tell(lambda: self._newest(agreed.fragment, -1), Agreement)
+        return self._take(Settled(newest, counted=False, too_old=False, plan=agreed.plan))
 
     def _settle(self, ticket: GroupTicket) -> Settled | None:
         """Rank 0 knows what it came to. The others have sent their parts, or are not needed any more; if one could
@@ -204,21 +214,24 @@ class ShardedTopology:
                     settled.plan,
                     bytes_received=fetched.bytes_received,
                     counted_in=settled.counted_in,
-                ).with_anchor(fetched.anchor)
-            agreement = self._ranks.tell(lambda: self._newest(agreement), Agreement)  # noqa: B023
+                ).with_news(fetched.news)
+            agreement = self._ranks.tell(
+                lambda: self._newest(agreement.fragment, agreement.version - 1),  # noqa: B023
+                Agreement,
+            )
         raise ExchangeFailed(
             f"fragment {agreement.fragment}: {VERSIONS_TRIED} versions were replaced before all ranks had fetched "
             "theirs; exchange less often, or in more fragments"
         )
 
-    def _newest(self, agreement: Agreement) -> Agreement:
-        ticket = self._inner.ask(agreement.fragment, self._listening, after=agreement.version - 1)
+    def _newest(self, fragment: int, after: int) -> Agreement:
+        ticket = self._inner.ask(fragment, self._listening, after)
         ticket.join()
         return ticket.outcome().agreement
 
     def _fetch(self, agreement: Agreement) -> _Fetched | None:
-        """Our rows of this version, checked; None if the server holds it no longer."""
-        down = self._inner.down[agreement.fragment]
+        """Our rows of this version; None if the server holds it no longer."""
+        down = self._inner.forms[agreement.fragment].full
         if agreement.size_bytes != down.size_bytes or len(agreement.range_hashes) != self._shards.sections:
             raise ExchangeFailed(
                 f"the server announces {agreement.size_bytes} bytes and {len(agreement.range_hashes)} ranges for "
@@ -230,7 +243,7 @@ class ShardedTopology:
             part for p in pieces.values() if p.end > p.begin for part in range(p.begin // size, -(-p.end // size))
         }
         if not wanted:
-            return self._check(agreement, _Fetched({name: torch.empty(p.shape) for name, p in pieces.items()}))
+            return _Fetched(self._news(agreement, {name: torch.empty(p.shape) for name, p in pieces.items()}))
         ticket = self._inner.fetch(agreement, tuple(Piece(0, part) for part in sorted(wanted)))
         ticket.join()
         try:
@@ -240,7 +253,7 @@ class ShardedTopology:
                 return None
             raise
         anchor = {name: piece.cut(ticket.courier) for name, piece in pieces.items()}
-        return self._check(agreement, _Fetched(anchor, ticket.courier.bytes_received))
+        return _Fetched(self._news(agreement, anchor), ticket.courier.bytes_received)
 
     def _piece(self, entry: Entry, data_begin: int) -> _Piece:
         """Where in the payload what we hold of this tensor is."""
@@ -250,23 +263,15 @@ class ShardedTopology:
         begin = data_begin + entry.begin + 4 * rows.first_value
         return _Piece(begin, begin + 4 * rows.numel, rows.shape)
 
-    def _check(self, agreement: Agreement, fetched: _Fetched) -> _Fetched:
+    def _news(self, agreement: Agreement, values: dict[str, Tensor]) -> Whole:
         """The hash is over our section's rows, also of the tensors that we hold whole."""
-        shards = self._shards
-
-        def ours(name: str, theta: Tensor) -> Tensor:
-            rows = rows_of(self._shapes[name], shards.sections, shards.section)
-            whole = name not in shards.names
-            return theta.reshape(-1)[rows.first_value : rows.first_value + rows.numel] if whole else theta
-
-        kept = [ours(name, theta) for name, theta in fetched.anchor.items()]
-        got, expected = data_hash(bytes_of(t) for t in kept if t.numel()), agreement.range_hashes[shards.section]
-        if got != expected:
-            raise ExchangeFailed(
-                f"fragment {agreement.fragment} version {agreement.version}, section {shards.section}: "
-                f"our rows have the hash {got}, the server's {expected}"
-            )
-        return fetched
+        extents: dict[str, Extent] = {}
+        for name in values:
+            rows = rows_of(self._shapes[name], self._shards.sections, self._shards.section)
+            sharded = name in self._shards.names
+            hashed = None if sharded else range(rows.first_value, rows.first_value + rows.numel)
+            extents[name] = Extent(rows.first_value if sharded else 0, hashed)
+        return Whole(values, agreement.range_hashes[self._shards.section], extents)
 
     @property
     def _owns(self) -> bool:
@@ -280,7 +285,7 @@ class ShardedTopology:
 
 @dataclass(frozen=True)
 class _Fetched:
-    anchor: dict[str, Tensor]
+    news: Whole
     bytes_received: int = 0
 
 
@@ -297,7 +302,7 @@ class _Piece:
         theta = torch.empty(self.shape)
         if self.end > self.begin:
             offset = courier.place(0, self.begin)
-            bytes_of(theta)[:] = courier.received[0][offset : offset + self.end - self.begin]
+            bytes_of(theta)[:] = courier.frames[0][offset : offset + self.end - self.begin]
         return theta
 
 

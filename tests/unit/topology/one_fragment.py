@@ -1,0 +1,178 @@
+"""A server for one worker and one fragment, whose answers are up to the test, payload by payload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from outerstep.core.codecs.recipe import Recipe
+from outerstep.digest import part_count, part_hash, part_range, payload_hash
+from outerstep.topology.forms import Form, forms_of
+from outerstep.topology.news import anchor_hash
+from outerstep.topology.server import encode_frame
+from outerstep.types import (
+    Agreement,
+    Answer,
+    Commit,
+    CommitAnswer,
+    FragmentState,
+    GetPart,
+    GetPartAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
+    Join,
+    JoinAnswer,
+    Leave,
+    LeaveAnswer,
+    Manifest,
+    Offer,
+    OfferAnswer,
+    Payload,
+    Plan,
+    Poll,
+    PollAnswer,
+    PutPart,
+    PutPartAnswer,
+    Request,
+)
+
+PART_BYTES = 1 << 16
+
+
+class OneFragment:
+    """θ moves by what the down codec makes of `step(decoded contribution)`: by minus the contribution, unless told
+    otherwise. `payloads` chooses what a poll is answered with; `refuse` may raise instead of an answer."""
+
+    address = "one fragment"
+
+    def __init__(self, theta: Mapping[str, Tensor], manifest: Manifest, *, codec: str, down_codec: str) -> None:
+        self.theta = {name: value.clone().float() for name, value in theta.items()}
+        self.manifest = manifest
+        self.plan = Plan(
+            sync_every=1,
+            codec=Recipe.parse(codec).name,
+            fragments=(tuple(theta),),
+            part_size_bytes=PART_BYTES,
+            max_staleness=4,
+            heartbeat_timeout_s=0.0,
+            down_codec=down_codec,
+        )
+        self.form: Form = forms_of(self.plan, manifest)[0]
+        self.version = 0
+        self.last_sequence = 0
+        self.updates: dict[int, memoryview] = {}
+        self.hashes = {0: anchor_hash(self.theta.values())}
+        self.polls: list[Poll] = []
+        self.applied: list[dict[str, Tensor]] = []
+        self.payloads: Callable[[Poll], list[tuple[str, int]]] = self.as_agreed
+        self.refuse: Callable[[Request], None] = lambda request: None
+        self.counts = True  # does a contribution count?
+        self._parts: dict[int, bytes] = {}
+
+    # --- the transport -------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        request: Request,
+        *,
+        body: memoryview | None = None,
+        into: memoryview | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        self.refuse(request)
+        match request:
+            case Join():
+                state = FragmentState(version=self.version, last_sequence=self.last_sequence)
+                return JoinAnswer(
+                    run_id="one", incarnation=1, plan=self.plan, manifest=self.manifest, fragments=(state,)
+                )
+            case Offer():
+                self._parts = {}
+                return OfferAnswer(state="send", missing=tuple(range(part_count(request.size_bytes, PART_BYTES))))
+            case PutPart():
+                assert body is not None
+                assert part_hash(body) == request.hash
+                self._parts[request.part] = bytes(body)
+                return PutPartAnswer(state="stored")
+            case Commit():
+                parts = [self._parts[part] for part in sorted(self._parts)]
+                assert payload_hash([part_hash(part) for part in parts]) == request.payload_hash
+                self.last_sequence = request.sequence
+                self.contributed(b"".join(parts))
+                return CommitAnswer(version=self.version)
+            case Poll():
+                return self._poll(request)
+            case GetPart():
+                assert into is not None
+                frame = self.frame(request.kind, request.version)
+                into[:] = frame[slice(*part_range(request.part, len(frame), PART_BYTES))]
+                return GetPartAnswer(hash=part_hash(into))
+            case Heartbeat():
+                return HeartbeatAnswer(sync_round=self.version)
+            case Leave():
+                return LeaveAnswer()
+        raise AssertionError(request)
+
+    def status(self) -> dict[str, object]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+    # --- rounds --------------------------------------------------------------------------------------------------
+
+    def contributed(self, frame: bytes) -> None:
+        """A round with this one contribution."""
+        data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        deltas: dict[str, Tensor] = {}
+        for entry in self.form.up.entries:
+            deltas[entry.name] = torch.empty(entry.shape)
+            begin, end = (self.form.up.data_begin + edge for edge in (entry.begin, entry.end))
+            self.form.rules[entry.name].codec.decode(data[begin:end], deltas[entry.name].view(-1))
+        self.applied.append(deltas)
+        self.move({name: -delta for name, delta in deltas.items()})
+
+    def move(self, wanted: Mapping[str, Tensor]) -> None:
+        """The next version: what the down codec makes of this difference is added."""
+        self.version += 1
+        frame = encode_frame(wanted, self.form.update, self.form.codecs)
+        self.updates[self.version] = frame
+        data = torch.frombuffer(frame, dtype=torch.uint8)
+        for entry in self.form.update.entries:
+            begin, end = (self.form.update.data_begin + edge for edge in (entry.begin, entry.end))
+            decoded = torch.empty(entry.shape)
+            self.form.codecs[entry.name].decode(data[begin:end], decoded.view(-1))
+            self.theta[entry.name].add_(decoded)
+        self.hashes[self.version] = anchor_hash(self.theta.values())
+
+    def frame(self, kind: str, version: int) -> memoryview:
+        if kind == "update":
+            return self.updates[version]
+        assert version == self.version
+        full = Recipe.parse("fp32")
+        return encode_frame(self.theta, self.form.full, {s.name: full.codec(s) for s in self.manifest.parameters})
+
+    def as_agreed(self, poll: Poll) -> list[tuple[str, int]]:
+        """The chain from what is held, or the whole."""
+        if poll.held_hash is not None and self.hashes.get(poll.held) == poll.held_hash:
+            return [("update", version) for version in range(poll.held + 1, self.version + 1)]
+        return [("full", self.version)]
+
+    def _poll(self, poll: Poll) -> PollAnswer:
+        self.polls.append(poll)
+        if poll.after >= self.version:
+            return PollAnswer(agreement=None, last_sequence=self.last_sequence, retry_after_s=0.01)
+        payloads = []
+        for kind, version in self.payloads(poll):
+            frame = self.frame(kind, version)
+            count = part_count(len(frame), PART_BYTES)
+            hashes = [part_hash(frame[slice(*part_range(i, len(frame), PART_BYTES))]) for i in range(count)]
+            payloads.append(
+                Payload(version=version, kind=kind, size_bytes=len(frame), hash=payload_hash(hashes))  # type: ignore[arg-type]
+            )
+        agreement = Agreement(
+            fragment=0, version=self.version, anchor_hash=self.hashes[self.version], payloads=tuple(payloads)
+        )
+        return PollAnswer(agreement=agreement, last_sequence=self.last_sequence)
