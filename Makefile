@@ -42,6 +42,7 @@ bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/http_service.py --quick
 	$(BIN)/python bench/codecs.py --quick
 	$(BIN)/python bench/async_speeds.py --quick
+	$(BIN)/python bench/loss.py --quick
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
