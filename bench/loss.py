@@ -263,6 +263,8 @@ class Exchange:
         self.up, self.down = get_codec(row.up), get_codec(row.down)
         self.feedback = ErrorFeedback(self.up) if row.feedback else None
         self.outer = Nesterov(*(row.outer or (settings.outer_lr, settings.outer_momentum)))
+        # The gains are encoded in many short parts, each a handful of tiny calls: a GPU is no help with those.
+        start = {"matrices": start["matrices"], "gains": start["gains"].cpu()}
         self.exact = {name: values.clone() for name, values in start.items()}  # T
         self.theta = {name: values.clone() for name, values in start.items()}  # θ
 
@@ -332,7 +334,7 @@ def carry_out(rows: list[Row], seeds: list[int], settings: Settings, corpus: Cor
         for index, exchange in enumerate(exchanges):
             exchange.round(replicas.of(index))
         if done * settings.evaluations // settings.rounds > (done - 1) * settings.evaluations // settings.rounds:
-            thetas = {name: torch.stack([exchange.theta[name] for exchange in exchanges]) for name in layout.shapes}
+            thetas = {row: torch.stack([exchange.theta[row] for exchange in exchanges]) for row in layout.shapes}
             losses = held_out_losses(evaluate, layout.named(thetas), batches, device)
             for curve, loss in zip(curves, losses, strict=True):
                 curve.append((done, loss))
@@ -349,6 +351,7 @@ def held_out_losses(
     evaluate: Losses, thetas: Mapping[str, Tensor], batches: Batches, device: torch.device
 ) -> list[float]:
     """Mean nats per byte of each θ in the stack; all batches are of one size."""
+    thetas = {name: theta.to(device) for name, theta in thetas.items()}
     total = sum(evaluate(thetas, inputs.to(device), targets.to(device)).double() for inputs, targets in batches)
     assert isinstance(total, Tensor)
     return list((total / len(batches)).tolist())
