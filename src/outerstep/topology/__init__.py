@@ -12,12 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..types import Manifest, Participant, Plan, Wishes
 from .news import News, Whole
+
+
+class Deltas(Protocol):
+    """Pseudo-gradients that are made when they are asked for."""
+
+    def block(self, name: str, start: int, stop: int) -> Tensor:
+        """Δ[start:stop], flat fp32; not to be changed, and gone with the next call."""
+
+    def device(self, name: str) -> torch.device:
+        """Where it comes from."""
+
+    def home(self, name: str) -> torch.device:
+        """Where what belongs to this tensor is kept."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,7 @@ class Contribution:
     steps: int
     samples: int
     tokens: int
-    deltas: Mapping[str, Tensor]  # pseudo-gradients, fp32
+    deltas: Deltas | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -132,5 +146,11 @@ class Topology(Protocol):
 
     def leave(self, reason: str) -> None: ...
 
+    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """What this process must not forget if it is started anew; `sent`: the Δ of each fragment under way."""
 
-__all__ = ["Agreed", "Contribution", "Joined", "Orders", "Sight", "Ticket", "Topology"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before it joins."""
+
+
+__all__ = ["Agreed", "Contribution", "Deltas", "Joined", "Orders", "Sight", "Ticket", "Topology"]

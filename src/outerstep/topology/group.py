@@ -8,11 +8,14 @@ sharded.py is the same for ranks that hold different rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
+from ..core.memory import new_bytes
 from ..digest import data_hash
 from ..errors import ModelError
 from ..types import Manifest, Participant, Plan, Wishes
@@ -166,7 +169,7 @@ class GroupTopology:
         """The news that rank 0 has, on every rank."""
         form = self._forms[facts.fragment]
         sizes = [(form.full if kind == "full" else form.update).size_bytes for kind in facts.kinds]
-        frames = [torch.empty(size, dtype=torch.uint8).numpy().data for size in sizes] if news is None else news.frames
+        frames = [new_bytes(size).numpy().data for size in sizes] if news is None else news.frames
         self._ranks.spread(torch.frombuffer(frame, dtype=torch.uint8) for frame in frames)
         here = self._ranks.check(lambda: news or read_news(form, facts.kinds, frames, facts.anchor_hash))
         if news is None:
@@ -191,6 +194,14 @@ class GroupTopology:
         speaker = self._speaker
         self._orders = self._ranks.tell(lambda: speaker.orders(at_exchange=True) if speaker else Orders(), Orders)
         return self._orders
+
+    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """Rank 0's; the others have nothing to remember."""
+        return self._speaker.state_dict(sent) if self._speaker is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._speaker is not None:
+            self._speaker.load_state_dict(state)
 
     def leave(self, reason: str) -> None:
         if self._speaker is not None:

@@ -23,6 +23,7 @@ from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash
 from ..errors import ExchangeFailed, Refused
 from ..wire.frames import Layout, check_frame
+from .device import HostCopies
 from .forms import Form
 
 Kind = Literal["full", "update"]
@@ -66,13 +67,22 @@ class Proof:
     def __init__(self, expected: str) -> None:
         self.expected = expected
         self._state = xxhash.xxh3_128()
+        self._copies = HostCopies(self._update)
 
     def feed(self, values: Tensor) -> None:
+        if values.device.type != "cpu":
+            self._copies.put(values)
+        else:
+            self._copies.flush()
+            self._update(values)
+
+    def _update(self, values: Tensor) -> None:
         if values.numel():
             self._state.update(bytes_of(values))
 
     @property
     def holds(self) -> bool:
+        self._copies.flush()
         return self._state.hexdigest() == self.expected
 
 
@@ -119,7 +129,7 @@ class Whole:
     def theta(self, name: str, start: int, stop: int, held: Tensor) -> Tensor:
         block = self._values[name].view(-1)[start:stop]
         self._extents.get(name, ALL).feed(self._proof, start, block)
-        return block.to(held.device)
+        return block.to(held.device, non_blocking=True)
 
     def checked(self) -> Mapping[str, Tensor]:
         """All of it, by name."""
@@ -182,7 +192,7 @@ class Updates:
         offset = self._data_begin + entry.begin
         data = cutter(offset + codec.encoded_bytes(first), offset + codec.encoded_bytes(last))
         d = self._room("d", last - first, device)
-        codec.decode(data.to(device), d)
+        codec.decode(data.to(device, non_blocking=True), d)
         return d[start - first : stop - first]
 
     def _room(self, name: str, numel: int, device: torch.device) -> Tensor:

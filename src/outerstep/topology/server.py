@@ -8,15 +8,16 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..coordination.exchange import Exchange, Patience, Share
 from ..coordination.fetch import Held, Piece, Wanted
 from ..coordination.session import Session
-from ..core.codecs import Codec
-from ..digest import part_count, part_hash, part_range
+from ..core.codecs import Dither
+from ..core.feedback import ErrorFeedback
 from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
 from ..types import (
     PROTOCOL_VERSION,
@@ -33,10 +34,12 @@ from ..types import (
 )
 from ..wire.frames import Layout
 from ..wire.transport import Transport
-from . import Agreed, Contribution, Joined, Orders, Ticket
+from . import Agreed, Contribution, Deltas, Joined, Orders, Ticket
 from .courier import Courier
+from .encode import Excerpt, Sender, as_deltas, encode_frame, write_frame
 from .forms import Form, forms_of
 from .news import anchor_hash, read_news
+from .payload import Payload
 from .ticket import ServerTicket
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class ServerTopology:
         self._rng = random.Random(instance)
         self._session: Session | None = None
         self.forms: list[Form] = []
+        self._feedback = ErrorFeedback()
         self._held: dict[int, Held] = {}  # per fragment, the anchor as it is now, if it was proven
         self._sequence: list[int] = []
         self._leaving = threading.Lock()
@@ -179,12 +183,41 @@ class ServerTopology:
     # --- exchanges ------------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> ServerTicket:
-        """Encode now (the weights will change), send in the background."""
-        form = self.forms[contribution.fragment]
-        codecs = {name: rule.codec for name, rule in form.rules.items()}
-        payload = encode_frame(contribution.deltas, form.up, codecs)
-        offer = self.make_offer(contribution, (len(payload),))
-        return self.carry(offer, self.part_hashes(payload), payload, stuck_after_s)
+        """Offer at once; encode now (the weights will change), and send each part while the next is encoded."""
+        up = self.forms[contribution.fragment].up
+        offer = self.make_offer(contribution, (up.size_bytes,))
+        payload = self.new_payload(contribution.deltas, up)
+        ticket = self.carry(offer, payload, stuck_after_s)
+        with ticket.cancelled_on_error():
+            self.encode(contribution, offer.sequence, payload, up)
+        return ticket
+
+    def new_payload(self, deltas: Deltas | Mapping[str, Tensor], layout: Layout | None, first_part: int = 0) -> Payload:
+        """Room for a frame, or for none; a GPU writes to pinned memory."""
+        blocks, entries = as_deltas(deltas), layout.entries if layout is not None else ()
+        pinned = any(blocks.device(entry.name).type != "cpu" for entry in entries)
+        return Payload(layout, self.session.joined.plan.part_size_bytes, first_part, pinned=pinned)
+
+    def encode(
+        self,
+        contribution: Contribution,
+        sequence: int,
+        payload: Payload,
+        layout: Layout,
+        excerpts: Mapping[str, Excerpt] = MappingProxyType({}),
+    ) -> None:
+        """Write what we send of a contribution."""
+        fragment, run_id = contribution.fragment, self.session.joined.run_id
+        self._feedback.begin(fragment, sequence)
+        sender = Sender(
+            fragment=fragment,
+            deltas=as_deltas(contribution.deltas),
+            rules=self.forms[fragment].rules,
+            feedback=self._feedback,
+            dither=lambda name: Dither.of(run_id, fragment, sequence, f"{self._worker_id}/{name}"),
+            excerpts=excerpts,
+        )
+        write_frame(payload, layout, sender)
 
     def make_offer(self, contribution: Contribution, section_bytes: tuple[int, ...]) -> Offer:
         """The next one of its fragment: its key is fixed here."""
@@ -205,24 +238,13 @@ class ServerTopology:
             section_bytes=section_bytes if len(section_bytes) > 1 else (),
         )
 
-    def part_hashes(self, payload: memoryview) -> tuple[str, ...]:
-        size = self.session.joined.plan.part_size_bytes
-        return tuple(
-            part_hash(payload[slice(*part_range(i, len(payload), size))]) for i in range(part_count(len(payload), size))
-        )
-
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> ServerTicket:
         assert isinstance(ticket, ServerTicket)
         ticket.cancel()
         return ticket.again(stuck_after_s)
 
     def carry(
-        self,
-        offer: Offer,
-        hashes: tuple[str, ...],
-        payload: memoryview,
-        stuck_after_s: float | None,
-        share: Share | None = None,
+        self, offer: Offer, payload: Payload, stuck_after_s: float | None, share: Share | None = None
     ) -> ServerTicket:
         """Send what was offered, or our share of it; wait for the agreement, and fetch it unless it is shared."""
         held = None if share else self._held.get(offer.fragment)
@@ -232,7 +254,6 @@ class ServerTopology:
             after=offer.base_version,
             now=time.monotonic(),
             offer=offer,
-            part_hashes=hashes,
             share=share,
             held=held,
             patience=_with_limit(self._patience, self._patience.give_up_after_s, stuck_after_s),
@@ -240,9 +261,9 @@ class ServerTopology:
         )
 
         def again(stuck_after_s: float | None) -> ServerTicket:
-            return self.carry(offer, hashes, payload, stuck_after_s, share)
+            return self.carry(offer, payload, stuck_after_s, share)
 
-        return self._start(exchange, offer.fragment, payload, again, share.parts.start if share else 0, held)
+        return self._start(exchange, offer.fragment, payload=payload, held=held, sequence=offer.sequence, again=again)
 
     def fetch(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket:
         """Some pieces of an agreement."""
@@ -261,6 +282,7 @@ class ServerTopology:
         assert isinstance(ticket, ServerTicket)
         ticket.join()
         outcome = ticket.outcome()
+        self.settle(ticket, counted=outcome.counted)
         agreed = self._agreed(ticket)
         if agreed is not None:
             return agreed
@@ -275,6 +297,11 @@ class ServerTopology:
             retries=whole.retries + courier.exchange.retries,
             rejoins=whole.rejoins + courier.exchange.rejoins,
         )
+
+    def settle(self, ticket: ServerTicket, *, counted: bool) -> None:
+        """What became of a contribution is known: what its codec left out is owed from now on, or it is not."""
+        if ticket.sequence is not None:
+            self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
 
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
         if intact:
@@ -315,6 +342,16 @@ class ServerTopology:
             counted_in=outcome.counted_in,
         )
 
+    # --- what must not be forgotten -------------------------------------------------------------------------------
+
+    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        joined = self._session.answer if self._session is not None else None
+        run_id = joined.run_id if joined is not None else ""
+        return {"worker_id": self._worker_id, "run_id": run_id, "feedback": self._feedback.state_dict(sent)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._feedback.load_state_dict(state["feedback"])
+
     # --- inside ---------------------------------------------------------------------------------------------------
 
     @property
@@ -327,10 +364,11 @@ class ServerTopology:
         self,
         exchange: Exchange,
         fragment: int,
-        payload: memoryview | None = None,
-        again: Callable[[float | None], ServerTicket] | None = None,
-        first_part: int = 0,
+        *,
+        payload: Payload | None = None,
         held: Held | None = None,
+        sequence: int | None = None,
+        again: Callable[[float | None], ServerTicket] | None = None,
     ) -> ServerTicket:
         session = self._session
         assert session is not None
@@ -339,13 +377,15 @@ class ServerTopology:
             exchange,
             part_size_bytes=lambda: session.joined.plan.part_size_bytes,
             payload=payload,
-            first_part=first_part,
+            pinned=payload is not None and payload.data.is_pinned(),
             max_download_bytes=lambda: self.forms[fragment].full.size_bytes if self.forms else None,
         )
-        return ServerTicket(fragment, courier, held, again or (lambda _: self._start(exchange, fragment)))
+        again = again or (lambda _: self._start(exchange, fragment))
+        return ServerTicket(fragment, courier, held=held, sequence=sequence, again=again)
 
     def _adopt_plan(self, answer: JoinAnswer) -> None:
         self.forms = forms_of(answer.plan, answer.manifest)
+        self._feedback.resume([state.last_sequence for state in answer.fragments])
         self._sequence = [state.last_sequence for state in answer.fragments]
 
 
@@ -356,25 +396,6 @@ def _check_reported(contribution: Contribution, unit: WeightBy) -> None:
             f"the run weighs contributions by {unit}, and none were reported in {contribution.steps} steps: "
             f"call worker.count({unit}=…) at each step"
         )
-
-
-def encode_frame(deltas: Mapping[str, Tensor], up: Layout, codecs: Mapping[str, Codec]) -> memoryview:
-    """The frame of these tensors: encoded on their device, then copied once into place."""
-    frame = memoryview(bytearray(up.size_bytes))
-    frame[: up.data_begin] = up.prefix
-    for entry in up.entries:
-        if entry.end == entry.begin:
-            continue
-        count, offset = entry.end - entry.begin, up.data_begin + entry.begin
-        target = torch.frombuffer(frame, dtype=torch.uint8, count=count, offset=offset)
-        values, codec = deltas[entry.name].detach().reshape(-1), codecs[entry.name]
-        if values.device.type == "cpu":
-            codec.encode(values, target)
-        else:
-            encoded = torch.empty(count, dtype=torch.uint8, device=values.device)
-            codec.encode(values, encoded)
-            target.copy_(encoded)
-    return frame
 
 
 def _leads_on(agreement: Agreement, held: Held | None) -> bool:

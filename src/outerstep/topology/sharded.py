@@ -12,7 +12,10 @@ Nothing gathers the whole model. Every rank has its own way to the server and sp
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -24,14 +27,16 @@ from ..core.views import bytes_of
 from ..digest import Parts
 from ..errors import ExchangeFailed, ModelError, Superseded
 from ..types import Agreement, Join, JoinAnswer, Manifest, Plan, Wishes
-from ..wire.frames import Entry
+from ..wire.frames import Entry, Layout
 from ..wire.sections import rows_of, section_layout
 from . import Agreed, Contribution, Joined, Orders, Ticket
 from .courier import Courier
+from .encode import Excerpt
 from .group import Amount, Facts, GroupTicket, GroupTopology, check_same_model, of_all
 from .news import Extent, Whole
+from .payload import Payload
 from .ranks import Ranks
-from .server import ServerTopology, encode_frame
+from .server import ServerTopology
 from .ticket import ServerTicket
 
 VERSIONS_TRIED = 8  # who is overtaken so often is too slow to ever catch up
@@ -52,14 +57,6 @@ class Entered(msgspec.Struct, frozen=True):
     join: Join
     answer: JoinAnswer
     agreements: tuple[Agreement, ...]
-
-
-class Load(msgspec.Struct, frozen=True):
-    """One rank's share of a contribution."""
-
-    amount: Amount
-    size_bytes: int = 0
-    hashes: tuple[str, ...] = ()
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -118,43 +115,69 @@ class ShardedTopology:
     def leave(self, reason: str) -> None:
         self._speaker.leave(reason)
 
+    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """This rank's own."""
+        return self._inner.state_dict({fragment: self._cut(fragment, deltas) for fragment, deltas in sent.items()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
     # --- contributing ---------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
-        """Everybody encodes its rows; then all know all sizes and hashes, and offer the same."""
-        payload = self._ranks.check(lambda: self._encode(contribution) if self._owns else memoryview(b""))
-        amount = Amount(contribution.samples, contribution.tokens)
-        loads = self._ranks.gather(lambda: Load(amount, len(payload), self._inner.part_hashes(payload)), Load)
-        sections = [loads[owner] for owner in self._owners]
-        whole = of_all(contribution, [load.amount for load in loads])
-        offer = self._inner.make_offer(whole, tuple(load.size_bytes for load in sections))
+        """Everybody offers the same at once, and sends its rows while it encodes them. Then all know all hashes."""
+        fragment = contribution.fragment
+        amounts = self._ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
+        layouts = [self._layout(fragment, section) for section in range(self._shards.sections)]
+        offer = self._inner.make_offer(of_all(contribution, amounts), tuple(layout.size_bytes for layout in layouts))
         parts = Parts(offer.section_bytes, self._inner.session.joined.plan.part_size_bytes)
-        share = Share(
-            self._shards.sections,
-            parts.of_section(self._shards.section) if self._owns else range(0),
-            speaks=self._ranks.rank == 0,
-        )
+        ours = parts.of_section(self._shards.section) if self._owns else range(0)
+        share = Share(self._shards.sections, ours, speaks=self._ranks.rank == 0)
         if not self._owns and not share.speaks:
-            return GroupTicket(contribution.fragment, self._ranks, None)
-        hashes = tuple(one for load in sections for one in load.hashes)
-        own = self._inner.carry(offer, hashes, payload, stuck_after_s if share.speaks else None, share)
-        return GroupTicket(contribution.fragment, self._ranks, own)
+            self._ranks.gather(tuple, tuple[str, ...])
+            return GroupTicket(fragment, self._ranks, None)
+        up = layouts[self._shards.section] if self._owns else None
+        payload = self._inner.new_payload(contribution.deltas, up, ours.start)
+        own = self._inner.carry(offer, payload, stuck_after_s if share.speaks else None, share)
+        with own.cancelled_on_error():
+            told = self._ranks.gather(
+                lambda: self._encode(contribution, offer.sequence, payload, up, ours), tuple[str, ...]
+            )
+        for section, owner in enumerate(self._owners):
+            for part, part_hash in zip(parts.of_section(section), told[owner], strict=True):
+                payload.tell(part, part_hash)
+        return GroupTicket(fragment, self._ranks, own)
 
-    def _encode(self, contribution: Contribution) -> memoryview:
-        """Our section. A tensor that every rank holds whole is sent in shares all the same."""
-        shards, form = self._shards, self._inner.forms[contribution.fragment]
-        codecs = {name: rule.codec for name, rule in form.rules.items()}
-        names = self._inner.session.joined.plan.fragments[contribution.fragment]
-        deltas: dict[str, Tensor] = {}
-        for name in names:
-            rows = rows_of(self._shapes[name], shards.sections, shards.section)
-            delta = contribution.deltas[name]
-            if name not in shards.names:
-                delta = delta.reshape(-1)[rows.first_value : rows.first_value + rows.numel]
-            deltas[name] = delta
-        tensors = [(name, self._shapes[name], codecs[name].encoded_bytes) for name in names]
-        up = section_layout(form.up.header.codec, tensors, shards.sections, shards.section)
-        return encode_frame(deltas, up, codecs)
+    def _encode(
+        self, contribution: Contribution, sequence: int, payload: Payload, up: Layout | None, parts: range
+    ) -> tuple[str, ...]:
+        """Write our section, and say its parts' hashes."""
+        if up is not None:
+            self._inner.encode(contribution, sequence, payload, up, self._excerpts(contribution.fragment))
+            payload.wait()
+        return payload.hashes(parts)
+
+    def _layout(self, fragment: int, section: int) -> Layout:
+        """Of a section's frame. A tensor that every rank holds whole is sent in shares all the same."""
+        form = self._inner.forms[fragment]
+        tensors = [(e.name, e.shape, form.rules[e.name].codec.encoded_bytes) for e in form.up.entries]
+        return section_layout(form.up.header.codec, tensors, self._shards.sections, section)
+
+    def _excerpts(self, fragment: int) -> dict[str, Excerpt]:
+        found: dict[str, Excerpt] = {}
+        for entry in self._inner.forms[fragment].up.entries:
+            first = rows_of(entry.shape, self._shards.sections, self._shards.section).first_value
+            found[entry.name] = Excerpt(whole=first, held=0 if entry.name in self._shards.names else first)
+        return found
+
+    def _cut(self, fragment: int, deltas: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What we send of each."""
+        excerpts, entries = self._excerpts(fragment), self._layout(fragment, self._shards.section).entries
+        cut: dict[str, Tensor] = {}
+        for entry in entries:
+            first = excerpts[entry.name].held
+            cut[entry.name] = deltas[entry.name].reshape(-1)[first : first + math.prod(entry.shape)]
+        return cut
 
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
         assert isinstance(ticket, GroupTicket)
@@ -166,10 +189,13 @@ class ShardedTopology:
     def finish(self, ticket: Ticket) -> Agreed:
         assert isinstance(ticket, GroupTicket)
         ours = self._ranks.check(lambda: self._settle(ticket))
-        agreed = self._take(self._ranks.tell(lambda: _known(ours), Settled))
+        settled = self._ranks.tell(lambda: _known(ours), Settled)
+        if ticket.own is not None:
+            assert isinstance(ticket.own, ServerTicket)
+            self._inner.settle(ticket.own, counted=settled.counted)
+        agreed = self._take(settled)
         if ticket.own is None:
             return agreed
-        assert isinstance(ticket.own, ServerTicket)
         courier = ticket.own.courier
         return replace(
             agreed, bytes_sent=courier.bytes_sent, retries=courier.exchange.retries, rejoins=courier.exchange.rejoins

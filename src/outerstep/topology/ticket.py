@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..coordination.exchange import Outcome
 from ..coordination.fetch import Held
@@ -14,14 +15,22 @@ from .courier import Courier
 
 
 class ServerTicket:
-    """Carried by a thread of its own. `held`: the anchor that it told the server of."""
+    """Carried by a thread of its own. `sequence`: of the contribution, if there is one; `held`: the anchor that the
+    server was told of."""
 
     def __init__(
-        self, fragment: int, courier: Courier, held: Held | None, again: Callable[[float | None], ServerTicket]
+        self,
+        fragment: int,
+        courier: Courier,
+        *,
+        held: Held | None,
+        sequence: int | None,
+        again: Callable[[float | None], ServerTicket],
     ) -> None:
         self.fragment = fragment
         self.courier = courier
         self.held = held
+        self.sequence = sequence
         self.again = again  # the same exchange, from the beginning, with this stuck_after_s
         self._done = threading.Event()
         self._crash: BaseException | None = None
@@ -46,6 +55,15 @@ class ServerTicket:
 
     def cancel(self) -> None:
         self.courier.cancel()
+
+    @contextmanager
+    def cancelled_on_error(self) -> Iterator[None]:
+        """For what must still be done so that the exchange can go on."""
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
 
     def outcome(self) -> Outcome:
         """What the exchange came to; whatever went wrong in the background is raised here, with its cause."""

@@ -35,6 +35,35 @@ class Block:
         return tensors[self.name].reshape(-1)[self.start : self.stop].view(self.theta.shape)
 
 
+class Differences:
+    """Anchor − local, made block by block when it is asked for: the weights must not change meanwhile."""
+
+    def __init__(self, anchors: Mapping[str, Tensor], locals_: Mapping[str, Tensor]) -> None:
+        self._anchors, self._locals = anchors, locals_
+        self._name = ""
+        self._anchor = self._local = self._scratch = torch.empty(0)
+
+    def block(self, name: str, start: int, stop: int) -> Tensor:
+        if name != self._name:
+            self._open(name)
+        local = self._local[start:stop]
+        anchor = self._anchor[start:stop].to(local.device, non_blocking=True)
+        if self._scratch.numel() < stop - start or self._scratch.device != local.device:
+            self._scratch = torch.empty(stop - start, device=local.device)
+        return pseudo_gradient(anchor, local, self._scratch[: stop - start])
+
+    def device(self, name: str) -> torch.device:
+        return self._locals[name].device
+
+    def home(self, name: str) -> torch.device:
+        return self._anchors[name].device
+
+    def _open(self, name: str) -> None:
+        """Flat views; a copy of a tensor in another order of its dimensions (channels_last)."""
+        self._name = name
+        self._anchor, self._local = self._anchors[name].view(-1), self._locals[name].detach().reshape(-1)
+
+
 class Replica:
     """The tensors that are exchanged by name (tied ones once), and their fp32 anchors on the same device."""
 
@@ -66,7 +95,12 @@ class Replica:
         self._statistics = {spec.name for spec in self.manifest.parameters if spec.role != "parameter"}
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """What we learned since the anchor; all of it."""
         return {name: pseudo_gradient(self.anchors[name], self.tensors[name]) for name in names}
+
+    def differences(self) -> Differences:
+        """The same, while the weights stay as they are."""
+        return Differences(self.anchors, self.tensors)
 
     # Each of these takes news of an anchor over: it moves the local weights, then the anchor, θ ← θ′. True: that made
     # it the agreed one.

@@ -239,7 +239,8 @@ class Synchronizer:
             return
         progress = self.fragments[fragment]
         unsent = self.work - progress.counted
-        deltas = self._replica.deltas(self.plan.fragments[fragment])
+        later = land_at is not None
+        sent = self._replica.deltas(self.plan.fragments[fragment]) if later else None
         contribution = Contribution(
             fragment=fragment,
             base_version=progress.version,
@@ -247,13 +248,10 @@ class Synchronizer:
             steps=unsent.steps,
             samples=unsent.samples,
             tokens=unsent.tokens,
-            deltas=deltas,
+            deltas=sent or self._replica.differences(),
         )
         ticket = self._topology.begin(contribution, stuck_after_s=stuck_after_s)
-        later = land_at is not None
-        self._flights[fragment] = Flight(
-            ticket, self.work, self.work.steps if land_at is None else land_at, deltas if later else None
-        )
+        self._flights[fragment] = Flight(ticket, self.work, self.work.steps if land_at is None else land_at, sent)
 
     def _land(self, fragment: int) -> bool:
         """Take an agreement over. False: some of our steps are not in it, and are kept for the next round."""
