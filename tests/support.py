@@ -6,13 +6,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outerstep.coordination.exchange import Patience, Session
-from outerstep.core.codecs import get_codec
+from outerstep.core.codecs import Dither, get_codec
 from outerstep.digest import part_count, part_hash, part_range, payload_hash
 from outerstep.server import DiLoCoServer
 from outerstep.topology.server import ServerTopology, encode_frame
@@ -33,6 +34,30 @@ from outerstep.wire.transport import Transport
 from outerstep.worker import DiLoCoWorker
 
 EAGER = Patience(first_backoff_s=0.01, longest_backoff_s=0.05, give_up_after_s=30.0, poll_wait_s=0.2)
+
+
+@dataclass(frozen=True)
+class Eights:
+    """A codec that sends multiples of eight, so that all arithmetic is on integers and every sum is exact."""
+
+    name: str = "eights"
+    block_values: int = 1
+    needs_feedback: bool = False
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
+        out.view(torch.int32).copy_((values / 8).round())
+
+    def check(self, data: Tensor, numel: int) -> str:
+        return ""
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.copy_(data.view(torch.int32)).mul_(8)
+
+    def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        out.add_(data.view(torch.int32) * 8 * weight)
 
 
 _drawing = threading.Lock()
