@@ -18,7 +18,7 @@ from ..coordination.fetch import Held, Piece, Wanted
 from ..coordination.session import Session
 from ..core.codecs import Dither
 from ..core.feedback import ErrorFeedback
-from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
+from ..errors import ConfigError, ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
 from ..types import (
     PROTOCOL_VERSION,
     Agreement,
@@ -69,6 +69,7 @@ class ServerTopology:
         self._session: Session | None = None
         self.forms: list[Form] = []
         self._feedback = ErrorFeedback()
+        self._loaded_run_id: str | None = None
         self._held: dict[int, Held] = {}  # per fragment, the anchor as it is now, if it was proven
         self._sequence: list[int] = []
         self._leaving = threading.Lock()
@@ -345,12 +346,17 @@ class ServerTopology:
     # --- what must not be forgotten -------------------------------------------------------------------------------
 
     def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
-        joined = self._session.answer if self._session is not None else None
-        run_id = joined.run_id if joined is not None else ""
+        run_id = self.session.joined.run_id
         return {"worker_id": self._worker_id, "run_id": run_id, "feedback": self._feedback.state_dict(sent)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["worker_id"] != self._worker_id and state["feedback"]["pending"]:
+            raise ConfigError(
+                f"the state is of worker {state['worker_id']!r}, with a contribution under way, and this is "
+                f"{self._worker_id!r}, who cannot ask what became of it: start with worker_id={state['worker_id']!r}"
+            )
         self._feedback.load_state_dict(state["feedback"])
+        self._loaded_run_id = state["run_id"]
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -385,6 +391,9 @@ class ServerTopology:
 
     def _adopt_plan(self, answer: JoinAnswer) -> None:
         self.forms = forms_of(answer.plan, answer.manifest)
+        if self._loaded_run_id not in (None, answer.run_id):
+            log.warning("the loaded state is of run %s, this is %s: it is not used", self._loaded_run_id, answer.run_id)
+            self._feedback = ErrorFeedback()
         self._feedback.resume([state.last_sequence for state in answer.fragments])
         self._sequence = [state.last_sequence for state in answer.fragments]
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..core.fragments import due_fragment, send_step
 from ..errors import ExchangeFailed, Refused, RoundStuck, ServerError, ServerUnreachable
 from ..topology import Agreed, Contribution, Joined, Sight, Topology
@@ -122,6 +124,11 @@ class Synchronizer:
             if progress.late is not None and progress.counted.steps == self.work.steps:
                 self._flights[fragment] = Flight(progress.late, self.work, self.work.steps)
                 self.metrics.sync_count -= 1  # it was counted before
+
+    @property
+    def sent(self) -> dict[int, dict[str, Tensor]]:
+        """What is under way, by fragment."""
+        return {fragment: flight.sent for fragment, flight in self._flights.items() if flight.sent is not None}
 
     def cancel(self) -> None:
         """Stop sending; nothing more will be adopted."""

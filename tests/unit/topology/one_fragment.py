@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.digest import part_count, part_hash, part_range, payload_hash
+from outerstep.errors import StaleRound, Superseded
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.news import anchor_hash
 from outerstep.topology.server import encode_frame
@@ -42,22 +45,23 @@ PART_BYTES = 1 << 16
 
 
 class OneFragment:
-    """θ moves by what the down codec makes of `step(decoded contribution)`: by minus the contribution, unless told
-    otherwise. `payloads` chooses what a poll is answered with; `refuse` may raise instead of an answer."""
+    """θ moves by what the down codec makes of minus the contribution. `payloads` chooses what a poll is answered with;
+    `before` and `after` may raise, so that a request or its answer is lost, or refused."""
 
     address = "one fragment"
 
-    def __init__(self, theta: Mapping[str, Tensor], manifest: Manifest, *, codec: str, down_codec: str) -> None:
+    def __init__(
+        self, theta: Mapping[str, Tensor], manifest: Manifest, *, codec: str, down_codec: str, **plan: Any
+    ) -> None:
         self.theta = {name: value.clone().float() for name, value in theta.items()}
         self.manifest = manifest
+        facts: dict[str, Any] = {"sync_every": 1, "max_staleness": 4, "part_size_bytes": PART_BYTES, **plan}
         self.plan = Plan(
-            sync_every=1,
             codec=Recipe.parse(codec).name,
             fragments=(tuple(theta),),
-            part_size_bytes=PART_BYTES,
-            max_staleness=4,
             heartbeat_timeout_s=0.0,
             down_codec=down_codec,
+            **facts,
         )
         self.form: Form = forms_of(self.plan, manifest)[0]
         self.version = 0
@@ -67,9 +71,10 @@ class OneFragment:
         self.polls: list[Poll] = []
         self.applied: list[dict[str, Tensor]] = []
         self.payloads: Callable[[Poll], list[tuple[str, int]]] = self.as_agreed
-        self.refuse: Callable[[Request], None] = lambda request: None
-        self.counts = True  # does a contribution count?
+        self.before: Callable[[Request], None] = lambda request: None
+        self.after: Callable[[Request], None] = lambda request: None
         self._parts: dict[int, bytes] = {}
+        self._lock = threading.RLock()
 
     # --- the transport -------------------------------------------------------------------------------------------
 
@@ -81,16 +86,30 @@ class OneFragment:
         into: memoryview | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        self.refuse(request)
+        self.before(request)
+        with self._lock:
+            answer = self._answer(request, body, into)
+        self.after(request)
+        return answer
+
+    def _answer(self, request: Request, body: memoryview | None, into: memoryview | None) -> Answer:
         match request:
             case Join():
                 state = FragmentState(version=self.version, last_sequence=self.last_sequence)
                 return JoinAnswer(
                     run_id="one", incarnation=1, plan=self.plan, manifest=self.manifest, fragments=(state,)
                 )
+            case Offer() | Commit() if request.sequence <= self.last_sequence:
+                if isinstance(request, Commit):
+                    return CommitAnswer(version=self.version)
+                return OfferAnswer(state="accepted", version=self.version)
+            case Offer() if request.base_version < self.version:
+                raise StaleRound(f"version {self.version} is there already")
             case Offer():
                 self._parts = {}
-                return OfferAnswer(state="send", missing=tuple(range(part_count(request.size_bytes, PART_BYTES))))
+                return OfferAnswer(
+                    state="send", missing=tuple(range(part_count(request.size_bytes, self.plan.part_size_bytes)))
+                )
             case PutPart():
                 assert body is not None
                 assert part_hash(body) == request.hash
@@ -107,7 +126,7 @@ class OneFragment:
             case GetPart():
                 assert into is not None
                 frame = self.frame(request.kind, request.version)
-                into[:] = frame[slice(*part_range(request.part, len(frame), PART_BYTES))]
+                into[:] = frame[slice(*part_range(request.part, len(frame), self.plan.part_size_bytes))]
                 return GetPartAnswer(hash=part_hash(into))
             case Heartbeat():
                 return HeartbeatAnswer(sync_round=self.version)
@@ -136,6 +155,10 @@ class OneFragment:
 
     def move(self, wanted: Mapping[str, Tensor]) -> None:
         """The next version: what the down codec makes of this difference is added."""
+        with self._lock:
+            self._move(wanted)
+
+    def _move(self, wanted: Mapping[str, Tensor]) -> None:
         self.version += 1
         frame = encode_frame(wanted, self.form.update, self.form.codecs)
         self.updates[self.version] = frame
@@ -150,14 +173,17 @@ class OneFragment:
     def frame(self, kind: str, version: int) -> memoryview:
         if kind == "update":
             return self.updates[version]
-        assert version == self.version
+        if version != self.version:
+            raise Superseded(f"version {version} has been replaced")
         full = Recipe.parse("fp32")
         return encode_frame(self.theta, self.form.full, {s.name: full.codec(s) for s in self.manifest.parameters})
 
     def as_agreed(self, poll: Poll) -> list[tuple[str, int]]:
         """The chain from what is held, or the whole."""
-        if poll.held_hash is not None and self.hashes.get(poll.held) == poll.held_hash:
-            return [("update", version) for version in range(poll.held + 1, self.version + 1)]
+        chain = [("update", version) for version in range(poll.held + 1, self.version + 1)]
+        is_shorter = len(chain) * self.form.update.size_bytes < self.form.full.size_bytes
+        if is_shorter and self.hashes.get(poll.held) == poll.held_hash:
+            return chain
         return [("full", self.version)]
 
     def _poll(self, poll: Poll) -> PollAnswer:
@@ -167,8 +193,9 @@ class OneFragment:
         payloads = []
         for kind, version in self.payloads(poll):
             frame = self.frame(kind, version)
-            count = part_count(len(frame), PART_BYTES)
-            hashes = [part_hash(frame[slice(*part_range(i, len(frame), PART_BYTES))]) for i in range(count)]
+            size = self.plan.part_size_bytes
+            count = part_count(len(frame), size)
+            hashes = [part_hash(frame[slice(*part_range(i, len(frame), size))]) for i in range(count)]
             payloads.append(
                 Payload(version=version, kind=kind, size_bytes=len(frame), hash=payload_hash(hashes))  # type: ignore[arg-type]
             )
