@@ -85,10 +85,10 @@ class Downlink:
             theta.copy_(state[name])
         self._target = frame.data(self.full, torch.float32)
         if not self.is_exact:
-            self._target = torch.frombuffer(private_memory(4 * self._target.numel()), dtype=torch.float32)
-            for entry in self.full.entries:
-                value = (targets or {}).get(entry.name, state[entry.name])
-                self._target[entry.begin // 4 : entry.end // 4].copy_(value.reshape(-1))
+            self._target_memory = private_memory(4 * self._target.numel())
+            self._target = torch.frombuffer(self._target_memory, dtype=torch.float32)
+            for name, target in self.targets().items():
+                target.copy_((targets or state).get(name, state[name]))
         agreement = Agreement(fragment=index, version=version, anchor_hash=fp32_hash(frame.view, self.full))
         self._held: dict[int, Published] = {version: Published(agreement, frame, part_size_bytes)}
 
@@ -119,7 +119,7 @@ class Downlink:
         """T by name, likewise; empty if it is θ."""
         if self.is_exact:
             return {}
-        return {e.name: self._target[e.begin // 4 : e.end // 4].view(e.shape) for e in self.full.entries}
+        return fp32_views(self._target_memory, self.full.places, 0)
 
     # --- reading, from any thread ---------------------------------------------------------------------------------
 

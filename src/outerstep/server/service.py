@@ -302,6 +302,7 @@ class ParameterService:
             first = heritage.round if heritage is not None else 0
             versions = (first,) * len(plan.fragments)
             self.found(plan=plan, settled=settled, manifest=manifest, versions=versions, optimizer=optimizer)
+            self.heritage = None  # it is in the stores now; a second copy would only take room
         except ConfigError as error:
             raise PlanMismatch(str(error)) from error
 
