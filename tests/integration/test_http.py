@@ -15,11 +15,13 @@ import torch
 from outerstep.digest import part_hash
 from outerstep.errors import Refused
 from outerstep.server import DiLoCoServer
-from outerstep.types import Leave, PutPart
+from outerstep.types import Leave, PutPart, PutPartAnswer
 from outerstep.wire.http_service import ServiceLimits
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import address_of
-from support import HandClient, make_frame, params_of, tiny_model, wait_until
+from outerstep.wire.service import Body
+from outerstep.worker import DiLoCoWorker
+from support import HandClient, Ledger, count, make_frame, params_of, tiny_model, wait_until
 
 
 @pytest.fixture
@@ -203,6 +205,36 @@ def test_silent_connections_do_not_hinder_a_round(server: DiLoCoServer) -> None:
     finally:
         for sock in silent:
             sock.close()
+
+
+def test_as_many_parts_travel_at_a_time_as_the_worker_has_connections() -> None:
+    """The first parts wait until `connections` of them are there at once."""
+    connections, inside, most = 3, 0, 0
+    all_there, lock = threading.Event(), threading.Lock()
+    model = Ledger(cells=256)
+    with DiLoCoServer(model.state_dict(), num_workers=1, port=0, codec="fp32", part_size_bytes=64) as server:
+        put_part = server.service.put_part
+
+        def wait_for_the_others(request: PutPart, body: Body) -> PutPartAnswer:
+            nonlocal inside, most
+            with lock:
+                inside += 1
+                most = max(most, inside)
+                if inside == connections:
+                    all_there.set()
+            assert all_there.wait(20), f"only {inside} parts travel at a time"
+            try:
+                return put_part(request, body)
+            finally:
+                with lock:
+                    inside -= 1
+
+        server.service.put_part = wait_for_the_others  # type: ignore[method-assign]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCoWorker(model, optimizer, server.address, sync_every=1, connections=connections) as worker:
+            count(model, optimizer, 0, 1)
+            assert worker.sync_metrics["sync_count"] == 1
+    assert most == connections
 
 
 def test_more_connections_than_allowed_are_closed() -> None:
