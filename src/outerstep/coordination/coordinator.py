@@ -289,7 +289,8 @@ class Coordinator:
         round_.count(participant, self.rules, now, reported=raw, tokens=offer.tokens)
         member.contributed(offer, staleness)
         scale = relative(weight, fragment.usual, self.rules)
-        added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections)
+        first = len(round_.participants) == 1
+        added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections, first)
         self._effects.append(added)
         answer = CommitAnswer(version=round_.version)
         self._evaluate(fragment, now)

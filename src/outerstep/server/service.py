@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config import ServerConfig
 from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
-from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer
+from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer, is_news
 from ..coordination.fragment import Fragment
 from ..coordination.plan import Settled, settle
 from ..core.codecs.recipe import Recipe
@@ -274,7 +274,7 @@ class ParameterService:
                     log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
                     if effect.kind != "refused":  # it is written where the answer is given
                         self.events.write(effect.kind, **effect.facts)
-        if effects:
+        if any(map(is_news, effects)):
             self.changed.notify_all()
 
     def _join(self, request: Join, now: float) -> JoinAnswer:
