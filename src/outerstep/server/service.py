@@ -132,6 +132,7 @@ class ParameterService:
     def stop(self) -> None:
         """Finish the rounds that were decided, save, then end."""
         self._rounds.stop()
+        self.intake.close()
         versions = tuple(fragment.published.version for fragment in self.coordinator.fragments)
         if self.config.save_dir is not None and not self.failure and versions != self.keeper.saved_versions:
             self._rounds.save("the server stops")
@@ -385,7 +386,7 @@ class ParameterService:
                 return begun
             payload = self.intake.payload(request.key)
         try:
-            norm = self.stores[request.fragment].check(payload, begun.offer.sections)
+            norm = self.intake.check(self.stores[request.fragment], payload, begun.offer.sections)
         except Refused as refusal:
             with self.changed:
                 self.coordinator.reject(request.key, refusal.message)
