@@ -1,4 +1,4 @@
-"""Where contributions arrive: parts are read from their sockets straight to their places, and the whole is looked at."""
+"""Where contributions arrive: parts are read from their sockets straight to their places, and the whole is checked."""
 
 from __future__ import annotations
 
