@@ -46,6 +46,7 @@ bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/overhead.py --quick
 	$(BIN)/python bench/wan.py --quick
 	$(BIN)/python bench/connections.py --quick
+	$(BIN)/python bench/round.py --quick
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
