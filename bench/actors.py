@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from internals import codec_settings
 from models import Nudge, fill, gpt
 from outerstep import DiLoCoServer, DiLoCoWorker
@@ -10,9 +12,10 @@ STEPS = 2  # between two exchanges: one that moves the weights, one that does no
 
 
 class Server:
-    def __init__(self, size: str, workers: int, up: str = "bf16", down: str = "bf16") -> None:
+    def __init__(self, size: str, workers: int, up: str = "bf16", down: str = "bf16", **settings: Any) -> None:
         state = fill(gpt(size)).state_dict()
-        self._server = DiLoCoServer(state, workers, port=0, sync_every=STEPS, **codec_settings(up, down))
+        settings |= {"port": 0, "sync_every": STEPS, **codec_settings(up, down)}
+        self._server = DiLoCoServer(state, workers, **settings)
         self._server.start()
 
     def address(self) -> str:

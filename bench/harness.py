@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,14 +77,18 @@ class Actor:
     """
 
     def __init__(
-        self, kind: Callable[..., Any], *args: object, start: Literal["forkserver", "spawn"] = "forkserver"
+        self,
+        kind: Callable[..., Any],
+        *args: object,
+        start: Literal["forkserver", "spawn"] = "forkserver",
+        **settings: object,
     ) -> None:
         context = multiprocessing.get_context(start)
         if start == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         self.name = getattr(kind, "__name__", str(kind))
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_live, args=(kind, args, theirs), daemon=True)  # type: ignore[attr-defined]
+        self._process = context.Process(target=_live, args=(partial(kind, *args, **settings), theirs), daemon=True)  # type: ignore[attr-defined]
         self._process.start()
         theirs.close()
         self._made = False
@@ -137,12 +142,12 @@ def together(actors: Sequence[Actor], method: str, *args: object) -> list[Span]:
     return [actor.hear() for actor in actors]
 
 
-def _live(kind: Callable[..., Any], args: tuple[object, ...], pipe: multiprocessing.connection.Connection) -> None:
+def _live(make: Callable[[], Any], pipe: multiprocessing.connection.Connection) -> None:
     """The process of an actor. Whatever goes wrong is the parent's to raise."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     try:
-        actor = kind(*args)
+        actor = make()
         pipe.send(None)
         while (order := pipe.recv()) is not None:
             method, given = order
@@ -203,9 +208,14 @@ class MemoryWatch:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._end.set()
-        self._thread.join()
-        self.most_resident_bytes = status_bytes(self._pid, "VmHWM")
+        self.stop()
+
+    def stop(self) -> None:
+        if not self._end.is_set():
+            self._end.set()
+            self._thread.join()
+            with contextlib.suppress(OSError, KeyError):
+                self.most_resident_bytes = status_bytes(self._pid, "VmHWM")
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError, KeyError):  # the process has ended

@@ -22,6 +22,7 @@ from outerstep.types import (
     GetPartAnswer,
     Join,
     JoinAnswer,
+    Leave,
     Offer,
     OfferAnswer,
     Poll,
@@ -116,8 +117,19 @@ class ThinClient:
         list(self._pool.map(self._get, range(self._parts(size_bytes))))
         return size_bytes
 
-    def leave(self) -> None:
+    def round(self) -> None:
+        self.upload()
+        self.commit()
+        self.fetch()
+
+    def visit(self, address: str) -> int:
+        """Join, fetch the newest agreement whole, leave; returns how many bytes."""
+        self.join(address)
+        self.wait(after=-1)
+        size_bytes = self.fetch()
+        self._transport.call(Leave(**{name: self._head[name] for name in ("run_id", "worker_id", "incarnation")}))
         self._transport.close()
+        return size_bytes
 
     def close(self) -> None:
         self._pool.shutdown()
