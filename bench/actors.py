@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from internals import codec_settings
-from models import Nudge, fill, gpt
+from models import Nudge, fill, make
 from outerstep import DiLoCoServer, DiLoCoWorker
 
 STEPS = 2  # between two exchanges: one that moves the weights, one that does not and is due
@@ -13,7 +13,7 @@ STEPS = 2  # between two exchanges: one that moves the weights, one that does no
 
 class Server:
     def __init__(self, size: str, workers: int, up: str = "bf16", down: str = "bf16", **settings: Any) -> None:
-        state = fill(gpt(size)).state_dict()
+        state = fill(make(size)).state_dict()
         settings |= {"port": 0, "sync_every": STEPS, **codec_settings(up, down)}
         self._server = DiLoCoServer(state, workers, **settings)
         self._server.start()
@@ -29,7 +29,7 @@ class Worker:
     """Around a model that nobody trains."""
 
     def __init__(self, size: str, number: int, address: str) -> None:
-        model = gpt(size)
+        model = make(size)
         self._optimizer = Nudge(model)
         self._worker = DiLoCoWorker(model, self._optimizer, address, worker_id=f"worker-{number}")
 
@@ -42,6 +42,9 @@ class Worker:
     def exchange(self) -> None:
         """The step that is due."""
         self._optimizer.step()
+
+    def digest(self) -> float:
+        return float(sum(parameter.detach().double().sum() for parameter in self._worker.model.parameters()))
 
     def close(self) -> None:
         self._worker.abandon("done")

@@ -81,14 +81,17 @@ class Actor:
         kind: Callable[..., Any],
         *args: object,
         start: Literal["forkserver", "spawn"] = "forkserver",
+        has_children: bool = False,  # then it must end by itself: nobody ends its children for it
         **settings: object,
     ) -> None:
-        context = multiprocessing.get_context(start)
+        context: Any = multiprocessing.get_context(start)
         if start == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         self.name = getattr(kind, "__name__", str(kind))
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_live, args=(partial(kind, *args, **settings), theirs), daemon=True)  # type: ignore[attr-defined]
+        self._process = context.Process(
+            target=_live, args=(partial(kind, *args, **settings), theirs), daemon=not has_children
+        )
         self._process.start()
         theirs.close()
         self._made = False
@@ -96,10 +99,10 @@ class Actor:
     def __enter__(self) -> Actor:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, failed: object, *exc: object) -> None:
         with contextlib.suppress(OSError):
             self._pipe.send(None)
-        self._process.join(timeout=10)
+        self._process.join(timeout=0.5 if failed else 10)  # after a failure it may be in the middle of a call
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

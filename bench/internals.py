@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from models import fill, gpt
+from models import fill, make
 from outerstep import DiLoCoServer
 from outerstep.config import ServerConfig
 from outerstep.core.codecs import get_codec
@@ -41,7 +41,7 @@ class OuterStep:
     tensors of the same shapes. One thread, no sockets."""
 
     def __init__(self, size: str, frame_file: str) -> None:
-        model = fill(gpt(size))
+        model = fill(make(size))
         self._server = DiLoCoServer(
             model.state_dict(), num_workers=1, port=0, sync_every=2, **codec_settings("bf16", "bf16")
         )

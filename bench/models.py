@@ -21,6 +21,8 @@ SHAPES = {
     "8M": Shape(vocabulary=4096, context=256, width=256, blocks=9),  # 8.2M values, 112 tensors too
 }
 
+PLAIN = {"100M": 100_000_000, "10M": 10_000_000}
+
 
 class Layer(nn.Module):
     """A weight and perhaps a bias, as memory without values."""
@@ -32,9 +34,19 @@ class Layer(nn.Module):
             self.bias = nn.Parameter(torch.empty(bias))
 
 
-def gpt(size: str) -> nn.Module:
-    """The weights of a GPT with tied embeddings. Their values come from the server, or from `fill`."""
-    shape, width = SHAPES[size], SHAPES[size].width
+def make(size: str) -> nn.Module:
+    """The model of that name. Its values come from the server, or from `fill`."""
+    return gpt(SHAPES[size]) if size in SHAPES else plain(PLAIN[size])
+
+
+def plain(numel: int) -> nn.Module:
+    """Ten equal matrices."""
+    return nn.ModuleList(Layer(numel // 10_000, 1_000) for _ in range(10))
+
+
+def gpt(shape: Shape) -> nn.Module:
+    """The weights of a GPT with tied embeddings."""
+    width = shape.width
     return nn.ModuleDict(
         {
             "tokens": Layer(shape.vocabulary, width),
@@ -69,7 +81,7 @@ def fill(model: nn.Module) -> nn.Module:
 
 def count(size: str) -> tuple[int, int]:
     """How many values, in how many tensors."""
-    parameters = list(gpt(size).parameters())
+    parameters = list(make(size).parameters())
     return sum(parameter.numel() for parameter in parameters), len(parameters)
 
 

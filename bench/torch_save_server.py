@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from harness import HOST
-from models import Nudge, fill, gpt
+from models import Nudge, fill, make
 
 
 class TorchSaveServer:
     def __init__(self, size: str, workers: int) -> None:
-        model = fill(gpt(size))
+        model = fill(make(size))
         self.params = dict(model.named_parameters())
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         self._workers = workers
@@ -91,7 +91,7 @@ class TorchSaveWorker:
     """The same model and the same steps as the worker it is compared with."""
 
     def __init__(self, size: str, port: int) -> None:
-        self._model = gpt(size)
+        self._model = make(size)
         self._optimizer = Nudge(self._model)
         self._connection = http.client.HTTPConnection(HOST, port)
 
