@@ -1,7 +1,8 @@
 """How much memory does the server need, and does it grow with the number of workers?
 
-The claim measured: the server's memory is a few copies of the model, whatever the number of workers; contributions on
-their way in are bounded by the pool (`pool_bytes`), which this run makes small to see the rest.
+Measured: the server's peak in bytes per parameter, and its growth from few workers to many. Contributions on their way
+in take memory up to `pool_bytes`, which is the larger part of that growth by default; this run makes the pool small
+(two contributions) to see the rest, unless told otherwise.
 
 The server in a process of its own, 103M parameters, bf16; k = 2 and k = 16 workers, which are thin clients
 (thin_client.py: they have no model, so sixteen fit on one machine). All upload at once, round after round; in the

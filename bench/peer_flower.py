@@ -1,8 +1,8 @@
 """A Flower server averages the weights of two clients (FedAvg over gRPC). Started by peers.py.
 
 A round is from the moment the server picks its clients until it has the mean: the weights go down, come back as they
-were, and are averaged. Nobody trains, nobody evaluates. `start_server` and `start_client` are Flower's shortest way:
-one server process, one process per client, nothing in between.
+were, and are averaged. Nobody trains, nobody evaluates. `start_server` and `start_client` are deprecated but
+still there, and Flower's shortest way: one server process, one per client, nothing in between.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """How long do two processes take to agree on 100M values: outerstep, and others that do such a thing?
 
-The claim measured: going through a server costs little more than a bare all-reduce and less than what other systems for
-training over slow links take, on the same machine and in the same minutes.
+Measured on the same machine and in the same minutes. The ratios are the others' time to ours: below 1 they are faster.
 
     outerstep    server and two workers: a whole round as a training loop sees it, outer step included; fp32 and bf16
     gloo         torch.distributed.all_reduce: what a cluster does, without any tolerance for faults
     torchft      DiLoCo's synchronization: the pseudo-gradients by gloo, quorum and commit by its lighthouse
     hivemind     DecentralizedAverager: the all-reduce alone, its search for partners left out
-    Flower       one round of FedAvg, nobody trains
+    Flower       one round of FedAvg, nobody trains; by `start_server`, which is deprecated but has the fewest processes
 
-100M fp32 values in ten tensors, two processes, one thread each, loopback. The others run as their users run them, in an
+100M fp32 values in ten tensors, two processes, one thread each, loopback. Each of the others runs in an
 environment of their own under `bench/.peers/` that this script makes (it sees the torch that is installed here, and
 pip may not bring another). What cannot be installed or does not run is listed with the reason.
 

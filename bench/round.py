@@ -1,7 +1,7 @@
 """What does a round cost, and how much of it is more than moving the bytes?
 
-The claim measured: exchanging contributions takes little longer than the same bytes take over bare sockets, and a whole
-round is several times faster than one of a server that moves `torch.save` files.
+Measured: how the exchange of contributions compares with the same bytes over bare sockets, and a whole round with that
+of a server which moves `torch.save` files.
 
 A model of 103M parameters in 112 tensors; k workers, each a process, beside the server on the same machine and over its
 loopback; bf16 in both directions, as far as the server has a setting for it. In one run, taking turns:
