@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -11,29 +10,28 @@ import torch
 
 from models import fill, make
 from outerstep import DiLoCoServer
-from outerstep.config import ServerConfig
-from outerstep.core.codecs import get_codec
-from outerstep.topology.server import encode_frame
+from outerstep.core.codecs.recipe import Recipe
+from outerstep.server.store import Addend
+from outerstep.topology.encode import encode_frame
 from outerstep.types import PROTOCOL_VERSION, Join, JoinAnswer
 from outerstep.wire.frames import Layout, layout
 
 
 def codec_settings(up: str, down: str) -> dict[str, Any]:
-    """As keywords of the server. Without a setting for it, agreements travel as fp32."""
-    can_encode_down = "down_codec" in {field.name for field in dataclasses.fields(ServerConfig)}
-    return {"codec": up, "down_codec": down} if can_encode_down else {"codec": up}
+    """As keywords of the server."""
+    return {"codec": up, "down_codec": down}
 
 
 def write_frame(file: Path, joined: JoinAnswer) -> int:
     """A contribution to the first fragment as the run's codec makes it, of values like those of a real one; returns
     its size."""
-    codec = get_codec(joined.plan.codec)
+    recipe = Recipe.parse(joined.plan.codec)
     specs = {spec.name: spec for spec in joined.manifest.parameters}
     chosen = [specs[name] for name in joined.plan.fragments[0]]
-    up: Layout = layout(codec.name, [(s.name, s.shape, codec.encoded_bytes(s.numel)) for s in chosen])
+    up: Layout = layout(recipe.name, [(s.name, s.shape, recipe.codec(s).encoded_bytes(s.numel)) for s in chosen])
     generator = torch.Generator().manual_seed(1)
     deltas = {s.name: torch.empty(s.shape).normal_(0.0, 1e-3, generator=generator) for s in chosen}
-    return file.write_bytes(encode_frame(deltas, up, codec))
+    return file.write_bytes(encode_frame(deltas, up, {s.name: recipe.codec(s) for s in chosen}))
 
 
 class OuterStep:
@@ -69,11 +67,11 @@ class OuterStep:
         pass
 
     def _accumulate(self) -> None:
-        self._store.accumulate(self._frame, self._version, 1.0)
+        self._store.accumulate(self._version, [Addend(self._frame, 1.0, self._version - 1, 1)])
 
     def _close(self) -> None:
-        self._store.close(self._version, (), self._server.service.optimizer)  # type: ignore[arg-type]
-        self._store.forget_old(time.monotonic())
+        made = self._store.close(self._version, self._server.service.optimizer)  # type: ignore[arg-type]
+        self._store.publish(made, ())
 
 
 def _seconds(work: Any) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from outerstep.types import (
     Leave,
     Offer,
     OfferAnswer,
+    Payload,
     Poll,
     PollAnswer,
     PutPart,
@@ -50,10 +52,12 @@ class ThinClient:
         self._sequence = 0
         self.version = 0
         self._received = memoryview(b"")
+        self._held: Agreement | None = None  # the last one that was fetched: updates from there will do
         self._pool = ThreadPoolExecutor(Patience().calls_in_flight)
 
     def join(self, address: str) -> JoinAnswer:
         """Anew, also at another server."""
+        self._held = None
         self._transport = HttpTransport(address)
         join = Join(protocol=PROTOCOL_VERSION, worker_id=self._worker_id, instance=secrets.token_hex(8))
         answer = self._transport.call(join)
@@ -102,7 +106,8 @@ class ThinClient:
     def wait(self, after: int) -> Agreement:
         """For a newer agreement than that."""
         while True:
-            answer = self._transport.call(Poll(**self._head, after=after, wait_s=POLL_S))
+            held = {"held": self._held.version, "held_hash": self._held.anchor_hash} if self._held else {}
+            answer = self._transport.call(Poll(**self._head, after=after, wait_s=POLL_S, **held))
             assert isinstance(answer, PollAnswer)
             if answer.agreement is not None:
                 self.agreement = answer.agreement
@@ -111,11 +116,12 @@ class ThinClient:
 
     def fetch(self) -> int:
         """All parts of the agreement, compared with their hashes; returns how many bytes."""
-        size_bytes = self.agreement.size_bytes
-        if len(self._received) != size_bytes:
-            self._received = memoryview(bytearray(size_bytes))
-        list(self._pool.map(self._get, range(self._parts(size_bytes))))
-        return size_bytes
+        for payload in self.agreement.payloads:
+            if len(self._received) != payload.size_bytes:
+                self._received = memoryview(bytearray(payload.size_bytes))
+            list(self._pool.map(partial(self._get, payload), range(self._parts(payload.size_bytes))))
+        self._held = self.agreement
+        return self.agreement.size_bytes
 
     def round(self) -> None:
         self.upload()
@@ -144,9 +150,9 @@ class ThinClient:
         put = PutPart(**self._head, sequence=self._sequence, part=number, hash=self._hashes[number])
         self._transport.call(put, body=self._part(self._frame, number))
 
-    def _get(self, number: int) -> None:
+    def _get(self, payload: Payload, number: int) -> None:
         into = self._part(self._received, number)
-        get = GetPart(**self._head, version=self.agreement.version, part=number)
+        get = GetPart(**self._head, version=payload.version, kind=payload.kind, part=number)
         answer = self._transport.call(get, into=into)
         assert isinstance(answer, GetPartAnswer)
         if part_hash(into) != answer.hash:
