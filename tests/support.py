@@ -22,10 +22,15 @@ from outerstep.types import (
     Agreement,
     Commit,
     ContributionKey,
+    GetPart,
+    GetPartAnswer,
     Join,
     JoinAnswer,
     Offer,
     OfferAnswer,
+    Payload,
+    Poll,
+    PollAnswer,
     PutPart,
 )
 from outerstep.wire.frames import Layout, layout
@@ -263,6 +268,30 @@ class HandClient:
         hashes = [part_hash(payload[slice(*part_range(i, len(payload), size))]) for i in range(parts)]
         request = Commit(**self.session.head, fragment=0, sequence=self.sequence, payload_hash=payload_hash(hashes))
         return self.transport.call(request)
+
+    def poll(self, held: int = 0, held_hash: str | None = None, **changes: Any) -> Agreement:
+        """The newest agreement, for somebody who holds that anchor."""
+        facts: dict[str, Any] = {**self.session.head, "fragment": 0, "after": -1, "held": held, **changes}
+        answer = self.transport.call(Poll(**facts, held_hash=held_hash))
+        assert isinstance(answer, PollAnswer)
+        assert answer.agreement is not None
+        return answer.agreement
+
+    def get(self, payload: Payload, part: int) -> memoryview:
+        begin, end = part_range(part, payload.size_bytes, self.session.joined.plan.part_size_bytes)
+        into = memoryview(bytearray(end - begin))
+        request = GetPart(**self.session.head, fragment=0, version=payload.version, kind=payload.kind, part=part)
+        answer = self.transport.call(request, into=into)
+        assert isinstance(answer, GetPartAnswer)
+        assert answer.hash == part_hash(into)
+        return into
+
+    def fetch(self, payload: Payload) -> memoryview:
+        """All of its parts, which must make it."""
+        count = part_count(payload.size_bytes, self.session.joined.plan.part_size_bytes)
+        parts = [self.get(payload, part) for part in range(count)]
+        assert payload_hash([part_hash(part) for part in parts]) == payload.hash
+        return memoryview(bytearray(b"".join(parts)))
 
     def contribute(self, payload: memoryview, **changes: Any) -> Any:
         """Offer, all parts, commit, under the next sequence."""

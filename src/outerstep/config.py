@@ -184,6 +184,7 @@ class WorkerConfig:
     buffers: Literal["average", "local", "server"] = "average"  # persistent floating-point buffers (BatchNorm's, …)
     anchor: Literal["device", "host"] = "device"  # where the anchor is kept: beside the model, or in host memory
     group: Literal["auto", "off"] = "auto"  # the processes of a torchrun job are one worker; off = each is its own
+    connections: int = 4  # parts of one exchange that travel at the same time
     heartbeat_interval: float = 30.0
     on_exit: Literal["global", "local"] = "global"  # what `model` holds afterwards: the agreed weights, or its own
     join_timeout_s: float = 120.0
@@ -197,6 +198,7 @@ class WorkerConfig:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
         _whole(self, 0, "fragment_delay", optional=True)
         _whole(self, 0, "offline_rounds")
+        _whole(self, 1, "connections")
         _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "offline_after_s")
         _number(self, 0.0, "exit_patience_s", "stalled_after_s")
         _number(self, 0.0, "fragment_alpha", optional=True)

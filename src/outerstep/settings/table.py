@@ -211,6 +211,8 @@ WORKER_SETTINGS = (
     Setting("anchor", "--anchor", EXCHANGES,
             "Keep the last agreed weights beside the model, or in host memory if a GPU has no room for them."),
     Setting("group", "--group", EXCHANGES, "Be one worker with the other ranks of a torchrun job, or on one's own."),
+    Setting("connections", "--connections", EXCHANGES,
+            "Parts of one exchange that travel at the same time, each on a connection of its own."),
     Setting("on_exit", "--on-exit", EXCHANGES, "What the model holds afterwards: the agreed weights or its own."),
     Setting("offline_after_s", "--offline-after", PATIENCE,
             "After so many seconds without an answer: train on, and contribute when the server is back."),

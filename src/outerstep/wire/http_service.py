@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import logging
+import os
 import secrets
 import socket
 import ssl
@@ -30,7 +31,7 @@ from ..errors import (
     TooLarge,
     UnsupportedMedia,
 )
-from ..types import Control, GetPart, PutPart
+from ..types import Control, GetPart, Heartbeat, Leave, Offer, PutPart
 from . import strict_json
 from .messages import (
     BYTES_TYPE,
@@ -44,12 +45,16 @@ from .messages import (
     parse_query,
 )
 from .service import Service
+from .turns import Line, Turn
 
 log = logging.getLogger(__name__)
 
 HEAD_READ_BYTES = 16 * 1024
 SLICE_BYTES = 1 << 20
 BACKLOG = 1024
+LEAST_AT_WORK = 4  # connections at a time; more if there are more cores
+LOOKING = (b"GET /status", b"GET /healthz")  # operators and monitors go first
+QUICK = (Offer, Heartbeat, Leave)  # answered without waiting for anything
 DRAIN_S = 2.0
 
 
@@ -68,8 +73,9 @@ class _Gone(Exception):
 class HttpBody:
     """The unread rest of a request. `began` holds the bytes that arrived together with the head."""
 
-    def __init__(self, sock: socket.socket, length: int, began: bytes, *, expects_continue: bool) -> None:
-        self._sock = sock
+    def __init__(self, line: Line, length: int, began: bytes, *, expects_continue: bool) -> None:
+        self._line = line
+        self._sock = line.sock
         self.length = length
         self._began = began
         self._left = length
@@ -103,7 +109,7 @@ class HttpBody:
         if len(view) > self._left:
             raise BadRequest(f"body has {self.length} bytes, {len(view)} expected")
         if self._expects_continue:
-            self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._line.send(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects_continue = False
         here = min(len(self._began), len(view))
         view[:here] = self._began[:here]
@@ -111,7 +117,7 @@ class HttpBody:
         self._left -= here
         rest = view[here:]
         while rest:
-            count = self._sock.recv_into(rest)
+            count = self._line.receive_into(rest)
             if count == 0:
                 raise BadRequest(f"the body ended {self._left} bytes short of its announced {self.length}")
             self._left -= count
@@ -154,6 +160,7 @@ class HttpService:
         self._limits = limits
         self._connections: dict[socket.socket, bool] = {}  # -> is a request being served?
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1)))
         self._stopping = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -237,34 +244,36 @@ class HttpService:
     def _serve_one(self, sock: socket.socket, carry: bytes) -> bytes | None:
         """One request and its answer; returns what already arrived of the next one, None = close."""
         http = h11.Connection(h11.SERVER)
-        sock.settimeout(self._limits.idle_s)
+        carry = carry or self._first_bytes(sock)
+        line = Line(sock, None if carry.startswith(LOOKING) else self._places, self._limits.stall_s)
         try:
-            head, beyond = _read_head(http, sock, carry)
+            with line.turn:
+                head, beyond = _read_head(http, line, carry)
         except h11.RemoteProtocolError as error:
             refusal = BadRequest(f"not HTTP/1.1 as we take it: {error}")
-            self._send(sock, http, _Reply(error.error_status_hint or 400, encode_error(refusal, "")), close=True)
-            _linger(sock)
+            self._send(line, http, _Reply(error.error_status_hint or 400, encode_error(refusal, "")), close=True)
+            _linger(line)
             return None
-        sock.settimeout(self._limits.stall_s)
         self._connections[sock] = True
         try:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
             body = HttpBody(
-                sock,
+                line,
                 int(headers.get("content-length", "0")),  # h11 has checked that it is a number, and only one
                 beyond,
                 expects_continue=headers.get("expect", "").lower() == "100-continue",
             )
-            reply = self._reply(head, headers, body)
+            with line.turn:
+                reply = self._reply(head, headers, body, line.turn)
             close = head.http_version == b"1.0" or headers.get("connection", "").lower() == "close"
             if head.method == b"HEAD":
                 reply = dataclasses.replace(reply, body=b"")
             if body.left > MAX_PART_BYTES or body.is_held_back:
-                self._send(sock, http, reply, close=True)
-                _linger(sock)
+                self._send(line, http, reply, close=True)
+                _linger(line)
                 return None
             # A client that sends its whole body before it reads would never see an answer to a half-read one.
-            self._send(sock, http, reply, close=close)
+            self._send(line, http, reply, close=close)
             body.discard()
             return None if close else body.unexpected
         except BadRequest as error:  # the body ended early, here or while discarding it
@@ -273,11 +282,15 @@ class HttpService:
         finally:
             self._connections[sock] = False
 
-    def _reply(self, head: h11.Request, headers: dict[str, str], body: HttpBody) -> _Reply:
+    def _first_bytes(self, sock: socket.socket) -> bytes:
+        """Of the next request. Without a turn: only they tell whether it needs one."""
+        return Line(sock, None, self._limits.idle_s).receive(HEAD_READ_BYTES)
+
+    def _reply(self, head: h11.Request, headers: dict[str, str], body: HttpBody, turn: Turn) -> _Reply:
         request_id = secrets.token_hex(6)
         path, _, query = head.target.decode("latin-1").partition("?")
         try:
-            return self._dispatch(head.method.decode("latin-1"), path, query, headers, body)
+            return self._dispatch(head.method.decode("latin-1"), path, query, headers, body, turn)
         except Refused as refusal:
             # "Too late" and "ask again" are everyday answers; an operator wants to see the others.
             level = logging.DEBUG if refusal.status in (409, 503) else logging.INFO
@@ -294,7 +307,9 @@ class HttpService:
             )
             return _error_reply(failure, request_id)
 
-    def _dispatch(self, method: str, path: str, query: str, headers: dict[str, str], body: HttpBody) -> _Reply:
+    def _dispatch(
+        self, method: str, path: str, query: str, headers: dict[str, str], body: HttpBody, turn: Turn
+    ) -> _Reply:
         if method == "GET" and path == "/status":
             return _Reply(200, strict_json.encode(self._service.status()))
         if method == "GET" and path == "/healthz":
@@ -311,14 +326,23 @@ class HttpService:
             put = parse_query(query, kind)
             assert isinstance(put, PutPart)
             _check_size(body, MAX_PART_BYTES, "a part")
-            return _Reply(200, strict_json.encode(self._service.put_part(put, body)))
+            with turn.away():
+                stored = self._service.put_part(put, body)
+            return _Reply(200, strict_json.encode(stored))
         if issubclass(kind, GetPart):
             get = parse_query(query, kind)
             assert isinstance(get, GetPart)
-            answer, data = self._service.get_part(get)
-            return _Reply(200, data, (("Content-Type", BYTES_TYPE), (HASH_HEADER, answer.hash)))
+            got, part = self._service.get_part(get)
+            return _Reply(200, part, (("Content-Type", BYTES_TYPE), (HASH_HEADER, got.hash)))
         _check_size(body, MAX_JOIN_BYTES if path == "/v1/join" else MAX_JSON_BYTES, f"the body of {path}")
-        return _Reply(200, strict_json.encode(self._service.answer(strict_json.decode(body.read(), kind))))
+        with turn.away():
+            data = body.read()
+        request = strict_json.decode(data, kind)
+        if kind in QUICK:
+            return _Reply(200, strict_json.encode(self._service.answer(request)))
+        with turn.away():
+            answer = self._service.answer(request)
+        return _Reply(200, strict_json.encode(answer))
 
     def _check_operator(self, body: HttpBody, headers: dict[str, str]) -> None:
         if not self._limits.control_from_anywhere and not body.is_from_here:
@@ -331,27 +355,26 @@ class HttpService:
             raise UnsupportedMedia(f"control is {JSON_TYPE}", hint=f"send Content-Type: {JSON_TYPE}")
 
     @staticmethod
-    def _send(sock: socket.socket, http: h11.Connection, reply: _Reply, *, close: bool) -> None:
+    def _send(line: Line, http: h11.Connection, reply: _Reply, *, close: bool) -> None:
         headers = [("Content-Length", str(len(reply.body))), *reply.headers]
         if close:
             headers.append(("Connection", "close"))
         head = http.send(h11.Response(status_code=reply.status, headers=headers))
         assert head is not None
         if len(reply.body) <= HEAD_READ_BYTES:
-            sock.sendall(head + bytes(reply.body))  # one packet for a small answer
-            return
-        sock.sendall(head)
-        view = memoryview(reply.body)
-        for start in range(0, len(view), SLICE_BYTES):  # a timeout bounds each slice, not the whole
-            sock.sendall(view[start : start + SLICE_BYTES])
+            line.send(head + bytes(reply.body))  # one packet for a small answer
+        else:
+            line.send(head)
+            line.send(reply.body)
 
 
-def _read_head(http: h11.Connection, sock: socket.socket, carry: bytes) -> tuple[h11.Request, bytes]:
-    raw = carry
-    if carry:
-        http.receive_data(carry)
+def _read_head(http: h11.Connection, line: Line, began: bytes) -> tuple[h11.Request, bytes]:
+    """Within a turn."""
+    raw = began
+    http.receive_data(began)
     while (event := http.next_event()) is h11.NEED_DATA:  # bounded: h11 refuses heads over 16 KiB
-        data = sock.recv(HEAD_READ_BYTES)
+        with line.turn.away():
+            data = line.receive(HEAD_READ_BYTES)
         raw += data
         http.receive_data(data)
     if not isinstance(event, h11.Request):
@@ -392,13 +415,13 @@ def _error_reply(refusal: Refused, request_id: str) -> _Reply:
     return _Reply(refusal.status, encode_error(refusal, request_id), tuple(headers))
 
 
-def _linger(sock: socket.socket) -> None:
+def _linger(line: Line) -> None:
     """Closing with unread bytes resets the connection and may destroy our answer on its way: read a little first."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_WR)
-        sock.settimeout(DRAIN_S)
+        line.sock.shutdown(socket.SHUT_WR)
+        line.timeout_s = DRAIN_S
         give_up_at = time.monotonic() + DRAIN_S
-        while time.monotonic() < give_up_at and sock.recv(SLICE_BYTES):
+        while time.monotonic() < give_up_at and line.receive(SLICE_BYTES):
             pass
 
 

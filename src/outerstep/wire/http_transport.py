@@ -19,7 +19,6 @@ from .messages import BYTES_TYPE, HASH_HEADER, JSON_TYPE, MAX_JOIN_BYTES, addres
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 1 << 20
-IDLE_CONNECTIONS = 8
 DEFAULT_PORT = 8512
 
 
@@ -48,12 +47,16 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 class HttpTransport:
-    """Thread-safe: each call borrows a connection, and returns it if the server keeps it open."""
+    """Thread-safe: each call borrows a connection, and returns it if the server keeps it open. At most
+    `kept_connections` stay open between calls."""
 
-    def __init__(self, address: str, *, timeout_s: float = 30.0, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, address: str, *, timeout_s: float = 30.0, kept_connections: int = 8, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._host, self._port = parse_address(address)
         self._tls = tls
         self._timeout_s = timeout_s
+        self._kept_connections = kept_connections
         self._idle: deque[http.client.HTTPConnection] = deque()
         self._lock = threading.Lock()
 
@@ -158,7 +161,7 @@ class HttpTransport:
         else:
             data = response.read(MAX_JOIN_BYTES)
         response.read()  # the end of the message, so that the connection can be used again
-        if response.will_close or len(self._idle) >= IDLE_CONNECTIONS:
+        if response.will_close or len(self._idle) >= self._kept_connections:
             connection.close()
         else:
             with self._lock:
