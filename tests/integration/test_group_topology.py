@@ -261,7 +261,7 @@ class TestSharded:
                 for seed in range(4):
                     agreed = finish(other, other.begin(contribution(agreed, seed, 1, 0)))
                 for store in server.service.stores:  # nobody has asked for a part for so long
-                    store.forget_old(server.service.clock() + 1000.0)
+                    store.down.forget_old(server.service.clock() + 1000.0)
                 moved_on.set()
 
             def meddle(rank: int, request: Request) -> None:
