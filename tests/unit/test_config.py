@@ -240,6 +240,12 @@ class TestServer:
 
 
 class TestWorker:
+    @pytest.mark.parametrize("anchor", ["Device", "cpu", None, 0])
+    def test_the_anchor_is_on_the_device_or_the_host(self, anchor: object) -> None:
+        with pytest.raises(ConfigError, match=re.escape(f"anchor must be one of 'device', 'host', got {anchor!r}")):
+            worker(anchor=anchor)
+        assert worker(anchor="host").anchor == "host"
+
     @pytest.mark.parametrize("on_exit", ["Global", "", None, 1, ["global"]])
     def test_what_the_model_holds_at_the_end_is_global_or_local(self, on_exit: object) -> None:
         message = f"on_exit must be one of 'global', 'local', got {on_exit!r}"

@@ -33,7 +33,7 @@ class Memory:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int, *, pinned: bool = False) -> memoryview:
-        """What it holds is not specified. `pinned` if a GPU is to read or write it: of that torch keeps its own stock."""
+        """What it holds is not specified. `pinned` if a GPU is to read or write it; of that torch keeps a stock."""
         if pinned or size_bytes < SMALL_BYTES or sys.platform != "linux":
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned).numpy().data
         with self._lock:

@@ -81,6 +81,21 @@ def test_updates_lead_to_the_servers_bits(down_codec: str, versions: int, dtype:
     assert anchor_hash(replica.anchors.values()) == server.hashes[versions]
 
 
+def test_an_anchor_in_host_memory_is_the_same() -> None:
+    replica, server = make("int8")
+    other = Replica(Odd(), "average", anchor="host")
+    for one in (replica, other):
+        assert one.adopt(whole_of(server))
+        nudge_locals(one)
+    some_move(server, 1)
+    for one in (replica, other):
+        assert one.rebase(chain_of(server, 0))
+    assert_same(replica.anchors, other.anchors)
+    assert_same(replica.deltas(replica.tensors), other.deltas(other.tensors))
+    kept = [one.to_send(one.tensors, keep=True)[1] for one in (replica, other)]
+    assert_same(kept[0] or {}, kept[1] or {})
+
+
 def test_an_empty_chain_is_the_anchor_that_is_held() -> None:
     replica, server = make("bf16")
     assert replica.adopt(whole_of(server))
