@@ -182,6 +182,7 @@ class WorkerConfig:
     fragment_carry: bool | None = None
     dylu: bool | None = None  # let the server set this worker's sync_every by its speed; None = if the run does so
     buffers: Literal["average", "local", "server"] = "average"  # persistent floating-point buffers (BatchNorm's, …)
+    anchor: Literal["device", "host"] = "device"  # where the anchor is kept: beside the model, or in host memory
     group: Literal["auto", "off"] = "auto"  # the processes of a torchrun job are one worker; off = each is its own
     connections: int = 4  # parts of one exchange that travel at the same time
     heartbeat_interval: float = 30.0
@@ -208,6 +209,7 @@ class WorkerConfig:
         check_one_of(self, (None, True, False), "bf16_comm")
         check_one_of(self, ("global", "local"), "on_exit")
         check_one_of(self, ("auto", "off"), "group")
+        check_one_of(self, ("device", "host"), "anchor")
         if self.worker_id is not None:
             try:
                 msgspec.convert(self.worker_id, WorkerId)

@@ -208,6 +208,8 @@ WORKER_SETTINGS = (
             "Keep the steps taken meanwhile instead of mixing.", AS_THE_RUN),
     Setting("buffers", "--buffers", EXCHANGES,
             "Persistent floating-point buffers (BatchNorm's): the workers' mean, each its own, or the server's."),
+    Setting("anchor", "--anchor", EXCHANGES,
+            "Keep the last agreed weights beside the model, or in host memory if a GPU has no room for them."),
     Setting("group", "--group", EXCHANGES, "Be one worker with the other ranks of a torchrun job, or on one's own."),
     Setting("connections", "--connections", EXCHANGES,
             "Parts of one exchange that travel at the same time, each on a connection of its own."),

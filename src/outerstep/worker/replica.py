@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..core.manifest import BufferPolicy, describe
 from ..core.pseudogradient import adopt, carry, mix, pseudo_gradient, rebase
 from ..errors import ModelError
+from ..topology import Deltas
 from ..topology.news import News, cuts
 from ..topology.sharded import Shards
 
@@ -31,8 +33,9 @@ class Block:
     theta: Tensor
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The same values of another set of tensors."""
-        return tensors[self.name].reshape(-1)[self.start : self.stop].view(self.theta.shape)
+        """The same values of another set of tensors, on the same device."""
+        values = tensors[self.name].reshape(-1)[self.start : self.stop].view(self.theta.shape)
+        return values.to(self.theta.device, non_blocking=True)
 
 
 class Differences:
@@ -65,9 +68,12 @@ class Differences:
 
 
 class Replica:
-    """The tensors that are exchanged by name (tied ones once), and their fp32 anchors on the same device."""
+    """The tensors that are exchanged by name (tied ones once), and their fp32 anchors: on the same device, or in host
+    memory and streamed through the device block by block."""
 
-    def __init__(self, model: nn.Module, buffers: BufferPolicy = "local") -> None:
+    def __init__(
+        self, model: nn.Module, buffers: BufferPolicy = "local", *, anchor: Literal["device", "host"] = "device"
+    ) -> None:
         model = _unwrapped(model)
         self.shards = Shards(1, 0, frozenset())
         self._reshard: Callable[[], None] = lambda: None
@@ -92,15 +98,32 @@ class Replica:
         if odd is not None:
             raise ModelError(f"parameter {odd!r} has dtype {self.tensors[odd].dtype}: only floating point is exchanged")
         self.anchors: dict[str, Tensor] = {}
+        self._on_host = anchor == "host"
         self._statistics = {spec.name for spec in self.manifest.parameters if spec.role != "parameter"}
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What we learned since the anchor; all of it."""
-        return {name: pseudo_gradient(self.anchors[name], self.tensors[name]) for name in names}
+        """What we learned since the anchor; all of it, kept where the anchor is."""
+        return {name: self._delta(name) for name in names}
+
+    def _delta(self, name: str) -> Tensor:
+        anchor, local = self.anchors[name], self.tensors[name]
+        if anchor.device == local.device:
+            return pseudo_gradient(anchor, local)
+        delta, blocks = _beside(anchor), self.differences()
+        for start, stop in cuts(anchor.numel(), local.device):
+            delta.view(-1)[start:stop].copy_(blocks.block(name, start, stop))
+        return delta
 
     def differences(self) -> Differences:
-        """The same, while the weights stay as they are."""
+        """The same, block by block, while the weights stay as they are."""
         return Differences(self.anchors, self.tensors)
+
+    def to_send(
+        self, names: Iterable[str], *, keep: bool
+    ) -> tuple[Deltas | dict[str, Tensor], dict[str, Tensor] | None]:
+        """What a contribution is made of; and, to `keep`, all of it."""
+        kept = self.deltas(names) if keep else None
+        return (self.differences() if kept is None or self._on_host else kept), kept
 
     # Each of these takes news of an anchor over: it moves the local weights, then the anchor, θ ← θ′. True: that made
     # it the agreed one.
@@ -139,7 +162,7 @@ class Replica:
         if local.is_contiguous():
             flat = local.view(-1)
             for start, stop in cuts(local.numel(), local.device):
-                held = anchor[start:stop].to(local.device)
+                held = anchor[start:stop].to(local.device, non_blocking=True)
                 yield Block(name, start, stop, flat[start:stop], held, news.theta(name, start, stop, held))
         elif local.numel():  # in another order of its dimensions (channels_last): the whole tensor is one block
             held = anchor.to(local.device)
@@ -150,7 +173,8 @@ class Replica:
         """Flat."""
         if name not in self.anchors:
             local = self.tensors[name]
-            self.anchors[name] = torch.empty(local.shape, dtype=torch.float32, device=local.device)
+            device = torch.device("cpu") if self._on_host else local.device
+            self.anchors[name] = torch.empty(local.shape, device=device, pin_memory=self._on_host and local.is_cuda)
         return self.anchors[name].view(-1)
 
     def adopt_anchor(self) -> None:
@@ -173,6 +197,11 @@ class Replica:
         for name, tensor in self.tensors.items():
             adopt(tensor, own[name])
         self._reshard()
+
+
+def _beside(anchor: Tensor) -> Tensor:
+    """Memory of the same kind."""
+    return torch.empty(anchor.shape, device=anchor.device, pin_memory=anchor.is_pinned())
 
 
 def _adopt(block: Block) -> None:

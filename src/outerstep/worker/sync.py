@@ -246,8 +246,7 @@ class Synchronizer:
             return
         progress = self.fragments[fragment]
         unsent = self.work - progress.counted
-        later = land_at is not None
-        sent = self._replica.deltas(self.plan.fragments[fragment]) if later else None
+        deltas, sent = self._replica.to_send(self.plan.fragments[fragment], keep=land_at is not None)
         contribution = Contribution(
             fragment=fragment,
             base_version=progress.version,
@@ -255,7 +254,7 @@ class Synchronizer:
             steps=unsent.steps,
             samples=unsent.samples,
             tokens=unsent.tokens,
-            deltas=sent or self._replica.differences(),
+            deltas=deltas,
         )
         ticket = self._topology.begin(contribution, stuck_after_s=stuck_after_s)
         self._flights[fragment] = Flight(ticket, self.work, self.work.steps if land_at is None else land_at, sent)

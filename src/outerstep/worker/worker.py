@@ -81,7 +81,7 @@ class DiLoCoWorker:
         self.model = model
         self.optimizer = _innermost(optimizer)
         ranks = find_ranks(self.config) if topology is None else None
-        make_replica = partial(Replica, model, self.config.buffers)
+        make_replica = partial(Replica, model, self.config.buffers, anchor=self.config.anchor)
         self._replica = make_replica() if ranks is None else ranks.check(make_replica)
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
