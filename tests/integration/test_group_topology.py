@@ -36,7 +36,7 @@ from outerstep.topology.ranks import Ranks, rebuild
 from outerstep.topology.ranks import describe as describe_error
 from outerstep.topology.server import ServerTopology
 from outerstep.topology.sharded import ShardedTopology, Shards
-from outerstep.types import Answer, GetPart, Manifest, Offer, ParameterSpec, PutPart, Request, Wishes
+from outerstep.types import Agreement, Answer, GetPart, Manifest, Offer, ParameterSpec, PutPart, Request, Wishes
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.sections import rows_of
 from outerstep.worker.connect import find_ranks
@@ -352,15 +352,13 @@ class TestFailures:
     def test_a_byte_that_changed_at_one_rank_is_found_by_its_range_hash_and_mended_on_all(
         self, server: DiLoCoServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from outerstep.topology import sharded as module
+        fetch, damages = ShardedTopology._fetch, [1]
 
-        cut, damages = module._Piece.cut, [1]
-
-        def damaged(piece: Any, courier: Any) -> Tensor:
-            theta = cut(piece, courier)
-            if piece.shape == (35, 16) and damages:  # what rank 1 of 2 holds of a
-                theta[0, 0] += damages.pop()
-            return theta
+        def damaged(topology: ShardedTopology, agreement: Agreement) -> Any:
+            fetched: Any = fetch(topology, agreement)
+            if topology._shards.section == 1 and damages:
+                fetched.news._values["a"][0, 0] += damages.pop()
+            return fetched
 
         def job(ranks: Ranks) -> list[bool]:
             topology = sharded(server, ranks)
@@ -373,7 +371,7 @@ class TestFailures:
             assert topology.confirm(whole, second) is None
             return [first, second]
 
-        monkeypatch.setattr(module._Piece, "cut", damaged)
+        monkeypatch.setattr(ShardedTopology, "_fetch", damaged)
         assert in_ranks(2, job) == [[True, True], [False, True]]
 
     def test_a_refusal_at_join_is_said_by_all_ranks_as_the_server_said_it(self, server: DiLoCoServer) -> None:

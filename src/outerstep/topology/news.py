@@ -10,6 +10,7 @@ anchor is the agreed one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -18,10 +19,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..coordination.fetch import Held
 from ..core.codecs import Codec
 from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash
 from ..errors import ExchangeFailed, Refused
+from ..types import Agreement
 from ..wire.frames import Layout, check_frame
 from .device import HostCopies
 from .forms import Form
@@ -187,8 +190,7 @@ class Updates:
     def _decoded(self, cutter: Cutter, name: str, start: int, stop: int, device: torch.device) -> Tensor:
         """Values [start, stop) of the whole tensor's difference, by way of the codec's blocks that cover them."""
         entry, codec = self._entries[name], self._codecs[name]
-        block, numel = codec.block_values, _numel(entry.shape)
-        first, last = start - start % block, min(-(-stop // block) * block, numel)
+        first, last = covering(codec, start, stop, math.prod(entry.shape))
         offset = self._data_begin + entry.begin
         data = cutter(offset + codec.encoded_bytes(first), offset + codec.encoded_bytes(last))
         d = self._room("d", last - first, device)
@@ -202,11 +204,20 @@ class Updates:
         return kept[:numel]
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def covering(codec: Codec, start: int, stop: int, numel: int) -> tuple[int, int]:
+    """The values of the codec's blocks that cover [start, stop) of a tensor of `numel`."""
+    block = codec.block_values
+    return start - start % block, min(-(-stop // block) * block, numel)
+
+
+def leads_on(agreement: Agreement, held: Held | None) -> bool:
+    """Is it the whole of this version, or what leads there from the anchor that is held?"""
+    frames = [(payload.kind, payload.version) for payload in agreement.payloads]
+    if frames == [("full", agreement.version)]:
+        return True
+    if not frames and held is not None:
+        return held == Held(agreement.version, agreement.anchor_hash)
+    return held is not None and frames == [("update", v) for v in range(held.version + 1, agreement.version + 1)]
 
 
 def read_news(form: Form, kinds: Sequence[Kind], frames: Sequence[memoryview], expected: str) -> Whole | Updates:
@@ -230,6 +241,3 @@ def _cutter(frame: memoryview) -> Cutter:
 def anchor_hash(tensors: Iterable[Tensor]) -> str:
     """The identity of an anchor: over its fp32 values in the fragment's order."""
     return data_hash(bytes_of(tensor) for tensor in tensors if tensor.numel())
-
-
-__all__ = ["Extent", "Kind", "News", "Updates", "Whole", "anchor_hash", "cuts", "read_news"]

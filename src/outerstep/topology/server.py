@@ -38,7 +38,7 @@ from . import Agreed, Contribution, Deltas, Joined, Orders, Ticket
 from .courier import Courier
 from .encode import Excerpt, Sender, as_deltas, encode_frame, write_frame
 from .forms import Form, forms_of
-from .news import anchor_hash, read_news
+from .news import anchor_hash, leads_on, read_news
 from .payload import Payload
 from .ticket import ServerTicket
 
@@ -116,14 +116,14 @@ class ServerTopology:
         self._session.answer = answer
         self._adopt_plan(answer)
 
-    def ask(self, fragment: int, share: Share, after: int) -> ServerTicket:
-        """The newest agreement, if there is one after that version; nothing is fetched."""
-        return self._ask(fragment, share, self._patience, after)
+    def ask(self, fragment: int, share: Share) -> ServerTicket:
+        """The newest agreement, as if we held nothing; with nothing fetched."""
+        return self._ask(fragment, share, self._patience)
 
-    def _ask(self, fragment: int, share: Share | None, patience: Patience, after: int = -1) -> ServerTicket:
+    def _ask(self, fragment: int, share: Share | None, patience: Patience) -> ServerTicket:
         assert self._session is not None
         exchange = Exchange(
-            self._session, fragment=fragment, after=after, now=time.monotonic(), share=share, patience=patience
+            self._session, fragment=fragment, after=-1, now=time.monotonic(), share=share, patience=patience
         )
         return self._start(exchange, fragment)
 
@@ -248,7 +248,7 @@ class ServerTopology:
         self, offer: Offer, payload: Payload, stuck_after_s: float | None, share: Share | None = None
     ) -> ServerTicket:
         """Send what was offered, or our share of it; wait for the agreement, and fetch it unless it is shared."""
-        held = None if share else self._held.get(offer.fragment)
+        held = self._held.get(offer.fragment)
         exchange = Exchange(
             self.session,
             fragment=offer.fragment,
@@ -304,6 +304,10 @@ class ServerTopology:
         if ticket.sequence is not None:
             self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
 
+    def told(self, fragment: int) -> Held | None:
+        """The anchor that the server was told of. What it is, is not known from here on until it is confirmed."""
+        return self._held.pop(fragment, None)
+
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
         if intact:
             self._held[agreed.fragment] = Held(agreed.version, agreed.anchor_hash)
@@ -320,11 +324,10 @@ class ServerTopology:
         return agreed
 
     def _agreed(self, ticket: ServerTicket) -> Agreed | None:
-        """What the exchange brought; None if that does not lead on from the anchor that we hold. What that is, is not
-        known from here on until the news have been taken over and confirmed."""
+        """What the exchange brought; None if that does not lead on from the anchor that we hold."""
         outcome, courier = ticket.outcome(), ticket.courier
-        agreement, held = outcome.agreement, self._held.pop(ticket.fragment, None)
-        if not _leads_on(agreement, ticket.held if ticket.held == held else None):
+        agreement, held = outcome.agreement, self.told(ticket.fragment)
+        if not leads_on(agreement, ticket.held if ticket.held == held else None):
             return None
         kinds = tuple(payload.kind for payload in agreement.payloads)
         return Agreed(
@@ -405,16 +408,6 @@ def _check_reported(contribution: Contribution, unit: WeightBy) -> None:
             f"the run weighs contributions by {unit}, and none were reported in {contribution.steps} steps: "
             f"call worker.count({unit}=…) at each step"
         )
-
-
-def _leads_on(agreement: Agreement, held: Held | None) -> bool:
-    """Is it the whole of this version, or what leads there from the anchor that is held?"""
-    frames = [(payload.kind, payload.version) for payload in agreement.payloads]
-    if frames == [("full", agreement.version)]:
-        return True
-    if not frames and held is not None:
-        return held == Held(agreement.version, agreement.anchor_hash)
-    return held is not None and frames == [("update", v) for v in range(held.version + 1, agreement.version + 1)]
 
 
 def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float | None = None) -> Patience:

@@ -5,9 +5,10 @@ Nothing gathers the whole model. Every rank has its own way to the server and sp
     contribute   each rank sends its rows as one section of the contribution (wire/sections.py), all under one key;
                  rank 0 commits when the server misses nothing. The server is where they meet.
     agree        rank 0 hears of the agreement and tells the others.
-    fetch        each rank fetches the parts that cover its rows. If the version was replaced meanwhile, all try the
-                 newest: either every rank takes a version over, or none does. Taking it over, each compares the hash
-                 of its rows with the one that the agreement names for its section.
+    fetch        each rank fetches the parts that cover its rows, of the whole anchor or of the updates that lead to it.
+                 If the server holds them no longer, all try the newest: either every rank takes a version over, or none
+                 does. Taking it over, each compares the hash of its rows with the one that the agreement names for its
+                 section.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ..coordination.exchange import Share
 from ..coordination.fetch import Piece
-from ..core.views import bytes_of
+from ..core.codecs import FP32, Codec
 from ..digest import Parts
 from ..errors import ExchangeFailed, ModelError, Superseded
 from ..types import Agreement, Join, JoinAnswer, Manifest, Plan, Wishes
@@ -33,7 +34,7 @@ from . import Agreed, Contribution, Joined, Orders, Ticket
 from .courier import Courier
 from .encode import Excerpt
 from .group import Amount, Facts, GroupTicket, GroupTopology, check_same_model, of_all
-from .news import Extent, Whole
+from .news import Cutter, Extent, News, Updates, Whole, covering, leads_on
 from .payload import Payload
 from .ranks import Ranks
 from .server import ServerTopology
@@ -202,9 +203,10 @@ class ShardedTopology:
         )
 
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """What went wrong on one rank is mended on all."""
         if all(self._ranks.gather(lambda: intact, bool)):
-            return None
-        newest = self._ranks.tell(lambda: self._newest(agreed.fragment, -1), Agreement)
+            return self._inner.confirm(agreed, True)
+        newest = self._ranks.tell(lambda: self._newest(agreed.fragment), Agreement)
         return self._take(Settled(newest, counted=False, too_old=False, plan=agreed.plan))
 
     def _settle(self, ticket: GroupTicket) -> Settled | None:
@@ -224,10 +226,12 @@ class ShardedTopology:
         return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in)
 
     def _take(self, settled: Settled) -> Agreed:
-        """Fetch our rows of the agreement. If one rank came too late for that version, all take the newest."""
+        """Fetch our rows of the agreement. If that does not lead on from the anchor that we hold (which is the same for
+        all ranks), or if one of them came too late for it, all take the whole of the newest."""
         agreement = settled.agreement
+        fits = leads_on(agreement, self._inner.told(agreement.fragment))
         for _ in range(VERSIONS_TRIED):
-            fetched = self._ranks.check(lambda: self._fetch(agreement))  # noqa: B023 - called at once
+            fetched = self._ranks.check(lambda: self._fetch(agreement) if fits else None)  # noqa: B023 - at once
             if all(self._ranks.gather(lambda: fetched is not None, bool)):  # noqa: B023
                 assert fetched is not None
                 return Facts(
@@ -241,36 +245,47 @@ class ShardedTopology:
                     bytes_received=fetched.bytes_received,
                     counted_in=settled.counted_in,
                 ).with_news(fetched.news)
-            agreement = self._ranks.tell(
-                lambda: self._newest(agreement.fragment, agreement.version - 1),  # noqa: B023
-                Agreement,
-            )
+            agreement = self._ranks.tell(lambda: self._newest(agreement.fragment), Agreement)  # noqa: B023
+            fits = leads_on(agreement, None)
         raise ExchangeFailed(
             f"fragment {agreement.fragment}: {VERSIONS_TRIED} versions were replaced before all ranks had fetched "
             "theirs; exchange less often, or in more fragments"
         )
 
-    def _newest(self, fragment: int, after: int) -> Agreement:
-        ticket = self._inner.ask(fragment, self._listening, after)
+    def _newest(self, fragment: int) -> Agreement:
+        ticket = self._inner.ask(fragment, self._listening)
         ticket.join()
         return ticket.outcome().agreement
 
     def _fetch(self, agreement: Agreement) -> _Fetched | None:
-        """Our rows of this version; None if the server holds it no longer."""
-        down = self._inner.forms[agreement.fragment].full
-        if agreement.size_bytes != down.size_bytes or len(agreement.range_hashes) != self._shards.sections:
+        """Our rows of this version, or of what leads there; None if the server holds that no longer."""
+        form, count = self._inner.forms[agreement.fragment], len(agreement.payloads)
+        is_whole = any(payload.kind == "full" for payload in agreement.payloads)
+        layout = form.full if is_whole else form.update
+        codecs = dict.fromkeys(form.codecs, FP32) if is_whole else form.codecs
+        if agreement.size_bytes != count * layout.size_bytes or len(agreement.range_hashes) != self._shards.sections:
             raise ExchangeFailed(
                 f"the server announces {agreement.size_bytes} bytes and {len(agreement.range_hashes)} ranges for "
-                f"fragment {agreement.fragment}; it has {down.size_bytes} and {self._shards.sections}"
+                f"fragment {agreement.fragment}; it has {count * layout.size_bytes} and {self._shards.sections}"
             )
-        pieces = {entry.name: self._piece(entry, down.data_begin) for entry in down.entries}
+        places = {entry.name: self._place(entry, layout, codecs[entry.name]) for entry in layout.entries}
         size = self._inner.session.joined.plan.part_size_bytes
-        wanted = {
-            part for p in pieces.values() if p.end > p.begin for part in range(p.begin // size, -(-p.end // size))
-        }
-        if not wanted:
-            return _Fetched(self._news(agreement, {name: torch.empty(p.shape) for name, p in pieces.items()}))
-        ticket = self._inner.fetch(agreement, tuple(Piece(0, part) for part in sorted(wanted)))
+        parts = sorted({part for begin, end in places.values() for part in range(begin // size, -(-end // size))})
+        pieces = tuple(Piece(i, part) for i in range(count) for part in parts)
+        courier = self._get(agreement, pieces) if pieces else None
+        if pieces and courier is None:
+            return None
+        cutters = [_cutter(courier, i) for i in range(count)]
+        extents = {entry.name: self._extent(entry) for entry in layout.entries}
+        proof = agreement.range_hashes[self._shards.section]
+        if not is_whole:
+            return _Fetched(Updates(cutters, layout, codecs, proof, extents), courier)
+        values = {name: cutters[0](*place).view(torch.float32) for name, place in places.items()}
+        shaped = {name: values[name].view(self._shape(name)) for name in values}
+        return _Fetched(Whole(shaped, proof, extents), courier)
+
+    def _get(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> Courier | None:
+        ticket = self._inner.fetch(agreement, pieces)
         ticket.join()
         try:
             ticket.outcome()
@@ -278,26 +293,29 @@ class ShardedTopology:
             if isinstance(failure.__cause__, Superseded):
                 return None
             raise
-        anchor = {name: piece.cut(ticket.courier) for name, piece in pieces.items()}
-        return _Fetched(self._news(agreement, anchor), ticket.courier.bytes_received)
+        return ticket.courier
 
-    def _piece(self, entry: Entry, data_begin: int) -> _Piece:
-        """Where in the payload what we hold of this tensor is."""
-        rows = rows_of(entry.shape, self._shards.sections, self._shards.section)
-        if entry.name not in self._shards.names:
-            return _Piece(data_begin + entry.begin, data_begin + entry.end, entry.shape)
-        begin = data_begin + entry.begin + 4 * rows.first_value
-        return _Piece(begin, begin + 4 * rows.numel, rows.shape)
+    def _place(self, entry: Entry, layout: Layout, codec: Codec) -> tuple[int, int]:
+        """Where in a frame the codec's blocks are that cover what we hold of a tensor. Nowhere: (0, 0)."""
+        extent, numel = self._extent(entry), math.prod(self._shape(entry.name))
+        if numel == 0:
+            return 0, 0
+        first, last = covering(codec, extent.first, extent.first + numel, math.prod(entry.shape))
+        offset = layout.data_begin + entry.begin
+        return offset + codec.encoded_bytes(first), offset + codec.encoded_bytes(last)
 
-    def _news(self, agreement: Agreement, values: dict[str, Tensor]) -> Whole:
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of what we hold."""
+        whole = self._shapes[name]
+        is_cut = name in self._shards.names
+        return rows_of(whole, self._shards.sections, self._shards.section).shape if is_cut else whole
+
+    def _extent(self, entry: Entry) -> Extent:
         """The hash is over our section's rows, also of the tensors that we hold whole."""
-        extents: dict[str, Extent] = {}
-        for name in values:
-            rows = rows_of(self._shapes[name], self._shards.sections, self._shards.section)
-            sharded = name in self._shards.names
-            hashed = None if sharded else range(rows.first_value, rows.first_value + rows.numel)
-            extents[name] = Extent(rows.first_value if sharded else 0, hashed)
-        return Whole(values, agreement.range_hashes[self._shards.section], extents)
+        rows = rows_of(entry.shape, self._shards.sections, self._shards.section)
+        if entry.name in self._shards.names:
+            return Extent(first=rows.first_value)
+        return Extent(hashed=range(rows.first_value, rows.first_value + rows.numel))
 
     @property
     def _owns(self) -> bool:
@@ -311,25 +329,25 @@ class ShardedTopology:
 
 @dataclass(frozen=True)
 class _Fetched:
-    news: Whole
-    bytes_received: int = 0
+    news: News
+    courier: Courier | None
+
+    @property
+    def bytes_received(self) -> int:
+        return self.courier.bytes_received if self.courier is not None else 0
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A range of the payload's bytes, and the shape of the fp32 values in it."""
+def _cutter(courier: Courier | None, payload: int) -> Cutter:
+    """Bytes of a frame of which only some parts were fetched."""
+    if courier is None:
+        return lambda begin, end: torch.empty(0, dtype=torch.uint8)
+    data = torch.frombuffer(courier.frames[payload], dtype=torch.uint8)
 
-    begin: int
-    end: int
-    shape: tuple[int, ...]
+    def cut(begin: int, end: int) -> Tensor:
+        offset = courier.place(payload, begin) if end > begin else 0
+        return data[offset : offset + end - begin]
 
-    def cut(self, courier: Courier) -> Tensor:
-        """A copy: parts may be cut anywhere, and a tensor's memory must be aligned."""
-        theta = torch.empty(self.shape)
-        if self.end > self.begin:
-            offset = courier.place(0, self.begin)
-            bytes_of(theta)[:] = courier.frames[0][offset : offset + self.end - self.begin]
-        return theta
+    return cut
 
 
 def _known(settled: Settled | None) -> Settled:

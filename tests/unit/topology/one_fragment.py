@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outerstep.core.codecs.recipe import Recipe
-from outerstep.digest import part_count, part_hash, part_range, payload_hash
+from outerstep.digest import Parts, part_count, part_hash, part_range, payload_hash
 from outerstep.errors import StaleRound, Superseded
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.news import anchor_hash
@@ -40,6 +40,7 @@ from outerstep.types import (
     PutPartAnswer,
     Request,
 )
+from outerstep.wire.sections import rows_of, section_layout
 
 PART_BYTES = 1 << 16
 
@@ -73,6 +74,7 @@ class OneFragment:
         self.payloads: Callable[[Poll], list[tuple[str, int]]] = self.as_agreed
         self.before: Callable[[Request], None] = lambda request: None
         self.after: Callable[[Request], None] = lambda request: None
+        self._offer: Offer | None = None
         self._parts: dict[int, bytes] = {}
         self._lock = threading.RLock()
 
@@ -106,9 +108,11 @@ class OneFragment:
             case Offer() if request.base_version < self.version:
                 raise StaleRound(f"version {self.version} is there already")
             case Offer():
-                self._parts = {}
+                if self._offer is None or self._offer.sequence != request.sequence:
+                    self._parts = {}
+                self._offer = request
                 return OfferAnswer(
-                    state="send", missing=tuple(range(part_count(request.size_bytes, self.plan.part_size_bytes)))
+                    state="send", missing=tuple(p for p in range(self._cut.count) if p not in self._parts)
                 )
             case PutPart():
                 assert body is not None
@@ -142,14 +146,25 @@ class OneFragment:
 
     # --- rounds --------------------------------------------------------------------------------------------------
 
+    @property
+    def _cut(self) -> Parts:
+        assert self._offer is not None
+        return Parts(self._offer.section_bytes or (self._offer.size_bytes,), self.plan.part_size_bytes)
+
     def contributed(self, frame: bytes) -> None:
-        """A round with this one contribution."""
-        data = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        deltas: dict[str, Tensor] = {}
-        for entry in self.form.up.entries:
-            deltas[entry.name] = torch.empty(entry.shape)
-            begin, end = (self.form.up.data_begin + edge for edge in (entry.begin, entry.end))
-            self.form.rules[entry.name].codec.decode(data[begin:end], deltas[entry.name].view(-1))
+        """A round with this one contribution, in one section or several."""
+        assert self._offer is not None
+        deltas = {name: torch.empty(theta.shape) for name, theta in self.theta.items()}
+        data, sections = torch.frombuffer(bytearray(frame), dtype=torch.uint8), self._offer.sections
+        tensors = [(e.name, e.shape, self.form.rules[e.name].codec.encoded_bytes) for e in self.form.up.entries]
+        for section in range(sections):
+            up = section_layout(self.plan.codec, tensors, sections, section)
+            for entry in up.entries:
+                rows = rows_of(tuple(deltas[entry.name].shape), sections, section)
+                target = deltas[entry.name].view(-1)[rows.first_value : rows.first_value + rows.numel]
+                begin, end = (up.data_begin + edge for edge in (entry.begin, entry.end))
+                self.form.rules[entry.name].codec.decode(data[begin:end], target)
+            data = data[up.size_bytes :]
         self.applied.append(deltas)
         self.move({name: -delta for name, delta in deltas.items()})
 
@@ -200,6 +215,17 @@ class OneFragment:
                 Payload(version=version, kind=kind, size_bytes=len(frame), hash=payload_hash(hashes))  # type: ignore[arg-type]
             )
         agreement = Agreement(
-            fragment=0, version=self.version, anchor_hash=self.hashes[self.version], payloads=tuple(payloads)
+            fragment=0,
+            version=self.version,
+            anchor_hash=self.hashes[self.version],
+            payloads=tuple(payloads),
+            range_hashes=tuple(self._range_hash(poll.sections, i) for i in range(poll.sections)),
         )
         return PollAnswer(agreement=agreement, last_sequence=self.last_sequence)
+
+    def _range_hash(self, sections: int, section: int) -> str:
+        found = []
+        for theta in self.theta.values():
+            rows = rows_of(tuple(theta.shape), sections, section)
+            found.append(theta.view(-1)[rows.first_value : rows.first_value + rows.numel])
+        return anchor_hash(found)
