@@ -32,7 +32,7 @@ from .forms import Form
 Kind = Literal["full", "update"]
 
 CPU_BLOCK_VALUES = 1 << 18  # 1 MiB: it stays in the cache from the first touch to the last
-DEVICE_BLOCK_VALUES = 1 << 24  # 64 MiB: a GPU wants large pieces, and the host a bounded one to hash
+DEVICE_BLOCK_VALUES = 1 << 22  # 16 MiB: enough for a GPU to be busy, little beside the model
 
 
 def cuts(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -47,9 +47,10 @@ class News(Protocol):
     def names(self) -> Sequence[str]:
         """The fragment's tensors, in its order."""
 
-    def theta(self, name: str, start: int, stop: int, held: Tensor) -> Tensor:
-        """θ′[start:stop] of a tensor, flat fp32 on the device of `held`, which is θ[start:stop]. To be asked for all
-        tensors and blocks once and in order; not to be changed, and gone with the next call."""
+    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+        """θ′[start:stop] of a tensor, flat fp32 on the device of `held`, which is θ[start:stop] and, `in_place`, may be
+        overwritten by it. To be asked for all tensors and blocks once and in order; not to be changed, and gone with
+        the next call."""
 
     @property
     def is_proven(self) -> bool:
@@ -129,7 +130,7 @@ class Whole:
     def is_proven(self) -> bool:
         return self._proof.holds
 
-    def theta(self, name: str, start: int, stop: int, held: Tensor) -> Tensor:
+    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         block = self._values[name].view(-1)[start:stop]
         self._extents.get(name, ALL).feed(self._proof, start, block)
         return block.to(held.device, non_blocking=True)
@@ -178,12 +179,13 @@ class Updates:
         return self._proof.holds
 
     @torch.no_grad()
-    def theta(self, name: str, start: int, stop: int, held: Tensor) -> Tensor:
+    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         extent = self._extents.get(name, ALL)
         theta = held
+        room = held if in_place else self._room("theta", stop - start, held.device)
         for cutter in self._cutters:
             d = self._decoded(cutter, name, extent.first + start, extent.first + stop, held.device)
-            theta = torch.add(theta, d, out=self._room("theta", stop - start, held.device))
+            theta = torch.add(theta, d, out=room)
         extent.feed(self._proof, start, theta)
         return theta
 

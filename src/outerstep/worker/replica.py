@@ -38,6 +38,9 @@ class Block:
         return values.to(self.theta.device, non_blocking=True)
 
 
+Move = Callable[[Block], None]
+
+
 class Differences:
     """Anchor − local, made block by block when it is asked for: the weights must not change meanwhile."""
 
@@ -130,7 +133,7 @@ class Replica:
 
     def adopt(self, news: News) -> bool:
         """Our steps are in it (or there were none): local = anchor = θ′."""
-        return self._take_over(news, _adopt, _adopt)
+        return self._take_over(news, _adopt, _adopt, in_place=True)
 
     def rebase(self, news: News) -> bool:
         """It came about without us: move along, keep our unsent steps."""
@@ -145,28 +148,32 @@ class Replica:
     def mix(self, news: News, alpha: float) -> bool:
         """It holds what we sent; of what we did since then, α stays."""
         moved = partial(_mix, alpha=alpha)
-        return self._take_over(news, moved, moved)
+        return self._take_over(news, moved, moved, in_place=True)
 
-    def _take_over(self, news: News, move: Callable[[Block], None], move_statistic: Callable[[Block], None]) -> bool:
-        """One pass over the memory, in blocks. (A statistic forgets by itself, and l + (θ′ − θ) of a variance may be
-        negative, so it is never carried along but taken as it was agreed.)"""
+    def _take_over(self, news: News, move: Move, move_statistic: Move, *, in_place: bool = False) -> bool:
+        """One pass over the memory, in blocks; `in_place` if θ is not needed any more to move the local weights. (A
+        statistic forgets by itself, and l + (θ′ − θ) of a variance may be negative, so it is never carried along but
+        taken as it was agreed.)"""
         for name in news.names:
-            for block in self._blocks(name, news):
+            for block in self._blocks(name, news, in_place=in_place):
                 (move_statistic if name in self._statistics else move)(block)
-                self._anchor(name)[block.start : block.stop].copy_(block.theta.view(-1))
+                anchor = self._anchor(name)[block.start : block.stop]
+                if anchor.data_ptr() != block.theta.data_ptr():
+                    anchor.copy_(block.theta.view(-1))
         self._reshard()  # no copy of what the weights were is used any more
         return news.is_proven
 
-    def _blocks(self, name: str, news: News) -> Iterator[Block]:
+    def _blocks(self, name: str, news: News, *, in_place: bool) -> Iterator[Block]:
         local, anchor = self.tensors[name].detach(), self._anchor(name)
         if local.is_contiguous():
             flat = local.view(-1)
             for start, stop in cuts(local.numel(), local.device):
                 held = anchor[start:stop].to(local.device, non_blocking=True)
-                yield Block(name, start, stop, flat[start:stop], held, news.theta(name, start, stop, held))
+                theta = news.theta(name, start, stop, held, in_place=in_place)
+                yield Block(name, start, stop, flat[start:stop], held, theta)
         elif local.numel():  # in another order of its dimensions (channels_last): the whole tensor is one block
             held = anchor.to(local.device)
-            theta = news.theta(name, 0, local.numel(), held)
+            theta = news.theta(name, 0, local.numel(), held, in_place=in_place)
             yield Block(name, 0, local.numel(), local, held.view(local.shape), theta.view(local.shape))
 
     def _anchor(self, name: str) -> Tensor:
