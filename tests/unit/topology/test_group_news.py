@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from outerstep.core.codecs import CODECS
+from outerstep.server import DiLoCoServer
 from outerstep.topology import Agreed, Contribution
 from outerstep.topology.group import GroupTopology
 from outerstep.topology.ranks import Ranks
 from outerstep.topology.server import ServerTopology
 from outerstep.topology.sharded import ShardedTopology, Shards
 from outerstep.types import Manifest, ParameterSpec, Wishes
+from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.sections import rows_of
+from outerstep.wire.transport import Transport
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica
 from support import EAGER, Eights, assert_same, params_of
@@ -28,8 +31,8 @@ SHARDED = frozenset({"a", "b", "c"})
 MANIFEST = Manifest(parameters=tuple(ParameterSpec(name=n, shape=s, dtype="float32") for n, s in SHAPES.items()))
 
 
-def topology_of(server: OneFragment, instance: str) -> ServerTopology:
-    return ServerTopology(server, worker_id="group", instance=instance, hostname="test", patience=EAGER)
+def topology_of(transport: Transport, instance: str) -> ServerTopology:
+    return ServerTopology(transport, worker_id="group", instance=instance, hostname="test", patience=EAGER)
 
 
 class TestWhole:
@@ -82,13 +85,13 @@ class TestWhole:
 class Rank:
     """One rank of a sharded group, with its rows of the anchor; without a model."""
 
-    def __init__(self, ranks: Ranks, server: OneFragment) -> None:
+    def __init__(self, ranks: Ranks, transport: Transport) -> None:
         instance = ranks.tell(lambda: secrets.token_hex(8), str)
         self.sections, self.section = ranks.size, ranks.rank
         self.topology = ShardedTopology(
-            ranks, topology_of(server, instance), Shards(self.sections, self.section, SHARDED)
+            ranks, topology_of(transport, instance), Shards(self.sections, self.section, SHARDED)
         )
-        self.anchors = {name: torch.empty(tensor.shape) for name, tensor in self.cut(server.theta).items()}
+        self.anchors = {name: torch.empty(tensor.shape) for name, tensor in self.cut(some(0)).items()}
         self.agreed = self.topology.join(MANIFEST, Wishes()).anchors[0]
         assert self.take(self.agreed) is None
 
@@ -149,6 +152,21 @@ class TestSharded:
         asked = [poll for poll in server.polls if poll.held_hash is not None]
         assert asked
         assert all(poll.held_hash == server.hashes[poll.held] for poll in asked)
+
+    def test_so_it_is_with_a_real_server(self) -> None:
+        state = some(0)
+        settings = {"codec": "int4", "part_size_bytes": 256, "sync_every": 1, "heartbeat_timeout": 0.0}
+        with DiLoCoServer(state, num_workers=1, port=0, **settings) as server:
+
+            def job(ranks: Ranks) -> list[tuple[str, ...]]:
+                rank, kinds = Rank(ranks, MemoryTransport(server.service)), []
+                for i in range(3):
+                    assert rank.contribute(some(i)) is None
+                    kinds.append(rank.agreed.news.kinds)
+                    ranks.check(lambda: assert_same(rank.anchors, rank.cut(server.get_global_params())))
+                return kinds
+
+            assert in_ranks(2, job) == [[("update",)] * 3] * 2
 
     def test_a_chain_and_a_chain_of_nothing(self) -> None:
         server = sharded_server(down_codec="int4")
