@@ -29,7 +29,9 @@ def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subp
     )
 
 
-@pytest.mark.parametrize("command", [[], ["server"], ["worker"], ["status"], ["control"], ["config", "show"], ["demo"]])
+@pytest.mark.parametrize(
+    "command", [[], ["server"], ["join"], ["worker"], ["status"], ["control"], ["token"], ["config", "show"], ["demo"]]
+)
 def test_help_teaches(command: list[str]) -> None:
     done = outerstep(*command, "--help")
     assert done.returncode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import mmap
 import threading
 from pathlib import Path
@@ -226,10 +225,10 @@ def test_an_outer_step_that_overflows_stops_the_server_and_says_so() -> None:
         wait_until(lambda: server.status()["failure"])
         assert "not finite" in str(server.status()["failure"])
         assert server.get_global_params()["cells"].tolist() == [0.0, 0.0]
-        host, port = server.address.split(":")
-        probe = http.client.HTTPConnection(host, int(port), timeout=20)
+        probe = HttpTransport(server.address)._new_connection(20.0)
         probe.request("GET", "/healthz")
-        assert probe.getresponse().status == 503
+        answer = probe.getresponse()
+        assert (answer.status, answer.read()) == (503, b'{"status":"failing"}')
         model = Ledger()
         worker = DiLoCoWorker(model, torch.optim.SGD(model.parameters(), lr=1.0), server.address)
         with pytest.raises(Exception, match="the server has stopped"):

@@ -19,7 +19,7 @@ from ..core.codecs import Codec
 from ..core.codecs.recipe import WHOLE, Recipe
 from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash, part_count, part_hash, part_range
-from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
+from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, UntrustedServer, WorkerError
 from ..types import (
     PROTOCOL_VERSION,
     Agreement,
@@ -153,7 +153,7 @@ class ServerTopology:
         try:
             first.outcome()
         except ExchangeFailed as failure:
-            if isinstance(failure.__cause__, Refused):
+            if isinstance(failure.__cause__, Refused | UntrustedServer):
                 raise failure.__cause__ from None  # "no" at join is said as the server said it
             raise
         self._adopt_plan(self.session.joined)

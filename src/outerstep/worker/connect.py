@@ -66,7 +66,7 @@ def connect(config: WorkerConfig, identity: Identity, shards: Shards, ranks: Ran
 
 def _server_topology(config: WorkerConfig, identity: Identity) -> ServerTopology:
     return ServerTopology(
-        HttpTransport(config.server_addr),
+        HttpTransport(config.server_addr, credentials=config.credentials),
         worker_id=identity.worker_id,
         instance=identity.instance,
         hostname=identity.hostname,
