@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from ..config import DEFAULT_HOST, ServerConfig
+from ..config import ServerConfig
 from ..errors import ConfigError
 from ..security import Credentials, is_loopback
 from ..settings import SERVER, ServerCommand, make_command, make_config, naming_sources
@@ -64,8 +64,7 @@ def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: 
         return
     from ..compat import CompatServer
 
-    host = config.compat_host or (config.host if config.insecure else DEFAULT_HOST)
-    with CompatServer(made, config.compat_port, host) as compat:
+    with CompatServer(made, config.compat_port, config.compat_host) as compat:
         console.print(f"The older protocol on [bold]{escape(compat.address)}[/bold].\n", highlight=False)
         made.wait()
 

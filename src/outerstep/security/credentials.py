@@ -18,6 +18,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -46,9 +47,20 @@ class Known:
 class Credentials:
     def __init__(self, folder: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> None:
         self._environ = os.environ if environ is None else environ
-        self.folder = _folder(folder, self._environ)
-        self.known_file = self.folder / "known_servers.json"
-        self.server_folder = self.folder / "server"
+        self._named = folder
+
+    @cached_property
+    def folder(self) -> Path:
+        """Only if it is needed: a process that was handed a join string may have no home at all."""
+        return _folder(self._named, self._environ)
+
+    @property
+    def known_file(self) -> Path:
+        return self.folder / "known_servers.json"
+
+    @property
+    def server_folder(self) -> Path:
+        return self.folder / "server"
 
     # --- a client's side ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..errors import BadRequest, Forbidden, TransportError, UntrustedServer
+from ..errors import BadRequest, Forbidden, TransportError, Unauthorized, UntrustedServer
 from ..security import DEFAULT_PORT, Access, Credentials, is_join_string, parse_address, parse_join_string
 from ..security.access import write_address
 from ..security.tls import PinnedConnection, explain, pinning_context
@@ -153,22 +153,22 @@ class HttpTransport:
         *,
         admin: bool = False,
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        headers = {"Content-Type": content_type}
+        if method != "GET":
+            headers["Content-Length"] = str(len(payload))
+        may_ask_again = True
         while True:
-            headers = {"Content-Type": content_type}
-            if method != "GET":
-                headers["Content-Length"] = str(len(payload))
             if token := self._token(admin=admin):
                 headers["Authorization"] = f"Bearer {token}"
             try:
                 answer = self._exchange(method, target, payload, headers, into, timeout_s)
-            except UntrustedServer as error:
-                if self._has_news():
+                if answer[0] == 401:
+                    raise decode_error(answer[2], 401)
+            except (UntrustedServer, Unauthorized) as error:
+                if may_ask_again and self._has_news():
+                    may_ask_again = False
                     continue
                 raise self._doubt(error) from error
-            if answer[0] == 401:
-                if self._has_news():
-                    continue
-                raise self._doubt(decode_error(answer[2], 401))
             self._has_succeeded = self._has_succeeded or answer[0] == 200
             return answer
 

@@ -40,6 +40,17 @@ def test_the_folder_is_the_one_named_else_the_users() -> None:
     assert Credentials("~/here", environ={}).folder == Path.home() / "here"
 
 
+def test_who_was_handed_a_join_string_needs_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    carried = Access("gpu", 8512, TOKEN, PIN)
+    assert Credentials(environ={"OUTERSTEP_JOIN": carried.join_string}).find("gpu") == carried
+    with pytest.raises(ConfigError, match="no home folder for credentials: give --credentials DIR"):
+        Credentials(environ={}).find("gpu")
+
+
 def test_a_joined_server_is_found_by_its_address(folder: Path) -> None:
     known = credentials(folder)
     with pytest.raises(NoCredentials, match=r"nothing is known here about gpu:8512: .*outerstep join -"):
