@@ -42,6 +42,12 @@ bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/http_service.py --quick
 	$(BIN)/python bench/codecs.py --quick
 	$(BIN)/python bench/async_speeds.py --quick
+	$(BIN)/python bench/loss.py --quick
+	$(BIN)/python bench/overhead.py --quick
+	$(BIN)/python bench/wan.py --quick
+	$(BIN)/python bench/connections.py --quick
+	$(BIN)/python bench/round.py --quick
+	$(BIN)/python bench/memory.py --quick
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -39,9 +39,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from http_service import cpu_model, git_commit
 from outerstep.core.codecs import CODECS, Codec, bytes_per_value
 from outerstep.core.pseudogradient import pseudo_gradient
+from provenance import cpu_model, git_commit
 
 Work = Callable[[], object]
 

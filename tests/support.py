@@ -6,13 +6,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outerstep.coordination.exchange import Patience, Session
-from outerstep.core.codecs import get_codec
+from outerstep.core.codecs import Dither, get_codec
 from outerstep.digest import part_count, part_hash, part_range, payload_hash
 from outerstep.server import DiLoCoServer
 from outerstep.topology.server import ServerTopology, encode_frame
@@ -21,10 +22,15 @@ from outerstep.types import (
     Agreement,
     Commit,
     ContributionKey,
+    GetPart,
+    GetPartAnswer,
     Join,
     JoinAnswer,
     Offer,
     OfferAnswer,
+    Payload,
+    Poll,
+    PollAnswer,
     PutPart,
 )
 from outerstep.wire.frames import Layout, layout
@@ -33,6 +39,30 @@ from outerstep.wire.transport import Transport
 from outerstep.worker import DiLoCoWorker
 
 EAGER = Patience(first_backoff_s=0.01, longest_backoff_s=0.05, give_up_after_s=30.0, poll_wait_s=0.2)
+
+
+@dataclass(frozen=True)
+class Eights:
+    """A codec that sends multiples of eight, so that all arithmetic is on integers and every sum is exact."""
+
+    name: str = "eights"
+    block_values: int = 1
+    needs_feedback: bool = False
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
+        out.view(torch.int32).copy_((values / 8).round())
+
+    def check(self, data: Tensor, numel: int) -> str:
+        return ""
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.copy_(data.view(torch.int32)).mul_(8)
+
+    def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        out.add_(data.view(torch.int32) * 8 * weight)
 
 
 _drawing = threading.Lock()
@@ -238,6 +268,30 @@ class HandClient:
         hashes = [part_hash(payload[slice(*part_range(i, len(payload), size))]) for i in range(parts)]
         request = Commit(**self.session.head, fragment=0, sequence=self.sequence, payload_hash=payload_hash(hashes))
         return self.transport.call(request)
+
+    def poll(self, held: int = 0, held_hash: str | None = None, **changes: Any) -> Agreement:
+        """The newest agreement, for somebody who holds that anchor."""
+        facts: dict[str, Any] = {**self.session.head, "fragment": 0, "after": -1, "held": held, **changes}
+        answer = self.transport.call(Poll(**facts, held_hash=held_hash))
+        assert isinstance(answer, PollAnswer)
+        assert answer.agreement is not None
+        return answer.agreement
+
+    def get(self, payload: Payload, part: int) -> memoryview:
+        begin, end = part_range(part, payload.size_bytes, self.session.joined.plan.part_size_bytes)
+        into = memoryview(bytearray(end - begin))
+        request = GetPart(**self.session.head, fragment=0, version=payload.version, kind=payload.kind, part=part)
+        answer = self.transport.call(request, into=into)
+        assert isinstance(answer, GetPartAnswer)
+        assert answer.hash == part_hash(into)
+        return into
+
+    def fetch(self, payload: Payload) -> memoryview:
+        """All of its parts, which must make it."""
+        count = part_count(payload.size_bytes, self.session.joined.plan.part_size_bytes)
+        parts = [self.get(payload, part) for part in range(count)]
+        assert payload_hash([part_hash(part) for part in parts]) == payload.hash
+        return memoryview(bytearray(b"".join(parts)))
 
     def contribute(self, payload: memoryview, **changes: Any) -> Any:
         """Offer, all parts, commit, under the next sequence."""

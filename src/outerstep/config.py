@@ -189,7 +189,9 @@ class WorkerConfig:
     fragment_carry: bool | None = None
     dylu: bool | None = None  # let the server set this worker's sync_every by its speed; None = if the run does so
     buffers: Literal["average", "local", "server"] = "average"  # persistent floating-point buffers (BatchNorm's, …)
+    anchor: Literal["device", "host"] = "device"  # where the anchor is kept: beside the model, or in host memory
     group: Literal["auto", "off"] = "auto"  # the processes of a torchrun job are one worker; off = each is its own
+    connections: int = 4  # parts of one exchange that travel at the same time
     heartbeat_interval: float = 30.0
     on_exit: Literal["global", "local"] = "global"  # what `model` holds afterwards: the agreed weights, or its own
     join_timeout_s: float = 120.0
@@ -203,6 +205,7 @@ class WorkerConfig:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
         _whole(self, 0, "fragment_delay", optional=True)
         _whole(self, 0, "offline_rounds")
+        _whole(self, 1, "connections")
         _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "offline_after_s")
         _number(self, 0.0, "exit_patience_s", "stalled_after_s")
         _number(self, 0.0, "fragment_alpha", optional=True)
@@ -213,6 +216,7 @@ class WorkerConfig:
         check_one_of(self, (None, True, False), "bf16_comm")
         check_one_of(self, ("global", "local"), "on_exit")
         check_one_of(self, ("auto", "off"), "group")
+        check_one_of(self, ("device", "host"), "anchor")
         if self.worker_id is not None:
             try:
                 msgspec.convert(self.worker_id, WorkerId)

@@ -1,19 +1,33 @@
-"""A model on a GPU: the anchor lies beside it, contributions are encoded there, and the bits are the server's."""
+"""A model on a GPU: the anchor lies beside it or in host memory, contributions are encoded and news decoded there, and
+the bits are those of a CPU and of the server."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+from outerstep.core.codecs import FP32, Dither
+from outerstep.core.feedback import ErrorFeedback
 from outerstep.server import DiLoCoServer
-from outerstep.topology.server import anchor_hash
+from outerstep.topology.encode import Sender, encode_frame, write_frame
+from outerstep.topology.forms import Form, forms_of
+from outerstep.topology.news import Updates, Whole, anchor_hash, read_news
+from outerstep.topology.payload import Payload
+from outerstep.types import Plan
 from outerstep.worker import DiLoCoWorker
+from outerstep.worker.replica import Replica
 from support import assert_same, in_threads, params_of, tiny_model, train_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+RECIPES = ["fp32", "bf16", "bf16+stochastic", "int8", "int4+feedback", "e3m0", "sparse64", "int4,norms=fp32"]
+PLACES = ["device", "host"]
 
-def cuda_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+
+def cuda_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
     source = torch.Generator(device="cuda").manual_seed(seed)
     for _ in range(steps):
         for param in model.parameters():
@@ -21,37 +35,47 @@ def cuda_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: 
         optimizer.step()
 
 
+def check_worker(worker: DiLoCoWorker, server: DiLoCoServer, place: str, dtype: torch.dtype = torch.float32) -> None:
+    newest = [fragment["anchor_hash"] for fragment in server.status()["fragments"]]  # type: ignore[attr-defined]
+    anchors = worker._replica.anchors
+    for anchor in anchors.values():
+        assert anchor.dtype == torch.float32
+        assert anchor.is_cuda if place == "device" else anchor.is_pinned()
+    assert [anchor_hash(anchors[name] for name in names) for names in worker.plan.fragments] == newest
+    assert worker.sync_metrics["anchor_repairs"] == 0
+    for name, param in worker._replica.tensors.items():
+        assert torch.equal(param.detach().cpu(), anchors[name].cpu().to(dtype))
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("codec", ["fp32", "bf16"])
-def test_two_gpu_workers_hold_the_servers_bits(dtype: torch.dtype, codec: str) -> None:
-    settings = {"codec": codec, "sync_every": 4, "num_fragments": 2}
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4+feedback", "sparse64"])
+@pytest.mark.parametrize("streaming", [{}, {"fragment_delay": 1, "fragment_carry": True}])
+def test_two_gpu_workers_hold_the_servers_bits(
+    dtype: torch.dtype, codec: str, place: str, streaming: dict[str, Any]
+) -> None:
+    settings = {"codec": codec, "sync_every": 4, "num_fragments": 2, **streaming}
     with DiLoCoServer(tiny_model().to(dtype).state_dict(), num_workers=2, port=0, **settings) as server:
 
         def work(i: int) -> DiLoCoWorker:
             model = tiny_model().to("cuda", dtype)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            with DiLoCoWorker(model, optimizer, server.address, worker_id=f"w{i}") as worker:
+            with DiLoCoWorker(model, optimizer, server.address, worker_id=f"w{i}", anchor=place) as worker:
                 cuda_steps(model, optimizer, 19, seed=i)
             return worker
 
-        workers = in_threads(lambda: work(0), lambda: work(1))
-        newest = [fragment["anchor_hash"] for fragment in server.status()["fragments"]]  # type: ignore[attr-defined]
-        for worker in workers:
-            anchors = worker._replica.anchors
-            assert all(anchor.is_cuda and anchor.dtype == torch.float32 for anchor in anchors.values())
-            held = [anchor_hash(anchors[name] for name in names) for names in worker.plan.fragments]
-            assert held == newest
-            for name, param in worker._replica.tensors.items():
-                assert torch.equal(param.detach(), anchors[name].to(dtype))
+        for worker in in_threads(lambda: work(0), lambda: work(1)):
+            check_worker(worker, server, place, dtype)
 
 
-def test_global_weights_and_a_mixed_pair_of_gpu_and_cpu() -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_global_weights_and_a_mixed_pair_of_gpu_and_cpu(place: str) -> None:
     with DiLoCoServer(tiny_model().state_dict(), num_workers=2, port=0, sync_every=5) as server:
 
-        def on_gpu() -> dict[str, torch.Tensor]:
+        def on_gpu() -> dict[str, Tensor]:
             model = tiny_model().cuda()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            with DiLoCoWorker(model, optimizer, server.address, worker_id="gpu") as worker:
+            with DiLoCoWorker(model, optimizer, server.address, worker_id="gpu", anchor=place) as worker:
                 cuda_steps(model, optimizer, 7, seed=1)
                 local = params_of(model)
                 with worker.global_weights():
@@ -60,7 +84,7 @@ def test_global_weights_and_a_mixed_pair_of_gpu_and_cpu() -> None:
                 cuda_steps(model, optimizer, 8, seed=2)
             return {name: value.cpu() for name, value in params_of(model).items()}
 
-        def on_cpu() -> dict[str, torch.Tensor]:
+        def on_cpu() -> dict[str, Tensor]:
             model = tiny_model()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             with DiLoCoWorker(model, optimizer, server.address, worker_id="cpu"):
@@ -70,3 +94,128 @@ def test_global_weights_and_a_mixed_pair_of_gpu_and_cpu() -> None:
         first, second = in_threads(on_gpu, on_cpu)
         assert_same(first, second)
         assert_same(first, server.get_global_params())
+
+
+# --- the same bits as a CPU -----------------------------------------------------------------------------------------
+
+
+class Large(nn.Module):
+    """More values than a block of a GPU, and one tensor in another order of dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Parameter(torch.randn(5001, 4001))
+        self.conv = nn.Conv2d(30, 50, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.gain = nn.Parameter(torch.randn(700))
+
+
+class Pair:
+    """The same model and anchor on a CPU and on a GPU."""
+
+    def __init__(self, codec: str, down_codec: str = "bf16", place: str = "device") -> None:
+        self.models = [Large(), Large().cuda()]
+        self.replicas = [Replica(self.models[0]), Replica(self.models[1], anchor=place)]  # type: ignore[arg-type]
+        names = tuple(self.replicas[0].tensors)
+        plan = Plan(
+            sync_every=1,
+            codec=codec,
+            fragments=(names,),
+            part_size_bytes=1 << 20,
+            max_staleness=4,
+            heartbeat_timeout_s=0.0,
+            down_codec=down_codec,
+        )
+        self.form: Form = forms_of(plan, self.replicas[0].manifest)[0]
+        source = torch.Generator().manual_seed(1)
+        self.theta = {n: p.detach() + 0.01 * torch.randn(p.shape, generator=source) for n, p in self.named(0).items()}
+        full = encode_frame(self.theta, self.form.full, dict.fromkeys(names, FP32))
+        for replica, model in zip(self.replicas, self.models, strict=True):
+            own = {name: p.detach().clone() for name, p in model.named_parameters()}
+            assert replica.adopt(read_news(self.form, ["full"], [full], anchor_hash(self.theta.values())))
+            replica.restore(own)
+        self.feedbacks = [ErrorFeedback(), ErrorFeedback()]
+
+    def named(self, i: int) -> dict[str, Tensor]:
+        return dict(self.models[i].named_parameters())
+
+    def frame(self, i: int, sequence: int) -> bytes:
+        replica, feedback = self.replicas[i], self.feedbacks[i]
+        payload = Payload(self.form.up, 1 << 20, pinned=i == 1)
+        feedback.begin(0, sequence)
+        write_frame(
+            payload,
+            self.form.up,
+            Sender(0, replica.differences(), self.form.rules, feedback, lambda n: Dither.of("r", 0, sequence, n), {}),
+        )
+        with torch.no_grad():  # training goes on at once
+            for param in replica.tensors.values():
+                param.add_(0.125)
+        payload.wait()
+        feedback.settle(0, sequence, counted=True)
+        return payload.data.numpy().tobytes()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("codec", RECIPES)
+def test_a_gpu_writes_the_frames_of_a_cpu_while_training_goes_on(codec: str, place: str) -> None:
+    pair = Pair(codec, place=place)
+    for sequence in (1, 2, 3):
+        assert pair.frame(0, sequence) == pair.frame(1, sequence)
+    for name in pair.theta:
+        ours, theirs = (feedback.residual(name) for feedback in pair.feedbacks)
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert theirs.is_cuda == (place == "device")
+            assert torch.equal(ours, theirs.cpu())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ["adopt", "rebase", "carry", "mix"])
+@pytest.mark.parametrize("down_codec", ["bf16", "int8", "int4", "e3m0"])
+def test_a_gpu_takes_news_over_as_a_cpu_does(down_codec: str, way: str, place: str) -> None:
+    pair = Pair("bf16", down_codec, place)
+    source = torch.Generator().manual_seed(2)
+    frames = [
+        encode_frame(
+            {name: 1e-3 * torch.randn(t.shape, generator=source) for name, t in pair.theta.items()},
+            pair.form.update,
+            pair.form.codecs,
+        )
+        for _ in range(2)
+    ]
+    expected = _expected_hash(pair, frames)
+    for i, replica in enumerate(pair.replicas):
+        sent = replica.deltas(replica.tensors)
+        with torch.no_grad():
+            for param in replica.tensors.values():
+                param.add_(0.125)
+        extra: dict[str, Any] = {"carry": {"sent": sent}, "mix": {"alpha": 0.25}}.get(way, {})
+        held = [
+            frame if i == 0 else torch.frombuffer(frame, dtype=torch.uint8).pin_memory().numpy().data
+            for frame in frames
+        ]
+        news: Whole | Updates = read_news(pair.form, ["update"] * 2, held, expected)
+        assert getattr(replica, way)(news, **extra)
+    for name in pair.theta:
+        assert torch.equal(pair.replicas[0].anchors[name], pair.replicas[1].anchors[name].cpu()), name
+        assert torch.equal(pair.named(0)[name].detach(), pair.named(1)[name].detach().cpu()), name
+
+
+def _expected_hash(pair: Pair, frames: list[memoryview]) -> str:
+    theta = {name: t.clone() for name, t in pair.theta.items()}
+    for frame in frames:
+        data = torch.frombuffer(frame, dtype=torch.uint8)
+        for entry in pair.form.update.entries:
+            begin, end = (pair.form.update.data_begin + edge for edge in (entry.begin, entry.end))
+            decoded = torch.empty(theta[entry.name].numel())
+            pair.form.codecs[entry.name].decode(data[begin:end], decoded)
+            theta[entry.name].view(-1).add_(decoded)
+    return anchor_hash(theta.values())
+
+
+def test_one_changed_bit_is_found_on_a_gpu() -> None:
+    pair = Pair("bf16")
+    frame = encode_frame({n: torch.zeros_like(t) for n, t in pair.theta.items()}, pair.form.update, pair.form.codecs)
+    frame[len(frame) // 2] ^= 1
+    assert not pair.replicas[1].adopt(read_news(pair.form, ["update"], [frame], anchor_hash(pair.theta.values())))

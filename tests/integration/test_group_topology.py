@@ -36,7 +36,7 @@ from outerstep.topology.ranks import Ranks, rebuild
 from outerstep.topology.ranks import describe as describe_error
 from outerstep.topology.server import ServerTopology
 from outerstep.topology.sharded import ShardedTopology, Shards
-from outerstep.types import Answer, GetPart, Manifest, Offer, ParameterSpec, PutPart, Request, Wishes
+from outerstep.types import Agreement, Answer, GetPart, Manifest, Offer, ParameterSpec, PutPart, Request, Wishes
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.sections import rows_of
 from outerstep.worker.connect import find_ranks
@@ -118,6 +118,13 @@ def finish(topology: Topology, ticket: Ticket) -> Agreed:
     while not ticket.look(0.05).done:
         pass
     return topology.finish(ticket)
+
+
+def take_over(agreed: Agreed) -> bool:
+    """As a worker does, without the worker: ask for everything once, and see whether it was as agreed."""
+    for name in agreed.news.names:
+        agreed.news.theta(name, 0, SHAPES[name][0] * 1000, torch.empty(0))
+    return agreed.news.is_proven
 
 
 def assert_rows(agreed: Agreed, server: DiLoCoServer, sections: int, section: int) -> None:
@@ -254,7 +261,7 @@ class TestSharded:
                 for seed in range(4):
                     agreed = finish(other, other.begin(contribution(agreed, seed, 1, 0)))
                 for store in server.service.stores:  # nobody has asked for a part for so long
-                    store.forget_old(server.service.clock() + 1000.0)
+                    store.down.forget_old(server.service.clock() + 1000.0)
                 moved_on.set()
 
             def meddle(rank: int, request: Request) -> None:
@@ -342,23 +349,30 @@ class TestFailures:
             assert agreed.counted
         assert server.status()["total_submissions"] == 1
 
-    def test_a_byte_that_changed_at_one_rank_is_found_by_its_range_hash(
+    def test_a_byte_that_changed_at_one_rank_is_found_by_its_range_hash_and_mended_on_all(
         self, server: DiLoCoServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from outerstep.topology import sharded as module
+        fetch, damages = ShardedTopology._fetch, [1]
 
-        cut = module._Piece.cut
+        def damaged(topology: ShardedTopology, agreement: Agreement) -> Any:
+            fetched: Any = fetch(topology, agreement)
+            if topology._shards.section == 1 and damages:
+                fetched.news._values["a"][0, 0] += damages.pop()
+            return fetched
 
-        def damaged(piece: Any, courier: Any) -> Tensor:
-            theta = cut(piece, courier)
-            if piece.shape == (35, 16):  # what rank 1 of 2 holds of a
-                theta[0, 0] += 1.0
-            return theta
+        def job(ranks: Ranks) -> list[bool]:
+            topology = sharded(server, ranks)
+            agreed = topology.join(MANIFEST, Wishes()).anchors[0]
+            first = take_over(agreed)
+            whole = topology.confirm(agreed, first)
+            assert whole is not None
+            assert_rows(whole, server, 2, ranks.rank)
+            second = take_over(whole)
+            assert topology.confirm(whole, second) is None
+            return [first, second]
 
-        monkeypatch.setattr(module._Piece, "cut", damaged)
-        for error in failures(2, lambda ranks: sharded(server, ranks).join(MANIFEST, Wishes())):
-            assert isinstance(error, ExchangeFailed)
-            assert "section 1" in str(error)
+        monkeypatch.setattr(ShardedTopology, "_fetch", damaged)
+        assert in_ranks(2, job) == [[True, True], [False, True]]
 
     def test_a_refusal_at_join_is_said_by_all_ranks_as_the_server_said_it(self, server: DiLoCoServer) -> None:
         memory_topology(server, "first").join(MANIFEST, Wishes())
@@ -399,22 +413,43 @@ class TestWhole:
             assert all(torch.equal(theta, newest[name]) for name, theta in agreed.anchor.items())
         assert [agreed.bytes_received > 0 for _, agreed in found] == [True, False, False]
 
-    def test_an_anchor_that_changed_on_its_way_to_a_rank_stops_all(self, server: DiLoCoServer) -> None:
+    def test_an_anchor_that_changed_on_its_way_to_a_rank_is_mended_on_all(self, server: DiLoCoServer) -> None:
+        def job(ranks: Ranks) -> list[bool]:
+            spread, damages = ranks.spread, [1] if ranks.rank == 2 else []
+
+            def damaged(tensors: Any) -> None:
+                held = list(tensors)
+                spread(held)
+                if damages:
+                    held[0][-12] += damages.pop()
+
+            ranks.spread = damaged  # type: ignore[method-assign]
+            topology = whole(server, ranks)
+            agreed = topology.join(MANIFEST, Wishes()).anchors[0]
+            first = take_over(agreed)
+            again = topology.confirm(agreed, first)
+            assert again is not None
+            second = take_over(again)
+            assert topology.confirm(again, second) is None
+            return [first, second]
+
+        assert in_ranks(3, job) == [[True, True], [True, True], [False, True]]
+
+    def test_a_frame_that_is_none_on_one_rank_stops_all(self, server: DiLoCoServer) -> None:
         def job(ranks: Ranks) -> None:
             spread = ranks.spread
 
             def damaged(tensors: Any) -> None:
                 held = list(tensors)
                 spread(held)
-                if ranks.rank == 2:
-                    held[0].view(-1)[0] += 1.0
+                held[0][0] += ranks.rank == 2
 
             ranks.spread = damaged  # type: ignore[method-assign]
             whole(server, ranks).join(MANIFEST, Wishes())
 
         for error in failures(3, job):
             assert isinstance(error, ExchangeFailed)
-            assert "this rank's anchor has the hash" in str(error)
+            assert "something else than this fragment" in str(error)
 
     def test_orders_reach_all_ranks_at_the_same_exchange_and_the_pace_stays(self, server: DiLoCoServer) -> None:
         def job(ranks: Ranks) -> list[str | int | None]:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from integration.group_job import SYNC_EVERY, make_model, train_step
-from outerstep.core.views import fp32_views
 from outerstep.server import DiLoCoServer
-from outerstep.server.store import FragmentStore, Published
+from outerstep.server.published import Published
+from outerstep.server.store import FragmentStore
 from outerstep.topology.server import anchor_hash
 from outerstep.wire.sections import rows_of
 from outerstep.worker import DiLoCoWorker
@@ -75,15 +75,22 @@ Versions = dict[tuple[int, int], dict[str, Tensor]]
 def versions(monkeypatch: pytest.MonkeyPatch) -> Versions:
     """Every version that a server of this test publishes, by (fragment, version)."""
     kept: Versions = {}
-    publish = FragmentStore._publish
+    begin, publish = FragmentStore.__init__, FragmentStore.publish
 
-    def keep(store: FragmentStore, *args: Any) -> Published:
+    def note(store: FragmentStore) -> None:
+        kept[store.index, store.newest.version] = {name: theta.clone() for name, theta in store.params().items()}
+
+    def begin_and_note(store: FragmentStore, *args: Any, **settings: Any) -> None:
+        begin(store, *args, **settings)
+        note(store)
+
+    def publish_and_note(store: FragmentStore, *args: Any) -> Published:
         made = publish(store, *args)
-        params = fp32_views(made.frame, store.down.places, store.down.data_begin)
-        kept[store.index, made.agreement.version] = params
+        note(store)
         return made
 
-    monkeypatch.setattr(FragmentStore, "_publish", keep)
+    monkeypatch.setattr(FragmentStore, "__init__", begin_and_note)
+    monkeypatch.setattr(FragmentStore, "publish", publish_and_note)
     return kept
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ import torch
 from outerstep.digest import part_hash
 from outerstep.errors import Refused
 from outerstep.server import DiLoCoServer
-from outerstep.types import Leave, PutPart
-from outerstep.wire.http_service import ServiceLimits
+from outerstep.types import Answer, Leave, Offer, PutPart, PutPartAnswer, Request
+from outerstep.wire.http_service import LEAST_AT_WORK, ServiceLimits
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import address_of
-from support import HandClient, make_frame, params_of, tiny_model, wait_until
+from outerstep.wire.service import Body
+from outerstep.worker import DiLoCoWorker
+from support import HandClient, Ledger, count, make_frame, params_of, tiny_model, wait_until
 
 
 @pytest.fixture
@@ -48,9 +52,9 @@ def raw(server: DiLoCoServer, data: bytes, *, half_close: bool = False) -> tuple
         return response.status, body.get("error", body), head
 
 
-def begun_upload(server: DiLoCoServer) -> tuple[HandClient, memoryview, bytes]:
+def begun_upload(server: DiLoCoServer, name: str = "by-hand") -> tuple[HandClient, memoryview, bytes]:
     """A joined client that has offered a contribution of one part, the payload, and the head of the request for it."""
-    client = HandClient(transport_to(server))
+    client = HandClient(transport_to(server), name)
     client.join()
     payload = make_frame({name: torch.ones_like(p) for name, p in params_of(tiny_model()).items()})
     client.sequence = 1
@@ -209,6 +213,79 @@ def test_silent_connections_do_not_hinder_a_round(server: DiLoCoServer) -> None:
     finally:
         for sock in silent:
             sock.close()
+
+
+def test_uploads_that_stand_still_do_not_hinder_a_round() -> None:
+    """More of them than connections may work at a time: none of them holds a turn."""
+    model, idle = tiny_model(), 3 * max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1))
+    payload = make_frame({name: torch.ones_like(p) for name, p in params_of(model).items()})
+    with DiLoCoServer(model.state_dict(), num_workers=1, port=0, codec="fp32") as server, ExitStack() as stack:
+        host, port = server.address.split(":")
+        for i in range(idle):
+            client, _, head = begun_upload(server, f"idle-{i}")
+            sock = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            sock.sendall(head + payload[: len(payload) // 2])
+            client.transport.close()
+        wait_until(lambda: len(server.service.intake.writing) == idle)
+        worker = HandClient(transport_to(server), "busy")
+        worker.join()
+        assert worker.contribute(payload).version == 1
+
+
+def test_the_status_is_answered_while_everybody_else_waits_for_a_turn(server: DiLoCoServer) -> None:
+    """All turns are taken by offers that somebody keeps from being answered."""
+    turns, let_go, inside = max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1)), threading.Event(), threading.Semaphore(0)
+    client, payload, _ = begun_upload(server)
+    answer = server.service.answer
+
+    def hold(request: Request) -> Answer:
+        if isinstance(request, Offer):
+            inside.release()
+            assert let_go.wait(20)
+        return answer(request)
+
+    server.service.answer = hold  # type: ignore[method-assign]
+    offers = [threading.Thread(target=client.offer, args=(len(payload),), daemon=True) for _ in range(2 * turns)]
+    for thread in offers:
+        thread.start()
+    for _ in range(turns):
+        assert inside.acquire(timeout=20)
+    assert client.transport.status()["total_submissions"] == 0
+    assert not inside.acquire(blocking=False), "more of them work than may"
+    let_go.set()
+    for thread in offers:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_as_many_parts_travel_at_a_time_as_the_worker_has_connections() -> None:
+    """The first parts wait until `connections` of them are there at once."""
+    connections, inside, most = 3, 0, 0
+    all_there, lock = threading.Event(), threading.Lock()
+    model = Ledger(cells=256)
+    with DiLoCoServer(model.state_dict(), num_workers=1, port=0, codec="fp32", part_size_bytes=64) as server:
+        put_part = server.service.put_part
+
+        def wait_for_the_others(request: PutPart, body: Body) -> PutPartAnswer:
+            nonlocal inside, most
+            with lock:
+                inside += 1
+                most = max(most, inside)
+                if inside == connections:
+                    all_there.set()
+            assert all_there.wait(20), f"only {inside} parts travel at a time"
+            try:
+                return put_part(request, body)
+            finally:
+                with lock:
+                    inside -= 1
+
+        server.service.put_part = wait_for_the_others  # type: ignore[method-assign]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCoWorker(model, optimizer, server.address, sync_every=1, connections=connections) as worker:
+            count(model, optimizer, 0, 1)
+            assert worker.sync_metrics["sync_count"] == 1
+    assert most == connections
 
 
 def test_more_connections_than_allowed_are_closed() -> None:

@@ -33,8 +33,13 @@ from support import (
 
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
+    "bf16": {"codec": "bf16"},
+    "int8 down": {"down_codec": "int8"},
+    "int4 both ways, at random": {"codec": "int4+stochastic"},
+    "deterministic": {"deterministic": True, "down_codec": "int4"},
     "two fragments with a delay": {"num_fragments": 2, "fragment_delay": 1},
     "asynchronous": {"async_mode": True, "dn_buffer_size": 3},
+    "asynchronous, int4 down": {"async_mode": True, "dn_buffer_size": 3, "down_codec": "int4"},
     "a torch optimizer": {"outer_optimizer_factory": lambda params: torch.optim.Adam(params, lr=0.01)},
 }
 
@@ -45,6 +50,7 @@ def make_server(folder: Path | None, **settings: Any) -> DiLoCoServer:
     if folder is not None:
         facts["save_dir"] = str(folder)
     server = DiLoCoServer(state, 1, **facts)
+    server.service.coordinator.run_id = "run"  # rounding at random depends on it
     server.service.start()
     return server
 

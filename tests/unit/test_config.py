@@ -30,7 +30,7 @@ SERVER_NUMBERS = [
     "outer_lr",
     "outer_momentum",
 ]
-WORKER_WHOLE_FROM_1 = ["sync_every", "num_fragments"]
+WORKER_WHOLE_FROM_1 = ["sync_every", "num_fragments", "connections"]
 WORKER_NUMBERS = ["heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s"]
 SERVER_OPTIONAL = [
     "sync_every",

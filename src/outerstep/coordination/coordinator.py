@@ -66,7 +66,7 @@ from .uploads import Upload, Uploads
 from .weights import bounded, discount, relative, reported
 
 ASK_AGAIN_S = 0.5
-ASK_AGAIN_SOON_S = 0.1  # by then it has contributed to the round that wants it
+ASK_AGAIN_SOON_S = 0.1  # by then there is room, or it has contributed to the round that wants it
 BUDGET_SPENT = "the token budget is spent"
 
 
@@ -217,7 +217,8 @@ class Coordinator:
                     self._drop(other.offer.key)
             upload = self.uploads.request(message, now)
         if upload is None:
-            return OfferAnswer(state="wait", retry_after_s=ASK_AGAIN_S)
+            soon = self.uploads.is_near(message.key)
+            return OfferAnswer(state="wait", retry_after_s=ASK_AGAIN_SOON_S if soon else ASK_AGAIN_S)
         return OfferAnswer(state="send", missing=upload.missing)
 
     def begin_part(self, message: PutPart, now: float) -> Upload | PutPartAnswer:
@@ -288,7 +289,8 @@ class Coordinator:
         round_.count(participant, self.rules, now, reported=raw, tokens=offer.tokens)
         member.contributed(offer, staleness)
         scale = relative(weight, fragment.usual, self.rules)
-        added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections)
+        first = len(round_.participants) == 1
+        added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections, first)
         self._effects.append(added)
         answer = CommitAnswer(version=round_.version)
         self._evaluate(fragment, now)

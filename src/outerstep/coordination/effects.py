@@ -10,7 +10,8 @@ from ..types import ContributionKey, Participant
 @dataclass(frozen=True)
 class Accumulate:
     """Decode this contribution, add it to the sum of the round that will make `version`, free its bytes. A rule that
-    takes contributions one by one (Delayed Nesterov) scales it by `scale`, its weight relative to the usual one."""
+    takes contributions one by one (Delayed Nesterov) scales it by `scale`, its weight relative to the usual one.
+    `first`: of its round."""
 
     key: ContributionKey
     version: int
@@ -18,6 +19,7 @@ class Accumulate:
     scale: float
     base_version: int
     sections: int = 1
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class Event:
 
     kind: str
     facts: dict[str, object] = field(default_factory=dict)
+
+
+def is_news(effect: Effect) -> bool:
+    """May somebody who waits in a poll be told something else now? Hundreds may wait: to wake them all at every
+    contribution would take longer than the contribution does. A round's first one matters, because from then on the
+    round wants those who wait at other fragments; what a round made is announced when it is there."""
+    match effect:
+        case Accumulate():
+            return effect.first
+        case CloseRound() | DropUpload():
+            return False
+        case _:
+            return True
 
 
 Effect = Accumulate | CloseRound | DropUpload | StopServer | Event

@@ -1,14 +1,16 @@
 """Contributions on their way in: which parts have arrived, and who may send at all.
 
 The bytes of unfinished contributions live in a pool of bounded size. Room is granted for a whole contribution or not at
-all, so that two half-sent ones can never wait for each other; whoever finds no room stands in a queue, first come first
-served, and keeps its place by asking again.
+all, so that two half-sent ones can never wait for each other; whoever finds no room stands in a queue and keeps its
+place by asking again. Nobody overtakes: who asks is let in only if there is room for it *and* for all who stand before
+it. (Not only the first one: it may be half a second until that one asks again, and hundreds may stand behind it.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 
 from ..digest import Parts, payload_hash
 from ..errors import BadRequest, MissingParts
@@ -53,6 +55,14 @@ class Upload:
         return payload_hash([self.part_hashes[i] for i in range(self.part_count)])
 
 
+@dataclass
+class Waiting:
+    """A place in the queue, as large as what is to come, and when its holder last asked."""
+
+    size_bytes: int
+    asked_at: float
+
+
 class Uploads:
     """All unfinished contributions, and the room they take."""
 
@@ -61,7 +71,7 @@ class Uploads:
         self._part_size_bytes = part_size_bytes
         self._by_key: dict[ContributionKey, Upload] = {}
         self._held: dict[ContributionKey, int] = {}  # bytes of room per key, until the bytes are freed
-        self._queue: dict[ContributionKey, float] = {}  # key -> when it last asked; a dict keeps the order of arrival
+        self._queue: dict[ContributionKey, Waiting] = {}  # a dict keeps the order of arrival
 
     @property
     def held_bytes(self) -> int:
@@ -83,14 +93,13 @@ class Uploads:
     def request(self, offer: Offer, now: float) -> Upload | None:
         """Room for this offer, or None: it stands in the queue."""
         key = offer.key
-        for other, asked_at in list(self._queue.items()):
-            if now - asked_at > QUEUE_PATIENCE_S:
+        for other, waiting in list(self._queue.items()):
+            if now - waiting.asked_at > QUEUE_PATIENCE_S:
                 del self._queue[other]
         if key not in self._queue:
             self.unqueue(key.worker_id, key.fragment)  # an older sequence of its own does not stand before it
-        ahead = next(iter(self._queue), key)
-        if ahead != key or not self._fits(offer.size_bytes):
-            self._queue[key] = now
+        if not self._fits(self._ahead_bytes(key), offer.size_bytes):
+            self._queue[key] = Waiting(offer.size_bytes, now)
             return None
         self._queue.pop(key, None)
         upload = Upload(offer, self._part_size_bytes)
@@ -116,6 +125,18 @@ class Uploads:
         for key in [k for k in self._queue if k.worker_id == worker_id and fragment in (None, k.fragment)]:
             del self._queue[key]
 
-    def _fits(self, size_bytes: int) -> bool:
+    def is_near(self, key: ContributionKey) -> bool:
+        """Will its turn come as soon as what is being sent now has gone?"""
+        waiting = self._queue.get(key)
+        return waiting is not None and self._ahead_bytes(key) + waiting.size_bytes <= self._capacity_bytes
+
+    def _ahead_bytes(self, key: ContributionKey) -> int:
+        """The room that those before it in the queue will need."""
+        ahead = takewhile(lambda item: item[0] != key, self._queue.items())
+        return sum(waiting.size_bytes for _, waiting in ahead)
+
+    def _fits(self, ahead_bytes: int, size_bytes: int) -> bool:
         # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
-        return not self._held or self.held_bytes + size_bytes <= self._capacity_bytes
+        if not self._held and not ahead_bytes:
+            return True
+        return self.held_bytes + ahead_bytes + size_bytes <= self._capacity_bytes

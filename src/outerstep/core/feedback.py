@@ -5,115 +5,165 @@
 It is what was *sent* that is subtracted, so nothing is lost with β = 1 (Seide et al. 2014; Karimireddy et al. 2019):
 over all rounds, Σ applied + e + unsent = Σ local steps. β < 1 lets what has waited for many rounds fade out.
 
-The new e is tentative until the contribution has been counted:
+The new e is tentative until it is known what became of the contribution:
 
     counted                                             e ← e′ − decode(C(e′))
     not counted, and the local weights keep their steps     e stays: the next Δ contains those steps
-    not counted, and the local work is thrown away          e ← e + Δ: here alone it lives on
+    not counted, and the process was started anew           e ← e + Δ: here alone it lives on
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .codecs import Codec
+from .codecs import Codec, Dither
 
 SPARSE_DECAY = 0.95
 
 
-def compensate(e: Tensor | None, delta: Tensor, decay: float = 1.0) -> Tensor:
-    """e′ = β·e + Δ, fp32 and contiguous, on Δ's device; always a new tensor. No e yet: e = 0."""
-    delta = delta.detach().float()
-    return delta.clone(memory_format=torch.contiguous_format) if e is None else (e * decay).to(delta.device).add_(delta)
+def decay_of(codec: Codec) -> float:
+    """β: what does not fit into a sparse codec may wait for many rounds, and is worth less with each."""
+    return SPARSE_DECAY if codec.needs_feedback else 1.0
 
 
 @torch.no_grad()
-def send(codec: Codec, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """(C(e′) as uint8, e′ − decode(C(e′))) of a contiguous fp32 tensor, whose memory the second one takes over."""
-    flat = wanted.view(-1)
-    data = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
-    codec.encode(flat, data)
-    codec.decode_add(data, flat, -1.0)
-    return data, wanted
+def compensate(e: Tensor | None, delta: Tensor, decay: float, out: Tensor) -> None:
+    """out ← β·e + Δ, the product rounded first; all of one shape. No e yet: e = 0."""
+    if e is None:
+        out.copy_(delta)
+    elif decay == 1.0:
+        torch.add(e, delta, out=out)
+    else:
+        torch.mul(e, decay, out=out).add_(delta)
 
 
-@dataclass(frozen=True, eq=False)
+@torch.no_grad()
+def send(codec: Codec, wanted: Tensor, out: Tensor, dither: Dither | None = None) -> None:
+    """out ← C(e′), and in place e′ ← e′ − decode(C(e′)), for flat fp32 e′."""
+    codec.encode(wanted, out, dither)
+    codec.decode_add(out, wanted, -1.0)
+
+
+@dataclass
 class Pending:
-    """An exchange whose outcome is not known yet, by parameter name. The deltas must not be changed before it is."""
+    """What the codec left out of a contribution, by tensor, flat. `deltas` is what the contribution was made of; only
+    a pending one of an earlier start of this worker has it."""
 
-    deltas: Mapping[str, Tensor]
-    left_over: Mapping[str, Tensor]
+    sequence: int
+    left_over: dict[str, Tensor] = field(default_factory=dict)
+    deltas: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ErrorFeedback:
-    """e by parameter name, for one worker and one codec.
+    """e by tensor name, flat, for one worker; and per fragment the contribution whose outcome is not known yet."""
 
-    Several exchanges may be open at once if they share no parameter: one per fragment.
-    """
-
-    def __init__(self, codec: Codec, decay: float | None = None) -> None:
-        """`decay` is β; None: 0.95 for a codec that needs feedback, else 1."""
-        self.codec = codec
-        self.decay = decay if decay is not None else (SPARSE_DECAY if codec.needs_feedback else 1.0)
-        if not (math.isfinite(self.decay) and 0.0 <= self.decay <= 1.0):
-            raise ConfigError(f"error feedback's decay must be in [0, 1], got {self.decay}; 1 keeps everything")
+    def __init__(self) -> None:
         self._residuals: dict[str, Tensor] = {}
-        self._open: dict[str, Pending] = {}
+        self._pending: dict[int, Pending] = {}
+        self._spare: dict[str, Tensor] = {}  # memory of an earlier e, for the next one
+
+    def begin(self, fragment: int, sequence: int) -> None:
+        """A new contribution. One before it whose outcome was never learned did not count: its steps are in this Δ."""
+        self.settle(fragment, None, counted=False)
+        self._pending[fragment] = Pending(sequence)
 
     @torch.no_grad()
-    def begin(self, deltas: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Pending]:
-        """(what to send, encoded, by name; the exchange to commit or roll back)."""
-        if again := self._open.keys() & deltas.keys():
-            raise ConfigError(f"{min(again)!r} is in an exchange already; commit or roll that one back first")
-        encoded: dict[str, Tensor] = {}
-        left_over: dict[str, Tensor] = {}
-        for name, delta in deltas.items():
-            e = self._residuals.get(name)
-            if e is not None and e.shape != delta.shape:
-                raise ConfigError(
-                    f"{name!r} has shape {list(delta.shape)}, its error feedback {list(e.shape)}; load another state"
-                )
-            wanted = compensate(e, delta, self.decay)
-            encoded[name], left_over[name] = send(self.codec, wanted)
-        pending = Pending(dict(deltas), left_over)
-        self._open |= dict.fromkeys(deltas, pending)
-        return encoded, pending
+    def encode(
+        self,
+        fragment: int,
+        name: str,
+        start: int,
+        delta: Tensor,
+        codec: Codec,
+        out: Tensor,
+        *,
+        numel: int,
+        home: torch.device,
+        dither: Dither | None = None,
+    ) -> None:
+        """Encode values [start, start + n) of a tensor that has `numel`, with what is owed of them; on Δ's device. e is
+        kept at `home`."""
+        left_over = self._pending[fragment].left_over
+        if name not in left_over:
+            left_over[name] = self._room(name, numel, home)
+        stop = start + delta.numel()
+        e = self._residuals.get(name)
+        owed = e[start:stop].to(delta.device) if e is not None else None
+        kept = left_over[name][start:stop]
+        wanted = kept if home == delta.device else torch.empty_like(delta)
+        compensate(owed, delta, decay_of(codec), wanted)
+        send(codec, wanted, out, dither)
+        if wanted is not kept:
+            kept.copy_(wanted)
 
-    def commit(self, pending: Pending) -> None:
-        """It was counted: what was left out is what remains to be sent."""
-        self._settle(pending)
-        self._residuals.update(pending.left_over)
+    def settle(self, fragment: int, sequence: int | None, *, counted: bool) -> None:
+        """What became of a contribution. (Heard twice, it is settled once; None = whichever is pending.)"""
+        pending = self._pending.get(fragment)
+        if pending is None or sequence not in (None, pending.sequence):
+            return
+        del self._pending[fragment]
+        for name, left_over in pending.left_over.items():
+            unused = left_over
+            if counted:
+                unused = self._residuals.get(name, left_over)
+                self._residuals[name] = left_over
+            if unused is not self._residuals.get(name):
+                self._spare[name] = unused
 
     @torch.no_grad()
-    def rollback(self, pending: Pending, *, discard_local: bool) -> None:
-        """It was not counted. `discard_local`: the local weights lose the steps that Δ was made of."""
-        self._settle(pending)
-        if discard_local:
-            for name, delta in pending.deltas.items():
-                self._residuals[name] = compensate(self._residuals.get(name), delta)
+    def resume(self, last_sequences: Sequence[int]) -> None:
+        """After a restart: what was pending then has counted if the server knows of it. If not, the steps it was made
+        of are nowhere else any more."""
+        for fragment, pending in list(self._pending.items()):
+            counted = fragment < len(last_sequences) and pending.sequence <= last_sequences[fragment]
+            self.settle(fragment, pending.sequence, counted=counted)
+            for name, delta in pending.deltas.items() if not counted else ():
+                e = self._residuals.get(name)
+                self._residuals[name] = delta.clone() if e is None else e + delta
 
     def residual(self, name: str) -> Tensor | None:
-        """e of a parameter; None while nothing has been left out."""
+        """e of a tensor, flat; None while nothing has been left out."""
         return self._residuals.get(name)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """e by name; the live tensors. An open exchange is not in it: after loading, its Δ counts as not sent."""
-        return dict(self._residuals)
+    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """Plain tensors, numbers and text; the live tensors. `sent`: of each fragment under way, the Δ."""
+        pending = {
+            fragment: {
+                "sequence": self._pending[fragment].sequence,
+                "left_over": dict(self._pending[fragment].left_over),
+                "deltas": {name: deltas[name] for name in self._pending[fragment].left_over},
+            }
+            for fragment, deltas in sent.items()
+            if fragment in self._pending
+        }
+        return {"residuals": dict(self._residuals), "pending": pending}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces every e; there must be no open exchange."""
-        if self._open:
-            raise ConfigError(f"{min(self._open)!r} is in an exchange; commit or roll it back before loading a state")
-        self._residuals = {name: e.detach().float().clone() for name, e in state.items()}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces everything, by copies. What was pending is settled by `resume`."""
+        self._residuals = _copies(state["residuals"])
+        self._pending = {
+            fragment: Pending(one["sequence"], _copies(one["left_over"]), _copies(one["deltas"]))
+            for fragment, one in state["pending"].items()
+        }
 
-    def _settle(self, pending: Pending) -> None:
-        if any(self._open.get(name) is not pending for name in pending.deltas):
-            raise ConfigError("this exchange is not open; it is committed or rolled back once")
-        for name in pending.deltas:
-            del self._open[name]
+    def _room(self, name: str, numel: int, home: torch.device) -> Tensor:
+        e = self._residuals.get(name)
+        if e is not None and e.numel() != numel:
+            raise ConfigError(
+                f"{name!r} has {numel} values here, its error feedback {e.numel()}; load a state of this very worker"
+            )
+        if e is not None and e.device != home:
+            self._residuals[name] = e.to(home)
+        spare = self._spare.pop(name, None)
+        fits = spare is not None and spare.numel() == numel and spare.device == home
+        return spare if spare is not None and fits else torch.empty(numel, device=home)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().float().reshape(-1).clone() for name, tensor in tensors.items()}

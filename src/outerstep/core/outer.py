@@ -47,25 +47,53 @@ class Nesterov:
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
         self._buf: dict[str, Tensor] = {}
 
-    @torch.no_grad()
     def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        step = self.begin()
         for name, theta in params.items():
-            g = grads[name]
-            if self.momentum == 0.0:
-                theta.add_(g, alpha=-self.lr)
-                continue
-            buf = self._buf.get(name)
-            if buf is None:
-                buf = self._buf[name] = g.clone()
-            else:
-                buf.mul_(self.momentum).add_(g)
-            theta.add_(g.add(buf, alpha=self.momentum) if self.nesterov else buf, alpha=-self.lr)
+            step.block(name, theta, grads[name].clone())
+
+    def begin(self) -> NesterovStep:
+        """The same in blocks, for whoever has a cache-sized block of the mean at a time. It cannot be undone: after the
+        first block, θ and buf are consistent again only when all blocks are in."""
+        return NesterovStep(self)
 
     def state_dict(self) -> State:
         return {name: {"momentum_buffer": buf} for name, buf in self._buf.items()}
 
     def load_state_dict(self, state: State) -> None:
-        self._buf = {name: entry["momentum_buffer"].clone() for name, entry in state.items()}
+        kept = {name: entry["momentum_buffer"] for name, entry in state.items()}
+        self._buf = {name: buf.clone(memory_format=torch.contiguous_format) for name, buf in kept.items()}
+
+
+class NesterovStep:
+    """One step on its way; made by `Nesterov.begin`. The bits do not depend on how the parameters are cut."""
+
+    def __init__(self, rule: Nesterov) -> None:
+        self._rule = rule
+        self._first: set[str] = set()  # parameters whose first step this is
+
+    @torch.no_grad()
+    def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
+        """Values [start, start + |g|) of a parameter, counted in its flat form.
+
+        theta: the whole parameter, fp32 and contiguous, of any shape; only this block of it moves. g: fp32; it is
+        overwritten.
+        """
+        rule, g = self._rule, g.reshape(-1)
+        flat = theta.view(-1).narrow(0, start, len(g))
+        if rule.momentum == 0.0:
+            flat.add_(g, alpha=-rule.lr)
+            return
+        buf = rule._buf.get(name)
+        if buf is None:
+            buf = rule._buf[name] = torch.empty_like(theta)
+            self._first.add(name)
+        buf = buf.view(-1).narrow(0, start, len(g))
+        if name in self._first:
+            buf.copy_(g)
+        else:
+            buf.mul_(rule.momentum).add_(g)
+        flat.add_(g.add_(buf, alpha=rule.momentum) if rule.nesterov else buf, alpha=-rule.lr)
 
 
 class TorchOuter:

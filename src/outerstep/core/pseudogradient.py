@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 
-def pseudo_gradient(anchor: Tensor, local: Tensor) -> Tensor:
-    """Δ = θ − l, fp32, on the anchor's device. Both of one shape."""
+def pseudo_gradient(anchor: Tensor, local: Tensor, out: Tensor | None = None) -> Tensor:
+    """Δ = θ − l, fp32, on the anchor's device, in `out` if that is given. All of one shape."""
     local = local.detach().to(anchor.device)
-    return _held(anchor, local) - local.float()
+    return torch.sub(_held(anchor, local), local.float(), out=out)
 
 
 @torch.no_grad()

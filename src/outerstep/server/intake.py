@@ -1,9 +1,11 @@
-"""Where contributions arrive: parts are read from their sockets straight to their places."""
+"""Where contributions arrive: parts are read from their sockets straight to their places, and the whole is checked."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ..config import ServerConfig
@@ -13,6 +15,7 @@ from ..errors import BadRequest, HashMismatch, MissingParts
 from ..types import ContributionKey, PutPart, PutPartAnswer
 from ..wire.service import Body
 from .pool import Pool, Room
+from .store import FragmentStore
 
 
 @dataclass
@@ -38,6 +41,8 @@ class Intake:
         self._coordinator, self._lock, self._clock = coordinator, lock, clock
         self._rooms: dict[ContributionKey, Room] = {}
         self.writing: dict[tuple[ContributionKey, int], _Writing] = {}
+        # Not in the connections' own threads: each that has worked on tensors keeps megabytes in its allocator's cache.
+        self._checkers = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="outerstep-check")
 
     def payload(self, key: ContributionKey) -> memoryview:
         return self._rooms[key].view
@@ -47,6 +52,13 @@ class Intake:
         room = self._rooms.pop(key, None)
         if room is not None:
             self.pool.give_back(room)
+
+    def check(self, store: FragmentStore, payload: memoryview, sections: int) -> float:
+        """‖Δ‖ of a whole contribution; a Refused if it is not fit to be added."""
+        return self._checkers.submit(store.check, payload, sections).result()
+
+    def close(self) -> None:
+        self._checkers.shutdown()
 
     def put(self, request: PutPart, body: Body) -> PutPartAnswer:
         """Read the part to its place. Only one connection at a time writes to a place, and none once the part is in:

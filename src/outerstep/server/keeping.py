@@ -1,6 +1,6 @@
 """From a running server to a saved state, and back.
 
-A state is taken between two rounds: θ, outer state and ledger of the rounds that have closed. What an open round has
+A state is taken between two rounds: θ, T, outer state and ledger of the rounds that have closed. What an open round has
 accepted is not in it; its workers keep what they sent until they hold an agreement, and send it again.
 """
 
@@ -75,6 +75,7 @@ def snapshot(service: ParameterService) -> SavedState:
     return SavedState(
         run_id=coordinator.run_id,
         params={name: theta for store in service.stores for name, theta in store.params().items()},
+        targets={name: target for store in service.stores for name, target in store.down.targets().items()},
         rest=service.model.rest(),
         manifest=coordinator.manifest,
         plan=coordinator.next_plan or coordinator.plan,
@@ -113,7 +114,14 @@ def restore(service: ParameterService, saved: SavedState, now: float) -> None:
     coordinator.budget.per_fragment = {i: int(saved.totals.get(f"tokens_{i}", 0)) for i in range(len(plan.fragments))}
     optimizer = service.make_optimizer(saved.manifest)
     recall(optimizer, saved.optimizer)
-    service.found(plan=plan, settled=settled, manifest=saved.manifest, versions=saved.versions, optimizer=optimizer)
+    service.found(
+        plan=plan,
+        settled=settled,
+        manifest=saved.manifest,
+        versions=saved.versions,
+        optimizer=optimizer,
+        targets=saved.targets,
+    )
     for fragment, usual in zip(coordinator.fragments, saved.facts.get("usual_weights", []), strict=False):
         fragment.usual = UsualWeight(**usual)
     for fragment, usual in zip(coordinator.fragments, saved.facts.get("usual_tokens", []), strict=False):

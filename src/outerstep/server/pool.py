@@ -7,12 +7,16 @@ any more, also after a crash.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +64,33 @@ class Pool:
             return memoryview(mmap.mmap(file.fileno(), size_bytes))
 
 
+class Shelf:
+    """Flat fp32 memory that was used, kept for the next who needs some: one piece, the largest."""
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+
+    def take(self, numel: int) -> Tensor:
+        """What it holds is not specified; gaps between tensors that nobody writes are finite."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept.numel() < numel:
+            kept = torch.frombuffer(private_memory(4 * numel), dtype=torch.float32)
+        return kept[:numel]
+
+    def give_back(self, memory: Tensor) -> None:
+        whole = memory if memory._base is None else memory._base
+        if self._kept is None or self._kept.numel() < whole.numel():
+            self._kept = whole
+
+
 def private_memory(size_bytes: int) -> memoryview:
-    """Zeroed memory that goes back to the system when the last reader lets go of it."""
-    return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    """Zeroed memory that goes back to the system when the last reader lets go of it. In large pages where the system
+    has them: to get fresh memory page by page takes several times longer than to fill it."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def _roomy_folder() -> str:

@@ -1,19 +1,16 @@
 """The parameter service: carries out what the coordinator decides.
 
 Two kinds of threads meet here. Connection threads bring messages: under one lock the coordinator decides
-(microseconds), outside of it bytes are read and checked. One *rounds* thread carries out the heavy effects in the order
-in which they were decided: decode and add a contribution, take the outer step, publish. So a sum never misses a
-contribution that was accepted before its round closed, and a round ends in one place.
+(microseconds), outside of it bytes are read, checked and sent. The *rounds* thread (rounds.py) carries out the heavy
+effects in the order in which they were decided: decode and add contributions, take the outer step, publish.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -22,13 +19,12 @@ from torch import Tensor
 from ..config import ServerConfig
 from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
-from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer
+from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer, is_news
 from ..coordination.fragment import Fragment
 from ..coordination.plan import Settled, settle
 from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov
 from ..core.outer import OuterOptimizer
-from ..digest import part_range
 from ..errors import (
     BadRequest,
     Busy,
@@ -45,7 +41,6 @@ from ..types import (
     Answer,
     Commit,
     CommitAnswer,
-    ContributionKey,
     Control,
     ControlAnswer,
     GetPart,
@@ -56,6 +51,7 @@ from ..types import (
     Leave,
     Manifest,
     Offer,
+    Participant,
     Plan,
     Poll,
     PollAnswer,
@@ -66,23 +62,18 @@ from ..types import (
 from ..wire.service import Body
 from .founding import draw_up
 from .intake import Intake
-from .keeping import Keeper, recall, restore, snapshot
+from .keeping import Keeper, recall, restore
 from .model_state import ModelState
+from .motion import Motion
+from .pool import Shelf
+from .rounds import RoundsThread
 from .saved import SavedState
 from .status import build_status
-from .store import FragmentStore, Published, Pushed
+from .store import FragmentStore
 
 log = logging.getLogger(__name__)
 
 LONGEST_POLL_S = 20.0
-
-
-@dataclass(frozen=True)
-class _Save:
-    """Somebody asks for the state to be written, and waits to hear where."""
-
-    reason: str
-    done: queue.SimpleQueue[Path | ServerError] = field(default_factory=queue.SimpleQueue)
 
 
 class ParameterService:
@@ -122,32 +113,29 @@ class ParameterService:
         self._on_stop = on_stop
         self.events = EventLog(config.event_log)
         self.keeper = Keeper(config, self.events)
-        self._pushes: dict[int, list[Accumulate]] = {}  # of Delayed Nesterov's open rounds, by fragment
-        self._changed = threading.Condition()  # its lock guards the coordinator and everything below
-        self.intake = Intake(config, self.coordinator, self._changed, lambda: self.clock())
-        self._work: queue.SimpleQueue[Accumulate | CloseRound | _Save | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._carry_out, name="outerstep-rounds", daemon=True)
+        self.changed = threading.Condition()  # its lock guards the coordinator and everything below
+        self.intake = Intake(config, self.coordinator, self.changed, lambda: self.clock())
+        self._rounds = RoundsThread(self)
 
     def start(self) -> None:
         coordinator = self.coordinator
         resumed = coordinator.plan is not None or self.heritage is not None
         self.events.write("server", run_id=coordinator.run_id, round=coordinator.sync_round, resumed=resumed)
-        self._thread.start()
+        self._rounds.start()
 
     def release_polls(self) -> None:
         """Answer everybody who waits: the server is about to stop listening."""
-        with self._changed:
+        with self.changed:
             self._closing = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def stop(self) -> None:
         """Finish the rounds that were decided, save, then end."""
-        self._work.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        self._rounds.stop()
+        self.intake.close()
         versions = tuple(fragment.published.version for fragment in self.coordinator.fragments)
         if self.config.save_dir is not None and not self.failure and versions != self.keeper.saved_versions:
-            self._save("the server stops")
+            self._rounds.save("the server stops")
         self.events.write("stop", round=self.coordinator.sync_round)
         self.events.close()
 
@@ -194,22 +182,13 @@ class ParameterService:
 
     def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:
         self._check_health()
-        with self._changed:
+        with self.changed:
             now = self.clock()
             self.coordinator.get_part(request, now)
-            store = self.stores[request.fragment]
-            published = store.read(request.version, now)
-            if published is None:
-                raise Superseded(
-                    f"version {request.version} of fragment {request.fragment} is not held; "
-                    f"the newest is {store.newest.agreement.version}",
-                    hint="poll again and fetch the newest",
-                )
-            if request.part >= len(published.part_hashes):
-                raise BadRequest(f"part {request.part} is out of range: there are {len(published.part_hashes)}")
-            begin, end = part_range(request.part, len(published.frame), self.config.part_size_bytes)
-            self.bytes_sent += end - begin
-            return GetPartAnswer(hash=published.part_hashes[request.part]), published.frame[begin:end]
+        part_hash, data = self.stores[request.fragment].part(request, now)
+        with self.changed:
+            self.bytes_sent += len(data)
+        return GetPartAnswer(hash=part_hash), data
 
     @property
     def buffered_pushes(self) -> int:
@@ -219,7 +198,7 @@ class ParameterService:
         return max((self.optimizer.buffered(store.index) for store in self.stores), default=0)
 
     def status(self) -> dict[str, object]:
-        with self._changed:
+        with self.changed:
             return build_status(self)
 
     def _control(self, request: Control) -> ControlAnswer:
@@ -233,28 +212,19 @@ class ParameterService:
     def save(self, reason: str) -> Path:
         """Write the state between two rounds; returns where it lies."""
         self._check_health()  # a server that failed may have moved half of its state
-        with self._changed:
+        with self.changed:
             if self.config.save_dir is None:
                 raise BadRequest("there is no place to save to", hint="start the server with --save-dir FOLDER")
             if self.coordinator.plan is None:
                 raise BadRequest("nobody has joined yet: there is nothing to save")
-        made = self._saved_by_the_thread(_Save(reason)) if self._thread.is_alive() else self._save(reason)
+        made = self._rounds.save(reason)
         if isinstance(made, ServerError):
             raise made
         return made
 
-    def _saved_by_the_thread(self, job: _Save) -> Path | ServerError:
-        self._work.put(job)
-        while True:
-            try:
-                return job.done.get(timeout=1.0)
-            except queue.Empty:
-                if not self._thread.is_alive():
-                    return ServerFailed(f"the server has stopped: {self.failure or 'it was asked to'}")
-
     def restore(self, saved: SavedState) -> None:
         """Go on where a saved run was. Before anybody has joined."""
-        with self._changed:
+        with self.changed:
             if self.coordinator.plan is not None:
                 raise ConfigError("a state is loaded before the first worker joins; make a new server for it")
             restore(self, saved, self.clock())
@@ -263,25 +233,25 @@ class ParameterService:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        with self._changed:
+        with self.changed:
             self.coordinator.tick(now)
             self._flush()
 
     def next_wake(self, now: float) -> float | None:
-        with self._changed:
+        with self.changed:
             return self.coordinator.next_wake(now)
 
     def global_params(self) -> dict[str, Tensor]:
         """A copy of the newest global weights, fp32, by every name the model has for them."""
-        with self._changed:
-            newest = {name: theta for store in self.stores for name, theta in store.params().items()}
-            aliases = self.coordinator.manifest.aliases if self.coordinator.manifest is not None else {}
-            return self.model.with_trained(newest, aliases)
+        with self.changed:
+            stores, manifest = self.stores, self.coordinator.manifest
+        newest = {name: theta for store in stores for name, theta in store.copy_params().items()}
+        return self.model.with_trained(newest, manifest.aliases if manifest is not None else {})
 
     # --- decisions, under the lock --------------------------------------------------------------------------------
 
     def _decide(self, decide: Callable[[float], Answer]) -> Answer:
-        with self._changed:
+        with self.changed:
             try:
                 return decide(self.clock())
             finally:
@@ -294,7 +264,7 @@ class ParameterService:
         for effect in effects:
             match effect:
                 case Accumulate() | CloseRound():
-                    self._work.put(effect)
+                    self._rounds.put(effect)
                 case DropUpload():
                     self.intake.free(effect.key)
                 case StopServer():
@@ -305,8 +275,8 @@ class ParameterService:
                     log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
                     if effect.kind != "refused":  # it is written where the answer is given
                         self.events.write(effect.kind, **effect.facts)
-        if effects:
-            self._changed.notify_all()
+        if any(map(is_news, effects)):
+            self.changed.notify_all()
 
     def _join(self, request: Join, now: float) -> JoinAnswer:
         self.coordinator.check_join(request)
@@ -333,6 +303,7 @@ class ParameterService:
             first = heritage.round if heritage is not None else 0
             versions = (first,) * len(plan.fragments)
             self.found(plan=plan, settled=settled, manifest=manifest, versions=versions, optimizer=optimizer)
+            self.heritage = None  # it is in the stores now; a second copy would only take room
         except ConfigError as error:
             raise PlanMismatch(str(error)) from error
 
@@ -344,21 +315,26 @@ class ParameterService:
         manifest: Manifest,
         versions: Sequence[int],
         optimizer: OuterOptimizer | DelayedNesterov,
+        targets: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The model and its fragments come to be."""
         self.optimizer = optimizer
-        codec = Recipe.parse(plan.codec)
+        up, down = Recipe.parse(plan.codec), Recipe.parse(plan.down_codec)
         specs = {spec.name: spec for spec in manifest.parameters}
-        initial = self.model.initial(manifest)
+        initial, shelf = self.model.initial(manifest), Shelf()
         self.stores = [
             FragmentStore(
                 i,
                 [specs[name] for name in names],
                 initial,
-                codec,
+                up,
+                down,
                 self.config.part_size_bytes,
-                version,
-                plan.max_staleness,
+                version=version,
+                max_staleness=plan.max_staleness,
+                run_id=self.coordinator.run_id,
+                targets=targets,
+                shelf=shelf,
             )
             for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
         ]
@@ -376,39 +352,43 @@ class ParameterService:
         self.model.forget_trained(manifest)
 
     def _poll(self, request: Poll) -> PollAnswer:
-        """A group is told the hash of each section's rows too. That reads the whole fragment, so it is done outside of
-        the lock; a version is not forgotten under our hands."""
-        answer, published = self._wait_for_news(request)
-        if request.sections == 1 or published is None or answer.agreement is None:
-            return answer
-        hashes = self.stores[request.fragment].range_hashes(published, request.sections)
-        return replace(answer, agreement=replace(answer.agreement, range_hashes=hashes))
-
-    def _wait_for_news(self, request: Poll) -> tuple[PollAnswer, Published | None]:
-        """Answer when there is something new to say, or after a few seconds."""
+        """With an agreement goes what leads to it, from what the asker holds; a group is told the hash of each
+        section's rows too. That may read the whole fragment, so it is done outside of the lock; if another version
+        took the place of this one meanwhile, the answer is about that."""
         until = self.clock() + min(request.wait_s, LONGEST_POLL_S)
-        with self._changed:
+        while True:
+            answer = self._wait_for_news(request, until)
+            if answer.agreement is None:
+                return answer
+            self._check_health()
+            store, version = self.stores[request.fragment], answer.agreement.version
+            payloads = store.payloads(version, request.worker_id, request.held, request.held_hash, self.clock())
+            hashes = store.range_hashes(version, request.sections) if request.sections > 1 else ()
+            if payloads is not None and hashes is not None:
+                return replace(answer, agreement=replace(answer.agreement, payloads=payloads, range_hashes=hashes))
+
+    def _wait_for_news(self, request: Poll, until: float) -> PollAnswer:
+        """Answer when there is something new to say, or when it is time."""
+        with self.changed:
             while True:
                 now = self.clock()
                 answer = self.coordinator.poll(request, now)
-                if answer.agreement is not None:
-                    return answer, self.stores[request.fragment].read(answer.agreement.version, now)
-                if answer.wanted or self.failure or self._closing:
-                    return answer, None
+                if answer.agreement is not None or answer.wanted or self.failure or self._closing:
+                    return answer
                 if now >= until:
-                    return replace(answer, retry_after_s=0.0), None  # it has waited here
-                self._changed.wait(until - now)
+                    return replace(answer, retry_after_s=0.0)  # it has waited here
+                self.changed.wait(until - now)
 
     def _commit(self, request: Commit) -> CommitAnswer:
-        with self._changed:
+        with self.changed:
             begun = self.coordinator.begin_commit(request, self.clock())
             if isinstance(begun, CommitAnswer):
                 return begun
             payload = self.intake.payload(request.key)
         try:
-            norm = self.stores[request.fragment].check(payload, begun.offer.sections)
+            norm = self.intake.check(self.stores[request.fragment], payload, begun.offer.sections)
         except Refused as refusal:
-            with self._changed:
+            with self.changed:
                 self.coordinator.reject(request.key, refusal.message)
                 self._flush()
             raise
@@ -417,81 +397,20 @@ class ParameterService:
         self.delta_norms[request.worker_id] = norm
         return answer
 
-    # --- the rounds thread ----------------------------------------------------------------------------------------
+    # --- for the rounds thread ------------------------------------------------------------------------------------
 
-    def _carry_out(self) -> None:
-        while (effect := self._work.get()) is not None:
-            try:
-                match effect:
-                    case Accumulate():
-                        self._accumulate(effect)
-                    case CloseRound():
-                        self._close(effect)
-                    case _Save():
-                        effect.done.put(self._save(effect.reason))
-            except Exception as error:  # the model may be half done: say so to everybody and do nothing more
-                log.exception("the server cannot go on")
-                with self._changed:
-                    self.failure = f"{type(effect).__name__} failed: {type(error).__name__}: {error}"
-                    self._changed.notify_all()
-                self._disappoint(effect)
-                return
-        self._disappoint(None)
-
-    def _disappoint(self, last: Accumulate | CloseRound | _Save | None) -> None:
-        """This thread ends; nobody who asked for a save may go on waiting for it."""
-        left = [last]
-        while not self._work.empty():
-            left.append(self._work.get())
-        for effect in left:
-            if isinstance(effect, _Save):
-                effect.done.put(ServerFailed(f"the server is stopping: {self.failure or 'it was asked to'}"))
-
-    def _accumulate(self, effect: Accumulate) -> None:
-        if isinstance(self.optimizer, DelayedNesterov):
-            # Its momentum moves with every push, so they wait, encoded, until their round closes: between two rounds
-            # model and momentum always belong together.
-            self._pushes.setdefault(effect.key.fragment, []).append(effect)
-            return
-        store, payload = self.stores[effect.key.fragment], self.intake.payload(effect.key)
-        store.accumulate(payload, effect.version, effect.weight, base=effect.base_version, sections=effect.sections)
-        self._freed(effect.key)
-
-    def _freed(self, key: ContributionKey) -> None:
-        with self._changed:
-            self.intake.free(key)
-            self.coordinator.freed(key)
-
-    def _save(self, reason: str) -> Path | ServerError:
-        with self._changed:
-            state = snapshot(self)
-        return self.keeper.keep(state, reason)
-
-    def _close(self, effect: CloseRound) -> None:
-        assert self.optimizer is not None
-        store = self.stores[effect.fragment]
-        if isinstance(self.optimizer, DelayedNesterov):
-            pushes = self._pushes.pop(effect.fragment, [])
-            published = store.close_pushed(
-                effect.version,
-                effect.participants,
-                [
-                    Pushed(self.intake.payload(push.key), push.scale, push.base_version, push.sections)
-                    for push in pushes
-                ],
-                self.optimizer,
-            )
-            for push in pushes:
-                self._freed(push.key)
-        else:
-            published = store.close(effect.version, effect.participants, self.optimizer)
-        with self._changed:
+    def announce(self, store: FragmentStore, made: Motion, participants: tuple[Participant, ...]) -> None:
+        """The round has its result. Both ends of it at once: whoever is told of a version finds it."""
+        with self.changed:
             now = self.clock()
-            store.forget_old(now)
-            self.coordinator.published(published.agreement, now)
+            self.coordinator.published(store.publish(made, participants, now).agreement, now)
             self._flush()
-        if self.keeper.is_due(self.coordinator.sync_round):
-            self._save("periodic")
+
+    def fail(self, reason: str) -> None:
+        """The model may be half done: say so to everybody and do nothing more."""
+        with self.changed:
+            self.failure = reason
+            self.changed.notify_all()
 
     def _check_health(self) -> None:
         if self.failure:

@@ -10,6 +10,8 @@ from ..coordination.budget import TokenBudget
 if TYPE_CHECKING:
     from .service import ParameterService
 
+VERSION = version("outerstep")  # read once: it is in a file, and the status is made with the lock held
+
 
 def _silence(service: ParameterService, expected: set[str], now: float) -> str:
     """Who of those a round waits for has not been heard from lately, and when patience ends."""
@@ -38,7 +40,7 @@ def build_status(service: ParameterService) -> dict[str, object]:
     plan, settled = coordinator.plan, coordinator.settled
     pending = sorted({p.worker_id for f in coordinator.fragments for p in f.round.participants})
     return {
-        "outerstep": version("outerstep"),
+        "outerstep": VERSION,
         "run_id": coordinator.run_id,
         "mode": coordinator.rules.mode,
         "uptime_s": round(now - service.started_at, 1),

@@ -1,95 +1,99 @@
-"""The global model: one flat fp32 store per fragment, laid out as the frame that is sent.
+"""The global model of one fragment: contributions in, the outer step, the next version out.
 
-A published version is a frame in memory that never changes again: serving it is a slice, and nobody can read one that
-is half replaced. The next version is a new frame; the outer step writes into it, then it is hashed and published.
+Everything is flat fp32 memory in the order of the frame that is sent, and goes through the processor in blocks that fit
+its cache: decoded, added, divided, stepped, encoded and hashed while it is there.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
-from ..core.aggregate import RunningMean
-from ..core.codecs import FP32
+from ..core.aggregate import add_weighted
 from ..core.codecs.recipe import Recipe
-from ..core.delayed import DelayedNesterov
-from ..core.outer import OuterOptimizer
-from ..core.views import fp32_views
-from ..digest import data_hash, part_count, part_hash, part_range, payload_hash
-from ..errors import NotFinite
-from ..types import Agreement, ParameterSpec, Participant, Payload
-from ..wire.frames import Entry, Layout, check_frame, layout
-from ..wire.sections import row_pieces, rows_of, section_layout, section_overhead_bytes
-from .pool import private_memory
+from ..core.delayed import DelayedNesterov, Push
+from ..core.outer import Nesterov, OuterOptimizer
+from ..digest import data_hash
+from ..types import GetPart, ParameterSpec, Participant, Payload
+from ..wire.frames import layout
+from ..wire.sections import row_pieces, section_overhead_bytes
+from .blocks import BLOCK_VALUES, Block, cut
+from .decoding import Decoder
+from .downlink import Downlink
+from .motion import Motion
+from .pool import Shelf
+from .published import Published
 
-log = logging.getLogger(__name__)
-
-BLOCK_VALUES = 1 << 18  # 1 MiB of fp32: decoded, checked and added while it is in the cache
-KEPT_VERSIONS = 2  # the newest, and the one before it for whoever is in the middle of it
-READING_S = 60.0  # who has not asked for a part for this long has stopped reading
 GROUP_SIZES = 8  # kept range hashes per version: nobody can make us remember them for every number of sections
-ABSURD = 1e18  # no honest difference of weights; sums and momentum of values below it stay finite in fp32
 FEW_SECTIONS = 256  # however few rows a fragment has
 SLACK_BYTES = 64 << 10  # a frame that is a little too long is read, so that the refusal can name the tensor
 
 
 @dataclass(frozen=True)
-class Published:
-    """One version of one fragment, ready to be served."""
-
-    agreement: Agreement
-    frame: memoryview
-    part_hashes: tuple[str, ...]
-    range_hashes: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by number of sections, as far as asked
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """A contribution for a rule that takes them one by one."""
+class Addend:
+    """A checked contribution: its bytes, how much it counts, the version it was computed from (None = the newest)."""
 
     payload: memoryview
-    scale: float
-    base: int  # the version it was computed from
+    weight: float
+    base: int | None = None
     sections: int = 1
 
 
+@dataclass
+class _Sum:
+    """Σ w·Δ of an open round, and Σ w. Its memory holds nothing before the first contribution is in."""
+
+    values: Tensor
+    weight: float = 0.0
+
+
 class FragmentStore:
-    """θ of one fragment, the sums of its open rounds, and its last published versions."""
+    """T and θ of one fragment (downlink.py) and the sums of its open rounds. One thread adds and closes."""
 
     def __init__(
         self,
         index: int,
-        specs: list[ParameterSpec],
-        state: dict[str, Tensor],
-        codec: Recipe,
+        specs: Sequence[ParameterSpec],
+        state: Mapping[str, Tensor],
+        up: Recipe,
+        down: Recipe,
         part_size_bytes: int,
+        *,
         version: int = 0,
         max_staleness: int = 0,
+        run_id: str = "",
+        targets: Mapping[str, Tensor] | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.index = index
-        self._codec_name = codec.name
-        self._codecs = {spec.name: codec.codec(spec) for spec in specs}
-        self._shapes = [(spec.name, spec.shape) for spec in specs]
-        self._part_size_bytes = part_size_bytes
-        self.down = layout(FP32.name, [(s.name, s.shape, FP32.encoded_bytes(s.numel)) for s in specs])
-        self.up = layout(codec.name, [(s.name, s.shape, self._codecs[s.name].encoded_bytes(s.numel)) for s in specs])
+        self._shelf = shelf or Shelf()
+        self.down = Downlink(
+            index, specs, state, down, part_size_bytes, version=version, run_id=run_id, targets=targets
+        )
+        tensors = [(spec.name, spec.shape, up.codec(spec)) for spec in specs]
+        self.up = layout(
+            up.name, [(name, shape, codec.encoded_bytes(math.prod(shape))) for name, shape, codec in tensors]
+        )
+        self._tensors = tensors
+        self.decoder = lru_cache(maxsize=4)(lambda sections: Decoder(up.name, tensors, sections))
         self._roles = {spec.name: spec.role for spec in specs}
         self._averaged = [name for name, role in self._roles.items() if role == "average"]
         self._statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
         self._max_staleness = max_staleness
-        self._sums: dict[int, RunningMean] = {}
-        self._versions: dict[int, Published] = {}
-        self._last_read: dict[int, float] = {}
-        frame = _new_frame(self.down)
-        for name, theta in fp32_views(frame, self.down.places, self.down.data_begin).items():
-            theta.copy_(state[name])
-        self._publish(frame, version, ())
+        self._sums: dict[int, _Sum] = {}
+        self._blocks = list(cut(self.down.full))
+        self._scratch = torch.empty(2, BLOCK_VALUES)
+        self._keep_statistics(version)
+
+    @property
+    def numel(self) -> int:
+        """Of the flat memory, gaps included."""
+        return (self.down.full.size_bytes - self.down.full.data_begin) // 4
 
     @property
     def max_payload_bytes(self) -> int:
@@ -98,7 +102,7 @@ class FragmentStore:
     @property
     def max_sections(self) -> int:
         """As many as there are rows; a few more may be empty."""
-        return max([FEW_SECTIONS, *(shape[0] for _, shape in self._shapes if shape)])
+        return max([FEW_SECTIONS, *(shape[0] for _, shape, _ in self._tensors if shape)])
 
     @property
     def section_overhead_bytes(self) -> int:
@@ -106,217 +110,203 @@ class FragmentStore:
 
     @property
     def newest(self) -> Published:
-        return self._versions[max(self._versions)]
-
-    def read(self, version: int, now: float) -> Published | None:
-        """A version that is still held; it will be held on while it is being read."""
-        if version in self._versions:
-            self._last_read[version] = now
-        return self._versions.get(version)
-
-    def forget_old(self, now: float) -> None:
-        """Hold the newest two, and one older version if somebody is in the middle of it: a slow reader must be able to
-        finish what it began, and memory must not grow with the number of readers."""
-        newest = max(self._versions)
-        older = [v for v in self._versions if v <= newest - KEPT_VERSIONS]
-        read = {v: self._last_read[v] for v in older if now - self._last_read.get(v, -math.inf) < READING_S}
-        pinned = max(read, key=read.__getitem__, default=None)
-        for version in older:
-            if version != pinned:
-                del self._versions[version]
-                self._last_read.pop(version, None)
+        return self.down.newest
 
     def params(self) -> dict[str, Tensor]:
-        """θ by name: read-only views of the newest version."""
-        return fp32_views(self.newest.frame, self.down.places, self.down.data_begin)
+        """θ by name: views, for the thread that closes rounds."""
+        return self.down.params()
 
-    def range_hashes(self, published: Published, sections: int) -> tuple[str, ...]:
-        """Per section the hash of its rows, by the rule of the anchor's. A published frame never changes, so this
-        needs no lock; two who ask at once compute the same."""
-        known = published.range_hashes.get(sections)
-        if known is None:
-            data = published.frame[self.down.data_begin :]
-            known = tuple(
-                data_hash(data[begin:end] for begin, end in row_pieces(self.down.entries, sections, r, 4))
-                for r in range(sections)
-            )
-            if len(published.range_hashes) < GROUP_SIZES:
-                published.range_hashes[sections] = known
-        return known
+    def copy_params(self) -> dict[str, Tensor]:
+        """A copy of θ by name, from any thread."""
+        with self.down.reading():
+            return {name: theta.clone() for name, theta in self.params().items()}
+
+    def payloads(
+        self, version: int, worker_id: str, held: int, held_hash: str | None, now: float
+    ) -> tuple[Payload, ...] | None:
+        return self.down.payloads(version, worker_id, held, held_hash, now)
+
+    def part(self, request: GetPart, now: float) -> tuple[str, memoryview]:
+        return self.down.part(request, now)
+
+    def range_hashes(self, version: int, sections: int) -> tuple[str, ...] | None:
+        """Per section the hash of its rows, by the rule of the anchor's; None if the version is not held any more. Two
+        who ask at once compute the same."""
+        with self.down.reading(version) as published:
+            if published is None:
+                return None
+            known = published.range_hashes.get(sections)
+            if known is None:
+                full = self.down.full
+                data = published.frame.view[full.data_begin :]
+                known = tuple(
+                    data_hash(data[begin:end] for begin, end in row_pieces(full.entries, sections, r, 4))
+                    for r in range(sections)
+                )
+                if len(published.range_hashes) < GROUP_SIZES:
+                    published.range_hashes[sections] = known
+            return known
 
     # --- a contribution -------------------------------------------------------------------------------------------
 
     def check(self, payload: memoryview, sections: int = 1) -> float:
         """Refuse a payload with the wrong tensors or with NaN or Inf, naming them. Returns ‖Δ‖."""
-        squares = 0.0
-        for section, up, frame in self._sections(payload, sections):
-            check_frame(frame, up)
-            for entry in up.entries:
-                # A norm is many times cheaper than isfinite(), and not finite exactly if one of its values is not.
-                norms = [float(vector_norm(block, dtype=torch.float64)) for _, block in self._blocks(frame, up, entry)]
-                squares += sum(norm * norm for norm in norms)
-                largest = max(norms, default=0.0)
-                if not all(map(math.isfinite, norms)) or largest > ABSURD:
-                    where = f" in section {section} of {sections}" if sections > 1 else ""
-                    what = f"values of about {largest:.0e}, which is absurd" if math.isfinite(largest) else "NaN or Inf"
-                    raise NotFinite(
-                        f"tensor {entry.name!r} holds {what}{where}",
-                        hint="the contribution was not applied; lower the learning rate, or reload the model",
-                    )
-        return math.sqrt(squares)
+        return self.decoder(sections).check(payload)
 
-    def accumulate(
-        self, payload: memoryview, version: int, weight: float, *, base: int | None = None, sections: int = 1
-    ) -> None:
-        """Add w·Δ to the sum of the round that makes `version`, block by block. Δ was computed from version `base`
-        (None = the newest)."""
+    def accumulate(self, version: int, addends: Sequence[Addend]) -> None:
+        """Add w·Δ of each to the sum of the round that makes `version`, in their order."""
+        counted = [addend for addend in addends if addend.weight > 0.0]
+        if not counted:
+            return  # they were there, and brought nothing
         total = self._sums.get(version)
         if total is None:
-            total = self._sums[version] = RunningMean((self.down.size_bytes - self.down.data_begin) // 4)
-        if weight == 0.0:
-            return  # it was there, and brought nothing
-        places = {entry.name: entry.begin // 4 for entry in self.down.entries}
-        newest = self.params()
-        for name, start, block in self._values(payload, sections):
-            if base is not None and base < version - 1 and self._roles[name] == "average":
-                self._rebase(block, name, start, base, newest)
-            total.add(places[name] + start, block, weight)
-        total.count(weight)
+            total = self._sums[version] = _Sum(self._shelf.take(self.numel))
+        readers = [_Reader(self, addend) for addend in counted]
+        for block in self._blocks:
+            self._gather(block, total.values[block.place : block.end], readers, version, onto=total.weight > 0.0)
+        total.weight += sum(addend.weight for addend in counted)
 
-    def _push(self, params: dict[str, Tensor], pushed: Pushed, rule: DelayedNesterov) -> None:
-        """Move θ by scale·Δ as the rule says, block by block."""
-        push = rule.begin(self.index)
-        for name, start, block in self._values(pushed.payload, pushed.sections):
-            if self._roles[name] == "parameter":
-                push.block(name, params[name], block.mul_(pushed.scale), start)
-            elif self._roles[name] == "average":  # θ + (l − θ)/N: between the two, whatever the others did meanwhile
-                self._rebase(block, name, start, pushed.base, params)
-                block.mul_(min(pushed.scale, 1.0) / rule.buffer_size)
-                params[name].view(-1)[start : start + block.numel()].sub_(block)
-        push.done()
+    def _gather(self, block: Block, out: Tensor, readers: Sequence[_Reader], version: int, *, onto: bool) -> None:
+        """out (+)= Σ w·Δ of this block."""
+        for i, reader in enumerate(readers):
+            first = i == 0 and not onto
+            values = out if first else self._scratch[1, : block.count]
+            reader.read(block, values)
+            addend = reader.addend
+            if addend.base is not None and addend.base < version - 1 and self._roles[block.name] == "average":
+                self._rebase(values, block, addend.base, self.down.target)
+            if first:
+                values.mul_(addend.weight)
+            else:
+                add_weighted(out, values, addend.weight)
 
-    def _rebase(self, block: Tensor, name: str, start: int, base: int, now: Mapping[str, Tensor]) -> None:
-        """Δ of a buffer against θ as it is now, in place: θ_now − l = (θ_now − θ_base) + Δ. Buffers are means of values
-        and not sums of steps: a mean of two variances is one, but an old difference taken off a new one need not be."""
+    def _rebase(self, values: Tensor, block: Block, base: int, target: Tensor) -> None:
+        """Δ of a buffer against T as it is now, in place: T − l = (T − θ_base) + Δ. Buffers are means of values and not
+        sums of steps: a mean of two variances is one, but an old difference taken off a new one need not be."""
         held = self._statistics.get(base)
         if held is None:
-            block.zero_()  # older than anything we know: it says nothing
+            values.zero_()  # older than anything we know: it says nothing
             return
-        piece = slice(start, start + block.numel())
-        block.add_(now[name].view(-1)[piece]).sub_(held[name].view(-1)[piece])
-
-    def _sections(self, payload: memoryview, sections: int) -> Iterator[tuple[int, Layout, memoryview]]:
-        """(number, layout, frame) of each section; whatever is left over goes to the last, whose check will say so."""
-        begin = 0
-        tensors = [(name, shape, self._codecs[name].encoded_bytes) for name, shape in self._shapes]
-        for section in range(sections):
-            up = section_layout(self._codec_name, tensors, sections, section) if sections > 1 else self.up
-            end = begin + up.size_bytes if section < sections - 1 else len(payload)
-            yield section, up, payload[begin:end]
-            begin = end
-
-    def _values(self, payload: memoryview, sections: int) -> Iterator[tuple[str, int, Tensor]]:
-        """(tensor, index in it, values) of a checked payload, block by block."""
-        shapes = dict(self._shapes)
-        for section, up, frame in self._sections(payload, sections):
-            for entry in up.entries:
-                first = rows_of(shapes[entry.name], sections, section).first_value
-                for start, block in self._blocks(frame, up, entry):
-                    yield entry.name, first + start, block
-
-    def _blocks(self, frame: memoryview, up: Layout, entry: Entry) -> Iterator[tuple[int, Tensor]]:
-        """The tensor's values, decoded a cache-sized block at a time into one scratch tensor: (first index, values)."""
-        codec, numel = self._codecs[entry.name], math.prod(entry.shape)
-        per_block = max(BLOCK_VALUES // codec.block_values, 1) * codec.block_values
-        scratch = torch.empty(min(numel, per_block))
-        begin = up.data_begin + entry.begin
-        for start in range(0, numel, per_block):
-            stop = min(start + per_block, numel)
-            first, last = codec.encoded_bytes(start), codec.encoded_bytes(stop)
-            data = torch.frombuffer(frame, dtype=torch.uint8, count=last - first, offset=begin + first)
-            codec.decode(data, scratch[: stop - start])
-            yield start, scratch[: stop - start]
+        values.add_(target[block.place : block.end]).sub_(held[block.name].view(-1)[block.start : block.stop])
 
     # --- the outer step -------------------------------------------------------------------------------------------
 
-    def close(self, version: int, participants: tuple[Participant, ...], optimizer: OuterOptimizer) -> Published:
-        """θ′ from θ and the round's mean, published as `version`."""
-        total = self._sums.pop(version)
-        if total.weight == 0.0:  # everybody was there, nobody had trained
-            return self._publish(self.newest.frame, version, participants)
-        mean = total.result()
-        frame = self._next_frame()
-        params = fp32_views(frame, self.down.places, self.down.data_begin)
-        grads = {entry.name: mean[entry.begin // 4 : entry.end // 4].view(entry.shape) for entry in self.down.entries}
-        trained = [name for name, role in self._roles.items() if role == "parameter"]
-        optimizer.step({name: params[name] for name in trained}, {name: grads[name] for name in trained})
-        for name, role in self._roles.items():
-            if role == "average":  # a buffer is not optimized: the mean of the workers' values replaces it
-                params[name].sub_(grads[name])
-        return self._publish_finite(frame, version, participants)
-
-    def close_pushed(
+    def close(
         self,
         version: int,
-        participants: tuple[Participant, ...],
-        pushes: list[Pushed],
+        optimizer: OuterOptimizer | DelayedNesterov,
+        addends: Sequence[Addend] = (),
+        now: float = 0.0,
+    ) -> Motion:
+        """The step from the round's mean, what was accumulated and then `addends`, which were not; to be published."""
+        counted = [addend for addend in addends if addend.weight > 0.0]
+        with self.down.moving(version, now) as motion:
+            if isinstance(optimizer, DelayedNesterov):
+                self._close_pushed(motion, optimizer, counted)
+            else:
+                self._close_mean(motion, optimizer, counted)
+        return motion
+
+    def publish(self, made: Motion, participants: tuple[Participant, ...], now: float = 0.0) -> Published:
+        published = self.down.publish(made, participants, now)
+        self._keep_statistics(made.version)
+        return published
+
+    def _close_mean(self, motion: Motion, optimizer: OuterOptimizer, addends: Sequence[Addend]) -> None:
+        """T ← the optimizer's step from T along the mean."""
+        total = self._sums.pop(motion.version, None)
+        weight = (total.weight if total is not None else 0.0) + sum(addend.weight for addend in addends)
+        if weight == 0.0:  # everybody was there, nobody had trained: what the codec left out can go now
+            self._follow(motion)
+            return
+        readers = [_Reader(self, addend) for addend in addends]
+        if not isinstance(optimizer, Nesterov):
+            mean = total.values if total is not None else self._shelf.take(self.numel)
+            for block in self._blocks:
+                g = mean[block.place : block.end]
+                self._gather(block, g, readers, motion.version, onto=total is not None)
+                g.div_(weight)
+            self._step_plainly(motion, optimizer, mean)
+            self._shelf.give_back(mean)
+            self._follow(motion)
+            return
+        step, targets = optimizer.begin(), self._by_name(motion.target)
+        for block in self._blocks:
+            g = total.values[block.place : block.end] if total is not None else self._scratch[0, : block.count]
+            self._gather(block, g, readers, motion.version, onto=total is not None)
+            g.div_(weight)
+            role = self._roles[block.name]
+            if role == "parameter":
+                step.block(block.name, targets[block.name], g, block.start)
+            elif role == "average":  # a buffer is not optimized: the mean of the workers' values replaces it
+                motion.target[block.place : block.end].sub_(g)
+            motion.follow(block)
+        if total is not None:
+            self._shelf.give_back(total.values)
+
+    def _step_plainly(self, motion: Motion, optimizer: OuterOptimizer, mean: Tensor) -> None:
+        """An optimizer of which we only know that it steps whole tensors."""
+        params, grads = self._by_name(motion.target), self._by_name(mean)
+        trained = [name for name, role in self._roles.items() if role == "parameter"]
+        optimizer.step({name: params[name] for name in trained}, {name: grads[name] for name in trained})
+        for name in self._averaged:
+            params[name].sub_(grads[name])
+
+    def _close_pushed(self, motion: Motion, rule: DelayedNesterov, pushes: Sequence[Addend]) -> None:
+        """T ← T moved by each contribution as the rule says, one by one; θ follows the last."""
+        targets = self._by_name(motion.target)
+        for number, addend in enumerate(pushes, 1):
+            push, reader = rule.begin(self.index), _Reader(self, addend)
+            for block in self._blocks:
+                values = self._scratch[0, : block.count]
+                reader.read(block, values)
+                self._push(push, rule, motion, block, values, addend, targets)
+                if number == len(pushes):
+                    motion.follow(block)
+            push.done()
+        if not pushes:
+            self._follow(motion)
+
+    def _push(
+        self,
+        push: Push,
         rule: DelayedNesterov,
-    ) -> Published:
-        """θ′ from θ and the round's contributions, one by one."""
-        frame = self._next_frame()
-        params = fp32_views(frame, self.down.places, self.down.data_begin)
-        for push in pushes:
-            if push.scale > 0.0:
-                self._push(params, push, rule)
-        return self._publish_finite(frame, version, participants)
+        motion: Motion,
+        block: Block,
+        values: Tensor,
+        addend: Addend,
+        targets: Mapping[str, Tensor],
+    ) -> None:
+        role = self._roles[block.name]
+        if role == "parameter":
+            push.block(block.name, targets[block.name], values.mul_(addend.weight), block.start)
+        elif role == "average":  # T + (l − T)/N: between the two, whatever the others did meanwhile
+            base = motion.version - 1 if addend.base is None else addend.base
+            self._rebase(values, block, base, motion.target)
+            values.mul_(min(addend.weight, 1.0) / rule.buffer_size)
+            motion.target[block.place : block.end].sub_(values)
 
-    def _next_frame(self) -> memoryview:
-        """A copy of the newest version, to be moved."""
-        frame = _new_frame(self.down)
-        frame[self.down.data_begin :] = self.newest.frame[self.down.data_begin :]
-        return frame
+    def _follow(self, motion: Motion) -> None:
+        for block in self._blocks:
+            motion.follow(block)
 
-    def _publish_finite(self, frame: memoryview, version: int, participants: tuple[Participant, ...]) -> Published:
-        if not _is_finite(torch.frombuffer(frame, dtype=torch.float32, offset=self.down.data_begin)):
-            raise FloatingPointError(f"the outer step made fragment {self.index} version {version} not finite")
-        return self._publish(frame, version, participants)
+    def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        return {e.name: flat[e.begin // 4 : e.end // 4].view(e.shape) for e in self.down.full.entries}
 
-    def _publish(self, frame: memoryview, version: int, participants: tuple[Participant, ...]) -> Published:
-        size = self.down.size_bytes
-        hashes = tuple(
-            part_hash(frame[slice(*part_range(i, size, self._part_size_bytes))])
-            for i in range(part_count(size, self._part_size_bytes))
-        )
-        agreement = Agreement(
-            fragment=self.index,
-            version=version,
-            anchor_hash=data_hash(_pieces(frame, self.down)),
-            participants=participants,
-            payloads=(Payload(version=version, kind="full", size_bytes=size, hash=payload_hash(hashes)),),
-        )
-        made = Published(agreement, frame, hashes)
-        self._versions[version] = made
+    def _keep_statistics(self, version: int) -> None:
         if self._averaged:
-            params = fp32_views(frame, self.down.places, self.down.data_begin)
+            params = self.params()
             self._statistics[version] = {name: params[name].clone() for name in self._averaged}
             self._statistics.pop(version - self._max_staleness - 2, None)
-        return made
 
 
-def _is_finite(flat: Tensor) -> bool:
-    """Block by block: in fp64 as a whole it would need twice its own size."""
-    blocks = (flat[start : start + BLOCK_VALUES] for start in range(0, flat.numel(), BLOCK_VALUES))
-    return all(math.isfinite(vector_norm(block, dtype=torch.float64)) for block in blocks)
+class _Reader:
+    """The values of one contribution, block by block."""
 
+    def __init__(self, store: FragmentStore, addend: Addend) -> None:
+        self.addend = addend
+        self._decoder = store.decoder(addend.sections)
+        self._data = torch.frombuffer(addend.payload, dtype=torch.uint8)
 
-def _new_frame(of: Layout) -> memoryview:
-    """Fresh memory with the header in place."""
-    frame = private_memory(of.size_bytes)
-    frame[: of.data_begin] = of.prefix
-    return frame
-
-
-def _pieces(frame: memoryview, of: Layout) -> Iterator[memoryview]:
-    """The values alone, without header and gaps: what the anchor's hash is over."""
-    for entry in of.entries:
-        yield frame[of.data_begin + entry.begin : of.data_begin + entry.end]
+    def read(self, block: Block, out: Tensor) -> None:
+        self._decoder.read(self._data, block.name, block.start, block.stop, out)

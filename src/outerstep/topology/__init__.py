@@ -3,6 +3,7 @@
     joined = topology.join(manifest, wishes)
     ticket = topology.begin(contribution)      # returns at once, training may go on
     agreed = topology.finish(ticket)           # waits
+    repair = topology.confirm(agreed, intact)  # its news were taken over, and this came of it
 
 `server.py` asks a parameter server. The worker knows nothing else of how its peers are reached.
 """
@@ -11,11 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..types import Manifest, Participant, Plan, Wishes
+from .news import News, Whole
+
+
+class Deltas(Protocol):
+    """Pseudo-gradients that are made when they are asked for."""
+
+    def block(self, name: str, start: int, stop: int) -> Tensor:
+        """Δ[start:stop], flat fp32; not to be changed, and gone with the next call."""
+
+    def device(self, name: str) -> torch.device:
+        """Where it comes from."""
+
+    def home(self, name: str) -> torch.device:
+        """Where what belongs to this tensor is kept."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +44,19 @@ class Contribution:
     steps: int
     samples: int
     tokens: int
-    deltas: Mapping[str, Tensor]  # pseudo-gradients, fp32
+    deltas: Deltas | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What it gets back: the newest anchor, and whether the contribution counts in it or in a round still open."""
+    """What it gets back: news of the newest anchor, and whether the contribution counts in it or in a round still
+    open."""
 
     fragment: int
     version: int
     counted: bool
     too_old: bool
-    anchor: Mapping[str, Tensor]  # fp32, host memory
+    news: News
     anchor_hash: str
     participants: tuple[Participant, ...]
     bytes_sent: int
@@ -48,6 +65,12 @@ class Agreed:
     rejoins: int
     plan: Plan  # of the run, as it is now
     counted_in: int = 0  # the version that holds the contribution; above `version` if it was late
+
+    @property
+    def anchor(self) -> Mapping[str, Tensor]:
+        """By name, fp32 in host memory. For who confirms nothing, and therefore is always sent the whole."""
+        assert isinstance(self.news, Whole), "only what changed was sent"
+        return self.news.checked()
 
 
 @dataclass(frozen=True)
@@ -64,6 +87,7 @@ class Orders:
 class Joined:
     worker_id: str
     plan: Plan
+    manifest: Manifest  # the run's
     anchors: tuple[Agreed, ...]  # per fragment
 
 
@@ -105,6 +129,10 @@ class Topology(Protocol):
 
     def finish(self, ticket: Ticket) -> Agreed: ...
 
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """The news were taken over; `intact`: the anchor has the agreed hash. None: so it is everywhere, and the next
+        news may build on it. Else it is mended: by the whole of the newest anchor, to be rebased on."""
+
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> Ticket:
         """Carry an exchange on that failed, or is to have another limit, under the same key: whether it counted is
         settled by asking again."""
@@ -118,5 +146,11 @@ class Topology(Protocol):
 
     def leave(self, reason: str) -> None: ...
 
+    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """What this process must not forget if it is started anew; `sent`: the Δ of each fragment under way."""
 
-__all__ = ["Agreed", "Contribution", "Joined", "Orders", "Sight", "Ticket", "Topology"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before it joins."""
+
+
+__all__ = ["Agreed", "Contribution", "Deltas", "Joined", "Orders", "Sight", "Ticket", "Topology"]

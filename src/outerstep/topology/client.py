@@ -20,7 +20,8 @@ from ..types import Plan, Wishes
 from ..wire.http_transport import HttpTransport
 from ..wire.transport import Transport
 from . import Agreed, Contribution, Joined
-from .server import ServerTicket, ServerTopology
+from .server import ServerTopology
+from .ticket import ServerTicket
 
 TRIES = 4
 

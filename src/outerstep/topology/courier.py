@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from ..coordination.exchange import Call, Exchange
 from ..coordination.fetch import Fetch
+from ..core.memory import new_bytes
 from ..digest import part_hash, part_range
 from ..errors import OuterstepError, ServerError, TransportError
 from ..types import Answer, GetPart, PutPart
 from ..wire.transport import Transport
+from .payload import Payload
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +35,17 @@ class Delivery:
     error: OuterstepError | None
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A part of the contribution is written."""
+
+    part: int
+    hash: str
+
+
 class Courier:
-    """One per exchange. `payload` is what to upload, from part `first_part` on; `received` holds what was downloaded,
-    when it is done: per payload of the agreement, the fetched parts one after the other."""
+    """One per exchange. `payload` is what to upload, as far as it is written; `frames` is what was downloaded, when it
+    is done: per payload of the agreement, the fetched parts one after the other."""
 
     def __init__(
         self,
@@ -43,24 +53,37 @@ class Courier:
         exchange: Exchange,
         *,
         part_size_bytes: Callable[[], int],
-        payload: memoryview | None = None,
-        first_part: int = 0,
+        payload: Payload | None = None,
+        pinned: bool = False,
         max_download_bytes: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
         self.exchange = exchange
         self._payload = payload
-        self._first_part = first_part
+        self._pinned = pinned
         self._part_size_bytes = part_size_bytes
         self._max_download_bytes = max_download_bytes
         self._clock = clock
-        self._deliveries: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._deliveries: queue.SimpleQueue[Delivery | Ready | BaseException | None] = queue.SimpleQueue()
         self._fetch: Fetch | None = None
-        self.received: list[memoryview] = []
+        self._received: list[memoryview] = []
         self.bytes_sent = 0
         self.bytes_received = 0
         self._cancelled = False
+        if payload is not None:
+            payload.listen(self)
+
+    def part_ready(self, part: int, part_hash: str) -> None:
+        """From whichever thread encodes."""
+        self._deliveries.put(Ready(part, part_hash))
+
+    def broken(self, error: BaseException) -> None:
+        self._deliveries.put(error)
+
+    @property
+    def frames(self) -> list[memoryview]:
+        return self._received if self._fetch is self.exchange.fetch else []
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -78,8 +101,13 @@ class Courier:
                 delivery = self._deliveries.get(timeout=min(until_s, TICK_S) if until_s else TICK_S)
             except queue.Empty:
                 continue
-            if delivery is not None:
-                self._hand_over(delivery)
+            match delivery:
+                case Delivery():
+                    self._hand_over(delivery)
+                case Ready():
+                    exchange.part_ready(delivery.part, delivery.hash)
+                case BaseException():
+                    raise delivery
 
     def _hand_over(self, delivery: Delivery) -> None:
         now = self._clock()
@@ -96,17 +124,17 @@ class Courier:
         request, size = call.request, self._part_size_bytes
         if isinstance(request, PutPart):
             assert self._payload is not None
-            return self._payload[slice(*part_range(request.part - self._first_part, len(self._payload), size()))]
+            return self._payload.part(request.part)
         if isinstance(request, GetPart):
             fetch = self.exchange.fetch
             assert fetch is not None
             if fetch is not self._fetch:
                 self._fetch = fetch
-                self.received = self._new_buffers(fetch)
+                self._received = self._new_buffers(fetch)
             piece = fetch.piece(request)
             begin, end = part_range(piece.part, fetch.agreement.payloads[piece.payload].size_bytes, size())
             offset = self.place(piece.payload, begin)
-            return self.received[piece.payload][offset : offset + end - begin]
+            return self._received[piece.payload][offset : offset + end - begin]
         return None
 
     def _new_buffers(self, fetch: Fetch) -> list[memoryview]:
@@ -114,14 +142,17 @@ class Courier:
         agreement, limit = fetch.agreement, self._max_download_bytes()
         if limit is not None and agreement.size_bytes > limit:
             raise TransportError(f"the server announces {agreement.size_bytes} bytes, at most {limit} make sense")
+        versions = [payload.version for payload in agreement.payloads]
+        if sorted(set(versions)) != versions:
+            raise TransportError(f"the server announces payloads of versions {versions}; in a chain they ascend")
         sizes = [0] * len(agreement.payloads)
         for piece in fetch.pieces:
             begin, end = part_range(piece.part, agreement.payloads[piece.payload].size_bytes, self._part_size_bytes())
             sizes[piece.payload] += end - begin
-        return [memoryview(bytearray(size)) for size in sizes]
+        return [new_bytes(size, pinned=self._pinned).numpy().data for size in sizes]
 
     def place(self, payload: int, offset: int) -> int:
-        """Where in `received[payload]` its byte number `offset` is; its part must be one of those fetched."""
+        """Where in `frames[payload]` its byte number `offset` is; its part must be one of those fetched."""
         assert self._fetch is not None
         part, within = divmod(offset, self._part_size_bytes())
         parts = [piece.part for piece in self._fetch.pieces if piece.payload == payload]

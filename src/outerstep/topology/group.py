@@ -1,25 +1,28 @@
 """A group of processes is one worker: a torchrun job whose ranks hold the same parameters (DDP).
 
-Rank 0 speaks with the other side; what it learns, and each new anchor, goes to the other ranks over the job's own
-network. They check the anchor's hash as rank 0 did, so all ranks hold the same bits. sharded.py is the same for ranks
-that hold different rows.
+Rank 0 speaks with the other side; what it learns, and the frames with the news of each anchor, goes to the other ranks
+over the job's own network. All of them take the news over and compare the anchor's hash, so all hold the same bits.
+sharded.py is the same for ranks that hold different rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+from ..core.memory import new_bytes
 from ..digest import data_hash
-from ..errors import ExchangeFailed, ModelError
+from ..errors import ModelError
 from ..types import Manifest, Participant, Plan, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology
+from .forms import Form, forms_of
+from .news import Kind, News, read_news
 from .ranks import Ranks
-from .server import anchor_hash
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -58,7 +61,7 @@ class GroupTicket:
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """An `Agreed` without its tensors."""
+    """An `Agreed` without its news; those have frames of these kinds."""
 
     fragment: int
     version: int
@@ -72,20 +75,23 @@ class Facts(msgspec.Struct, frozen=True):
     retries: int = 0
     rejoins: int = 0
     counted_in: int = 0
+    kinds: tuple[Kind, ...] = ()
 
     @classmethod
     def of(cls, agreed: Agreed) -> Facts:
-        return cls(**{name: getattr(agreed, name) for name in cls.__struct_fields__})
+        facts = {name: getattr(agreed, name) for name in cls.__struct_fields__ if name != "kinds"}
+        return cls(kinds=agreed.news.kinds, **facts)
 
-    def with_anchor(self, anchor: Mapping[str, Tensor]) -> Agreed:
-        return Agreed(anchor=anchor, **{name: getattr(self, name) for name in self.__struct_fields__})
+    def with_news(self, news: News) -> Agreed:
+        return Agreed(news=news, **{name: getattr(self, name) for name in self.__struct_fields__ if name != "kinds"})
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """A `Joined` without its tensors."""
+    """A `Joined` without its news."""
 
     worker_id: str
     plan: Plan
+    manifest: Manifest
     facts: tuple[Facts, ...]
 
 
@@ -103,26 +109,24 @@ class GroupTopology:
         assert (speaker is not None) == (ranks.rank == 0)
         self._ranks = ranks
         self._speaker = speaker
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._forms: list[Form] = []
         self._orders = Orders()
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
         check_same_model(self._ranks, manifest)
-        self._shapes = {spec.name: spec.shape for spec in manifest.parameters}
         joined: list[Joined] = []
         welcome = self._ranks.tell(lambda: self._join(manifest, wishes, joined), Welcome)
-        anchors = [agreed.anchor for agreed in joined[0].anchors] if joined else [None] * len(welcome.facts)
-        return Joined(
-            welcome.worker_id,
-            welcome.plan,
-            tuple(self._hand_on(facts, anchor) for facts, anchor in zip(welcome.facts, anchors, strict=True)),
-        )
+        self._forms = forms_of(welcome.plan, welcome.manifest)
+        news = [agreed.news for agreed in joined[0].anchors] if joined else [None] * len(welcome.facts)
+        anchors = tuple(self._hand_on(facts, one) for facts, one in zip(welcome.facts, news, strict=True))
+        return Joined(welcome.worker_id, welcome.plan, welcome.manifest, anchors)
 
     def _join(self, manifest: Manifest, wishes: Wishes, joined: list[Joined]) -> Welcome:
         assert self._speaker is not None
         joined.append(self._speaker.join(manifest, wishes))
-        return Welcome(joined[0].worker_id, joined[0].plan, tuple(map(Facts.of, joined[0].anchors)))
+        one = joined[0]
+        return Welcome(one.worker_id, one.plan, one.manifest, tuple(map(Facts.of, one.anchors)))
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
         """Rank 0's parameters are everybody's; the samples and tokens are everybody's own."""
@@ -136,7 +140,7 @@ class GroupTopology:
         assert isinstance(ticket, GroupTicket)
         agreed: list[Agreed] = []
         facts = self._ranks.tell(lambda: self._finish(ticket, agreed), Facts)
-        return self._hand_on(facts, agreed[0].anchor if agreed else None)
+        return self._hand_on(facts, agreed[0].news if agreed else None)
 
     def _finish(self, ticket: GroupTicket, agreed: list[Agreed]) -> Facts:
         assert self._speaker is not None
@@ -144,14 +148,33 @@ class GroupTopology:
         agreed.append(self._speaker.finish(ticket.own))
         return Facts.of(agreed[0])
 
-    def _hand_on(self, facts: Facts, anchor: Mapping[str, Tensor] | None) -> Agreed:
-        """The anchor that rank 0 has, on every rank."""
-        if anchor is None:
-            anchor = {name: torch.empty(self._shapes[name]) for name in facts.plan.fragments[facts.fragment]}
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """What went wrong on one rank is mended on all: they take over the same news."""
+        if all(self._ranks.gather(lambda: intact, bool)):
+            if self._speaker is not None:
+                self._speaker.confirm(agreed, True)
+            return None
+        whole: list[Agreed] = []
+        facts = self._ranks.tell(lambda: self._mend(agreed, whole), Facts)
+        return self._hand_on(facts, whole[0].news if whole else None)
+
+    def _mend(self, agreed: Agreed, whole: list[Agreed]) -> Facts:
+        assert self._speaker is not None
+        mended = self._speaker.confirm(agreed, False)
+        assert mended is not None
+        whole.append(mended)
+        return Facts.of(mended)
+
+    def _hand_on(self, facts: Facts, news: News | None) -> Agreed:
+        """The news that rank 0 has, on every rank."""
+        form = self._forms[facts.fragment]
+        sizes = [(form.full if kind == "full" else form.update).size_bytes for kind in facts.kinds]
+        frames = [new_bytes(size).numpy().data for size in sizes] if news is None else news.frames
+        self._ranks.spread(torch.frombuffer(frame, dtype=torch.uint8) for frame in frames)
+        here = self._ranks.check(lambda: news or read_news(form, facts.kinds, frames, facts.anchor_hash))
+        if news is None:
             facts = msgspec.structs.replace(facts, bytes_sent=0, bytes_received=0, retries=0, rejoins=0)
-        self._ranks.spread(anchor.values())
-        self._ranks.check(lambda: _check_hash(facts, anchor))
-        return facts.with_anchor(anchor)
+        return facts.with_news(here)
 
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
         assert isinstance(ticket, GroupTicket)
@@ -171,6 +194,14 @@ class GroupTopology:
         speaker = self._speaker
         self._orders = self._ranks.tell(lambda: speaker.orders(at_exchange=True) if speaker else Orders(), Orders)
         return self._orders
+
+    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """Rank 0's; the others have nothing to remember."""
+        return self._speaker.state_dict(sent) if self._speaker is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._speaker is not None:
+            self._speaker.load_state_dict(state)
 
     def leave(self, reason: str) -> None:
         if self._speaker is not None:
@@ -192,15 +223,6 @@ def of_all(contribution: Contribution, amounts: Sequence[Amount]) -> Contributio
     """The same contribution with every rank's samples and tokens."""
     samples, tokens = sum(a.samples for a in amounts), sum(a.tokens for a in amounts)
     return dataclasses.replace(contribution, samples=samples, tokens=tokens)
-
-
-def _check_hash(facts: Facts, anchor: Mapping[str, Tensor]) -> None:
-    got = anchor_hash(anchor.values())
-    if got != facts.anchor_hash:
-        raise ExchangeFailed(
-            f"fragment {facts.fragment} version {facts.version}: this rank's anchor has the hash {got}, "
-            f"rank 0's {facts.anchor_hash}"
-        )
 
 
 __all__ = ["Amount", "Facts", "GroupTicket", "GroupTopology", "check_same_model", "of_all"]

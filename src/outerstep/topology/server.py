@@ -7,19 +7,18 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..coordination.exchange import Exchange, Outcome, Patience, Share
-from ..coordination.fetch import Piece, Wanted
+from ..coordination.exchange import Exchange, Patience, Share
+from ..coordination.fetch import Held, Piece, Wanted
 from ..coordination.session import Session
-from ..core.codecs import Codec
-from ..core.codecs.recipe import WHOLE, Recipe
-from ..core.views import bytes_of, fp32_views
-from ..digest import data_hash, part_count, part_hash, part_range
-from ..errors import ExchangeFailed, OuterstepError, Refused, UnknownWorker, UntrustedServer, WorkerError
+from ..core.codecs import Dither
+from ..core.feedback import ErrorFeedback
+from ..errors import ConfigError, ExchangeFailed, OuterstepError, Refused, UnknownWorker, UntrustedServer, WorkerError
 from ..types import (
     PROTOCOL_VERSION,
     Agreement,
@@ -30,14 +29,18 @@ from ..types import (
     Leave,
     Manifest,
     Offer,
-    ParameterSpec,
     WeightBy,
     Wishes,
 )
-from ..wire.frames import Layout, check_frame, layout
+from ..wire.frames import Layout
 from ..wire.transport import Transport
-from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
+from . import Agreed, Contribution, Deltas, Joined, Orders, Ticket
 from .courier import Courier
+from .encode import Excerpt, Sender, as_deltas, encode_frame, write_frame
+from .forms import Form, forms_of
+from .news import anchor_hash, leads_on, read_news
+from .payload import Payload
+from .ticket import ServerTicket
 
 log = logging.getLogger(__name__)
 
@@ -45,58 +48,6 @@ HEARTBEAT_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 3.0
 EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worker waits for a silent server
 NO_ORDERS = Orders()
-
-
-class ServerTicket:
-    """An exchange with the server, carried by a thread of its own."""
-
-    def __init__(self, fragment: int, courier: Courier, again: Callable[[float | None], ServerTicket]) -> None:
-        self.fragment = fragment
-        self.courier = courier
-        self.again = again  # the same exchange, from the beginning, with this stuck_after_s
-        self._done = threading.Event()
-        self._crash: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"outerstep-exchange-{fragment}", daemon=True)
-        self._thread.start()
-
-    @property
-    def failed(self) -> bool:
-        return self._crash is not None or self.courier.exchange.outcome is None
-
-    def look(self, timeout_s: float) -> Sight:
-        done, exchange = self.wait(timeout_s), self.courier.exchange
-        missed = exchange.outcome is not None and not exchange.outcome.counted
-        return Sight(done, exchange.wanted, exchange.waiting_for, exchange.silent_s(time.monotonic()), missed)
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._done.wait(timeout_s)
-
-    def join(self) -> None:
-        while not self.wait(1.0):  # in slices, so that Ctrl-C gets through
-            pass
-
-    def cancel(self) -> None:
-        self.courier.cancel()
-
-    def outcome(self) -> Outcome:
-        """What the exchange came to; whatever went wrong in the background is raised here, with its cause."""
-        exchange = self.courier.exchange
-        failure = self._crash or exchange.failure
-        if isinstance(failure, WorkerError):
-            raise failure
-        if failure is not None:
-            raise ExchangeFailed(f"the exchange of fragment {self.fragment} failed: {failure}") from failure
-        if exchange.outcome is None:
-            raise ExchangeFailed(f"the exchange of fragment {self.fragment} was cancelled")
-        return exchange.outcome
-
-    def _run(self) -> None:
-        try:
-            self.courier.run()
-        except BaseException as error:  # noqa: BLE001 - it surfaces in outcome(), in the training thread
-            self._crash = error
-        finally:
-            self._done.set()
 
 
 class ServerTopology:
@@ -116,10 +67,10 @@ class ServerTopology:
         self._join_timeout_s = join_timeout_s
         self._rng = random.Random(instance)
         self._session: Session | None = None
-        self.up: list[Layout] = []
-        self.down: list[Layout] = []
-        self.codec = Recipe.parse("fp32")
-        self.codecs: dict[str, Codec] = {}  # of contributions, by tensor
+        self.forms: list[Form] = []
+        self._feedback = ErrorFeedback()
+        self._loaded_run_id: str | None = None
+        self._held: dict[int, Held] = {}  # per fragment, the anchor as it is now, if it was proven
         self._sequence: list[int] = []
         self._leaving = threading.Lock()
         self._left = False
@@ -134,7 +85,7 @@ class ServerTopology:
         """Introduce ourselves and fetch the newest anchor of every fragment."""
         tickets = self.introduce(manifest, wishes)
         anchors = tuple(self.finish(ticket) for ticket in tickets)
-        return Joined(self._worker_id, self.session.joined.plan, anchors)
+        return Joined(self._worker_id, self.session.joined.plan, self.session.joined.manifest, anchors)
 
     def introduce(self, manifest: Manifest | None, wishes: Wishes, share: Share | None = None) -> list[ServerTicket]:
         """Join, and ask for the newest agreement of every fragment; with a `share`, ask only and fetch nothing."""
@@ -157,7 +108,7 @@ class ServerTopology:
                 raise failure.__cause__ from None  # "no" at join is said as the server said it
             raise
         self._adopt_plan(self.session.joined)
-        return [first, *(self._ask(fragment, share, self._patience) for fragment in range(1, len(self.down)))]
+        return [first, *(self._ask(fragment, share, self._patience) for fragment in range(1, len(self.forms)))]
 
     def follow(self, join: Join, answer: JoinAnswer) -> None:
         """Speak for a worker that another process of its group has joined."""
@@ -165,14 +116,14 @@ class ServerTopology:
         self._session.answer = answer
         self._adopt_plan(answer)
 
-    def ask(self, fragment: int, share: Share, after: int) -> ServerTicket:
-        """The newest agreement, if there is one after that version; nothing is fetched."""
-        return self._ask(fragment, share, self._patience, after)
+    def ask(self, fragment: int, share: Share) -> ServerTicket:
+        """The newest agreement, as if we held nothing; with nothing fetched."""
+        return self._ask(fragment, share, self._patience)
 
-    def _ask(self, fragment: int, share: Share | None, patience: Patience, after: int = -1) -> ServerTicket:
+    def _ask(self, fragment: int, share: Share | None, patience: Patience) -> ServerTicket:
         assert self._session is not None
         exchange = Exchange(
-            self._session, fragment=fragment, after=after, now=time.monotonic(), share=share, patience=patience
+            self._session, fragment=fragment, after=-1, now=time.monotonic(), share=share, patience=patience
         )
         return self._start(exchange, fragment)
 
@@ -233,10 +184,41 @@ class ServerTopology:
     # --- exchanges ------------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> ServerTicket:
-        """Encode now (the weights will change), send in the background."""
-        payload = encode_frame(contribution.deltas, self.up[contribution.fragment], self.codecs)
-        offer = self.make_offer(contribution, (len(payload),))
-        return self.carry(offer, self.part_hashes(payload), payload, stuck_after_s)
+        """Offer at once; encode now (the weights will change), and send each part while the next is encoded."""
+        up = self.forms[contribution.fragment].up
+        offer = self.make_offer(contribution, (up.size_bytes,))
+        payload = self.new_payload(contribution.deltas, up)
+        ticket = self.carry(offer, payload, stuck_after_s)
+        with ticket.cancelled_on_error():
+            self.encode(contribution, offer.sequence, payload, up)
+        return ticket
+
+    def new_payload(self, deltas: Deltas | Mapping[str, Tensor], layout: Layout | None, first_part: int = 0) -> Payload:
+        """Room for a frame, or for none; a GPU writes to pinned memory."""
+        blocks, entries = as_deltas(deltas), layout.entries if layout is not None else ()
+        pinned = any(blocks.device(entry.name).type != "cpu" for entry in entries)
+        return Payload(layout, self.session.joined.plan.part_size_bytes, first_part, pinned=pinned)
+
+    def encode(
+        self,
+        contribution: Contribution,
+        sequence: int,
+        payload: Payload,
+        layout: Layout,
+        excerpts: Mapping[str, Excerpt] = MappingProxyType({}),
+    ) -> None:
+        """Write what we send of a contribution."""
+        fragment, run_id = contribution.fragment, self.session.joined.run_id
+        self._feedback.begin(fragment, sequence)
+        sender = Sender(
+            fragment=fragment,
+            deltas=as_deltas(contribution.deltas),
+            rules=self.forms[fragment].rules,
+            feedback=self._feedback,
+            dither=lambda name: Dither.of(run_id, fragment, sequence, f"{self._worker_id}/{name}"),
+            excerpts=excerpts,
+        )
+        write_frame(payload, layout, sender)
 
     def make_offer(self, contribution: Contribution, section_bytes: tuple[int, ...]) -> Offer:
         """The next one of its fragment: its key is fixed here."""
@@ -252,15 +234,9 @@ class ServerTopology:
             steps=contribution.steps,
             samples=contribution.samples,
             tokens=contribution.tokens,
-            codec=self.codec.name,
+            codec=self.forms[fragment].up.header.codec,
             size_bytes=sum(section_bytes),
             section_bytes=section_bytes if len(section_bytes) > 1 else (),
-        )
-
-    def part_hashes(self, payload: memoryview) -> tuple[str, ...]:
-        size = self.session.joined.plan.part_size_bytes
-        return tuple(
-            part_hash(payload[slice(*part_range(i, len(payload), size))]) for i in range(part_count(len(payload), size))
         )
 
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> ServerTicket:
@@ -269,30 +245,26 @@ class ServerTopology:
         return ticket.again(stuck_after_s)
 
     def carry(
-        self,
-        offer: Offer,
-        hashes: tuple[str, ...],
-        payload: memoryview,
-        stuck_after_s: float | None,
-        share: Share | None = None,
+        self, offer: Offer, payload: Payload, stuck_after_s: float | None, share: Share | None = None
     ) -> ServerTicket:
         """Send what was offered, or our share of it; wait for the agreement, and fetch it unless it is shared."""
+        held = self._held.get(offer.fragment)
         exchange = Exchange(
             self.session,
             fragment=offer.fragment,
             after=offer.base_version,
             now=time.monotonic(),
             offer=offer,
-            part_hashes=hashes,
             share=share,
+            held=held,
             patience=_with_limit(self._patience, self._patience.give_up_after_s, stuck_after_s),
             rng=self._rng,
         )
 
         def again(stuck_after_s: float | None) -> ServerTicket:
-            return self.carry(offer, hashes, payload, stuck_after_s, share)
+            return self.carry(offer, payload, stuck_after_s, share)
 
-        return self._start(exchange, offer.fragment, payload, again, share.parts.start if share else 0)
+        return self._start(exchange, offer.fragment, payload=payload, held=held, sequence=offer.sequence, again=again)
 
     def fetch(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket:
         """Some pieces of an agreement."""
@@ -311,25 +283,59 @@ class ServerTopology:
         assert isinstance(ticket, ServerTicket)
         ticket.join()
         outcome = ticket.outcome()
-        agreement, courier = outcome.agreement, ticket.courier
-        down = self.down[ticket.fragment]
-        try:
-            check_frame(courier.received[0], down)
-        except Refused as error:
-            raise ExchangeFailed(f"the server sent something else than fragment {ticket.fragment}: {error}") from error
-        anchor = fp32_views(courier.received[0], down.places, down.data_begin)
-        got = anchor_hash(anchor.values())
-        if got != agreement.anchor_hash:
-            raise ExchangeFailed(
-                f"fragment {ticket.fragment} version {agreement.version}: our anchor's hash is {got}, "
-                f"the server's {agreement.anchor_hash}"
-            )
+        self.settle(ticket, counted=outcome.counted)
+        agreed = self._agreed(ticket)
+        if agreed is not None:
+            return agreed
+        whole, courier = self._whole(ticket.fragment), ticket.courier
+        return dataclasses.replace(
+            whole,
+            counted=outcome.counted,
+            too_old=outcome.too_old,
+            counted_in=outcome.counted_in,
+            bytes_sent=courier.bytes_sent,
+            bytes_received=whole.bytes_received + courier.bytes_received,
+            retries=whole.retries + courier.exchange.retries,
+            rejoins=whole.rejoins + courier.exchange.rejoins,
+        )
+
+    def settle(self, ticket: ServerTicket, *, counted: bool) -> None:
+        """What became of a contribution is known: what its codec left out is owed from now on, or it is not."""
+        if ticket.sequence is not None:
+            self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
+
+    def told(self, fragment: int) -> Held | None:
+        """The anchor that the server was told of. What it is, is not known from here on until it is confirmed."""
+        return self._held.pop(fragment, None)
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        if intact:
+            self._held[agreed.fragment] = Held(agreed.version, agreed.anchor_hash)
+            return None
+        return self._whole(agreed.fragment)
+
+    def _whole(self, fragment: int) -> Agreed:
+        """The newest anchor, all of it."""
+        ticket = self._ask(fragment, None, self._patience)
+        ticket.join()
+        agreed = self._agreed(ticket)
+        if agreed is None:
+            raise ExchangeFailed(f"the server was asked for the whole of fragment {fragment}, and sent something else")
+        return agreed
+
+    def _agreed(self, ticket: ServerTicket) -> Agreed | None:
+        """What the exchange brought; None if that does not lead on from the anchor that we hold."""
+        outcome, courier = ticket.outcome(), ticket.courier
+        agreement, held = outcome.agreement, self.told(ticket.fragment)
+        if not leads_on(agreement, ticket.held if ticket.held == held else None):
+            return None
+        kinds = tuple(payload.kind for payload in agreement.payloads)
         return Agreed(
             fragment=ticket.fragment,
             version=agreement.version,
             counted=outcome.counted,
             too_old=outcome.too_old,
-            anchor=anchor,
+            news=read_news(self.forms[ticket.fragment], kinds, courier.frames, agreement.anchor_hash),
             anchor_hash=agreement.anchor_hash,
             participants=agreement.participants,
             bytes_sent=courier.bytes_sent,
@@ -339,6 +345,21 @@ class ServerTopology:
             plan=self.session.joined.plan,
             counted_in=outcome.counted_in,
         )
+
+    # --- what must not be forgotten -------------------------------------------------------------------------------
+
+    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        run_id = self.session.joined.run_id
+        return {"worker_id": self._worker_id, "run_id": run_id, "feedback": self._feedback.state_dict(sent)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["worker_id"] != self._worker_id and state["feedback"]["pending"]:
+            raise ConfigError(
+                f"the state is of worker {state['worker_id']!r}, with a contribution under way, and this is "
+                f"{self._worker_id!r}, who cannot ask what became of it: start with worker_id={state['worker_id']!r}"
+            )
+        self._feedback.load_state_dict(state["feedback"])
+        self._loaded_run_id = state["run_id"]
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -352,9 +373,11 @@ class ServerTopology:
         self,
         exchange: Exchange,
         fragment: int,
-        payload: memoryview | None = None,
+        *,
+        payload: Payload | None = None,
+        held: Held | None = None,
+        sequence: int | None = None,
         again: Callable[[float | None], ServerTicket] | None = None,
-        first_part: int = 0,
     ) -> ServerTicket:
         session = self._session
         assert session is not None
@@ -363,18 +386,18 @@ class ServerTopology:
             exchange,
             part_size_bytes=lambda: session.joined.plan.part_size_bytes,
             payload=payload,
-            first_part=first_part,
-            max_download_bytes=lambda: self.down[fragment].size_bytes if self.down else None,
+            pinned=payload is not None and payload.data.is_pinned(),
+            max_download_bytes=lambda: self.forms[fragment].full.size_bytes if self.forms else None,
         )
-        return ServerTicket(fragment, courier, again or (lambda _: self._start(exchange, fragment)))
+        again = again or (lambda _: self._start(exchange, fragment))
+        return ServerTicket(fragment, courier, held=held, sequence=sequence, again=again)
 
     def _adopt_plan(self, answer: JoinAnswer) -> None:
-        self.codec = Recipe.parse(answer.plan.codec)
-        specs = {spec.name: spec for spec in answer.manifest.parameters}
-        groups = [[specs[name] for name in names] for names in answer.plan.fragments]
-        self.codecs = {spec.name: self.codec.codec(spec) for spec in answer.manifest.parameters}
-        self.up = [_layout(self.codec, group) for group in groups]
-        self.down = [_layout(WHOLE, group) for group in groups]
+        self.forms = forms_of(answer.plan, answer.manifest)
+        if self._loaded_run_id not in (None, answer.run_id):
+            log.warning("the loaded state is of run %s, this is %s: it is not used", self._loaded_run_id, answer.run_id)
+            self._feedback = ErrorFeedback()
+        self._feedback.resume([state.last_sequence for state in answer.fragments])
         self._sequence = [state.last_sequence for state in answer.fragments]
 
 
@@ -385,34 +408,6 @@ def _check_reported(contribution: Contribution, unit: WeightBy) -> None:
             f"the run weighs contributions by {unit}, and none were reported in {contribution.steps} steps: "
             f"call worker.count({unit}=…) at each step"
         )
-
-
-def encode_frame(deltas: Mapping[str, Tensor], up: Layout, codecs: Mapping[str, Codec]) -> memoryview:
-    """The frame of these tensors: encoded on their device, then copied once into place."""
-    frame = memoryview(bytearray(up.size_bytes))
-    frame[: up.data_begin] = up.prefix
-    for entry in up.entries:
-        if entry.end == entry.begin:
-            continue
-        count, offset = entry.end - entry.begin, up.data_begin + entry.begin
-        target = torch.frombuffer(frame, dtype=torch.uint8, count=count, offset=offset)
-        values, codec = deltas[entry.name].detach().reshape(-1), codecs[entry.name]
-        if values.device.type == "cpu":
-            codec.encode(values, target)
-        else:
-            encoded = torch.empty(count, dtype=torch.uint8, device=values.device)
-            codec.encode(values, encoded)
-            target.copy_(encoded)
-    return frame
-
-
-def anchor_hash(tensors: Iterable[Tensor]) -> str:
-    """The identity of an anchor: over its fp32 values in the fragment's order."""
-    return data_hash(bytes_of(tensor) for tensor in tensors if tensor.numel())
-
-
-def _layout(recipe: Recipe, specs: Sequence[ParameterSpec]) -> Layout:
-    return layout(recipe.name, [(s.name, s.shape, recipe.codec(s).encoded_bytes(s.numel)) for s in specs])
 
 
 def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float | None = None) -> Patience:
@@ -426,3 +421,6 @@ def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float
         stuck_after_s=stuck_after_s,
         stay_for_own_round=stuck_after_s is not None,
     )
+
+
+__all__ = ["ServerTicket", "ServerTopology", "anchor_hash", "encode_frame"]

@@ -5,14 +5,18 @@ Nothing gathers the whole model. Every rank has its own way to the server and sp
     contribute   each rank sends its rows as one section of the contribution (wire/sections.py), all under one key;
                  rank 0 commits when the server misses nothing. The server is where they meet.
     agree        rank 0 hears of the agreement and tells the others.
-    fetch        each rank fetches the parts that cover its rows, and compares their hash with the one that the
-                 agreement names for its section. If the version was replaced meanwhile, all try the newest: either
-                 every rank takes a version over, or none does.
+    fetch        each rank fetches the parts that cover its rows, of the whole anchor or of the updates that lead to it.
+                 If the server holds them no longer, all try the newest: either every rank takes a version over, or none
+                 does. Taking it over, each compares the hash of its rows with the one that the agreement names for its
+                 section.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -20,17 +24,21 @@ from torch import Tensor
 
 from ..coordination.exchange import Share
 from ..coordination.fetch import Piece
-from ..core.views import bytes_of
-from ..digest import Parts, data_hash
+from ..core.codecs import FP32, Codec
+from ..digest import Parts
 from ..errors import ExchangeFailed, ModelError, Superseded
 from ..types import Agreement, Join, JoinAnswer, Manifest, Plan, Wishes
-from ..wire.frames import Entry
+from ..wire.frames import Entry, Layout
 from ..wire.sections import rows_of, section_layout
 from . import Agreed, Contribution, Joined, Orders, Ticket
 from .courier import Courier
+from .encode import Excerpt
 from .group import Amount, Facts, GroupTicket, GroupTopology, check_same_model, of_all
+from .news import Cutter, Extent, News, Updates, Whole, covering, leads_on
+from .payload import Payload
 from .ranks import Ranks
-from .server import ServerTicket, ServerTopology, encode_frame
+from .server import ServerTopology
+from .ticket import ServerTicket
 
 VERSIONS_TRIED = 8  # who is overtaken so often is too slow to ever catch up
 
@@ -50,14 +58,6 @@ class Entered(msgspec.Struct, frozen=True):
     join: Join
     answer: JoinAnswer
     agreements: tuple[Agreement, ...]
-
-
-class Load(msgspec.Struct, frozen=True):
-    """One rank's share of a contribution."""
-
-    amount: Amount
-    size_bytes: int = 0
-    hashes: tuple[str, ...] = ()
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -97,7 +97,8 @@ class ShardedTopology:
             self._inner.follow(entered.join, entered.answer)
         plan = entered.answer.plan
         settled = [Settled(agreement, counted=False, too_old=False, plan=plan) for agreement in entered.agreements]
-        return Joined(entered.join.worker_id, plan, tuple(self._take(one) for one in settled))
+        anchors = tuple(self._take(one) for one in settled)
+        return Joined(entered.join.worker_id, plan, entered.answer.manifest, anchors)
 
     def _enter(self, manifest: Manifest, wishes: Wishes) -> Entered:
         tickets = self._inner.introduce(manifest, wishes, self._listening)
@@ -115,42 +116,69 @@ class ShardedTopology:
     def leave(self, reason: str) -> None:
         self._speaker.leave(reason)
 
+    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+        """This rank's own."""
+        return self._inner.state_dict({fragment: self._cut(fragment, deltas) for fragment, deltas in sent.items()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
     # --- contributing ---------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
-        """Everybody encodes its rows; then all know all sizes and hashes, and offer the same."""
-        payload = self._ranks.check(lambda: self._encode(contribution) if self._owns else memoryview(b""))
-        amount = Amount(contribution.samples, contribution.tokens)
-        loads = self._ranks.gather(lambda: Load(amount, len(payload), self._inner.part_hashes(payload)), Load)
-        sections = [loads[owner] for owner in self._owners]
-        whole = of_all(contribution, [load.amount for load in loads])
-        offer = self._inner.make_offer(whole, tuple(load.size_bytes for load in sections))
+        """Everybody offers the same at once, and sends its rows while it encodes them. Then all know all hashes."""
+        fragment = contribution.fragment
+        amounts = self._ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
+        layouts = [self._layout(fragment, section) for section in range(self._shards.sections)]
+        offer = self._inner.make_offer(of_all(contribution, amounts), tuple(layout.size_bytes for layout in layouts))
         parts = Parts(offer.section_bytes, self._inner.session.joined.plan.part_size_bytes)
-        share = Share(
-            self._shards.sections,
-            parts.of_section(self._shards.section) if self._owns else range(0),
-            speaks=self._ranks.rank == 0,
-        )
+        ours = parts.of_section(self._shards.section) if self._owns else range(0)
+        share = Share(self._shards.sections, ours, speaks=self._ranks.rank == 0)
         if not self._owns and not share.speaks:
-            return GroupTicket(contribution.fragment, self._ranks, None)
-        hashes = tuple(one for load in sections for one in load.hashes)
-        own = self._inner.carry(offer, hashes, payload, stuck_after_s if share.speaks else None, share)
-        return GroupTicket(contribution.fragment, self._ranks, own)
+            self._ranks.gather(tuple, tuple[str, ...])
+            return GroupTicket(fragment, self._ranks, None)
+        up = layouts[self._shards.section] if self._owns else None
+        payload = self._inner.new_payload(contribution.deltas, up, ours.start)
+        own = self._inner.carry(offer, payload, stuck_after_s if share.speaks else None, share)
+        with own.cancelled_on_error():
+            told = self._ranks.gather(
+                lambda: self._encode(contribution, offer.sequence, payload, up, ours), tuple[str, ...]
+            )
+        for section, owner in enumerate(self._owners):
+            for part, part_hash in zip(parts.of_section(section), told[owner], strict=True):
+                payload.tell(part, part_hash)
+        return GroupTicket(fragment, self._ranks, own)
 
-    def _encode(self, contribution: Contribution) -> memoryview:
-        """Our section. A tensor that every rank holds whole is sent in shares all the same."""
-        shards, codecs = self._shards, self._inner.codecs
-        names = self._inner.session.joined.plan.fragments[contribution.fragment]
-        deltas: dict[str, Tensor] = {}
-        for name in names:
-            rows = rows_of(self._shapes[name], shards.sections, shards.section)
-            delta = contribution.deltas[name]
-            if name not in shards.names:
-                delta = delta.reshape(-1)[rows.first_value : rows.first_value + rows.numel]
-            deltas[name] = delta
-        tensors = [(name, self._shapes[name], codecs[name].encoded_bytes) for name in names]
-        up = section_layout(self._inner.codec.name, tensors, shards.sections, shards.section)
-        return encode_frame(deltas, up, codecs)
+    def _encode(
+        self, contribution: Contribution, sequence: int, payload: Payload, up: Layout | None, parts: range
+    ) -> tuple[str, ...]:
+        """Write our section, and say its parts' hashes."""
+        if up is not None:
+            self._inner.encode(contribution, sequence, payload, up, self._excerpts(contribution.fragment))
+            payload.wait()
+        return payload.hashes(parts)
+
+    def _layout(self, fragment: int, section: int) -> Layout:
+        """Of a section's frame. A tensor that every rank holds whole is sent in shares all the same."""
+        form = self._inner.forms[fragment]
+        tensors = [(e.name, e.shape, form.rules[e.name].codec.encoded_bytes) for e in form.up.entries]
+        return section_layout(form.up.header.codec, tensors, self._shards.sections, section)
+
+    def _excerpts(self, fragment: int) -> dict[str, Excerpt]:
+        found: dict[str, Excerpt] = {}
+        for entry in self._inner.forms[fragment].up.entries:
+            first = rows_of(entry.shape, self._shards.sections, self._shards.section).first_value
+            found[entry.name] = Excerpt(whole=first, held=0 if entry.name in self._shards.names else first)
+        return found
+
+    def _cut(self, fragment: int, deltas: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What we send of each."""
+        excerpts, entries = self._excerpts(fragment), self._layout(fragment, self._shards.section).entries
+        cut: dict[str, Tensor] = {}
+        for entry in entries:
+            first = excerpts[entry.name].held
+            cut[entry.name] = deltas[entry.name].reshape(-1)[first : first + math.prod(entry.shape)]
+        return cut
 
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
         assert isinstance(ticket, GroupTicket)
@@ -162,14 +190,24 @@ class ShardedTopology:
     def finish(self, ticket: Ticket) -> Agreed:
         assert isinstance(ticket, GroupTicket)
         ours = self._ranks.check(lambda: self._settle(ticket))
-        agreed = self._take(self._ranks.tell(lambda: _known(ours), Settled))
+        settled = self._ranks.tell(lambda: _known(ours), Settled)
+        if ticket.own is not None:
+            assert isinstance(ticket.own, ServerTicket)
+            self._inner.settle(ticket.own, counted=settled.counted)
+        agreed = self._take(settled)
         if ticket.own is None:
             return agreed
-        assert isinstance(ticket.own, ServerTicket)
         courier = ticket.own.courier
         return replace(
             agreed, bytes_sent=courier.bytes_sent, retries=courier.exchange.retries, rejoins=courier.exchange.rejoins
         )
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """What went wrong on one rank is mended on all."""
+        if all(self._ranks.gather(lambda: intact, bool)):
+            return self._inner.confirm(agreed, True)
+        newest = self._ranks.tell(lambda: self._newest(agreed.fragment), Agreement)
+        return self._take(Settled(newest, counted=False, too_old=False, plan=agreed.plan))
 
     def _settle(self, ticket: GroupTicket) -> Settled | None:
         """Rank 0 knows what it came to. The others have sent their parts, or are not needed any more; if one could
@@ -188,10 +226,12 @@ class ShardedTopology:
         return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in)
 
     def _take(self, settled: Settled) -> Agreed:
-        """Fetch our rows of the agreement. If one rank came too late for that version, all take the newest."""
+        """Fetch our rows of the agreement. If that does not lead on from the anchor that we hold (which is the same for
+        all ranks), or if one of them came too late for it, all take the whole of the newest."""
         agreement = settled.agreement
+        fits = leads_on(agreement, self._inner.told(agreement.fragment))
         for _ in range(VERSIONS_TRIED):
-            fetched = self._ranks.check(lambda: self._fetch(agreement))  # noqa: B023 - called at once
+            fetched = self._ranks.check(lambda: self._fetch(agreement) if fits else None)  # noqa: B023 - at once
             if all(self._ranks.gather(lambda: fetched is not None, bool)):  # noqa: B023
                 assert fetched is not None
                 return Facts(
@@ -204,34 +244,48 @@ class ShardedTopology:
                     settled.plan,
                     bytes_received=fetched.bytes_received,
                     counted_in=settled.counted_in,
-                ).with_anchor(fetched.anchor)
-            agreement = self._ranks.tell(lambda: self._newest(agreement), Agreement)  # noqa: B023
+                ).with_news(fetched.news)
+            agreement = self._ranks.tell(lambda: self._newest(agreement.fragment), Agreement)  # noqa: B023
+            fits = leads_on(agreement, None)
         raise ExchangeFailed(
             f"fragment {agreement.fragment}: {VERSIONS_TRIED} versions were replaced before all ranks had fetched "
             "theirs; exchange less often, or in more fragments"
         )
 
-    def _newest(self, agreement: Agreement) -> Agreement:
-        ticket = self._inner.ask(agreement.fragment, self._listening, after=agreement.version - 1)
+    def _newest(self, fragment: int) -> Agreement:
+        ticket = self._inner.ask(fragment, self._listening)
         ticket.join()
         return ticket.outcome().agreement
 
     def _fetch(self, agreement: Agreement) -> _Fetched | None:
-        """Our rows of this version, checked; None if the server holds it no longer."""
-        down = self._inner.down[agreement.fragment]
-        if agreement.size_bytes != down.size_bytes or len(agreement.range_hashes) != self._shards.sections:
+        """Our rows of this version, or of what leads there; None if the server holds that no longer."""
+        form, count = self._inner.forms[agreement.fragment], len(agreement.payloads)
+        is_whole = any(payload.kind == "full" for payload in agreement.payloads)
+        layout = form.full if is_whole else form.update
+        codecs = dict.fromkeys(form.codecs, FP32) if is_whole else form.codecs
+        if agreement.size_bytes != count * layout.size_bytes or len(agreement.range_hashes) != self._shards.sections:
             raise ExchangeFailed(
                 f"the server announces {agreement.size_bytes} bytes and {len(agreement.range_hashes)} ranges for "
-                f"fragment {agreement.fragment}; it has {down.size_bytes} and {self._shards.sections}"
+                f"fragment {agreement.fragment}; it has {count * layout.size_bytes} and {self._shards.sections}"
             )
-        pieces = {entry.name: self._piece(entry, down.data_begin) for entry in down.entries}
+        places = {entry.name: self._place(entry, layout, codecs[entry.name]) for entry in layout.entries}
         size = self._inner.session.joined.plan.part_size_bytes
-        wanted = {
-            part for p in pieces.values() if p.end > p.begin for part in range(p.begin // size, -(-p.end // size))
-        }
-        if not wanted:
-            return self._check(agreement, _Fetched({name: torch.empty(p.shape) for name, p in pieces.items()}))
-        ticket = self._inner.fetch(agreement, tuple(Piece(0, part) for part in sorted(wanted)))
+        parts = sorted({part for begin, end in places.values() for part in range(begin // size, -(-end // size))})
+        pieces = tuple(Piece(i, part) for i in range(count) for part in parts)
+        courier = self._get(agreement, pieces) if pieces else None
+        if pieces and courier is None:
+            return None
+        cutters = [_cutter(courier, i) for i in range(count)]
+        extents = {entry.name: self._extent(entry) for entry in layout.entries}
+        proof = agreement.range_hashes[self._shards.section]
+        if not is_whole:
+            return _Fetched(Updates(cutters, layout, codecs, proof, extents), courier)
+        values = {name: cutters[0](*place).view(torch.float32) for name, place in places.items()}
+        shaped = {name: values[name].view(self._shape(name)) for name in values}
+        return _Fetched(Whole(shaped, proof, extents), courier)
+
+    def _get(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> Courier | None:
+        ticket = self._inner.fetch(agreement, pieces)
         ticket.join()
         try:
             ticket.outcome()
@@ -239,34 +293,29 @@ class ShardedTopology:
             if isinstance(failure.__cause__, Superseded):
                 return None
             raise
-        anchor = {name: piece.cut(ticket.courier) for name, piece in pieces.items()}
-        return self._check(agreement, _Fetched(anchor, ticket.courier.bytes_received))
+        return ticket.courier
 
-    def _piece(self, entry: Entry, data_begin: int) -> _Piece:
-        """Where in the payload what we hold of this tensor is."""
-        rows = rows_of(entry.shape, self._shards.sections, self._shards.section)
-        if entry.name not in self._shards.names:
-            return _Piece(data_begin + entry.begin, data_begin + entry.end, entry.shape)
-        begin = data_begin + entry.begin + 4 * rows.first_value
-        return _Piece(begin, begin + 4 * rows.numel, rows.shape)
+    def _place(self, entry: Entry, layout: Layout, codec: Codec) -> tuple[int, int]:
+        """Where in a frame the codec's blocks are that cover what we hold of a tensor. Nowhere: (0, 0)."""
+        extent, numel = self._extent(entry), math.prod(self._shape(entry.name))
+        if numel == 0:
+            return 0, 0
+        first, last = covering(codec, extent.first, extent.first + numel, math.prod(entry.shape))
+        offset = layout.data_begin + entry.begin
+        return offset + codec.encoded_bytes(first), offset + codec.encoded_bytes(last)
 
-    def _check(self, agreement: Agreement, fetched: _Fetched) -> _Fetched:
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of what we hold."""
+        whole = self._shapes[name]
+        is_cut = name in self._shards.names
+        return rows_of(whole, self._shards.sections, self._shards.section).shape if is_cut else whole
+
+    def _extent(self, entry: Entry) -> Extent:
         """The hash is over our section's rows, also of the tensors that we hold whole."""
-        shards = self._shards
-
-        def ours(name: str, theta: Tensor) -> Tensor:
-            rows = rows_of(self._shapes[name], shards.sections, shards.section)
-            whole = name not in shards.names
-            return theta.reshape(-1)[rows.first_value : rows.first_value + rows.numel] if whole else theta
-
-        kept = [ours(name, theta) for name, theta in fetched.anchor.items()]
-        got, expected = data_hash(bytes_of(t) for t in kept if t.numel()), agreement.range_hashes[shards.section]
-        if got != expected:
-            raise ExchangeFailed(
-                f"fragment {agreement.fragment} version {agreement.version}, section {shards.section}: "
-                f"our rows have the hash {got}, the server's {expected}"
-            )
-        return fetched
+        rows = rows_of(entry.shape, self._shards.sections, self._shards.section)
+        if entry.name in self._shards.names:
+            return Extent(first=rows.first_value)
+        return Extent(hashed=range(rows.first_value, rows.first_value + rows.numel))
 
     @property
     def _owns(self) -> bool:
@@ -280,25 +329,25 @@ class ShardedTopology:
 
 @dataclass(frozen=True)
 class _Fetched:
-    anchor: dict[str, Tensor]
-    bytes_received: int = 0
+    news: News
+    courier: Courier | None
+
+    @property
+    def bytes_received(self) -> int:
+        return self.courier.bytes_received if self.courier is not None else 0
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A range of the payload's bytes, and the shape of the fp32 values in it."""
+def _cutter(courier: Courier | None, payload: int) -> Cutter:
+    """Bytes of a frame of which only some parts were fetched."""
+    if courier is None:
+        return lambda begin, end: torch.empty(0, dtype=torch.uint8)
+    data = torch.frombuffer(courier.frames[payload], dtype=torch.uint8)
 
-    begin: int
-    end: int
-    shape: tuple[int, ...]
+    def cut(begin: int, end: int) -> Tensor:
+        offset = courier.place(payload, begin) if end > begin else 0
+        return data[offset : offset + end - begin]
 
-    def cut(self, courier: Courier) -> Tensor:
-        """A copy: parts may be cut anywhere, and a tensor's memory must be aligned."""
-        theta = torch.empty(self.shape)
-        if self.end > self.begin:
-            offset = courier.place(0, self.begin)
-            bytes_of(theta)[:] = courier.received[0][offset : offset + self.end - self.begin]
-        return theta
+    return cut
 
 
 def _known(settled: Settled | None) -> Settled:

@@ -7,6 +7,7 @@ import socket
 
 from ..errors import BadRequest
 from ..security import is_loopback
+from .turns import Line
 
 SLICE_BYTES = 1 << 20
 
@@ -14,8 +15,9 @@ SLICE_BYTES = 1 << 20
 class HttpBody:
     """The unread rest of a request. `began` holds the bytes that arrived together with the head."""
 
-    def __init__(self, sock: socket.socket, length: int, began: bytes, *, expects_continue: bool) -> None:
-        self._sock = sock
+    def __init__(self, line: Line, length: int, began: bytes, *, expects_continue: bool) -> None:
+        self._line = line
+        self._sock = line.sock
         self.length = length
         self._began = began
         self._left = length
@@ -49,7 +51,7 @@ class HttpBody:
         if len(view) > self._left:
             raise BadRequest(f"body has {self.length} bytes, {len(view)} expected")
         if self._expects_continue:
-            self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._line.send(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects_continue = False
         here = min(len(self._began), len(view))
         view[:here] = self._began[:here]
@@ -57,7 +59,7 @@ class HttpBody:
         self._left -= here
         rest = view[here:]
         while rest:
-            count = self._sock.recv_into(rest)
+            count = self._line.receive_into(rest)
             if count == 0:
                 raise BadRequest(f"the body ended {self._left} bytes short of its announced {self.length}")
             self._left -= count

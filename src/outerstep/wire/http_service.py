@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import secrets
 import socket
 import ssl
@@ -35,7 +36,7 @@ from ..errors import (
 )
 from ..security import Caller, Guard
 from ..security.guard import OpenDoor
-from ..types import Control, GetPart, PutPart, Request
+from ..types import Control, GetPart, Heartbeat, Leave, Offer, PutPart, Request
 from . import strict_json
 from .http_body import SLICE_BYTES, HttpBody, peer_of, shut
 from .messages import (
@@ -50,11 +51,15 @@ from .messages import (
     parse_query,
 )
 from .service import Service
+from .turns import Line, Turn
 
 log = logging.getLogger(__name__)
 
 HEAD_READ_BYTES = 16 * 1024
 BACKLOG = 1024
+LEAST_AT_WORK = 4  # connections at a time; more if there are more cores
+LOOKING = (b"GET /status", b"GET /healthz")  # operators and monitors go first
+QUICK = (Offer, Heartbeat, Leave)  # answered without waiting for anything
 DRAIN_S = 2.0
 
 
@@ -119,6 +124,7 @@ class HttpService:
         self._limits = limits
         self._connections: dict[socket.socket, bool] = {}  # -> is a request being served?
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1)))
         self._stopping = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -203,41 +209,43 @@ class HttpService:
         """Somebody speaks HTTP without TLS. That much can be said in the clear; what they sent is not looked at."""
         refusal = TlsRequired("this port speaks TLS", hint="use the join string, or https:// for /healthz")
         self._on_refusal(RefusedRequest(refusal, peer_of(sock), "", "", ""))
-        http = h11.Connection(h11.SERVER)
-        self._send(sock, http, _error_reply(refusal, ""), close=True)
-        _linger(sock)
+        line = Line(sock, None, self._limits.stall_s)
+        self._send(line, h11.Connection(h11.SERVER), _error_reply(refusal, ""), close=True)
+        _linger(line)
         raise _Gone("it spoke plain HTTP")
 
     def _serve_one(self, sock: socket.socket, carry: bytes) -> bytes | None:
         """One request and its answer; returns what already arrived of the next one, None = close."""
         http = h11.Connection(h11.SERVER)
-        sock.settimeout(self._limits.idle_s)
+        carry = carry or self._first_bytes(sock)
+        line = Line(sock, None if carry.startswith(LOOKING) else self._places, self._limits.stall_s)
         try:
-            head, beyond = _read_head(http, sock, carry)
+            with line.turn:
+                head, beyond = _read_head(http, line, carry)
         except h11.RemoteProtocolError as error:
-            self._send(sock, http, self._refuse_head(error, peer_of(sock)), close=True)
-            _linger(sock)
+            self._send(line, http, self._refuse_head(error, peer_of(sock)), close=True)
+            _linger(line)
             return None
-        sock.settimeout(self._limits.stall_s)
         self._connections[sock] = True
         try:
             headers = _headers(head)
             body = HttpBody(
-                sock,
+                line,
                 int(headers.get("content-length", "0")),  # h11 has checked that it is a number, and only one
                 beyond,
                 expects_continue=headers.get("expect", "").lower() == "100-continue",
             )
-            reply = self._reply(head, headers, body)
+            with line.turn:
+                reply = self._reply(head, headers, body, line.turn)
             close = head.http_version == b"1.0" or headers.get("connection", "").lower() == "close"
             if head.method == b"HEAD":
                 reply = dataclasses.replace(reply, body=b"")
             if body.left > MAX_PART_BYTES or body.is_held_back:
-                self._send(sock, http, reply, close=True)
-                _linger(sock)
+                self._send(line, http, reply, close=True)
+                _linger(line)
                 return None
             # A client that sends its whole body before it reads would never see an answer to a half-read one.
-            self._send(sock, http, reply, close=close)
+            self._send(line, http, reply, close=close)
             body.discard()
             return None if close else body.unexpected
         except BadRequest as error:  # the body ended early, here or while discarding it
@@ -245,6 +253,10 @@ class HttpService:
             return None
         finally:
             self._connections[sock] = False
+
+    def _first_bytes(self, sock: socket.socket) -> bytes:
+        """Of the next request. Without a turn: only they tell whether it needs one."""
+        return Line(sock, None, self._limits.idle_s).receive(HEAD_READ_BYTES)
 
     def _refuse_head(self, error: h11.RemoteProtocolError, peer: str) -> _Reply:
         refusal: Refused = BadRequest(f"not HTTP/1.1 as we take it: {error}")
@@ -257,13 +269,13 @@ class HttpService:
         self._on_refusal(RefusedRequest(refusal, peer, "", "", ""))
         return dataclasses.replace(_error_reply(refusal, ""), status=status)
 
-    def _reply(self, head: h11.Request, headers: dict[str, str], body: HttpBody) -> _Reply:
+    def _reply(self, head: h11.Request, headers: dict[str, str], body: HttpBody, turn: Turn) -> _Reply:
         request_id = secrets.token_hex(6)
         method = head.method.decode("latin-1")
         path, _, query = head.target.decode("latin-1").partition("?")
         by_service = False
         try:
-            kind, act = self._understand(method, path, query, headers, body)
+            kind, act = self._understand(method, path, query, headers, body, turn)
             by_service = kind not in (PutPart, GetPart)  # of those it keeps no account
             return act()
         except Refused as refusal:
@@ -279,7 +291,7 @@ class HttpService:
             return _error_reply(failure, request_id)
 
     def _understand(
-        self, method: str, path: str, query: str, headers: dict[str, str], body: HttpBody
+        self, method: str, path: str, query: str, headers: dict[str, str], body: HttpBody, turn: Turn
     ) -> tuple[type[Request] | None, Callable[[], _Reply]]:
         """Who asks, what for, and how to do it; raises what can be refused without troubling the service. The token
         comes first: without one, nobody learns which paths there are."""
@@ -300,19 +312,32 @@ class HttpService:
             put = _for(caller, parse_query(query, kind))
             assert isinstance(put, PutPart)
             _check_size(body, MAX_PART_BYTES, "a part")
-            return kind, lambda: _Reply(200, strict_json.encode(self._service.put_part(put, body)))
+            return kind, partial(self._take_part, put, body, turn)
         if issubclass(kind, GetPart):
             get = _for(caller, parse_query(query, kind))
             assert isinstance(get, GetPart)
             return kind, partial(self._send_part, get)
         _check_size(body, MAX_JOIN_BYTES if path == "/v1/join" else MAX_JSON_BYTES, f"the body of {path}")
-        request = _for(caller, strict_json.decode(body.read(), kind))
-        return kind, lambda: _Reply(200, strict_json.encode(self._service.answer(request)))
+        with turn.away():
+            data = body.read()
+        return kind, partial(self._answer, _for(caller, strict_json.decode(data, kind)), turn)
 
     def _health(self) -> _Reply:
         """For whoever asks, so it says no more than that; what is wrong is in the status."""
         failing = bool(self._service.failure)
         return _Reply(503 if failing else 200, strict_json.encode({"status": "failing" if failing else "ok"}))
+
+    def _answer(self, request: Request, turn: Turn) -> _Reply:
+        if isinstance(request, QUICK):
+            return _Reply(200, strict_json.encode(self._service.answer(request)))
+        with turn.away():
+            answer = self._service.answer(request)
+        return _Reply(200, strict_json.encode(answer))
+
+    def _take_part(self, put: PutPart, body: HttpBody, turn: Turn) -> _Reply:
+        with turn.away():
+            stored = self._service.put_part(put, body)
+        return _Reply(200, strict_json.encode(stored))
 
     def _send_part(self, get: GetPart) -> _Reply:
         answer, data = self._service.get_part(get)
@@ -329,27 +354,26 @@ class HttpService:
             raise UnsupportedMedia(f"control is {JSON_TYPE}", hint=f"send Content-Type: {JSON_TYPE}")
 
     @staticmethod
-    def _send(sock: socket.socket, http: h11.Connection, reply: _Reply, *, close: bool) -> None:
+    def _send(line: Line, http: h11.Connection, reply: _Reply, *, close: bool) -> None:
         headers = [("Content-Length", str(len(reply.body))), *reply.headers]
         if close:
             headers.append(("Connection", "close"))
         head = http.send(h11.Response(status_code=reply.status, headers=headers))
         assert head is not None
         if len(reply.body) <= HEAD_READ_BYTES:
-            sock.sendall(head + bytes(reply.body))  # one packet for a small answer
-            return
-        sock.sendall(head)
-        view = memoryview(reply.body)
-        for start in range(0, len(view), SLICE_BYTES):  # a timeout bounds each slice, not the whole
-            sock.sendall(view[start : start + SLICE_BYTES])
+            line.send(head + bytes(reply.body))  # one packet for a small answer
+        else:
+            line.send(head)
+            line.send(reply.body)
 
 
-def _read_head(http: h11.Connection, sock: socket.socket, carry: bytes) -> tuple[h11.Request, bytes]:
-    raw = carry
-    if carry:
-        http.receive_data(carry)
+def _read_head(http: h11.Connection, line: Line, began: bytes) -> tuple[h11.Request, bytes]:
+    """Within a turn."""
+    raw = began
+    http.receive_data(began)
     while (event := http.next_event()) is h11.NEED_DATA:  # bounded: h11 refuses heads over 16 KiB
-        data = sock.recv(HEAD_READ_BYTES)
+        with line.turn.away():
+            data = line.receive(HEAD_READ_BYTES)
         raw += data
         http.receive_data(data)
     if not isinstance(event, h11.Request):
@@ -396,13 +420,13 @@ def _error_reply(refusal: Refused, request_id: str) -> _Reply:
     return _Reply(refusal.status, encode_error(refusal, request_id), tuple(headers))
 
 
-def _linger(sock: socket.socket) -> None:
+def _linger(line: Line) -> None:
     """Closing with unread bytes resets the connection and may destroy our answer on its way: read a little first."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_WR)
-        sock.settimeout(DRAIN_S)
+        line.sock.shutdown(socket.SHUT_WR)
+        line.timeout_s = DRAIN_S
         give_up_at = time.monotonic() + DRAIN_S
-        while time.monotonic() < give_up_at and sock.recv(SLICE_BYTES):
+        while time.monotonic() < give_up_at and line.receive(SLICE_BYTES):
             pass
 
 

@@ -23,11 +23,11 @@ from .messages import BYTES_TYPE, HASH_HEADER, JSON_TYPE, MAX_JOIN_BYTES, addres
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 1 << 20
-IDLE_CONNECTIONS = 8
 
 
 class HttpTransport:
-    """Thread-safe: each call borrows a connection, and returns it if the server keeps it open.
+    """Thread-safe: each call borrows a connection, and returns it if the server keeps it open. At most
+    `kept_connections` stay open between calls.
 
     `server` is host:port, whose token and certificate are looked up in `credentials` (None = the user's own folder); or
     a join string; or http://host:port for a server without either. When a token or a certificate is refused, both are
@@ -39,6 +39,7 @@ class HttpTransport:
         server: str,
         *,
         timeout_s: float = 30.0,
+        kept_connections: int = 8,
         tls: ssl.SSLContext | None = None,
         credentials: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -54,6 +55,7 @@ class HttpTransport:
         self._access = Access(self._host, self._port) if tls is not None else self._find()
         self._has_succeeded = False
         self._timeout_s = timeout_s
+        self._kept_connections = kept_connections
         self._idle: deque[http.client.HTTPConnection] = deque()
         self._lock = threading.Lock()
 
@@ -235,7 +237,7 @@ class HttpTransport:
         else:
             data = response.read(MAX_JOIN_BYTES)
         response.read()  # the end of the message, so that the connection can be used again
-        if response.will_close or len(self._idle) >= IDLE_CONNECTIONS:
+        if response.will_close or len(self._idle) >= self._kept_connections:
             connection.close()
         else:
             with self._lock:

@@ -21,6 +21,8 @@ from ..topology.server import ServerTopology
 from ..topology.sharded import ShardedTopology, Shards
 from ..wire.http_transport import HttpTransport
 
+OTHER_CONNECTIONS = 4  # heartbeats, and other fragments' exchanges, beside the one that sends its parts
+
 
 class Identity(msgspec.Struct, frozen=True):
     """`instance` is drawn at each start. A group has one identity: rank 0's."""
@@ -66,11 +68,15 @@ def connect(config: WorkerConfig, identity: Identity, shards: Shards, ranks: Ran
 
 def _server_topology(config: WorkerConfig, identity: Identity) -> ServerTopology:
     return ServerTopology(
-        HttpTransport(config.server_addr, credentials=config.credentials),
+        HttpTransport(
+            config.server_addr,
+            kept_connections=config.connections + OTHER_CONNECTIONS,
+            credentials=config.credentials,
+        ),
         worker_id=identity.worker_id,
         instance=identity.instance,
         hostname=identity.hostname,
-        patience=Patience(give_up_after_s=config.give_up_after_s),
+        patience=Patience(give_up_after_s=config.give_up_after_s, calls_in_flight=config.connections),
         join_timeout_s=config.join_timeout_s,
     )
 

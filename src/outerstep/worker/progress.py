@@ -58,6 +58,7 @@ class Metrics:
     steps_discarded: int = 0  # local steps that were too old, or had no round to go to
     steps_overwritten: int = 0  # taken while an agreement was on its way, and replaced by it (delay without carry)
     offline_exchanges: int = 0  # exchanges that were left open because the server did not answer
+    anchor_repairs: int = 0  # anchors that were not the agreed ones, and were fetched anew
     sync_retries: int = 0
     reconnections: int = 0
     bytes_sent: int = 0

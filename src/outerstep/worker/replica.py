@@ -5,21 +5,75 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.manifest import BufferPolicy, describe
 from ..core.pseudogradient import adopt, carry, mix, pseudo_gradient, rebase
 from ..errors import ModelError
+from ..topology import Deltas
+from ..topology.news import News, cuts
 from ..topology.sharded import Shards
 
 
-class Replica:
-    """The tensors that are exchanged by name (tied ones once), and their fp32 anchors on the same device."""
+@dataclass(frozen=True)
+class Block:
+    """Some values of one tensor: `local`, `anchor` (θ) and `theta` (θ′) hold the same ones."""
 
-    def __init__(self, model: nn.Module, buffers: BufferPolicy = "local") -> None:
+    name: str
+    start: int
+    stop: int
+    local: Tensor
+    anchor: Tensor
+    theta: Tensor
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The same values of another set of tensors, on the same device."""
+        values = tensors[self.name].reshape(-1)[self.start : self.stop].view(self.theta.shape)
+        return values.to(self.theta.device, non_blocking=True)
+
+
+class Differences:
+    """Anchor − local, made block by block when it is asked for: the weights must not change meanwhile."""
+
+    def __init__(self, anchors: Mapping[str, Tensor], locals_: Mapping[str, Tensor]) -> None:
+        self._anchors, self._locals = anchors, locals_
+        self._name = ""
+        self._anchor = self._local = self._scratch = torch.empty(0)
+
+    def block(self, name: str, start: int, stop: int) -> Tensor:
+        if name != self._name:
+            self._open(name)
+        local = self._local[start:stop]
+        anchor = self._anchor[start:stop].to(local.device, non_blocking=True)
+        if self._scratch.numel() < stop - start or self._scratch.device != local.device:
+            self._scratch = torch.empty(stop - start, device=local.device)
+        return pseudo_gradient(anchor, local, self._scratch[: stop - start])
+
+    def device(self, name: str) -> torch.device:
+        return self._locals[name].device
+
+    def home(self, name: str) -> torch.device:
+        return self._anchors[name].device
+
+    def _open(self, name: str) -> None:
+        """Flat views; a copy of a tensor in another order of its dimensions (channels_last)."""
+        self._name = name
+        self._anchor, self._local = self._anchors[name].view(-1), self._locals[name].detach().reshape(-1)
+
+
+class Replica:
+    """The tensors that are exchanged by name (tied ones once), and their fp32 anchors: on the same device, or in host
+    memory and streamed through the device block by block."""
+
+    def __init__(
+        self, model: nn.Module, buffers: BufferPolicy = "local", *, anchor: Literal["device", "host"] = "device"
+    ) -> None:
         model = _unwrapped(model)
         self.shards = Shards(1, 0, frozenset())
         self._reshard: Callable[[], None] = lambda: None
@@ -44,66 +98,97 @@ class Replica:
         if odd is not None:
             raise ModelError(f"parameter {odd!r} has dtype {self.tensors[odd].dtype}: only floating point is exchanged")
         self.anchors: dict[str, Tensor] = {}
+        self._on_host = anchor == "host"
         self._statistics = {spec.name for spec in self.manifest.parameters if spec.role != "parameter"}
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: pseudo_gradient(self.anchors[name], self.tensors[name]) for name in names}
+        """What we learned since the anchor; all of it, kept where the anchor is."""
+        return {name: self._delta(name) for name in names}
 
-    def adopt(self, agreed: Mapping[str, Tensor]) -> None:
+    def _delta(self, name: str) -> Tensor:
+        anchor, local = self.anchors[name], self.tensors[name]
+        if anchor.device == local.device:
+            return pseudo_gradient(anchor, local)
+        delta, blocks = _beside(anchor), self.differences()
+        for start, stop in cuts(anchor.numel(), local.device):
+            delta.view(-1)[start:stop].copy_(blocks.block(name, start, stop))
+        return delta
+
+    def differences(self) -> Differences:
+        """The same, block by block, while the weights stay as they are."""
+        return Differences(self.anchors, self.tensors)
+
+    def to_send(
+        self, names: Iterable[str], *, keep: bool
+    ) -> tuple[Deltas | dict[str, Tensor], dict[str, Tensor] | None]:
+        """What a contribution is made of; and, to `keep`, all of it."""
+        kept = self.deltas(names) if keep else None
+        return (self.differences() if kept is None or self._on_host else kept), kept
+
+    # Each of these takes news of an anchor over: it moves the local weights, then the anchor, θ ← θ′. True: that made
+    # it the agreed one.
+
+    def adopt(self, news: News) -> bool:
         """Our steps are in it (or there were none): local = anchor = θ′."""
-        for name, theta in agreed.items():
-            adopt(self.tensors[name], theta)
-        self._written(agreed)
+        return self._take_over(news, _adopt, _adopt)
 
-    def rebase(self, agreed: Mapping[str, Tensor]) -> None:
+    def rebase(self, news: News) -> bool:
         """It came about without us: move along, keep our unsent steps."""
-        steps, statistics = self._apart(agreed)
-        for name, theta in steps.items():
-            rebase(self.tensors[name], self.anchors[name], theta)
-        self._written(steps)
-        self.adopt(statistics)
+        return self._take_over(news, lambda block: rebase(block.local, block.anchor, block.theta), _adopt)
 
-    def carry(self, agreed: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+    def carry(self, news: News, sent: Mapping[str, Tensor]) -> bool:
         """It holds what we sent; what we did since then stays ours."""
-        steps, statistics = self._apart(agreed)
-        for name, theta in steps.items():
-            carry(self.tensors[name], self.anchors[name], theta, sent[name])
-        self._written(steps)
-        self.adopt(statistics)
+        return self._take_over(
+            news, lambda block: carry(block.local, block.anchor, block.theta, block.of(sent)), _adopt
+        )
 
-    def mix(self, agreed: Mapping[str, Tensor], alpha: float) -> None:
+    def mix(self, news: News, alpha: float) -> bool:
         """It holds what we sent; of what we did since then, α stays."""
-        for name, theta in agreed.items():
-            mix(self.tensors[name], theta.to(self.tensors[name].device), alpha)
-        self._written(agreed)
+        moved = partial(_mix, alpha=alpha)
+        return self._take_over(news, moved, moved)
 
-    def _written(self, agreed: Mapping[str, Tensor]) -> None:
-        """The local weights were moved: the anchor follows, and no copy of what they were is used any more."""
-        self.set_anchor(agreed)
+    def _take_over(self, news: News, move: Callable[[Block], None], move_statistic: Callable[[Block], None]) -> bool:
+        """One pass over the memory, in blocks. (A statistic forgets by itself, and l + (θ′ − θ) of a variance may be
+        negative, so it is never carried along but taken as it was agreed.)"""
+        for name in news.names:
+            for block in self._blocks(name, news):
+                (move_statistic if name in self._statistics else move)(block)
+                self._anchor(name)[block.start : block.stop].copy_(block.theta.view(-1))
+        self._reshard()  # no copy of what the weights were is used any more
+        return news.is_proven
+
+    def _blocks(self, name: str, news: News) -> Iterator[Block]:
+        local, anchor = self.tensors[name].detach(), self._anchor(name)
+        if local.is_contiguous():
+            flat = local.view(-1)
+            for start, stop in cuts(local.numel(), local.device):
+                held = anchor[start:stop].to(local.device, non_blocking=True)
+                yield Block(name, start, stop, flat[start:stop], held, news.theta(name, start, stop, held))
+        elif local.numel():  # in another order of its dimensions (channels_last): the whole tensor is one block
+            held = anchor.to(local.device)
+            theta = news.theta(name, 0, local.numel(), held)
+            yield Block(name, 0, local.numel(), local, held.view(local.shape), theta.view(local.shape))
+
+    def _anchor(self, name: str) -> Tensor:
+        """Flat."""
+        if name not in self.anchors:
+            local = self.tensors[name]
+            device = torch.device("cpu") if self._on_host else local.device
+            self.anchors[name] = torch.empty(local.shape, device=device, pin_memory=self._on_host and local.is_cuda)
+        return self.anchors[name].view(-1)
+
+    def adopt_anchor(self) -> None:
+        """local = anchor, all of it."""
+        for name, local in self.tensors.items():
+            adopt(local, self.anchors[name])
         self._reshard()
-
-    def _apart(self, agreed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Parameters, and buffers: a statistic forgets by itself, and l + (θ′ − θ) of a variance may be negative, so it
-        is never carried along but taken as it was agreed."""
-        steps = {name: theta for name, theta in agreed.items() if name not in self._statistics}
-        return steps, {name: theta for name, theta in agreed.items() if name in self._statistics}
-
-    def set_anchor(self, agreed: Mapping[str, Tensor]) -> None:
-        for name, theta in agreed.items():
-            anchor = self.anchors.get(name)
-            if anchor is None:
-                self.anchors[name] = theta.to(self.tensors[name].device, copy=True)
-            else:
-                anchor.copy_(theta)
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
         """Inside, the model holds the anchor; afterwards its own weights again."""
         own = {name: p.detach().clone() for name, p in self.tensors.items()}
         try:
-            for name, param in self.tensors.items():
-                adopt(param, self.anchors[name])
-            self._reshard()
+            self.adopt_anchor()
             yield
         finally:
             self.restore(own)
@@ -112,6 +197,19 @@ class Replica:
         for name, tensor in self.tensors.items():
             adopt(tensor, own[name])
         self._reshard()
+
+
+def _beside(anchor: Tensor) -> Tensor:
+    """Memory of the same kind."""
+    return torch.empty(anchor.shape, device=anchor.device, pin_memory=anchor.is_pinned())
+
+
+def _adopt(block: Block) -> None:
+    adopt(block.local, block.theta)
+
+
+def _mix(block: Block, alpha: float) -> None:
+    mix(block.local, block.theta, alpha)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

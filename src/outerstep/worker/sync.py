@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..core.fragments import due_fragment, send_step
 from ..errors import ExchangeFailed, Refused, RoundStuck, ServerError, ServerUnreachable
 from ..topology import Agreed, Contribution, Joined, Sight, Topology
@@ -29,6 +31,7 @@ LOOK_AROUND_S = 0.2  # how often a waiting worker checks whether another fragmen
 SAY_SO_S = 5.0  # who waits longer than this says for whom
 TRIES = 2
 EXIT_TRIES = 8
+REPAIRS = 3
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ class Synchronizer:
         self._left_open = 0  # exchanges since the server was last heard from
         self._assigned: int | None = None  # this worker's own H
         self.sync_every = self.plan.sync_every
+        self._cycle_step = 0
         for agreed in joined.anchors:
-            replica.adopt(agreed.anchor)
+            self._hold(agreed, replica.adopt(agreed.news))
         self._cycle_step = self._position()
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -112,7 +116,7 @@ class Synchronizer:
         if own is not None:
             self._replica.restore(own)
         elif not gone:
-            self._replica.adopt(self._replica.anchors)  # whole, also where it was mixed with the local weights
+            self._replica.adopt_anchor()  # whole, also where it was mixed with the local weights
 
     def _ask_again_for_the_late(self) -> None:
         """What counts in a round after the version we hold is worth having, where nothing more is to be sent anyway."""
@@ -120,6 +124,11 @@ class Synchronizer:
             if progress.late is not None and progress.counted.steps == self.work.steps:
                 self._flights[fragment] = Flight(progress.late, self.work, self.work.steps)
                 self.metrics.sync_count -= 1  # it was counted before
+
+    @property
+    def sent(self) -> dict[int, dict[str, Tensor]]:
+        """What is under way, by fragment."""
+        return {fragment: flight.sent for fragment, flight in self._flights.items() if flight.sent is not None}
 
     def cancel(self) -> None:
         """Stop sending; nothing more will be adopted."""
@@ -237,7 +246,7 @@ class Synchronizer:
             return
         progress = self.fragments[fragment]
         unsent = self.work - progress.counted
-        deltas = self._replica.deltas(self.plan.fragments[fragment])
+        deltas, sent = self._replica.to_send(self.plan.fragments[fragment], keep=land_at is not None)
         contribution = Contribution(
             fragment=fragment,
             base_version=progress.version,
@@ -248,10 +257,7 @@ class Synchronizer:
             deltas=deltas,
         )
         ticket = self._topology.begin(contribution, stuck_after_s=stuck_after_s)
-        later = land_at is not None
-        self._flights[fragment] = Flight(
-            ticket, self.work, self.work.steps if land_at is None else land_at, deltas if later else None
-        )
+        self._flights[fragment] = Flight(ticket, self.work, self.work.steps if land_at is None else land_at, sent)
 
     def _land(self, fragment: int) -> bool:
         """Take an agreement over. False: some of our steps are not in it, and are kept for the next round."""
@@ -276,7 +282,7 @@ class Synchronizer:
         unsent = (self.work - progress.counted).steps
         progress.version = agreed.version
         progress.oldest_base = min(progress.oldest_base, agreed.version)
-        self._replica.rebase(agreed.anchor)
+        self._hold(agreed, self._replica.rebase(agreed.news))
         log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
         return False
 
@@ -297,13 +303,14 @@ class Synchronizer:
         progress.version = agreed.version
         if since and (self.plan.carry or flight.parked):
             assert flight.sent is not None
-            self._replica.carry(agreed.anchor, flight.sent)
+            intact = self._replica.carry(agreed.news, flight.sent)
         elif self.plan.alpha > 0.0:
-            self._replica.mix(agreed.anchor, self.plan.alpha)
+            intact = self._replica.mix(agreed.news, self.plan.alpha)
         else:
-            self._replica.adopt(agreed.anchor)
+            intact = self._replica.adopt(agreed.news)
             progress.counted = self.work
             self.metrics.steps_overwritten += since
+        self._hold(agreed, intact)
         log.info(
             "fragment %d version %d: %s; %.1f MB up, %.1f MB down",
             fragment,
@@ -322,7 +329,27 @@ class Synchronizer:
         log.warning("%d local steps were older than max_staleness=%d and are lost", unsent, self.plan.max_staleness)
         progress.version = progress.oldest_base = agreed.version
         progress.counted, progress.late = self.work, None
-        self._replica.adopt(agreed.anchor)
+        self._hold(agreed, self._replica.adopt(agreed.news))
+
+    def _hold(self, agreed: Agreed, intact: bool) -> None:
+        """The anchor has moved. If that did not make it the agreed one, it is fetched whole, and we rebase on it."""
+        for _ in range(REPAIRS):
+            whole = self._topology.confirm(agreed, intact)
+            if whole is None:
+                return
+            log.warning(
+                "fragment %d: the anchor was not the one agreed on as version %d; it was fetched anew",
+                agreed.fragment,
+                agreed.version,
+            )
+            self.metrics.anchor_repairs += 1
+            self._note(whole)
+            progress = self.fragments[whole.fragment]
+            progress.version = whole.version
+            if progress.counted.steps == self.work.steps:
+                progress.oldest_base = whole.version
+            agreed, intact = whole, self._replica.rebase(whole.news)
+        raise ExchangeFailed(f"fragment {agreed.fragment}: even whole, what the server sends has not the hash it names")
 
     def _note(self, agreed: Agreed) -> None:
         metrics = self.metrics

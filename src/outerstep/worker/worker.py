@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config import WorkerConfig, build
-from ..errors import ModelError, OuterstepError, WorkerError
+from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..security import redact
 from ..topology import Orders, Topology
 from ..types import Plan
@@ -37,6 +37,7 @@ from .sync import Offline, Synchronizer
 log = logging.getLogger(__name__)
 
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
+STATE_FORMAT = 1
 SPEED_MEMORY = 0.95  # of the running mean of a step's duration
 
 
@@ -81,7 +82,7 @@ class DiLoCoWorker:
         self.model = model
         self.optimizer = _innermost(optimizer)
         ranks = find_ranks(self.config) if topology is None else None
-        make_replica = partial(Replica, model, self.config.buffers)
+        make_replica = partial(Replica, model, self.config.buffers, anchor=self.config.anchor)
         self._replica = make_replica() if ranks is None else ranks.check(make_replica)
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
@@ -195,6 +196,20 @@ class DiLoCoWorker:
         """`with worker.global_weights(): evaluate(model)` evaluates the last agreed model instead of the local one."""
         self._started  # noqa: B018 - an anchor exists only after start()
         return self._replica.global_weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restart must not forget, beside the model and the optimizer: what the codec has left out so far (none
+        with most codecs), and the contributions under way. Plain tensors, numbers and text, the live ones: save them
+        before the next step. In a group each process has its own."""
+        return {"format": STATE_FORMAT, "topology": self._topology.state_dict(self._started.sent)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the start, under the same worker_id: the server knows by it which contributions have counted."""
+        if self._sync is not None:
+            raise WorkerError("load_state_dict comes before the worker is started: build, load, then start it")
+        if state.get("format") != STATE_FORMAT:
+            raise ConfigError(f"a worker's state has format {STATE_FORMAT}, got {state.get('format')!r}")
+        self._topology.load_state_dict(state["topology"])
 
     @property
     def plan(self) -> Plan:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from outerstep.coordination.effects import Accumulate, CloseRound, Event
+from outerstep.coordination.effects import Accumulate, CloseRound, Event, is_news
 from outerstep.coordination.uploads import QUEUE_PATIENCE_S, Upload
 from outerstep.errors import (
     BadRequest,
@@ -605,10 +605,18 @@ class TestEffects:
         effects = [e for e in desk.effects if not isinstance(e, Event)]
         participants = tuple(Participant(worker_id=w, sequence=1, weight=x) for w, x in (("a", 1.0), ("b", 1.0)))
         assert effects == [
-            Accumulate(make_key("a"), 1, 1.0, 1.0, 0),
+            Accumulate(make_key("a"), 1, 1.0, 1.0, 0, first=True),
             Accumulate(make_key("b"), 1, 1.0, 1.0, 0),
             CloseRound(0, 1, participants),
         ]
+
+    def test_of_a_round_the_first_contribution_and_the_agreement_are_news(self) -> None:
+        desk = Desk("abc", prompt=False)
+        for worker in "abc":
+            desk.contribute(worker)
+        news = {type(effect): is_news(effect) for effect in desk.effects if not isinstance(effect, Accumulate)}
+        assert [is_news(effect) for effect in desk.effects if isinstance(effect, Accumulate)] == [True, False, False]
+        assert news == {Event: True, CloseRound: False}
 
     def test_effects_are_handed_out_once(self) -> None:
         desk = Desk("a", prompt=False)

@@ -100,6 +100,22 @@ class TestQueue:
         uploads.request(offer_of("large", 60), 1.0)
         assert uploads.request(offer_of("small", 1), 2.0) is None
 
+    def test_who_stands_behind_gets_in_if_there_is_room_for_those_before_it_too(self) -> None:
+        uploads = pool(offer_of("a", 100))
+        for worker in "bcd":
+            assert uploads.request(offer_of(worker, 40), 1.0) is None
+        uploads.drop(make_key("a"))
+        assert uploads.request(offer_of("d", 40), 2.0) is None  # 40 + 40 for b and c, and then 20 are left
+        assert uploads.request(offer_of("c", 40), 2.0) is not None
+        assert uploads.request(offer_of("b", 40), 2.0) is not None
+        assert uploads.held_bytes == 80
+
+    def test_whose_turn_comes_next_is_known(self) -> None:
+        uploads = pool(offer_of("a", 100))
+        for worker in "bcd":
+            uploads.request(offer_of(worker, 40), 1.0)
+        assert [worker for worker in "abcd" if uploads.is_near(make_key(worker))] == ["b", "c"]
+
     def test_asking_again_keeps_the_place(self) -> None:
         uploads = pool(offer_of("a"))
         for moment, worker in enumerate("bcbb"):

@@ -1,8 +1,10 @@
-"""Error feedback: nothing is lost and nothing is sent twice, whatever becomes of an exchange."""
+"""Error feedback: nothing is lost and nothing is sent twice, whatever becomes of a contribution."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import io
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,53 +12,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outerstep.core.codecs import CODECS, FP32, INT4, INT8, SPARSE64, Codec, Dither
-from outerstep.core.feedback import ErrorFeedback, Pending, compensate
+from outerstep.core.codecs import CODECS, FP32, INT4, INT8, SPARSE64, Codec
+from outerstep.core.feedback import ErrorFeedback, compensate, decay_of, send
 from outerstep.errors import ConfigError
+from support import Eights
 
 SHAPES = {"a": (5,), "b": (2, 3)}
+FRAGMENTS = {0: ("a",), 1: ("b",)}
+CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Eights:
-    """Sends multiples of eight, so that all arithmetic is on integers and every sum is exact."""
-
-    name: str = "eights"
-    block_values: int = 1
-    needs_feedback: bool = False
-
-    def encoded_bytes(self, numel: int) -> int:
-        return 4 * numel
-
-    def encode(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
-        out.view(torch.int32).copy_((values / 8).round())
-
-    def check(self, data: Tensor, numel: int) -> str:
-        return ""
-
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        out.copy_(data.view(torch.int32)).mul_(8)
-
-    def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        out.add_(data.view(torch.int32) * 8 * weight)
-
-
-def decoded(codec: Codec, encoded: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    found = {}
-    for name, data in encoded.items():
-        found[name] = torch.empty(shapes[name])
-        codec.decode(data, found[name].view(-1))
-    return found
+def pieces(numel: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, numel, size):
+        yield start, min(start + size, numel)
 
 
 class Book:
-    """One worker's account, parameter by parameter: applied + e + unsent = all local steps."""
+    """One worker's account, tensor by tensor: applied + e + unsent + lost = all local steps."""
 
-    def __init__(self, codec: Codec, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
-        self.codec, self.shapes = codec, shapes
-        self.feedback = ErrorFeedback(codec, decay=1.0)
-        self.steps, self.applied, self.unsent = ({n: torch.zeros(s) for n, s in shapes.items()} for _ in range(3))
-        self.lost = {n: torch.zeros(s) for n, s in shapes.items()}
+    def __init__(
+        self,
+        codec: Codec,
+        shapes: dict[str, tuple[int, ...]] = SHAPES,
+        fragments: dict[int, tuple[str, ...]] = FRAGMENTS,
+        block: int = 4096,
+    ) -> None:
+        self.codec, self.shapes, self.fragments, self.block = codec, shapes, fragments, block
+        self.feedback = ErrorFeedback()
+        self.steps, self.applied, self.unsent, self.lost = (
+            {n: torch.zeros(s) for n, s in shapes.items()} for _ in range(4)
+        )
+        self.sequence = dict.fromkeys(fragments, 0)
+        self.accepted = dict.fromkeys(fragments, 0)
+        self.sent: dict[int, dict[str, Tensor]] = {}
 
     def step(self, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
@@ -65,38 +53,70 @@ class Book:
             self.steps[name] += move
             self.unsent[name] += move
 
-    def begin(self, *names: str) -> tuple[dict[str, Tensor], Pending]:
-        return self.feedback.begin({name: self.unsent[name].clone() for name in names})
+    def begin(self, fragment: int) -> dict[str, Tensor]:
+        """What the server decodes."""
+        self.sequence[fragment] += 1
+        self.feedback.begin(fragment, self.sequence[fragment])
+        self.sent[fragment] = {name: self.unsent[name].clone() for name in self.fragments[fragment]}
+        arrived = {}
+        for name, delta in self.sent[fragment].items():
+            flat, numel = delta.view(-1), delta.numel()
+            data = torch.empty(self.codec.encoded_bytes(numel), dtype=torch.uint8)
+            for start, stop in pieces(numel, self.block):
+                out = data[self.codec.encoded_bytes(start) : self.codec.encoded_bytes(stop)]
+                self.feedback.encode(fragment, name, start, flat[start:stop], self.codec, out, numel=numel, home=CPU)
+            arrived[name] = torch.empty(delta.shape)
+            self.codec.decode(data, arrived[name].view(-1))
+        return arrived
 
-    def counted(self, encoded: dict[str, Tensor], pending: Pending) -> None:
-        self.feedback.commit(pending)
-        for name, values in decoded(self.codec, encoded, self.shapes).items():
+    def count(self, fragment: int, arrived: dict[str, Tensor]) -> None:
+        """The server accepts it."""
+        self.accepted[fragment] = self.sequence[fragment]
+        for name, values in arrived.items():
             self.applied[name] += values
-            self.unsent[name] -= pending.deltas[name]  # the steps taken since stay in the local weights
 
-    def failed(self, pending: Pending, discard_local: bool) -> None:
-        self.feedback.rollback(pending, discard_local=discard_local)
-        if discard_local:
-            for name, delta in pending.deltas.items():
-                self.lost[name] += self.unsent[name] - delta  # taken after Δ was, and in nobody's hands
-                self.unsent[name].zero_()
+    def settle(self, fragment: int, *, counted: bool) -> None:
+        """The worker hears of it."""
+        self.feedback.settle(fragment, self.sequence[fragment], counted=counted)
+        for name, delta in self.sent.pop(fragment).items():
+            if counted:
+                self.unsent[name] -= delta  # the steps taken since stay in the local weights
 
-    def save_and_load(self) -> None:
-        state = {name: e.clone() for name, e in self.feedback.state_dict().items()}
-        self.feedback = ErrorFeedback(self.codec, decay=1.0)
+    def restart(self) -> None:
+        """The process is started anew with its last state, and the local weights are replaced by the global ones."""
+        state = saved(self.feedback.state_dict(self.sent))
+        self.feedback = ErrorFeedback()
         self.feedback.load_state_dict(state)
+        self.feedback.resume([self.accepted[fragment] for fragment in self.fragments])
+        for deltas in self.sent.values():  # counted, or moved into e; either way not in the local weights any more
+            for name, delta in deltas.items():
+                self.unsent[name] -= delta
+        for name, unsent in self.unsent.items():  # what was in nobody's hands
+            self.lost[name] += unsent
+            unsent.zero_()
+        self.sent = {}
 
     def difference(self, name: str) -> Tensor:
         e = self.feedback.residual(name)
-        held = torch.zeros(self.shapes[name]) if e is None else e
+        held = torch.zeros(self.shapes[name]) if e is None else e.view(self.shapes[name])
         return self.applied[name] + held + self.unsent[name] + self.lost[name] - self.steps[name]
+
+
+def saved(state: Any) -> Any:
+    """As it comes back from a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["step", "counted", "failed", "discarded", "restart"]),
-        st.sampled_from([("a",), ("b",), ("a", "b")]),
-        st.integers(0, 2),  # steps while the exchange is under way
+        st.sampled_from(
+            ["step", "counted", "missed", "begun", "counted and restarted", "missed and restarted", "restarted"]
+        ),
+        st.integers(0, 1),
+        st.integers(0, 2),  # steps while it is under way
         st.integers(0, 2**31),
     ),
     max_size=25,
@@ -105,162 +125,191 @@ actions = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(actions=actions)
-def test_every_step_is_applied_kept_or_unsent_exactly_once(
-    actions: list[tuple[str, tuple[str, ...], int, int]],
-) -> None:
-    book = Book(Eights())
-    for action, names, in_flight, seed in actions:
+def test_every_step_is_applied_kept_or_unsent_exactly_once(actions: list[tuple[str, int, int, int]]) -> None:
+    book = Book(Eights(), block=2)
+    for action, fragment, in_flight, seed in actions:
         if action == "step":
             book.step(seed)
-        elif action == "restart":
-            book.save_and_load()
+        elif action == "restarted":
+            book.restart()
         else:
-            encoded, pending = book.begin(*names)
+            arrived = book.begin(fragment)  # of one that was never settled: it did not count
             for i in range(in_flight):
                 book.step(seed + i + 1)
-            if action == "counted":
-                book.counted(encoded, pending)
-            else:
-                book.failed(pending, discard_local=action == "discarded")
+            if action.startswith("counted"):
+                book.count(fragment, arrived)
+            if action.endswith("restarted"):
+                book.restart()
+            elif action != "begun":
+                book.settle(fragment, counted=action == "counted")
         for name in SHAPES:
+            # (While it is pending e is the old one, and the steps are in the local weights.)
             assert (book.difference(name) == 0).all(), (action, name)
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
-def test_it_holds_with_every_codec_to_rounding(codec: Codec) -> None:
-    book = Book(codec, {"w": (5000,), "b": (3,), "none": (0,), "scalar": ()})
+def test_it_holds_with_every_codec_to_rounding(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outerstep.core.feedback.SPARSE_DECAY", 1.0)
+    book = Book(codec, {"w": (5000,), "b": (3,), "none": (0,), "scalar": ()}, {0: ("w", "b", "none", "scalar")})
     for i in range(12):
         book.step(i)
-        encoded, pending = book.begin(*book.shapes)
-        if i % 4 == 1:
-            book.failed(pending, discard_local=False)
-        elif i % 4 == 3:
-            book.failed(pending, discard_local=True)
+        arrived = book.begin(0)
+        if i % 4 != 1:
+            book.count(0, arrived)
+        if i % 4 == 3:
+            book.restart()
         else:
-            book.counted(encoded, pending)
+            book.settle(0, counted=i % 4 != 1)
     for name in book.shapes:
         assert (book.difference(name).abs() < 1e-2).all()
     assert (book.applied["w"] != 0).any()
 
 
+def test_blocks_make_no_difference() -> None:
+    """Whole blocks of the codec, whatever their number."""
+    found = []
+    for block in (4096, 8192, 1 << 20):
+        book = Book(SPARSE64, {"w": (20_000,)}, {0: ("w",)}, block=block)
+        for i in range(3):
+            book.step(i)
+            book.count(0, book.begin(0))
+            book.settle(0, counted=True)
+        found.append((book.applied["w"], book.feedback.residual("w")))
+    for applied, e in found[1:]:
+        assert torch.equal(applied, found[0][0])
+        assert e is not None
+        assert found[0][1] is not None
+        assert torch.equal(e, found[0][1])
+
+
+def contribute(feedback: ErrorFeedback, codec: Codec, delta: Tensor, sequence: int, *, counted: bool) -> Tensor:
+    feedback.begin(0, sequence)
+    out = torch.empty(codec.encoded_bytes(delta.numel()), dtype=torch.uint8)
+    feedback.encode(0, "w", 0, delta, codec, out, numel=delta.numel(), home=CPU)
+    feedback.settle(0, sequence, counted=counted)
+    decoded = torch.empty_like(delta)
+    codec.decode(out, decoded)
+    return decoded
+
+
+def residual(feedback: ErrorFeedback) -> list[float]:
+    e = feedback.residual("w")
+    assert e is not None
+    return e.tolist()
+
+
 def test_what_is_sent_is_the_delta_and_what_was_left_out_before() -> None:
-    feedback = ErrorFeedback(Eights())
-    encoded, pending = feedback.begin({"w": torch.tensor([3.0, 13.0])})
-    assert decoded(Eights(), encoded, {"w": (2,)})["w"].tolist() == [0.0, 16.0]
-    feedback.commit(pending)
-    assert feedback.residual("w") is not None
-    encoded, pending = feedback.begin({"w": torch.tensor([3.0, 0.0])})  # 3 + 3, 0 − 3
-    assert decoded(Eights(), encoded, {"w": (2,)})["w"].tolist() == [8.0, 0.0]
-    feedback.commit(pending)
-    assert feedback.state_dict()["w"].tolist() == [-2.0, -3.0]
+    feedback = ErrorFeedback()
+    assert contribute(feedback, Eights(), torch.tensor([3.0, 13.0]), 1, counted=True).tolist() == [0.0, 16.0]
+    assert residual(feedback) == [3.0, -3.0]
+    assert contribute(feedback, Eights(), torch.tensor([3.0, 0.0]), 2, counted=True).tolist() == [8.0, 0.0]
+    assert residual(feedback) == [-2.0, -3.0]
 
 
-def test_a_failed_exchange_leaves_e_as_it_was_bit_by_bit() -> None:
-    feedback = ErrorFeedback(INT4)
-    feedback.commit(feedback.begin({"w": torch.randn(300)})[1])
-    before = feedback.state_dict()["w"].clone()
-    feedback.rollback(feedback.begin({"w": torch.randn(300)})[1], discard_local=False)
-    assert torch.equal(feedback.state_dict()["w"], before)
-    first = ErrorFeedback(INT4)
-    first.rollback(first.begin({"w": torch.randn(300)})[1], discard_local=False)
+def test_one_that_did_not_count_leaves_e_as_it_was_bit_by_bit() -> None:
+    feedback = ErrorFeedback()
+    contribute(feedback, INT4, torch.randn(300), 1, counted=True)
+    before = residual(feedback)
+    contribute(feedback, INT4, torch.randn(300), 2, counted=False)
+    assert residual(feedback) == before
+    first = ErrorFeedback()
+    contribute(first, INT4, torch.randn(300), 1, counted=False)
     assert first.residual("w") is None
 
 
-def test_thrown_away_work_lives_on_in_e_undecayed() -> None:
-    feedback = ErrorFeedback(Eights(), decay=0.5)
-    feedback.load_state_dict({"w": torch.tensor([2.0])})
-    feedback.rollback(feedback.begin({"w": torch.tensor([20.0])})[1], discard_local=True)
-    assert feedback.state_dict()["w"].tolist() == [22.0]
+def test_an_outcome_is_heard_once_and_of_the_right_one() -> None:
+    feedback = ErrorFeedback()
+    contribute(feedback, Eights(), torch.tensor([3.0]), 1, counted=True)
+    feedback.settle(0, 1, counted=True)  # again
+    feedback.begin(0, 2)
+    feedback.encode(0, "w", 0, torch.tensor([2.0]), Eights(), torch.empty(4, dtype=torch.uint8), numel=1, home=CPU)
+    feedback.settle(0, 1, counted=True)  # and late, while another is under way
+    assert residual(feedback) == [3.0]
+    feedback.settle(0, 2, counted=True)
+    assert residual(feedback) == [-3.0]
+
+
+def test_work_that_a_restart_threw_away_lives_on_in_e_undecayed() -> None:
+    feedback = ErrorFeedback()
+    pending = {"sequence": 3, "left_over": {"w": torch.tensor([7.0])}, "deltas": {"w": torch.tensor([20.0])}}
+    state = {"residuals": {"w": torch.tensor([2.0])}, "pending": {0: pending}}
+    feedback.load_state_dict(state)
+    feedback.resume([2])
+    assert residual(feedback) == [22.0]
+    feedback.load_state_dict(state)
+    feedback.resume([3])
+    assert residual(feedback) == [7.0]
 
 
 def test_decay_lets_the_old_fade() -> None:
-    assert compensate(torch.tensor([8.0]), torch.tensor([1.0]), 0.5).tolist() == [5.0]
-    assert ErrorFeedback(SPARSE64).decay == 0.95
-    assert ErrorFeedback(INT8).decay == 1.0
-    assert ErrorFeedback(SPARSE64, decay=1.0).decay == 1.0
+    out = torch.empty(1)
+    compensate(torch.tensor([8.0]), torch.tensor([1.0]), 0.5, out)
+    assert out.tolist() == [5.0]
+    compensate(None, torch.tensor([1.0]), 0.5, out)
+    assert out.tolist() == [1.0]
+    assert decay_of(SPARSE64) == 0.95
+    assert decay_of(INT8) == 1.0
 
 
-def test_a_sparse_codec_gets_everything_across_in_time() -> None:
+def test_a_sparse_codec_gets_everything_across_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A constant delta: what is applied becomes the delta itself, though a round carries 64 of 4096 values."""
+    monkeypatch.setattr("outerstep.core.feedback.SPARSE_DECAY", 1.0)
     delta = torch.randn(4096, generator=torch.Generator().manual_seed(1))
-    feedback, applied = ErrorFeedback(SPARSE64, decay=1.0), torch.zeros(4096)
+    feedback, applied = ErrorFeedback(), torch.zeros(4096)
     rounds = 600
-    for _ in range(rounds):
-        encoded, pending = feedback.begin({"w": delta})
-        SPARSE64.decode_add(encoded["w"], applied)
-        feedback.commit(pending)
+    for i in range(rounds):
+        applied += contribute(feedback, SPARSE64, delta, i + 1, counted=True)
     assert (applied / rounds - delta).norm() < 0.25 * delta.norm()
-    alone = torch.zeros(4096)
-    SPARSE64.decode_add(encode_alone(delta), alone)
-    assert (alone - delta).norm() > 0.9 * delta.norm()  # without feedback most of it never arrives
-
-
-def encode_alone(delta: Tensor) -> Tensor:
-    data = torch.empty(SPARSE64.encoded_bytes(delta.numel()), dtype=torch.uint8)
-    SPARSE64.encode(delta, data)
-    return data
+    alone, data = delta.clone(), torch.empty(SPARSE64.encoded_bytes(4096), dtype=torch.uint8)
+    send(SPARSE64, alone, data)
+    assert alone.norm() > 0.9 * delta.norm()  # without feedback most of it never arrives
 
 
 def test_a_delta_that_is_not_finite_does_no_lasting_harm() -> None:
-    feedback = ErrorFeedback(INT4)
-    feedback.commit(feedback.begin({"w": torch.ones(10)})[1])
-    before = feedback.state_dict()["w"].clone()
-    encoded, pending = feedback.begin({"w": torch.full((10,), float("nan"))})
-    assert decoded(INT4, encoded, {"w": (10,)})["w"].isnan().all()  # the server will refuse it
-    feedback.rollback(pending, discard_local=False)
-    assert torch.equal(feedback.state_dict()["w"], before)
+    feedback = ErrorFeedback()
+    contribute(feedback, INT4, torch.ones(10), 1, counted=True)
+    before = residual(feedback)
+    decoded = contribute(feedback, INT4, torch.full((10,), float("nan")), 2, counted=False)
+    assert decoded.isnan().all()  # the server refuses it
+    assert residual(feedback) == before
 
 
 def test_the_callers_tensors_are_not_changed() -> None:
-    delta = torch.randn(6, 4).t()  # not contiguous
+    delta = torch.randn(24)
     kept = delta.clone()
-    feedback = ErrorFeedback(FP32)
-    encoded, pending = feedback.begin({"w": delta})
-    feedback.commit(pending)
+    feedback = ErrorFeedback()
+    assert torch.equal(contribute(feedback, FP32, delta, 1, counted=True), kept)
     assert torch.equal(delta, kept)
-    assert torch.equal(decoded(FP32, encoded, {"w": (4, 6)})["w"], kept)
-    assert not feedback.state_dict()["w"].any()
+    assert not any(residual(feedback))
 
 
-def test_fragments_are_under_way_side_by_side() -> None:
-    feedback = ErrorFeedback(Eights())
-    _, first = feedback.begin({"a": torch.tensor([3.0])})
-    _, second = feedback.begin({"b": torch.tensor([5.0])})
-    feedback.commit(second)
-    feedback.commit(first)
-    assert {name: e.tolist() for name, e in feedback.state_dict().items()} == {"a": [3.0], "b": [-3.0]}
+def test_memory_of_an_old_e_is_used_again_and_never_shared() -> None:
+    feedback, seen = ErrorFeedback(), set()
+    for i in range(8):
+        contribute(feedback, INT4, torch.randn(300), i + 1, counted=i % 3 != 2)
+        e = feedback.residual("w")
+        assert e is not None
+        seen.add(e.data_ptr())
+        before = e.clone()
+        feedback.begin(0, 100 + i)
+        out = torch.empty(INT4.encoded_bytes(300), dtype=torch.uint8)
+        feedback.encode(0, "w", 0, torch.randn(300), INT4, out, numel=300, home=CPU)
+        assert torch.equal(e, before)
+    assert len(seen) == 2
 
 
-def test_a_parameter_is_in_one_exchange_at_a_time_and_that_ends_once() -> None:
-    feedback = ErrorFeedback(Eights())
-    _, pending = feedback.begin({"a": torch.ones(1), "b": torch.ones(1)})
-    with pytest.raises(ConfigError, match="'b' is in an exchange already"):
-        feedback.begin({"b": torch.ones(1)})
-    with pytest.raises(ConfigError, match="before loading a state"):
-        feedback.load_state_dict({})
-    feedback.commit(pending)
-    feedback.begin({"a": torch.ones(1), "b": torch.ones(1)})
-    for settle in (feedback.commit, lambda old: feedback.rollback(old, discard_local=True)):
-        with pytest.raises(ConfigError, match="once"):
-            settle(pending)
+def test_a_state_of_another_size_is_refused_by_name() -> None:
+    feedback = ErrorFeedback()
+    feedback.load_state_dict({"residuals": {"w": torch.zeros(2, 3)}, "pending": {}})
+    with pytest.raises(ConfigError, match=r"'w' has 3 values here, its error feedback 6"):
+        contribute(feedback, INT8, torch.zeros(3), 1, counted=True)
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
-def test_a_decay_out_of_range_is_refused(decay: float) -> None:
-    with pytest.raises(ConfigError, match=r"must be in \[0, 1\]"):
-        ErrorFeedback(INT8, decay=decay)
-
-
-def test_a_state_of_another_shape_is_refused_by_name() -> None:
-    feedback = ErrorFeedback(INT8)
-    feedback.load_state_dict({"w": torch.zeros(2, 3)})
-    with pytest.raises(ConfigError, match=r"'w' has shape \[3\], its error feedback \[2, 3\]"):
-        feedback.begin({"w": torch.zeros(3)})
-
-
-def test_a_loaded_state_is_a_copy() -> None:
-    state = {"w": torch.ones(3)}
-    feedback = ErrorFeedback(INT8)
+def test_a_loaded_state_is_a_copy_and_what_no_flight_holds_is_not_pending() -> None:
+    state = {"residuals": {"w": torch.ones(3)}, "pending": {}}
+    feedback = ErrorFeedback()
     feedback.load_state_dict(state)
-    state["w"].zero_()
-    assert feedback.state_dict()["w"].tolist() == [1.0, 1.0, 1.0]
+    state["residuals"]["w"].zero_()
+    assert residual(feedback) == [1.0, 1.0, 1.0]
+    feedback.begin(0, 1)
+    assert feedback.state_dict({})["pending"] == {}

@@ -42,6 +42,7 @@ def make_state(
     return SavedState(
         run_id=run_id,
         params=params,
+        targets={"embed.weight": draw(5, 4), "h.0.scale": draw()},
         rest={"norm.mean": draw(4), "norm.count": torch.tensor(seed), "frozen": frozen, "frozen.again": frozen},
         manifest=manifest,
         plan=plan_of(("embed.weight",), ("h.0.weight", "h.0.scale")),
@@ -83,6 +84,7 @@ def content(state: SavedState) -> dict[str, object]:
     return {
         "run_id": state.run_id,
         "params": [(name, bits(t)) for name, t in state.params.items()],
+        "targets": [(name, bits(t)) for name, t in state.targets.items()],
         "rest": [(name, bits(t)) for name, t in state.rest.items()],
         "manifest": state.manifest,
         "plan": state.plan,

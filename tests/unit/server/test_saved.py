@@ -38,7 +38,7 @@ from outerstep.server.saved import (
     members_of,
     save_state,
 )
-from outerstep.server.saved.folder import EXACT, OUTER, read_facts
+from outerstep.server.saved.folder import EXACT, OUTER, TARGET, read_facts
 from outerstep.types import Manifest, ParameterSpec
 from unit.server.saved_states import assert_same_state, content, make_state, plan_of
 
@@ -91,6 +91,19 @@ class TestRoundTrip:
         assert all(torch.equal(model[name], state.params[name].to(torch.bfloat16)) for name in state.params)
         assert not torch.equal(model["h.0.weight"].float(), state.params["h.0.weight"]), "bf16 must have lost something"
         assert_same_state(load_state(place), state)
+
+    def test_a_state_from_before_there_were_targets_has_none(self, tmp_path: Path) -> None:
+        state = replace(make_state(), targets={})
+        place = save_state(state, tmp_path)
+        assert not (place / TARGET).exists()
+        rewrite(place, lambda facts: facts.pop("targets"))
+        assert_same_state(load_state(place), state)
+
+    def test_a_target_must_be_of_a_trained_tensor_and_of_its_shape(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match="a target for 'norm.mean', which is not trained"):
+            save_state(replace(make_state(), targets={"norm.mean": torch.zeros(4)}), tmp_path)
+        with pytest.raises(ModelError, match=r"target of 'h.0.scale' must be float32 \[\], got torch.float32 \[2\]"):
+            save_state(replace(make_state(), targets={"h.0.scale": torch.zeros(2)}), tmp_path)
 
     def test_what_is_fp32_is_not_stored_twice(self, tmp_path: Path) -> None:
         assert not (save_state(make_state(), tmp_path) / EXACT).exists()
@@ -380,7 +393,7 @@ def damage_fifo(file: Path) -> None:
 
 class TestDamage:
     @pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_empty, damage_fifo, Path.unlink])
-    @pytest.mark.parametrize("name", [WEIGHTS, EXACT, OUTER, STATE, "config.json"])
+    @pytest.mark.parametrize("name", [WEIGHTS, EXACT, TARGET, OUTER, STATE, "config.json"])
     def test_the_previous_state_is_used_and_the_damaged_one_named(
         self, tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -493,7 +506,7 @@ class TestFilesBesideTheModel:
             file.truncate((64 << 20) + 1)
         os.mkfifo(model / "pipe.json")
         place = save_state(make_state(), saves, model_files=model)
-        assert names_in(place) == wanted | {WEIGHTS, OUTER, STATE}
+        assert names_in(place) == wanted | {WEIGHTS, TARGET, OUTER, STATE}
         assert (place / "config.json").read_text() == "config.json"
         assert_same_state(load_state(place), make_state())
 
@@ -506,7 +519,7 @@ class TestFilesBesideTheModel:
         (model / "vocab.txt").symlink_to("real.txt")
         (model / "gone.txt").symlink_to("nothing")
         place = save_state(make_state(), tmp_path / "saves", model_files=model)
-        assert names_in(place) == {WEIGHTS, OUTER, STATE, "real.txt", "vocab.txt"}
+        assert names_in(place) == {WEIGHTS, TARGET, OUTER, STATE, "real.txt", "vocab.txt"}
 
     def test_links_of_a_hugging_face_cache_are_followed(self, tmp_path: Path) -> None:
         snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"

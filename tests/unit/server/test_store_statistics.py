@@ -8,7 +8,7 @@ import torch
 from outerstep.core.codecs.recipe import WHOLE
 from outerstep.core.delayed import DelayedNesterov
 from outerstep.core.outer import Nesterov
-from outerstep.server.store import FragmentStore, Pushed
+from outerstep.server.store import Addend, FragmentStore
 from outerstep.types import ParameterSpec, Participant
 from support import make_frame
 
@@ -17,7 +17,7 @@ EVERYBODY = (Participant(worker_id="w", sequence=1, weight=1.0),)
 
 def make_store(variance: float = 1.0, max_staleness: int = 4) -> FragmentStore:
     spec = ParameterSpec(name="var", shape=(1,), dtype="float32", role="average")
-    return FragmentStore(0, [spec], {"var": torch.tensor([variance])}, WHOLE, 64, max_staleness=max_staleness)
+    return FragmentStore(0, [spec], {"var": torch.tensor([variance])}, WHOLE, WHOLE, 64, max_staleness=max_staleness)
 
 
 def delta(anchor: float, local: float) -> memoryview:
@@ -32,7 +32,7 @@ def test_pushes_never_leave_the_range_of_the_values_they_bring() -> None:
     for version in range(1, 20):
         worker = version % 2
         base, anchor = seen[worker]
-        store.close_pushed(version, EVERYBODY, [Pushed(delta(anchor, 0.01), 1.0, base)], rule)
+        store.publish(store.close(version, rule, [Addend(delta(anchor, 0.01), 1.0, base)]), EVERYBODY)
         values.append(float(store.params()["var"]))
         seen[worker] = (version, values[-1])
     assert all(0.01 - 1e-6 <= value <= 1.0 for value in values)
@@ -42,18 +42,18 @@ def test_pushes_never_leave_the_range_of_the_values_they_bring() -> None:
 
 def test_a_late_contribution_counts_with_its_value_not_with_its_old_difference() -> None:
     store = make_store()
-    store.accumulate(delta(1.0, 0.2), 1, 1.0, base=0)
-    store.close(1, EVERYBODY, Nesterov())
+    store.accumulate(1, [Addend(delta(1.0, 0.2), 1.0, 0)])
+    store.publish(store.close(1, Nesterov()), EVERYBODY)
     assert float(store.params()["var"]) == pytest.approx(0.2)
-    store.accumulate(delta(1.0, 0.4), 2, 1.0, base=0)  # late: computed from version 0
-    store.accumulate(delta(0.2, 0.6), 2, 1.0, base=1)
-    store.close(2, EVERYBODY, Nesterov())
+    store.accumulate(2, [Addend(delta(1.0, 0.4), 1.0, 0)])  # late: computed from version 0
+    store.accumulate(2, [Addend(delta(0.2, 0.6), 1.0, 1)])
+    store.publish(store.close(2, Nesterov()), EVERYBODY)
     assert float(store.params()["var"]) == pytest.approx(0.5)
 
 
 def test_what_is_older_than_anything_remembered_says_nothing() -> None:
     store, rule = make_store(max_staleness=0), DelayedNesterov(1)
     for version in range(1, 5):
-        store.close_pushed(version, EVERYBODY, [Pushed(delta(1.0, 1.0), 1.0, version - 1)], rule)
-    store.close_pushed(5, EVERYBODY, [Pushed(delta(1.0, 0.0), 1.0, 0)], rule)
+        store.publish(store.close(version, rule, [Addend(delta(1.0, 1.0), 1.0, version - 1)]), EVERYBODY)
+    store.publish(store.close(5, rule, [Addend(delta(1.0, 0.0), 1.0, 0)]), EVERYBODY)
     assert float(store.params()["var"]) == 1.0

@@ -2,6 +2,7 @@
 
     model.safetensors    the whole model as its users know it: tied tensors once, dtypes as in the manifest
     state.safetensors    fp32 values of the trained tensors that the model keeps in another dtype, if there are any
+    target.safetensors   where the outer optimizer is, if the workers hold that only as far as their codec carried it
     outer.safetensors    the outer optimizer's tensors, if it has any
     state.json           everything else, and size and hash of every other file; it is written last
     config.json, …       what was beside the weights in the model folder, so that `from_pretrained` takes this one
@@ -32,6 +33,7 @@ from .state import OptimizerState, SavedState, WorkerRecord
 log = logging.getLogger(__name__)
 
 EXACT = "state.safetensors"
+TARGET = "target.safetensors"
 OUTER = "outer.safetensors"
 FORMAT_VERSION = 1
 COPIED = (".json", ".txt", ".model", ".jinja")
@@ -61,7 +63,7 @@ class OptimizerFacts(Plain, frozen=True):
 
 class Facts(Plain, frozen=True):
     """The "state" of state.json. `serial` grows from save to save in a folder; `tied` and `exact` say where a tensor is
-    that is not in model.safetensors under its own name."""
+    that is not in model.safetensors under its own name, `targets` where its target is."""
 
     outerstep: str
     serial: Positive
@@ -78,6 +80,7 @@ class Facts(Plain, frozen=True):
     totals: dict[str, int | float]
     facts: dict[str, Any]
     files: dict[str, FileFacts]
+    targets: dict[str, str] = {}
 
 
 class Envelope(Plain, frozen=True):
@@ -95,6 +98,8 @@ def write_folder(state: SavedState, place: Path, *, serial: int, model_files: Pa
     tied = _write_model(state, place / WEIGHTS)
     exact = {name: f"{i} {name}" for i, name in enumerate(_dtypes(state))}
     _write_labelled(place / EXACT, {label: state.params[name] for name, label in exact.items()})
+    targets = {name: f"{i} {name}" for i, name in enumerate(state.targets)}
+    _write_labelled(place / TARGET, {label: state.targets[name] for name, label in targets.items()})
     optimizer, tensors = _split(state.optimizer)
     _write_labelled(place / OUTER, tensors)
     if model_files is not None:
@@ -110,6 +115,7 @@ def write_folder(state: SavedState, place: Path, *, serial: int, model_files: Pa
         rest=tuple(state.rest),
         tied=tied,
         exact=exact,
+        targets=targets,
         optimizer=optimizer,
         ledger=state.ledger,
         totals=state.totals,
@@ -250,12 +256,13 @@ def read_folder(place: Path) -> SavedState:
     facts = read_facts(place)
     for name in facts.files:
         check_file(place, name, facts.files[name], content=True)
-    model, exact, outer = (_tensors(place, name, facts) for name in (WEIGHTS, EXACT, OUTER))
+    model, exact, target, outer = (_tensors(place, name, facts) for name in (WEIGHTS, EXACT, TARGET, OUTER))
     try:
         params = {
             name: exact[facts.exact[name]] if name in facts.exact else model[facts.tied.get(name, name)]
             for name in facts.params
         }
+        targets = {name: target[label] for name, label in facts.targets.items()}
         rest = {name: model[facts.tied.get(name, name)] for name in facts.rest}
         by_name = {name: dict(_entry(facts.optimizer, name, outer)) for name in facts.optimizer.tensors}
     except KeyError as error:
@@ -263,6 +270,7 @@ def read_folder(place: Path) -> SavedState:
     state = SavedState(
         run_id=facts.run_id,
         params=params,
+        targets=targets,
         rest=rest,
         manifest=facts.manifest,
         plan=facts.plan,

@@ -47,7 +47,8 @@ class OptimizerState:
 class SavedState:
     """A server between two rounds.
 
-    `params` are the trained tensors, fp32, under the names that the manifest keeps; `rest` is what else the model's
+    `params` are the trained tensors as the workers hold them, fp32, under the names that the manifest keeps; `targets`
+    where the outer optimizer is, as far as that is not the same (server/downlink.py); `rest` is what else the model's
     state dict holds, as it was given. `versions` is per fragment. With `plan` and `manifest` None nobody had joined;
     then `versions` is empty, or one number that every fragment of the plan to come starts from. `totals` and `facts`
     are whatever the server wants back: numbers, and JSON.
@@ -55,6 +56,7 @@ class SavedState:
 
     run_id: str
     params: dict[str, Tensor]
+    targets: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, Tensor] = field(default_factory=dict)
     manifest: Manifest | None = None
     plan: Plan | None = None
@@ -130,6 +132,12 @@ def _contradictions(state: SavedState) -> Iterator[str]:
     unknown = [name for name in state.optimizer.by_name if name not in state.params]
     if unknown:
         yield f"the optimizer's state names {unknown[:3]}, which are not trained"
+    for name, tensor in state.targets.items():
+        if name not in state.params:
+            yield f"there is a target for {name!r}, which is not trained"
+        elif tensor.dtype != torch.float32 or tensor.shape != state.params[name].shape:
+            shape = list(state.params[name].shape)
+            yield f"the target of {name!r} must be float32 {shape}, got {tensor.dtype} {list(tensor.shape)}"
     yield from _against_versions(state)
 
 

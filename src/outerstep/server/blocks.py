@@ -1,0 +1,37 @@
+"""The values of a fragment, cut into blocks that fit a processor's cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..wire.frames import Layout
+
+BLOCK_VALUES = 1 << 17  # 512 KiB of fp32: the calls cost little beside the arithmetic, and four such blocks are cached
+
+
+@dataclass(frozen=True)
+class Block:
+    """Values [start, stop) of a tensor; in the flat fp32 memory of the fragment they begin at `place`."""
+
+    name: str
+    start: int
+    stop: int
+    place: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def end(self) -> int:
+        return self.place + self.stop - self.start
+
+
+def cut(of: Layout, block_values: int = BLOCK_VALUES) -> Iterator[Block]:
+    """All blocks of an fp32 frame, in its order."""
+    for entry in of.entries:
+        numel, first = math.prod(entry.shape), entry.begin // 4
+        for start in range(0, numel, block_values):
+            yield Block(entry.name, start, min(start + block_values, numel), first + start)

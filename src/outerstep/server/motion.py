@@ -1,0 +1,95 @@
+"""θ on its way from one version to the next: follow T, encode, apply, hash, check, in one pass over the memory."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..core.codecs import Dither
+from ..digest import data_hash
+from ..wire.frames import Layout
+from .blocks import BLOCK_VALUES, Block
+from .published import Frame, PartHasher, Published
+
+if TYPE_CHECKING:
+    from .downlink import Downlink
+
+
+class Motion:
+    """`target` is T, flat: move a block of it, then call `follow` for that block; all blocks, in their order."""
+
+    def __init__(
+        self,
+        down: Downlink,
+        version: int,
+        before: Published,
+        target: Tensor,
+        *,
+        in_place: bool,
+        reused: Frame | None = None,
+    ) -> None:
+        self.version, self.in_place = version, in_place
+        self._down = down
+        self._old = before.frame.data(down.full, torch.float32)
+        self.frame = before.frame if in_place else Frame(down.full)
+        self._new = self.frame.data(down.full, torch.float32)
+        self._anchor = xxhash.xxh3_128()
+        self.update: Frame | None = None
+        if down.is_exact:
+            if not in_place:
+                self._new.copy_(self._old)
+            self.target = self._new
+            return
+        self.target = target
+        self.update = reused or Frame(down.update)
+        self._encoded = self.update.data(down.update, torch.uint8)
+        self._begins = {entry.name: entry.begin for entry in down.update.entries}
+        self._hasher = PartHasher(self.update.view, down.part_size_bytes)
+        self._scratch = torch.empty(BLOCK_VALUES)
+
+    @torch.no_grad()
+    def follow(self, block: Block) -> None:
+        """T is where it should be in this block: bring θ there, as far as the codec can."""
+        theta = self._new[block.place : block.end]
+        if self.update is not None:
+            self._send(block, theta)
+        begin = self._down.full.data_begin
+        self._anchor.update(self.frame.view[begin + 4 * block.place : begin + 4 * block.end])
+        if not _is_finite(theta):
+            raise FloatingPointError(f"the outer step made tensor {block.name!r} of version {self.version} not finite")
+
+    def _send(self, block: Block, theta: Tensor) -> None:
+        rule = self._down.rules[block.name]
+        old, d = self._old[block.place : block.end], self._scratch[: block.count]
+        torch.sub(self.target[block.place : block.end], old, out=d)
+        first = self._begins[block.name] + rule.codec.encoded_bytes(block.start)
+        end = self._begins[block.name] + rule.codec.encoded_bytes(block.stop)
+        encoded = self._encoded[first:end]
+        dither = None
+        if rule.stochastic:
+            dither = Dither.of(self._down.run_id, self._down.index, self.version, block.name).after(block.start)
+        rule.codec.encode(d, encoded, dither)
+        rule.codec.decode(encoded, d)
+        torch.add(old, d, out=theta)
+        self._hasher.advance(self._down.update.data_begin + end)
+
+    def result(self) -> tuple[str, tuple[str, ...]]:
+        """The anchor's hash, and those of the update's parts."""
+        if self.update is None:
+            return self._anchor.hexdigest(), ()
+        self._hasher.advance(len(self.update.view))
+        return self._anchor.hexdigest(), tuple(self._hasher.hashes)
+
+
+def fp32_hash(frame: memoryview, of: Layout) -> str:
+    """Of the values alone, without header and gaps: the anchor's hash."""
+    return data_hash(frame[of.data_begin + entry.begin : of.data_begin + entry.end] for entry in of.entries)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """A sum of squares is many times cheaper than isfinite(), and not finite if one of its values is not."""
+    return math.isfinite(torch.dot(values, values)) or bool(torch.isfinite(values).all())

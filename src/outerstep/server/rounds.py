@@ -1,0 +1,144 @@
+"""The rounds thread: carries out the coordinator's heavy effects, in the order in which they were decided.
+
+Contributions are added, rounds closed and states saved by this one thread. So a sum never misses a contribution that
+was accepted before its round closed, a round ends in one place, and between two rounds nothing moves. It holds no lock
+while it works; only the end of a round is announced under the lock that guards the coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..coordination.effects import Accumulate, CloseRound
+from ..core.delayed import DelayedNesterov
+from ..errors import ServerError, ServerFailed
+from ..types import ContributionKey
+from .keeping import snapshot
+from .store import Addend
+
+if TYPE_CHECKING:
+    from .service import ParameterService
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Save:
+    """Somebody asks for the state to be written, and waits to hear where."""
+
+    reason: str
+    done: queue.SimpleQueue[Path | ServerError] = field(default_factory=queue.SimpleQueue)
+
+
+class RoundsThread:
+    def __init__(self, service: ParameterService) -> None:
+        self._service = service
+        self._pending: dict[int, list[Accumulate]] = {}  # accepted and not added yet, by fragment
+        self._work: queue.SimpleQueue[Accumulate | CloseRound | _Save | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._carry_out, name="outerstep-rounds", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, effect: Accumulate | CloseRound) -> None:
+        self._work.put(effect)
+
+    def stop(self) -> None:
+        """Finish what was decided, then end."""
+        self._work.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def save(self, reason: str) -> Path | ServerError:
+        """Write the state between two rounds; from any thread."""
+        if not self._thread.is_alive():
+            return self._save(reason)
+        job = _Save(reason)
+        self._work.put(job)
+        while True:
+            try:
+                return job.done.get(timeout=1.0)
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    return ServerFailed(f"the server has stopped: {self._service.failure or 'it was asked to'}")
+
+    # --- in the thread --------------------------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        while (effect := self._work.get()) is not None:
+            try:
+                match effect:
+                    case Accumulate():
+                        self._pending.setdefault(effect.key.fragment, []).append(effect)
+                    case CloseRound():
+                        self._close(effect)
+                    case _Save():
+                        effect.done.put(self._save(effect.reason))
+                if self._work.empty():
+                    self._accumulate()
+            except Exception as error:  # the model may be half done: say so to everybody and do nothing more
+                log.exception("the server cannot go on")
+                self._service.fail(f"{type(effect).__name__} failed: {type(error).__name__}: {error}")
+                self._disappoint(effect)
+                return
+        self._disappoint(None)
+
+    def _disappoint(self, last: Accumulate | CloseRound | _Save | None) -> None:
+        """This thread ends; nobody who asked for a save may go on waiting for it."""
+        left = [last]
+        while not self._work.empty():
+            left.append(self._work.get())
+        for effect in left:
+            if isinstance(effect, _Save):
+                effect.done.put(ServerFailed(f"the server is stopping: {self._service.failure or 'it was asked to'}"))
+
+    def _accumulate(self) -> None:
+        """Nothing else is to be done: add what has come, and free its bytes. Together, so that the sum goes through
+        the processor once for all of it; what comes with the end of its round is added by the step itself."""
+        if self._keeps_contributions:
+            return
+        for fragment, waiting in self._pending.items():
+            addends = [self._addend(accepted) for accepted in waiting]
+            self._service.stores[fragment].accumulate(waiting[0].version, addends)
+            for accepted in waiting:
+                self._free(accepted.key)
+        self._pending.clear()
+
+    @property
+    def _keeps_contributions(self) -> bool:
+        """Until their round closes. Delayed Nesterov: its momentum moves with every push, and between two rounds model
+        and momentum must belong together. The deterministic mode: their order is known only then."""
+        return self._service.config.deterministic or isinstance(self._service.optimizer, DelayedNesterov)
+
+    def _close(self, effect: CloseRound) -> None:
+        service, waiting = self._service, self._pending.pop(effect.fragment, [])
+        assert service.optimizer is not None
+        if service.config.deterministic:
+            waiting.sort(key=lambda accepted: (accepted.key.worker_id, accepted.key.sequence))
+        store, addends = service.stores[effect.fragment], [self._addend(accepted) for accepted in waiting]
+        made = store.close(effect.version, service.optimizer, addends, service.clock())
+        for accepted in waiting:
+            self._free(accepted.key)
+        service.announce(store, made, effect.participants)
+        if service.keeper.is_due(service.coordinator.sync_round):
+            self._save("periodic")
+
+    def _addend(self, accepted: Accumulate) -> Addend:
+        weight = accepted.scale if isinstance(self._service.optimizer, DelayedNesterov) else accepted.weight
+        payload = self._service.intake.payload(accepted.key)
+        return Addend(payload, weight, accepted.base_version, accepted.sections)
+
+    def _free(self, key: ContributionKey) -> None:
+        with self._service.changed:
+            self._service.intake.free(key)
+            self._service.coordinator.freed(key)
+
+    def _save(self, reason: str) -> Path | ServerError:
+        with self._service.changed:
+            state = snapshot(self._service)
+        return self._service.keeper.keep(state, reason)

@@ -1,0 +1,116 @@
+"""From pseudo-gradients to a frame, block by block: Δ, what is owed of earlier ones, encoded into its place, hashed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..core.codecs import Codec, Dither
+from ..core.codecs.recipe import Rule
+from ..core.feedback import ErrorFeedback
+from ..wire.frames import Entry, Layout
+from . import Deltas
+from .device import Direct, Ferry
+from .news import cuts
+from .payload import Payload
+
+CPU = torch.device("cpu")
+
+
+class Plain:
+    """Deltas that lie ready, by name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._flat: tuple[str, Tensor] = ("", torch.empty(0))
+
+    def block(self, name: str, start: int, stop: int) -> Tensor:
+        if self._flat[0] != name:
+            self._flat = name, self._tensors[name].detach().reshape(-1)
+        return self._flat[1][start:stop].float()
+
+    def device(self, name: str) -> torch.device:
+        return self._tensors[name].device
+
+    def home(self, name: str) -> torch.device:
+        return self._tensors[name].device
+
+
+def as_deltas(deltas: Deltas | Mapping[str, Tensor]) -> Deltas:
+    return Plain(deltas) if isinstance(deltas, Mapping) else deltas
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """What is sent of a tensor: the values from number `whole` of it on, which is number `held` of those held."""
+
+    whole: int = 0
+    held: int = 0
+
+
+ALL = Excerpt()
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Encodes one contribution."""
+
+    fragment: int
+    deltas: Deltas
+    rules: Mapping[str, Rule]
+    feedback: ErrorFeedback
+    dither: Callable[[str], Dither]
+    excerpts: Mapping[str, Excerpt]
+
+    def codec(self, name: str) -> Codec:
+        return self.rules[name].codec
+
+    def encode(self, entry: Entry, start: int, stop: int, out: Tensor) -> None:
+        """Values [start, stop) of those sent, into `out` on the deltas' device."""
+        name, excerpt = entry.name, self.excerpts.get(entry.name, ALL)
+        rule = self.rules[name]
+        delta = self.deltas.block(name, excerpt.held + start, excerpt.held + stop)
+        dither = self.dither(name).after(excerpt.whole + start) if rule.stochastic else None
+        if not rule.feedback:
+            rule.codec.encode(delta, out, dither)
+            return
+        self.feedback.encode(
+            self.fragment,
+            name,
+            start,
+            delta,
+            rule.codec,
+            out,
+            numel=math.prod(entry.shape),
+            home=self.deltas.home(name),
+            dither=dither,
+        )
+
+
+def write_frame(payload: Payload, layout: Layout, sender: Sender) -> None:
+    """Fill the payload, from front to back; what is encoded on a GPU arrives later, while training goes on. A block
+    holds whole blocks of every codec, so that the bytes of one follow those of the other."""
+    devices = {entry.name: sender.deltas.device(entry.name) for entry in layout.entries}
+    writer = Direct(payload) if all(device.type == "cpu" for device in devices.values()) else Ferry(payload)
+    try:
+        for entry in layout.entries:
+            codec, offset = sender.codec(entry.name), layout.data_begin + entry.begin
+            for start, stop in cuts(math.prod(entry.shape), devices[entry.name]):
+                begin, end = offset + codec.encoded_bytes(start), offset + codec.encoded_bytes(stop)
+                writer.put(devices[entry.name], begin, end, partial(sender.encode, entry, start, stop))
+        writer.put(CPU, layout.size_bytes, layout.size_bytes, lambda _: None)
+    finally:
+        writer.close()
+
+
+def encode_frame(tensors: Mapping[str, Tensor], layout: Layout, codecs: Mapping[str, Codec]) -> memoryview:
+    """The frame of these tensors, in host memory, all at once."""
+    payload = Payload(layout, layout.size_bytes)
+    rules = {name: Rule(codec) for name, codec in codecs.items()}
+    write_frame(payload, layout, Sender(0, Plain(tensors), rules, ErrorFeedback(), lambda _: Dither(0), {}))
+    return payload.part(0)

@@ -1,0 +1,243 @@
+"""News of an anchor: what leads from the one that is held, θ, to the one that was agreed on, θ′.
+
+    whole       θ′ itself, in fp32
+    updates     θ′ = θ + d₁ + d₂ + …       every d decoded and every sum rounded as the server did it
+
+Who takes it over asks for θ′ block by block, in order. A block fits into the cache: there it is decoded, hashed and
+written to the local weights and to the anchor, all in one pass over the memory. At the end the hash tells whether the
+anchor is the agreed one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..coordination.fetch import Held
+from ..core.codecs import Codec
+from ..core.views import bytes_of, fp32_views
+from ..digest import data_hash
+from ..errors import ExchangeFailed, Refused
+from ..types import Agreement
+from ..wire.frames import Layout, check_frame
+from .device import HostCopies
+from .forms import Form
+
+Kind = Literal["full", "update"]
+
+CPU_BLOCK_VALUES = 1 << 18  # 1 MiB: it stays in the cache from the first touch to the last
+DEVICE_BLOCK_VALUES = 1 << 24  # 64 MiB: a GPU wants large pieces, and the host a bounded one to hash
+
+
+def cuts(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """[start, stop) of the blocks of a tensor."""
+    size = CPU_BLOCK_VALUES if device.type == "cpu" else DEVICE_BLOCK_VALUES
+    for start in range(0, numel, size):
+        yield start, min(start + size, numel)
+
+
+class News(Protocol):
+    @property
+    def names(self) -> Sequence[str]:
+        """The fragment's tensors, in its order."""
+
+    def theta(self, name: str, start: int, stop: int, held: Tensor) -> Tensor:
+        """θ′[start:stop] of a tensor, flat fp32 on the device of `held`, which is θ[start:stop]. To be asked for all
+        tensors and blocks once and in order; not to be changed, and gone with the next call."""
+
+    @property
+    def is_proven(self) -> bool:
+        """All blocks were asked for, and they have the hash that was agreed."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of the frames."""
+
+    @property
+    def frames(self) -> Sequence[memoryview]:
+        """What it was read from: to be handed on."""
+
+
+class Proof:
+    """The hash of an anchor, over its blocks as they come."""
+
+    def __init__(self, expected: str) -> None:
+        self.expected = expected
+        self._state = xxhash.xxh3_128()
+        self._copies = HostCopies(self._update)
+
+    def feed(self, values: Tensor) -> None:
+        if values.device.type != "cpu":
+            self._copies.put(values)
+        else:
+            self._copies.flush()
+            self._update(values)
+
+    def _update(self, values: Tensor) -> None:
+        if values.numel():
+            self._state.update(bytes_of(values))
+
+    @property
+    def holds(self) -> bool:
+        self._copies.flush()
+        return self._state.hexdigest() == self.expected
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a process holds of a tensor: its values from number `first` on. `hashed`: which of those the hash is over;
+    None = all of them."""
+
+    first: int = 0
+    hashed: range | None = None
+
+    def feed(self, proof: Proof, start: int, block: Tensor) -> None:
+        """`block` is of the values from number `start` of those held."""
+        if self.hashed is not None:
+            block = block[max(self.hashed.start - start, 0) : max(self.hashed.stop - start, 0)]
+        proof.feed(block)
+
+
+ALL = Extent()
+
+
+class Whole:
+    """θ′ by name: contiguous fp32 tensors in host memory."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        expected: str,
+        extents: Mapping[str, Extent] | None = None,
+        frames: Sequence[memoryview] = (),
+    ) -> None:
+        self.names = tuple(values)
+        self.kinds: tuple[Kind, ...] = ("full",)
+        self.frames = frames
+        self._values = values
+        self._extents = extents or {}
+        self._proof = Proof(expected)
+        self._is_checked = False
+
+    @property
+    def is_proven(self) -> bool:
+        return self._proof.holds
+
+    def theta(self, name: str, start: int, stop: int, held: Tensor) -> Tensor:
+        block = self._values[name].view(-1)[start:stop]
+        self._extents.get(name, ALL).feed(self._proof, start, block)
+        return block.to(held.device, non_blocking=True)
+
+    def checked(self) -> Mapping[str, Tensor]:
+        """All of it, by name."""
+        if not self._is_checked:
+            proof = Proof(self._proof.expected)
+            for name, theta in self._values.items():
+                self._extents.get(name, ALL).feed(proof, 0, theta.view(-1))
+            if not proof.holds:
+                raise ExchangeFailed(f"what the server sent does not have the hash {proof.expected} that it announced")
+            self._is_checked = True
+        return self._values
+
+
+Cutter = Callable[[int, int], Tensor]
+"""(begin, end) → those bytes of a frame, uint8."""
+
+
+class Updates:
+    """A chain of encoded differences, the oldest first; none at all if the anchor that is held is the agreed one."""
+
+    def __init__(
+        self,
+        cutters: Sequence[Cutter],
+        layout: Layout,
+        codecs: Mapping[str, Codec],
+        expected: str,
+        extents: Mapping[str, Extent] | None = None,
+        frames: Sequence[memoryview] = (),
+    ) -> None:
+        self.names = tuple(entry.name for entry in layout.entries)
+        self.kinds: tuple[Kind, ...] = tuple("update" for _ in cutters)
+        self.frames = frames
+        self._cutters = cutters
+        self._entries = {entry.name: entry for entry in layout.entries}
+        self._data_begin = layout.data_begin
+        self._codecs = codecs
+        self._extents = extents or {}
+        self._proof = Proof(expected)
+        self._scratch: dict[str, Tensor] = {}
+
+    @property
+    def is_proven(self) -> bool:
+        return self._proof.holds
+
+    @torch.no_grad()
+    def theta(self, name: str, start: int, stop: int, held: Tensor) -> Tensor:
+        extent = self._extents.get(name, ALL)
+        theta = held
+        for cutter in self._cutters:
+            d = self._decoded(cutter, name, extent.first + start, extent.first + stop, held.device)
+            theta = torch.add(theta, d, out=self._room("theta", stop - start, held.device))
+        extent.feed(self._proof, start, theta)
+        return theta
+
+    def _decoded(self, cutter: Cutter, name: str, start: int, stop: int, device: torch.device) -> Tensor:
+        """Values [start, stop) of the whole tensor's difference, by way of the codec's blocks that cover them."""
+        entry, codec = self._entries[name], self._codecs[name]
+        first, last = covering(codec, start, stop, math.prod(entry.shape))
+        offset = self._data_begin + entry.begin
+        data = cutter(offset + codec.encoded_bytes(first), offset + codec.encoded_bytes(last))
+        d = self._room("d", last - first, device)
+        codec.decode(data.to(device, non_blocking=True), d)
+        return d[start - first : stop - first]
+
+    def _room(self, name: str, numel: int, device: torch.device) -> Tensor:
+        kept = self._scratch.get(name)
+        if kept is None or kept.numel() < numel or kept.device != device:
+            kept = self._scratch[name] = torch.empty(numel, device=device)
+        return kept[:numel]
+
+
+def covering(codec: Codec, start: int, stop: int, numel: int) -> tuple[int, int]:
+    """The values of the codec's blocks that cover [start, stop) of a tensor of `numel`."""
+    block = codec.block_values
+    return start - start % block, min(-(-stop // block) * block, numel)
+
+
+def leads_on(agreement: Agreement, held: Held | None) -> bool:
+    """Is it the whole of this version, or what leads there from the anchor that is held?"""
+    frames = [(payload.kind, payload.version) for payload in agreement.payloads]
+    if frames == [("full", agreement.version)]:
+        return True
+    if not frames and held is not None:
+        return held == Held(agreement.version, agreement.anchor_hash)
+    return held is not None and frames == [("update", v) for v in range(held.version + 1, agreement.version + 1)]
+
+
+def read_news(form: Form, kinds: Sequence[Kind], frames: Sequence[memoryview], expected: str) -> Whole | Updates:
+    """The news in these frames: one "full" or any number of "update"s. `expected` is the agreed anchor's hash."""
+    layout = form.full if "full" in kinds else form.update
+    try:
+        for frame in frames:
+            check_frame(frame, layout)
+    except Refused as error:
+        raise ExchangeFailed(f"the server sent something else than this fragment: {error}") from error
+    if "full" in kinds:
+        return Whole(fp32_views(frames[0], layout.places, layout.data_begin), expected, frames=frames)
+    return Updates([_cutter(frame) for frame in frames], layout, form.codecs, expected, frames=frames)
+
+
+def _cutter(frame: memoryview) -> Cutter:
+    data = torch.frombuffer(frame, dtype=torch.uint8)
+    return lambda begin, end: data[begin:end]
+
+
+def anchor_hash(tensors: Iterable[Tensor]) -> str:
+    """The identity of an anchor: over its fp32 values in the fragment's order."""
+    return data_hash(bytes_of(tensor) for tensor in tensors if tensor.numel())

@@ -1,0 +1,96 @@
+"""A contribution's bytes while they are written and sent: each part is on its way while the next one is encoded."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import xxhash
+
+from ..core.memory import new_bytes
+from ..digest import part_range
+from ..wire.frames import TENSOR_ALIGNMENT, Layout
+
+
+class Listener(Protocol):
+    def part_ready(self, part: int, part_hash: str) -> None: ...
+
+    def broken(self, error: BaseException) -> None:
+        """The rest will never be written."""
+
+
+class Payload:
+    """A frame that is written from front to back. Who listens hears of every part when it is complete, and of its hash,
+    which is computed while the bytes are in the cache.
+
+    `first_part` is the number of its first part, if others send the rest of the contribution; of their parts it only
+    knows the hashes. It is kept until the agreement is there: a server that was restarted is sent it again."""
+
+    def __init__(self, layout: Layout | None, part_size_bytes: int, first_part: int = 0, *, pinned: bool = False):
+        size = layout.size_bytes if layout is not None else 0
+        self.data = new_bytes(size, pinned=pinned)
+        self._view = self.data.numpy().data
+        self._part_size_bytes = part_size_bytes
+        self._first_part = first_part
+        self._written = 0
+        self._hash = xxhash.xxh3_64()
+        self._hashes: dict[int, str] = {}
+        self._error: BaseException | None = None
+        self._listener: Listener | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        if layout is not None:
+            self._view[: layout.data_begin] = layout.prefix
+            for entry in layout.entries:
+                end = layout.data_begin + entry.end
+                self._view[end : end + -end % TENSOR_ALIGNMENT] = bytes(-end % TENSOR_ALIGNMENT)
+
+    def written(self, end: int) -> None:
+        """Everything before byte number `end` is there, for good."""
+        size = self._part_size_bytes
+        while self._written < end:
+            part, within = divmod(self._written, size)
+            stop = min(self._written + size - within, end)
+            self._hash.update(self._view[self._written : stop])
+            self._written = stop
+            if stop % size == 0 or stop == len(self._view):
+                self.tell(self._first_part + part, self._hash.hexdigest())
+                self._hash.reset()
+        if end == len(self._view):
+            self._ended.set()
+
+    def tell(self, part: int, part_hash: str) -> None:
+        """This part, of ours or of others, has this hash."""
+        with self._lock:
+            self._hashes[part] = part_hash
+            if self._listener is not None:
+                self._listener.part_ready(part, part_hash)
+
+    def give_up(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            if self._listener is not None:
+                self._listener.broken(error)
+
+    def listen(self, listener: Listener) -> None:
+        """From now on this one is told, also of what was before; and nobody else."""
+        with self._lock:
+            self._listener = listener
+            for part, part_hash in self._hashes.items():
+                listener.part_ready(part, part_hash)
+            if self._error is not None:
+                listener.broken(self._error)
+
+    def wait(self) -> None:
+        """Until all of it is written."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def hashes(self, parts: range) -> tuple[str, ...]:
+        return tuple(self._hashes[part] for part in parts)
+
+    def part(self, number: int) -> memoryview:
+        begin, end = part_range(number - self._first_part, len(self._view), self._part_size_bytes)
+        return self._view[begin:end]

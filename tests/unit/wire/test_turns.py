@@ -1,0 +1,114 @@
+"""A few work at a time; nobody holds a turn while it waits."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from outerstep.wire.turns import BURST_BYTES, Line, Turn
+from support import wait_until
+
+PATIENT_S = 60.0
+
+
+@pytest.fixture
+def places() -> threading.BoundedSemaphore:
+    return threading.BoundedSemaphore(1)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    here, there = socket.socketpair()
+    with here, there:
+        yield here, there
+
+
+def is_free(places: threading.Semaphore) -> bool:
+    taken = places.acquire(blocking=False)
+    if taken:
+        places.release()
+    return taken
+
+
+def asleep(thread: threading.Thread) -> bool:
+    """Does it wait in the kernel for its socket? (Linux names the place; elsewhere we take its word for it.)"""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/wchan") as file:
+            return "poll" in file.read()
+    except OSError:
+        return True
+
+
+class TestTurn:
+    def test_who_works_holds_a_place(self, places: threading.BoundedSemaphore) -> None:
+        with Turn(places):
+            assert not is_free(places)
+        assert is_free(places)
+
+    def test_who_is_away_holds_none_and_comes_back_to_one(self, places: threading.BoundedSemaphore) -> None:
+        with Turn(places) as turn:
+            with turn.away():
+                assert is_free(places)
+            assert not is_free(places)
+
+    def test_a_place_is_given_back_whatever_goes_wrong(self, places: threading.BoundedSemaphore) -> None:
+        with pytest.raises(ZeroDivisionError), Turn(places) as turn, turn.away():
+            raise ZeroDivisionError
+        assert is_free(places)
+
+    def test_who_goes_first_needs_no_place(self, places: threading.BoundedSemaphore) -> None:
+        with Turn(places), Turn(None) as first, first.away():
+            pass
+
+
+class TestLine:
+    def test_bytes_arrive_as_they_were_sent(
+        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        here, there = (Line(end, places, PATIENT_S) for end in ends)
+        sent = memoryview(bytes(range(256)) * (3 * BURST_BYTES // 256) + b"and a bit")
+        sender = threading.Thread(target=here.send, args=(sent,), daemon=True)
+        sender.start()
+        received = bytearray(len(sent))
+        rest = memoryview(received)
+        while rest:
+            rest = rest[there.receive_into(rest) :]
+        sender.join()
+        assert received == sent
+
+    def test_a_silent_sender_keeps_nobody_from_working(
+        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        line, got = Line(ends[0], places, PATIENT_S), bytearray(1)
+        reader = threading.Thread(target=line.receive_into, args=(memoryview(got),), daemon=True)
+        reader.start()
+        wait_until(lambda: is_free(places) and asleep(reader))
+        with Turn(places):
+            ends[1].sendall(b"x")
+        reader.join()
+        assert got == b"x"
+
+    def test_a_receiver_that_does_not_read_keeps_nobody_from_working(
+        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        line = Line(ends[0], places, PATIENT_S)
+        sender = threading.Thread(target=line.send, args=(bytes(8 * BURST_BYTES),), daemon=True)
+        sender.start()
+        wait_until(lambda: not select.select([], [ends[0]], [], 0)[1] and is_free(places) and asleep(sender))
+        assert sender.is_alive()
+        left = 8 * BURST_BYTES
+        while left:
+            left -= len(ends[1].recv(BURST_BYTES))
+        sender.join()
+
+    def test_silence_ends_in_a_timeout(self, ends: tuple[socket.socket, socket.socket]) -> None:
+        with pytest.raises(TimeoutError, match="nothing for 0 s"):
+            Line(ends[0], None, timeout_s=0.0).receive(1)
+
+    def test_the_end_of_the_connection_is_no_bytes(self, ends: tuple[socket.socket, socket.socket]) -> None:
+        ends[1].close()
+        assert Line(ends[0], None, PATIENT_S).receive(1) == b""
