@@ -219,7 +219,10 @@ def test_uploads_that_stand_still_do_not_hinder_a_round() -> None:
     """More of them than connections may work at a time: none of them holds a turn."""
     model, idle = tiny_model(), 3 * max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1))
     payload = make_frame({name: torch.ones_like(p) for name, p in params_of(model).items()})
-    with DiLoCoServer(model.state_dict(), num_workers=1, port=0, codec="fp32") as server, ExitStack() as stack:
+    with (
+        DiLoCoServer(model.state_dict(), num_workers=1, port=0, insecure=True, codec="fp32") as server,
+        ExitStack() as stack,
+    ):
         host, port = server.address.split(":")
         for i in range(idle):
             client, _, head = begun_upload(server, f"idle-{i}")
