@@ -342,8 +342,16 @@ def test_stopping_does_not_wait_for_long_polls() -> None:
     answers: list[Answer] = []
     poll = Poll(**client.session.head, fragment=0, after=0, wait_s=19.0)
     thread = threading.Thread(target=lambda: answers.append(client.transport.call(poll)), daemon=True)
+    take, asked = server.service.answer, threading.Event()
+
+    def noting(request: Request) -> Answer:
+        if isinstance(request, Poll):
+            asked.set()
+        return take(request)
+
+    server.service.answer = noting  # type: ignore[method-assign]
     thread.start()
-    wait_until(lambda: any(list(server._http._connections.values())))  # type: ignore[union-attr]
+    assert asked.wait(20)  # not sooner: the connection may still look busy with the join
     server.stop()
     thread.join(10)
     assert len(answers) == 1
