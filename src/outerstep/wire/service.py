@@ -21,6 +21,10 @@ class Body(Protocol):
 
 
 class Service(Protocol):
+    @property
+    def failure(self) -> str:
+        """Why it cannot go on; "" while it can."""
+
     def answer(self, request: Request) -> Answer:
         """Everything that travels without a body of bytes."""
 
