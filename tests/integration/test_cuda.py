@@ -14,6 +14,7 @@ from outerstep.core.feedback import ErrorFeedback
 from outerstep.server import DiLoCoServer
 from outerstep.topology.encode import Sender, encode_frame, write_frame
 from outerstep.topology.forms import Form, forms_of
+from outerstep.topology.memory import Memory
 from outerstep.topology.news import Updates, Whole, anchor_hash, read_news
 from outerstep.topology.payload import Payload
 from outerstep.types import Plan
@@ -141,7 +142,7 @@ class Pair:
 
     def frame(self, i: int, sequence: int) -> bytes:
         replica, feedback = self.replicas[i], self.feedbacks[i]
-        payload = Payload(self.form.up, 1 << 20, pinned=i == 1)
+        payload = Payload(self.form.up, 1 << 20, pinned=i == 1, memory=Memory())
         feedback.begin(0, sequence)
         write_frame(
             payload,

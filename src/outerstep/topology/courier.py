@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from ..coordination.exchange import Call, Exchange
 from ..coordination.fetch import Fetch
-from ..core.memory import new_bytes
 from ..digest import part_hash, part_range
 from ..errors import OuterstepError, ServerError, TransportError
 from ..types import Answer, GetPart, PutPart
 from ..wire.transport import Transport
+from .memory import Memory
 from .payload import Payload
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Courier:
         exchange: Exchange,
         *,
         part_size_bytes: Callable[[], int],
+        memory: Memory,
         payload: Payload | None = None,
         pinned: bool = False,
         max_download_bytes: Callable[[], int | None] = lambda: None,
@@ -61,6 +62,7 @@ class Courier:
         self._transport = transport
         self.exchange = exchange
         self._payload = payload
+        self._memory = memory
         self._pinned = pinned
         self._part_size_bytes = part_size_bytes
         self._max_download_bytes = max_download_bytes
@@ -84,6 +86,11 @@ class Courier:
     @property
     def frames(self) -> list[memoryview]:
         return self._received if self._fetch is self.exchange.fetch else []
+
+    def let_go(self) -> None:
+        """The contribution will not be sent any more."""
+        if self._payload is not None:
+            self._payload.release()
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -124,7 +131,7 @@ class Courier:
         request, size = call.request, self._part_size_bytes
         if isinstance(request, PutPart):
             assert self._payload is not None
-            return self._payload.part(request.part)
+            return self._payload.read(request.part)
         if isinstance(request, GetPart):
             fetch = self.exchange.fetch
             assert fetch is not None
@@ -149,7 +156,7 @@ class Courier:
         for piece in fetch.pieces:
             begin, end = part_range(piece.part, agreement.payloads[piece.payload].size_bytes, self._part_size_bytes())
             sizes[piece.payload] += end - begin
-        return [new_bytes(size, pinned=self._pinned).numpy().data for size in sizes]
+        return [self._memory.take(size, pinned=self._pinned) for size in sizes]
 
     def place(self, payload: int, offset: int) -> int:
         """Where in `frames[payload]` its byte number `offset` is; its part must be one of those fetched."""
@@ -175,4 +182,6 @@ class Courier:
         except Exception as unexpected:  # a bug in this thread must not leave the exchange waiting for ever
             log.exception("%s failed", type(call.request).__name__)
             error = OuterstepError(f"{type(call.request).__name__}: {type(unexpected).__name__}: {unexpected}")
+        if isinstance(call.request, PutPart) and self._payload is not None:
+            self._payload.done_reading()
         self._deliveries.put(Delivery(call, answer, received_hash, error))

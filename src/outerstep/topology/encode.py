@@ -16,6 +16,7 @@ from ..core.feedback import ErrorFeedback
 from ..wire.frames import Entry, Layout
 from . import Deltas
 from .device import Direct, Ferry
+from .memory import Memory
 from .news import cuts
 from .payload import Payload
 
@@ -110,7 +111,7 @@ def write_frame(payload: Payload, layout: Layout, sender: Sender) -> None:
 
 def encode_frame(tensors: Mapping[str, Tensor], layout: Layout, codecs: Mapping[str, Codec]) -> memoryview:
     """The frame of these tensors, in host memory, all at once."""
-    payload = Payload(layout, layout.size_bytes)
+    payload = Payload(layout, layout.size_bytes, memory=Memory())
     rules = {name: Rule(codec) for name, codec in codecs.items()}
     write_frame(payload, layout, Sender(0, Plain(tensors), rules, ErrorFeedback(), lambda _: Dither(0), {}))
-    return payload.part(0)
+    return payload.read(0)

@@ -15,13 +15,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..core.memory import new_bytes
 from ..digest import data_hash
 from ..errors import ModelError
 from ..types import Manifest, Participant, Plan, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology
 from .forms import Form, forms_of
-from .news import Kind, News, read_news
+from .memory import KEPT, Memory
+from .news import Kind, News, read_news, release
 from .ranks import Ranks
 
 
@@ -111,6 +111,7 @@ class GroupTopology:
         self._speaker = speaker
         self._forms: list[Form] = []
         self._orders = Orders()
+        self._memory = Memory(KEPT)
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
@@ -152,7 +153,8 @@ class GroupTopology:
         """What went wrong on one rank is mended on all: they take over the same news."""
         if all(self._ranks.gather(lambda: intact, bool)):
             if self._speaker is not None:
-                self._speaker.confirm(agreed, True)
+                return self._speaker.confirm(agreed, True)
+            release(agreed.news, self._forms[agreed.fragment], self._memory)
             return None
         whole: list[Agreed] = []
         facts = self._ranks.tell(lambda: self._mend(agreed, whole), Facts)
@@ -169,7 +171,7 @@ class GroupTopology:
         """The news that rank 0 has, on every rank."""
         form = self._forms[facts.fragment]
         sizes = [(form.full if kind == "full" else form.update).size_bytes for kind in facts.kinds]
-        frames = [new_bytes(size).numpy().data for size in sizes] if news is None else news.frames
+        frames = [self._memory.take(size) for size in sizes] if news is None else news.frames
         self._ranks.spread(torch.frombuffer(frame, dtype=torch.uint8) for frame in frames)
         here = self._ranks.check(lambda: news or read_news(form, facts.kinds, frames, facts.anchor_hash))
         if news is None:
@@ -184,6 +186,7 @@ class GroupTopology:
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         """From a thread of its own, so without a word to the other ranks: they train in step with rank 0."""
+        self._memory.rest()
         if self._speaker is not None:
             self._speaker.heartbeat(step, steps_per_second, loss)
 

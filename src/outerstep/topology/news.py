@@ -28,6 +28,7 @@ from ..types import Agreement
 from ..wire.frames import Layout, check_frame
 from .device import HostCopies
 from .forms import Form
+from .memory import Memory
 
 Kind = Literal["full", "update"]
 
@@ -62,7 +63,7 @@ class News(Protocol):
 
     @property
     def frames(self) -> Sequence[memoryview]:
-        """What it was read from: to be handed on."""
+        """What it was read from."""
 
 
 class Proof:
@@ -238,6 +239,14 @@ def read_news(form: Form, kinds: Sequence[Kind], frames: Sequence[memoryview], e
 def _cutter(frame: memoryview) -> Cutter:
     data = torch.frombuffer(frame, dtype=torch.uint8)
     return lambda begin, end: data[begin:end]
+
+
+def release(news: News, form: Form, memory: Memory) -> None:
+    """The news were taken over, and are not needed any more. (A whole anchor is not worth keeping memory for, if the
+    next news will be an update.)"""
+    for frame in news.frames:
+        if len(frame) <= form.update.size_bytes:
+            memory.give_back(frame)
 
 
 def anchor_hash(tensors: Iterable[Tensor]) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+import torch
 import xxhash
 
-from ..core.memory import new_bytes
 from ..digest import part_range
 from ..wire.frames import TENSOR_ALIGNMENT, Layout
+from .memory import Memory
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Listener(Protocol):
@@ -26,10 +29,19 @@ class Payload:
     `first_part` is the number of its first part, if others send the rest of the contribution; of their parts it only
     knows the hashes. It is kept until the agreement is there: a server that was restarted is sent it again."""
 
-    def __init__(self, layout: Layout | None, part_size_bytes: int, first_part: int = 0, *, pinned: bool = False):
-        size = layout.size_bytes if layout is not None else 0
-        self.data = new_bytes(size, pinned=pinned)
-        self._view = self.data.numpy().data
+    def __init__(
+        self,
+        layout: Layout | None,
+        part_size_bytes: int,
+        first_part: int = 0,
+        *,
+        memory: Memory,
+        pinned: bool = False,
+    ) -> None:
+        self._memory = memory
+        self._view = memory.take(layout.size_bytes if layout is not None else 0, pinned=pinned)
+        self.data = torch.frombuffer(self._view, dtype=torch.uint8) if self._view else NOTHING
+        self._readers = 0
         self._part_size_bytes = part_size_bytes
         self._first_part = first_part
         self._written = 0
@@ -91,6 +103,21 @@ class Payload:
     def hashes(self, parts: range) -> tuple[str, ...]:
         return tuple(self._hashes[part] for part in parts)
 
-    def part(self, number: int) -> memoryview:
+    def read(self, number: int) -> memoryview:
+        """A part, to be sent; say `done_reading` afterwards."""
+        with self._lock:
+            self._readers += 1
         begin, end = part_range(number - self._first_part, len(self._view), self._part_size_bytes)
         return self._view[begin:end]
+
+    def done_reading(self) -> None:
+        with self._lock:
+            self._readers -= 1
+
+    def release(self) -> None:
+        """It will not be sent any more. If it is still being read (a call that nobody waits for), its memory goes when
+        that is over."""
+        with self._lock:
+            if self._readers == 0:
+                self._memory.give_back(self._view)
+            self.data, self._view = NOTHING, memoryview(b"")

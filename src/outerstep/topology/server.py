@@ -38,7 +38,8 @@ from . import Agreed, Contribution, Deltas, Joined, Orders, Ticket
 from .courier import Courier
 from .encode import Excerpt, Sender, as_deltas, encode_frame, write_frame
 from .forms import Form, forms_of
-from .news import anchor_hash, leads_on, read_news
+from .memory import Memory
+from .news import anchor_hash, leads_on, read_news, release
 from .payload import Payload
 from .ticket import ServerTicket
 
@@ -60,12 +61,15 @@ class ServerTopology:
         hostname: str,
         patience: Patience = Patience(),  # noqa: B008 - frozen
         join_timeout_s: float = 120.0,
+        memory: Memory | None = None,
     ) -> None:
+        """`memory`: where frames are kept; None = nothing is kept for the next one."""
         self._transport = transport
         self._worker_id, self._instance, self._hostname = worker_id, instance, hostname
         self._patience = patience
         self._join_timeout_s = join_timeout_s
         self._rng = random.Random(instance)
+        self._memory = memory or Memory()
         self._session: Session | None = None
         self.forms: list[Form] = []
         self._feedback = ErrorFeedback()
@@ -129,6 +133,7 @@ class ServerTopology:
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         """A stalled heartbeat must not keep the next one waiting, so it is not given long."""
+        self._memory.rest()
         session = self.session
         message = Heartbeat(
             **session.head, step=step, steps_per_second=steps_per_second, loss=loss, acknowledged=tuple(self._obeyed)
@@ -197,7 +202,8 @@ class ServerTopology:
         """Room for a frame, or for none; a GPU writes to pinned memory."""
         blocks, entries = as_deltas(deltas), layout.entries if layout is not None else ()
         pinned = any(blocks.device(entry.name).type != "cpu" for entry in entries)
-        return Payload(layout, self.session.joined.plan.part_size_bytes, first_part, pinned=pinned)
+        size = self.session.joined.plan.part_size_bytes
+        return Payload(layout, size, first_part, memory=self._memory, pinned=pinned)
 
     def encode(
         self,
@@ -286,6 +292,7 @@ class ServerTopology:
         self.settle(ticket, counted=outcome.counted)
         agreed = self._agreed(ticket)
         if agreed is not None:
+            self.let_go(ticket, agreed)
             return agreed
         whole, courier = self._whole(ticket.fragment), ticket.courier
         return dataclasses.replace(
@@ -304,6 +311,13 @@ class ServerTopology:
         if ticket.sequence is not None:
             self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
 
+    @staticmethod
+    def let_go(ticket: ServerTicket, agreed: Agreed) -> None:
+        """What was sent is not needed any more, unless it counts in a round still to come: a server that is restarted
+        before that would have to be sent it again."""
+        if agreed.counted_in <= agreed.version:
+            ticket.courier.let_go()
+
     def told(self, fragment: int) -> Held | None:
         """The anchor that the server was told of. What it is, is not known from here on until it is confirmed."""
         return self._held.pop(fragment, None)
@@ -311,8 +325,8 @@ class ServerTopology:
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
         if intact:
             self._held[agreed.fragment] = Held(agreed.version, agreed.anchor_hash)
-            return None
-        return self._whole(agreed.fragment)
+        release(agreed.news, self.forms[agreed.fragment], self._memory)
+        return None if intact else self._whole(agreed.fragment)
 
     def _whole(self, fragment: int) -> Agreed:
         """The newest anchor, all of it."""
@@ -385,6 +399,7 @@ class ServerTopology:
             self._transport,
             exchange,
             part_size_bytes=lambda: session.joined.plan.part_size_bytes,
+            memory=self._memory,
             payload=payload,
             pinned=payload is not None and payload.data.is_pinned(),
             max_download_bytes=lambda: self.forms[fragment].full.size_bytes if self.forms else None,

@@ -197,6 +197,7 @@ class ShardedTopology:
         agreed = self._take(settled)
         if ticket.own is None:
             return agreed
+        self._inner.let_go(ticket.own, agreed)
         courier = ticket.own.courier
         return replace(
             agreed, bytes_sent=courier.bytes_sent, retries=courier.exchange.retries, rejoins=courier.exchange.rejoins
@@ -276,13 +277,14 @@ class ShardedTopology:
         if pieces and courier is None:
             return None
         cutters = [_cutter(courier, i) for i in range(count)]
+        frames = courier.frames if courier is not None else ()
         extents = {entry.name: self._extent(entry) for entry in layout.entries}
         proof = agreement.range_hashes[self._shards.section]
         if not is_whole:
-            return _Fetched(Updates(cutters, layout, codecs, proof, extents), courier)
+            return _Fetched(Updates(cutters, layout, codecs, proof, extents, frames), courier)
         values = {name: cutters[0](*place).view(torch.float32) for name, place in places.items()}
         shaped = {name: values[name].view(self._shape(name)) for name in values}
-        return _Fetched(Whole(shaped, proof, extents), courier)
+        return _Fetched(Whole(shaped, proof, extents, frames), courier)
 
     def _get(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> Courier | None:
         ticket = self._inner.fetch(agreement, pieces)

@@ -16,6 +16,7 @@ from ..coordination.exchange import Patience
 from ..errors import ConfigError, ModelError
 from ..topology import Topology
 from ..topology.group import GroupTopology
+from ..topology.memory import KEPT, Memory
 from ..topology.ranks import Ranks
 from ..topology.server import ServerTopology
 from ..topology.sharded import ShardedTopology, Shards
@@ -78,6 +79,7 @@ def _server_topology(config: WorkerConfig, identity: Identity) -> ServerTopology
         hostname=identity.hostname,
         patience=Patience(give_up_after_s=config.give_up_after_s, calls_in_flight=config.connections),
         join_timeout_s=config.join_timeout_s,
+        memory=Memory(KEPT),
     )
 
 

@@ -19,6 +19,7 @@ from outerstep.digest import part_count, part_hash, part_range
 from outerstep.topology import device as device_module
 from outerstep.topology.device import SLOTS
 from outerstep.topology.encode import Excerpt, Plain, Sender, write_frame
+from outerstep.topology.memory import Memory
 from outerstep.topology.payload import Payload
 from outerstep.wire.frames import Layout, check_frame, layout
 
@@ -49,7 +50,7 @@ def make(codec: str = "bf16", tensors: dict[str, Tensor] = TENSORS) -> tuple[Lay
 @pytest.mark.parametrize("part_size_bytes", [64, 4096, 1 << 24])
 def test_all_parts_are_told_in_order_with_their_hashes(codec: str, part_size_bytes: int) -> None:
     up, sender = make(codec)
-    payload, ear = Payload(up, part_size_bytes, first_part=5), Ear()
+    payload, ear = Payload(up, part_size_bytes, first_part=5, memory=Memory()), Ear()
     payload.listen(ear)
     write_frame(payload, up, sender)
     payload.wait()
@@ -59,12 +60,12 @@ def test_all_parts_are_told_in_order_with_their_hashes(codec: str, part_size_byt
     parts = [frame[slice(*part_range(i, len(frame), part_size_bytes))] for i in range(count)]
     assert ear.heard == [(5 + i, part_hash(part)) for i, part in enumerate(parts)]
     assert payload.hashes(range(5, 5 + count)) == tuple(part_hash(part) for part in parts)
-    assert bytes(payload.part(5 + count - 1)) == bytes(parts[-1])
+    assert bytes(payload.read(5 + count - 1)) == bytes(parts[-1])
 
 
 def test_who_comes_later_hears_of_the_past_and_who_was_there_no_more() -> None:
     up, sender = make()
-    payload, first, second = Payload(up, 64), Ear(), Ear()
+    payload, first, second = Payload(up, 64, memory=Memory()), Ear(), Ear()
     payload.listen(first)
     payload.written(100)
     payload.listen(second)
@@ -74,7 +75,7 @@ def test_who_comes_later_hears_of_the_past_and_who_was_there_no_more() -> None:
 
 
 def test_nothing_to_send_is_complete_and_knows_what_it_is_told_of_others() -> None:
-    payload, ear = Payload(None, 64), Ear()
+    payload, ear = Payload(None, 64, memory=Memory()), Ear()
     payload.tell(3, "0" * 16)
     payload.listen(ear)
     assert ear.heard == [(3, "0" * 16)]
@@ -84,12 +85,12 @@ def test_rows_are_encoded_as_if_the_whole_tensor_were() -> None:
     """With random rounding too: its numbers go by the place in the whole tensor."""
     whole = {"w": torch.randn(40, 25)}
     up, sender = make("bf16+stochastic", whole)
-    payload = Payload(up, 1 << 20)
+    payload = Payload(up, 1 << 20, memory=Memory())
     write_frame(payload, up, sender)
     for held in (whole["w"], whole["w"][15:35]):  # held whole, and only these rows
         rows, part = make("bf16+stochastic", {"w": whole["w"][15:35]})
         excerpt = Excerpt(whole=15 * 25, held=15 * 25 if len(held) == 40 else 0)
-        section = Payload(rows, 1 << 20)
+        section = Payload(rows, 1 << 20, memory=Memory())
         write_frame(
             section,
             rows,
@@ -157,7 +158,7 @@ class OnGpu(Plain):
 @pytest.mark.parametrize("names", [{"a", "b", "c"}, {"b"}])
 def test_what_is_encoded_on_a_gpu_is_the_same_frame(gpu: Device, names: set[str]) -> None:
     up, sender = make("int8")
-    expected, payload = Payload(up, 4096), Payload(up, 4096)
+    expected, payload = Payload(up, 4096, memory=Memory()), Payload(up, 4096, memory=Memory())
     write_frame(expected, up, sender)
     deltas = OnGpu(TENSORS, gpu, names)
     write_frame(payload, up, Sender(0, deltas, sender.rules, sender.feedback, sender.dither, {}))
@@ -171,7 +172,7 @@ def test_what_is_encoded_on_a_gpu_is_the_same_frame(gpu: Device, names: set[str]
 
 def test_an_error_on_the_way_from_a_gpu_is_told(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     up, sender = make()
-    payload, ear = Payload(up, 4096), Ear()
+    payload, ear = Payload(up, 4096, memory=Memory()), Ear()
     payload.listen(ear)
 
     def fail() -> None:
@@ -193,7 +194,9 @@ def test_an_encoder_that_fails_leaves_no_thread_behind(gpu: Device) -> None:
     up, sender = make()
     deltas = OnGpu({name: t for name, t in TENSORS.items() if name != "b"}, gpu, {"a"})
     with pytest.raises(KeyError, match="b"):
-        write_frame(Payload(up, 4096), up, Sender(0, deltas, sender.rules, sender.feedback, sender.dither, {}))
+        write_frame(
+            Payload(up, 4096, memory=Memory()), up, Sender(0, deltas, sender.rules, sender.feedback, sender.dither, {})
+        )
     for thread in threading.enumerate():
         if thread.name == "outerstep-ferry":
             thread.join(10)
