@@ -15,6 +15,9 @@ never idle: that is the worst case. A third process asks for the status every 20
     python bench/connections.py --quick             # half a minute
     python bench/connections.py --json out.json     # every latency, the machine and the commit
 
+In the table, *waits* counts offers answered "no room yet, ask again", *refused* every other "no"; p50, p99 and most are
+of the status request, RssAnon and CPU (of one core) are the server's.
+
 All processes share two cores (they are pinned to two if there are more), so a latency includes waiting for a core.
 """
 
@@ -427,7 +430,7 @@ def table(runs: list[Run]) -> Table:
     what = f"{PARAMETERS / 1e6:g}M parameters"
     title = f"Synchronous rounds of {what} through a pool of {POOL_BYTES >> 20} MiB, {CORES} cores"
     made = Table(title=title, box=rich.box.SIMPLE_HEAD)
-    for column in ("workers", "rounds", "s/round", "counted", "told to wait", "refused", "p50", "p99", "most"):
+    for column in ("workers", "rounds", "s/round", "counted", "waits", "refused", "p50", "p99", "most"):
         made.add_column(column, justify="right")
     for column in ("pool", "RssAnon", "CPU"):
         made.add_column(column, justify="right")
@@ -438,7 +441,7 @@ def table(runs: list[Run]) -> Table:
             str(run.workers),
             str(run.worked.rounds),
             f"{run.worked.seconds / run.worked.rounds:.2f}",
-            f"{run.counted} of {run.expected}",
+            f"{run.counted}/{run.expected}",
             str(tally.get("told to wait", 0)),
             str(refused),
             f"{run.latency_ms(0.5):.1f} ms",

@@ -26,6 +26,7 @@ from outerstep.types import (
     GetPartAnswer,
     Join,
     JoinAnswer,
+    Manifest,
     Offer,
     OfferAnswer,
     Payload,
@@ -221,11 +222,15 @@ def memory_worker(
 class HandClient:
     """Speaks the protocol message by message, so that tests can say things a worker never would."""
 
-    def __init__(self, transport: Transport, worker_id: str = "by-hand") -> None:
+    def __init__(self, transport: Transport, worker_id: str = "by-hand", manifest: Manifest | None = None) -> None:
         self.transport = transport
-        self.session = Session(
-            Join(protocol=PROTOCOL_VERSION, worker_id=worker_id, instance=secrets.token_hex(8), hostname="test")
-        )
+        facts: dict[str, Any] = {
+            "worker_id": worker_id,
+            "instance": secrets.token_hex(8),
+            "hostname": "test",
+            "manifest": manifest,
+        }
+        self.session = Session(Join(protocol=PROTOCOL_VERSION, **facts))
         self.sequence = 0
 
     def join(self) -> JoinAnswer:
@@ -277,19 +282,19 @@ class HandClient:
         assert answer.agreement is not None
         return answer.agreement
 
-    def get(self, payload: Payload, part: int) -> memoryview:
+    def get(self, payload: Payload, part: int, fragment: int = 0) -> memoryview:
         begin, end = part_range(part, payload.size_bytes, self.session.joined.plan.part_size_bytes)
         into = memoryview(bytearray(end - begin))
-        request = GetPart(**self.session.head, fragment=0, version=payload.version, kind=payload.kind, part=part)
+        request = GetPart(**self.session.head, fragment=fragment, version=payload.version, kind=payload.kind, part=part)
         answer = self.transport.call(request, into=into)
         assert isinstance(answer, GetPartAnswer)
         assert answer.hash == part_hash(into)
         return into
 
-    def fetch(self, payload: Payload) -> memoryview:
+    def fetch(self, payload: Payload, fragment: int = 0) -> memoryview:
         """All of its parts, which must make it."""
         count = part_count(payload.size_bytes, self.session.joined.plan.part_size_bytes)
-        parts = [self.get(payload, part) for part in range(count)]
+        parts = [self.get(payload, part, fragment) for part in range(count)]
         assert payload_hash([part_hash(part) for part in parts]) == payload.hash
         return memoryview(bytearray(b"".join(parts)))
 

@@ -12,9 +12,10 @@ import msgspec
 
 from .coordination.rounds import RoundRules
 from .errors import ConfigError
+from .security import DEFAULT_PORT as DEFAULT_PORT
+from .security import parse_address, redact
 from .types import Wishes, WorkerId
 
-DEFAULT_PORT = 8512
 DEFAULT_HOST = "127.0.0.1"
 MOST = 1 << 53  # no setting is larger; JSON numbers are exact up to here
 
@@ -62,7 +63,12 @@ class ServerConfig:
     event_log: str | None = None  # a file of JSON lines
     drain_timeout_s: float = 600.0  # how long a shutdown waits for the workers to finish
     compat_port: int | None = None  # `outerstep server` serves the documented torch.save endpoints there
-    insecure: bool = False  # plain HTTP wherever that has to be asked for
+    compat_host: str | None = None  # where that port listens; None = host if insecure, else 127.0.0.1
+    insecure: bool = False  # plain HTTP without tokens
+    credentials: str | None = None  # the folder with certificate and tokens; None = ~/.config/outerstep
+    tls_cert: str | None = None  # a certificate of one's own choice, PEM; None = the one in `credentials`
+    tls_key: str | None = None
+    advertise: str | None = None  # the host, or host:port, that the join string names; None = host, or found out
     remote_control: bool = False  # take control from other machines than the server's own
     pool_bytes: int = 512 << 20  # of memory for contributions on their way in
     spool_bytes: int = 16 << 30  # and of disk, when that is full; 0 = none
@@ -83,6 +89,7 @@ class ServerConfig:
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
         _number(self, 0.0, "fragment_alpha", optional=True)
         check_text(self, "host", "codec", "down_codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
+        check_text(self, "compat_host", "credentials", "tls_cert", "tls_key", "advertise")
         check_one_of(self, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu_enabled")
         check_one_of(self, (True, False), "insecure", "remote_control", "deterministic")
         check_one_of(self, (True, False, None), "fragment_carry")
@@ -104,10 +111,7 @@ class ServerConfig:
             raise ConfigError(f"dn_buffer_size ({self.dn_buffer_size}) needs async_mode=True")
         if self.save_every and self.save_dir is None:
             raise ConfigError(f"save_every ({self.save_every}) needs save_dir")
-        if self.compat_port is not None and not self.insecure:
-            raise ConfigError(
-                "compat_port serves plain HTTP without authentication: say insecure=True (--insecure) to allow it"
-            )
+        _check_security(self)
         if self.compat_port is not None and self.weight_by != "equal":
             raise ConfigError(
                 f"weight_by must be 'equal' with compat_port, got {self.weight_by!r}: clients of the older protocol "
@@ -172,7 +176,10 @@ class ServerConfig:
 class WorkerConfig:
     """Everything a worker can be told. None = follow the plan of the run."""
 
-    server_addr: str
+    server_addr: str  # host:port, a join string, or http://host:port for a server that was started insecure
+    credentials: str | None = (
+        None  # the folder that `outerstep join` stored what it knows in; None = ~/.config/outerstep
+    )
     worker_id: str | None = None  # None = made from host name and process
     sync_every: int | None = None
     num_fragments: int | None = None
@@ -205,7 +212,7 @@ class WorkerConfig:
         check_one_of(self, (True, False, None), "fragment_carry", "dylu")
         check_one_of(self, ("average", "local", "server"), "buffers")
         _check_mixing(self)
-        check_text(self, "server_addr")
+        check_text(self, "server_addr", "credentials")
         check_one_of(self, (None, True, False), "bf16_comm")
         check_one_of(self, ("global", "local"), "on_exit")
         check_one_of(self, ("auto", "off"), "group")
@@ -218,6 +225,12 @@ class WorkerConfig:
                     f"worker_id must be 1 to 128 letters, digits, '.', ':', '-' or '_', beginning with a letter, digit "
                     f"or '_'; got {self.worker_id!r}"
                 ) from error
+
+    def __repr__(self) -> str:
+        """Without the token that a join string holds."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["server_addr"] = redact(str(self.server_addr))
+        return f"WorkerConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
     def wishes(self) -> Wishes:
@@ -249,6 +262,19 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f'unknown {what} "{name}"' + (f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(known)}")
+
+
+def _check_security(config: ServerConfig) -> None:
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError(
+            f"tls_cert and tls_key go together, got {config.tls_cert!r} and {config.tls_key!r}: give both or neither"
+        )
+    if config.insecure and config.tls_cert is not None:
+        raise ConfigError("insecure is plain HTTP, tls_cert is TLS: leave one of the two out")
+    if config.advertise is not None:
+        parse_address(config.advertise)
+    if config.compat_host is not None and config.compat_port is None:
+        raise ConfigError(f"compat_host ({config.compat_host!r}) needs compat_port")
 
 
 def _check_mixing(config: ServerConfig | WorkerConfig) -> None:

@@ -2,16 +2,20 @@
 
     OuterstepError
     ├── ConfigError              a setting is out of range, of the wrong type or contradicts another
+    │   └── NoCredentials            nothing is known here about that server: join it first
     ├── ModelError               this model or optimizer cannot be trained as it is
     ├── WorkerError              the worker cannot go on
     │   ├── ServerUnreachable        no answer for longer than the limit
     │   ├── RoundStuck               too few workers are alive for the round to close
     │   └── ExchangeFailed           an exchange ended in a way that more tries cannot mend; its cause says why
     ├── TransportError           a request got no answer (refused connection, reset, timeout); it may be tried again
+    ├── UntrustedServer          not the server known here: another certificate, or no encryption; nothing was sent
     └── Refused                  the server answered "no"; `code`, `message` and `hint` travel over the wire
         ├── BadRequest               400  not a message of this protocol
         │   └── BadFrame             400  the payload's header is broken
-        ├── Forbidden                403  control from another machine, which was not allowed
+        ├── TlsRequired              400  plain HTTP was spoken to a port that speaks TLS
+        ├── Unauthorized             401  no token, or not one of this server's
+        ├── Forbidden                403  not with this token, or not from this machine
         ├── Kicked                   403  an operator removed this worker
         ├── NotFound                 404  unknown path
         ├── UnknownWorker            404  not joined, or declared dead: join (again)
@@ -55,6 +59,10 @@ class ConfigError(OuterstepError, ValueError):
     """A setting is out of range, of the wrong type, or contradicts another."""
 
 
+class NoCredentials(ConfigError):
+    """Nothing is known here about that server."""
+
+
 class ModelError(OuterstepError, ValueError):
     """This model or optimizer cannot be trained as it is."""
 
@@ -79,6 +87,10 @@ class TransportError(OuterstepError):
     """A request got no answer. Whether it was carried out is unknown, so it is sent again under the same key."""
 
 
+class UntrustedServer(OuterstepError):
+    """Whoever answers there is not the server that is known here. Nothing was sent to it."""
+
+
 class Refused(OuterstepError):
     """The server answered "no"."""
 
@@ -98,6 +110,14 @@ class BadRequest(Refused):
 
 class BadFrame(BadRequest):
     code, status = "bad_frame", 400
+
+
+class TlsRequired(Refused):
+    code, status = "tls_required", 400
+
+
+class Unauthorized(Refused):
+    code, status = "unauthorized", 401
 
 
 class Forbidden(Refused):

@@ -13,6 +13,7 @@ import torch
 
 from outerstep.demo.processes import free_port
 from outerstep.model_folder import save_model
+from outerstep.security import Credentials
 from outerstep.server import DiLoCoServer
 from outerstep.worker import DiLoCoWorker
 from support import tiny_model
@@ -29,7 +30,9 @@ def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subp
     )
 
 
-@pytest.mark.parametrize("command", [[], ["server"], ["worker"], ["status"], ["control"], ["config", "show"], ["demo"]])
+@pytest.mark.parametrize(
+    "command", [[], ["server"], ["join"], ["worker"], ["status"], ["control"], ["token"], ["config", "show"], ["demo"]]
+)
 def test_help_teaches(command: list[str]) -> None:
     done = outerstep(*command, "--help")
     assert done.returncode == 0
@@ -154,3 +157,7 @@ def test_the_demo_compares_four_runs_and_leaves_a_model_that_loads(tmp_path: Pat
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "trained" / "model.safetensors").exists()
     assert "times as much" in done.stdout
+    token = Credentials(tmp_path / "credentials").tokens.load().run
+    logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
+    assert "certificate sha256" in logs  # it went over TLS
+    assert token[4:] not in logs + done.stdout + done.stderr

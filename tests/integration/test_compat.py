@@ -482,9 +482,19 @@ def test_a_run_that_weighs_by_what_old_clients_do_not_say_has_no_such_port(weigh
         CompatServer(server, 0)
 
 
+@pytest.mark.parametrize(
+    ("insecure", "named", "listens"),
+    [(False, None, "127.0.0.1"), (True, None, "0.0.0.0"), (False, "0.0.0.0", "0.0.0.0")],
+)
+def test_the_network_reaches_it_only_where_somebody_said_so(insecure: bool, named: str | None, listens: str) -> None:
+    server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, host="0.0.0.0", port=0, insecure=insecure)
+    with server, CompatServer(server, 0, named) as compat:
+        assert compat.address.rsplit(":", 1)[0] == listens
+
+
 def test_a_server_in_python_is_told_how_to_open_the_port() -> None:
     with pytest.raises(ConfigError, match=r"compat_port=8600 is for `outerstep server`.*CompatServer\(server, port\)"):
-        DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, compat_port=8600, insecure=True)
+        DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, compat_port=8600)
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +9,11 @@ import pytest
 import torch
 
 from outerstep.errors import Forbidden
+from outerstep.security import is_loopback
 from outerstep.server import DiLoCoServer
 from outerstep.types import Control, ControlAnswer, Wishes
-from outerstep.wire.http_service import HttpBody, _is_loopback
-from outerstep.wire.http_transport import HttpTransport, parse_address
+from outerstep.wire.http_body import HttpBody
+from outerstep.wire.http_transport import HttpTransport
 from outerstep.worker import DiLoCoWorker
 from support import tiny_model
 
@@ -25,7 +25,8 @@ def server() -> Iterator[DiLoCoServer]:
 
 
 def order(server: DiLoCoServer, **facts: Any) -> str:
-    answer = HttpTransport(server.address).call(Control(**facts))
+    address = f"http://{server.address}" if server.config.insecure else server.address
+    answer = HttpTransport(address).call(Control(**facts))
     assert isinstance(answer, ControlAnswer)
     return answer.done
 
@@ -71,8 +72,10 @@ def test_it_is_taken_where_the_operator_allowed_it() -> None:
 
 def test_a_web_page_cannot_give_orders(server: DiLoCoServer) -> None:
     """A form in a browser on the server's machine posts text/plain without asking."""
-    connection = http.client.HTTPConnection(*parse_address(server.address))
-    connection.request("POST", "/v1/control", b'{"kind":"budget","tokens":5}', {"Content-Type": "text/plain"})
+    token = server._identity.tokens.load().admin  # type: ignore[union-attr]
+    headers = {"Content-Type": "text/plain", "Authorization": f"Bearer {token}"}
+    connection = HttpTransport(server.address)._new_connection(20.0)
+    connection.request("POST", "/v1/control", b'{"kind":"budget","tokens":5}', headers)
     assert connection.getresponse().status == 415
     connection.close()
     assert server.service.coordinator.budget.limit is None
@@ -91,4 +94,4 @@ def test_a_web_page_cannot_give_orders(server: DiLoCoServer) -> None:
     ],
 )
 def test_which_addresses_are_this_machines(address: str, loopback: bool) -> None:
-    assert _is_loopback(address) is loopback
+    assert is_loopback(address) is loopback

@@ -500,7 +500,7 @@ class TestOffers:
 
     def test_each_section_may_add_a_header_and_no_more(self, client: HandClient, server: DiLoCoServer) -> None:
         store = server.service.stores[0]
-        limit = store.max_payload_bytes + store.section_overhead_bytes
+        limit = store.max_payload_bytes(2)
         assert client.offer(limit, section_bytes=(8, limit - 8)).state == "send"
         client.sequence += 1
         with pytest.raises(TooLarge):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import mmap
 import threading
 from pathlib import Path
@@ -230,10 +229,10 @@ def test_an_outer_step_that_overflows_stops_the_server_and_says_so() -> None:
         assert "not finite" in str(server.status()["failure"])
         with pytest.raises(ServerFailed, match="failed half-way"):
             server.get_global_params()
-        host, port = server.address.split(":")
-        probe = http.client.HTTPConnection(host, int(port), timeout=20)
+        probe = HttpTransport(server.address)._new_connection(20.0)
         probe.request("GET", "/healthz")
-        assert probe.getresponse().status == 503
+        answer = probe.getresponse()
+        assert (answer.status, answer.read()) == (503, b'{"status":"failing"}')
         model = Ledger()
         worker = DiLoCoWorker(model, torch.optim.SGD(model.parameters(), lr=1.0), server.address)
         with pytest.raises(Exception, match="the server has stopped"):
@@ -353,8 +352,16 @@ def test_stopping_does_not_wait_for_long_polls() -> None:
     answers: list[Answer] = []
     poll = Poll(**client.session.head, fragment=0, after=0, wait_s=19.0)
     thread = threading.Thread(target=lambda: answers.append(client.transport.call(poll)), daemon=True)
+    take, asked = server.service.answer, threading.Event()
+
+    def noting(request: Request) -> Answer:
+        if isinstance(request, Poll):
+            asked.set()
+        return take(request)
+
+    server.service.answer = noting  # type: ignore[method-assign]
     thread.start()
-    wait_until(lambda: any(list(server._http._connections.values())))  # type: ignore[union-attr]
+    assert asked.wait(20)  # not sooner: the connection may still look busy with the join
     server.stop()
     thread.join(10)
     assert len(answers) == 1

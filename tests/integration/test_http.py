@@ -1,4 +1,6 @@
-"""The HTTP service against raw sockets: strict heads, limits before reading, errors in one form, connections reused."""
+"""The HTTP service against raw sockets: strict heads, limits before reading, errors in one form, connections reused.
+
+In plain HTTP, so that the bytes can be said by hand; test_secure.py has what TLS and tokens add."""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ from support import HandClient, Ledger, count, make_frame, params_of, tiny_model
 
 @pytest.fixture
 def server() -> Iterator[DiLoCoServer]:
-    with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, codec="fp32") as made:
+    with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, codec="fp32", insecure=True) as made:
         yield made
+
+
+def transport_to(server: DiLoCoServer) -> HttpTransport:
+    return HttpTransport(f"http://{server.address}")
 
 
 def raw(server: DiLoCoServer, data: bytes, *, half_close: bool = False) -> tuple[int, dict[str, object], bytes]:
@@ -48,7 +54,7 @@ def raw(server: DiLoCoServer, data: bytes, *, half_close: bool = False) -> tuple
 
 def begun_upload(server: DiLoCoServer, name: str = "by-hand") -> tuple[HandClient, memoryview, bytes]:
     """A joined client that has offered a contribution of one part, the payload, and the head of the request for it."""
-    client = HandClient(HttpTransport(server.address), name)
+    client = HandClient(transport_to(server), name)
     client.join()
     payload = make_frame({name: torch.ones_like(p) for name, p in params_of(tiny_model()).items()})
     client.sequence = 1
@@ -200,7 +206,7 @@ def test_silent_connections_do_not_hinder_a_round(server: DiLoCoServer) -> None:
     host, port = server.address.split(":")
     silent = [socket.create_connection((host, int(port)), timeout=20) for _ in range(100)]
     try:
-        client = HandClient(HttpTransport(server.address))
+        client = HandClient(transport_to(server))
         client.join()
         payload = make_frame({name: torch.ones_like(p) for name, p in params_of(tiny_model()).items()})
         assert client.contribute(payload).version == 1
@@ -213,7 +219,10 @@ def test_uploads_that_stand_still_do_not_hinder_a_round() -> None:
     """More of them than connections may work at a time: none of them holds a turn."""
     model, idle = tiny_model(), 3 * max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1))
     payload = make_frame({name: torch.ones_like(p) for name, p in params_of(model).items()})
-    with DiLoCoServer(model.state_dict(), num_workers=1, port=0, codec="fp32") as server, ExitStack() as stack:
+    with (
+        DiLoCoServer(model.state_dict(), num_workers=1, port=0, insecure=True, codec="fp32") as server,
+        ExitStack() as stack,
+    ):
         host, port = server.address.split(":")
         for i in range(idle):
             client, _, head = begun_upload(server, f"idle-{i}")
@@ -221,7 +230,7 @@ def test_uploads_that_stand_still_do_not_hinder_a_round() -> None:
             sock.sendall(head + payload[: len(payload) // 2])
             client.transport.close()
         wait_until(lambda: len(server.service.intake.writing) == idle)
-        worker = HandClient(HttpTransport(server.address), "busy")
+        worker = HandClient(transport_to(server), "busy")
         worker.join()
         assert worker.contribute(payload).version == 1
 
@@ -307,7 +316,7 @@ def test_a_foreign_http_server_is_recognised() -> None:
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     with pytest.raises(Refused, match="is this the address of an outerstep server"):
-        HttpTransport(f"127.0.0.1:{listener.getsockname()[1]}").status()
+        HttpTransport(f"http://127.0.0.1:{listener.getsockname()[1]}").status()
     thread.join(20)
     listener.close()
 
@@ -322,7 +331,7 @@ def test_an_idle_server_does_not_spin(server: DiLoCoServer) -> None:
         tick(now)
 
     server._monitor._tick = counting
-    client = HandClient(HttpTransport(server.address))
+    client = HandClient(transport_to(server))
     for _ in range(20):
         client.join()
     assert ticks <= 25, "the health monitor wakes itself up"

@@ -58,7 +58,7 @@ def test_a_worker_that_has_left_is_not_the_fastest_any_more() -> None:
     server = paced_server(2, sync_every=10)
     fast, slow = (memory_topology(server, name) for name in ("fast", "slow"))
     for topology in (fast, slow):
-        topology.join(None, DiLoCoWorker(tiny_model(), torch.optim.SGD([torch.zeros(1)]), "h:1").config.wishes)
+        topology.join(None, DiLoCoWorker(tiny_model(), torch.optim.SGD([torch.zeros(1)]), "http://h:1").config.wishes)
     fast.heartbeat(1, 100.0, None)
     slow.heartbeat(1, 10.0, None)
     assert slow.orders(at_exchange=False).sync_every == 1

@@ -1,4 +1,6 @@
-"""The same service behind TLS: parts, polls and refusals cross encrypted; whoever speaks plainly gets nothing."""
+"""The service behind TLS with a certificate from an authority: parts, polls and refusals cross encrypted.
+
+What a server does by itself, with a certificate of its own and tokens, is in test_secure.py."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 import trustme
 
 from outerstep.digest import part_hash, part_range
-from outerstep.errors import TransportError
+from outerstep.errors import TlsRequired, UntrustedServer
 from outerstep.server import DiLoCoServer
 from outerstep.types import GetPart, Poll
 from outerstep.wire.http_service import HttpService
@@ -65,13 +67,13 @@ def test_a_round_crosses_encrypted(secured: Secured) -> None:
 
 
 def test_a_certificate_of_somebody_else_is_refused(secured: Secured) -> None:
-    with pytest.raises(TransportError, match="certificate"):
+    with pytest.raises(UntrustedServer, match="not one that this machine trusts: unable to get local issuer"):
         HttpTransport(secured.address, tls=ssl.create_default_context()).status()
 
 
 def test_who_speaks_plainly_gets_nothing(secured: Secured) -> None:
-    with pytest.raises(TransportError):
-        HttpTransport(secured.address).status()
+    with pytest.raises(TlsRequired, match="this port speaks TLS"):
+        HttpTransport(f"http://{secured.address}").status()
 
 
 def test_a_connection_that_never_shakes_hands_keeps_nobody_waiting(secured: Secured) -> None:

@@ -198,16 +198,29 @@ class TestServer:
 
     @pytest.mark.parametrize("weight_by", ["samples", "tokens"])
     def test_clients_that_say_no_sizes_and_weights_by_size_are_refused_together(self, weight_by: str) -> None:
-        assert server(compat_port=8600, insecure=True).weight_by == "equal"
+        assert server(compat_port=8600).weight_by == "equal"
         message = f"weight_by must be 'equal' with compat_port, got '{weight_by}': .*leave one of the two out"
         with pytest.raises(ConfigError, match=message):
-            server(compat_port=8600, insecure=True, weight_by=weight_by)
+            server(compat_port=8600, weight_by=weight_by)
 
-    def test_a_compatibility_port_has_to_be_allowed_and_in_range(self) -> None:
-        with pytest.raises(ConfigError, match="compat_port serves plain HTTP without authentication"):
-            server(compat_port=8600)
+    def test_a_compatibility_port_is_in_range_and_its_host_goes_with_it(self) -> None:
         with pytest.raises(ConfigError, match="compat_port must be between 0 and 65535, got 65536"):
-            server(compat_port=65536, insecure=True)
+            server(compat_port=65536)
+        with pytest.raises(ConfigError, match=r"compat_host \('0.0.0.0'\) needs compat_port"):
+            server(compat_host="0.0.0.0")
+
+    def test_a_certificate_and_its_key_go_together_and_not_with_plain_http(self) -> None:
+        assert server(tls_cert="a.pem", tls_key="b.pem").tls_key == "b.pem"
+        with pytest.raises(ConfigError, match=r"tls_cert and tls_key go together, got 'a\.pem' and None"):
+            server(tls_cert="a.pem")
+        with pytest.raises(ConfigError, match="insecure is plain HTTP, tls_cert is TLS"):
+            server(tls_cert="a.pem", tls_key="b.pem", insecure=True)
+
+    @pytest.mark.parametrize("advertise", ["", "a b", "host:port", "host:70000", "https://host"])
+    def test_what_the_join_string_is_to_name_is_an_address(self, advertise: str) -> None:
+        assert server(advertise="gpu.example.org:9000").advertise == "gpu.example.org:9000"
+        with pytest.raises(ConfigError, match="server address"):
+            server(advertise=advertise)
 
     @pytest.mark.parametrize("name", ["embeddings_apart", "nesterov", "insecure", "remote_control"])
     @pytest.mark.parametrize("value", ["no", "", 0, 1, 1.0, None, []], ids=repr)

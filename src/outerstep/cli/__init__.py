@@ -8,22 +8,25 @@ from typing import Annotated
 import typer
 
 from ..errors import OuterstepError, Refused
-from . import config, control, demo, server, status, worker
+from . import config, control, demo, join, server, status, token, worker
 
 app = typer.Typer(
     name="outerstep",
     help="Train one PyTorch model on machines that are far apart.\n\n"
-    "On one machine: [bold]outerstep server -m MODEL_DIR -n 2[/bold]. On each worker: "
-    "[bold]outerstep worker --server HOST:PORT -- python train.py[/bold]. To see it work: [bold]outerstep demo[/bold].",
+    "On one machine: [bold]outerstep server -m MODEL_DIR -n 2[/bold]. On each other, once: [bold]outerstep join[/bold] "
+    "with the line that the server printed; then [bold]outerstep worker --server HOST:PORT -- python train.py[/bold]. "
+    "To see it work: [bold]outerstep demo[/bold].",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("server")(server.server)
+app.command("join")(join.join)
 app.command("worker", context_settings={"allow_interspersed_args": False})(worker.worker)
 app.command("status")(status.status)
 app.add_typer(control.app, name="control")
+app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
 app.command("demo")(demo.demo)
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..security import redact
 from ..settings import NOT_SET, ROLES, SERVER, WORKER, Role, make_command, make_config, resolve
 from ..settings.kinds import shown
 from ..settings.reference import commented_toml
@@ -83,14 +84,20 @@ def _show(role: Role, found: Found, as_json: bool) -> None:
 
 
 def _plain(found: Found) -> dict[str, dict[str, object]]:
-    return {field: {"value": at.value, "source": at.source} for field, at in found.items()}
+    return {field: {"value": _public(field, at.value), "source": at.source} for field, at in found.items()}
+
+
+def _public(field: str, value: object) -> object:
+    """A join string is shown without its token."""
+    return redact(value) if field == "server_addr" and isinstance(value, str) else value
 
 
 def _print(role: Role, found: Found) -> None:
     """What somebody said stands out from what is left at its default."""
     table = Table("setting", "value", "from", title=f"[{role.name}]".replace("[", r"\["), title_justify="left")
     for field, at in found.items():
-        value = "" if at.source == NOT_SET else role.by_field[field].unset if at.value is None else shown(at.value)
+        unset = "" if at.source == NOT_SET else role.by_field[field].unset
+        value = unset if at.value is None else shown(_public(field, at.value))
         style = "bold" if at.is_said else "yellow" if at.source == NOT_SET else "dim"
         table.add_row(field, escape(value), escape(at.source), style=style)
     Console().print(table)

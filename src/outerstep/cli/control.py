@@ -10,7 +10,7 @@ import typer
 from ..errors import ConfigError
 from ..types import Control, ControlAnswer
 from ..wire.http_transport import HttpTransport
-from .options import ServerAddress, server_address
+from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
 TIMEOUT_S = 120.0  # a save writes the whole model
 
@@ -18,7 +18,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Tell a running server what to do.\n\n"
-    "It obeys its own machine only, unless it was started with --remote-control.",
+    "It obeys the admin token, which the user who runs it has, and its own machine only, unless it was started with "
+    "--remote-control.",
 )
 
 Worker = Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Its id. Left out: all workers.")]
@@ -26,8 +27,8 @@ Reason = Annotated[str, typer.Option(help="Shown in logs, and to the workers.")]
 
 
 @app.callback()
-def choose(context: typer.Context, server: ServerAddress = None) -> None:
-    context.obj = server
+def choose(context: typer.Context, server: ServerAddress = None, credentials: CredentialsFolder = None) -> None:
+    context.obj = server, credentials
 
 
 @app.command()
@@ -105,6 +106,8 @@ def _send(context: typer.Context, **order: Any) -> None:
         message = msgspec.convert(order, Control)
     except msgspec.ValidationError as error:
         raise ConfigError(f"control {order['kind']}: {error}") from error
-    answer = HttpTransport(server_address(context.obj), timeout_s=TIMEOUT_S).call(message)
+    server, credentials = context.obj
+    transport = HttpTransport(server_address(server), timeout_s=TIMEOUT_S, credentials=credentials_folder(credentials))
+    answer = transport.call(message)
     assert isinstance(answer, ControlAnswer)
     typer.echo(answer.done)

@@ -10,8 +10,8 @@ import typer
 from rich.markup import escape
 
 from ..errors import ConfigError
-from ..settings import WORKER, Role, Setting, Sourced, resolve
-from ..wire.http_transport import DEFAULT_PORT
+from ..security import DEFAULT_PORT
+from ..settings import SERVER, WORKER, Role, Setting, Sourced, resolve
 
 Found = Mapping[str, Sourced]
 FILE_PANEL = "Settings"
@@ -31,7 +31,16 @@ ServerAddress = Annotated[
         "--server",
         metavar="HOST:PORT",
         help="The server's address. [dim]Default: DILOCO_SERVER, the settings file's server_addr, "
-        f"else 127.0.0.1:{DEFAULT_PORT}.[/dim]",
+        f"OUTERSTEP_JOIN, else 127.0.0.1:{DEFAULT_PORT}.[/dim]",
+    ),
+]
+CredentialsFolder = Annotated[
+    str | None,
+    typer.Option(
+        "--credentials",
+        metavar="DIR",
+        help="Folder with tokens and fingerprints. "
+        "[dim]Default: OUTERSTEP_CREDENTIALS, else ~/.config/outerstep.[/dim]",
     ),
 ]
 
@@ -68,6 +77,15 @@ def server_address(flag: str | None) -> str:
     """Which server `status` and `control` talk to: that of the worker's settings on this machine."""
     said = {} if flag is None else {"server_addr": Sourced(flag, "flag --server")}
     return resolve(WORKER, said)["server_addr"].value or f"127.0.0.1:{DEFAULT_PORT}"
+
+
+def credentials_folder(flag: str | None) -> str | None:
+    """Where `join`, `status` and `control` look: as a worker on this machine would, else as its server would."""
+    return flag or resolve(WORKER, {})["credentials"].value or resolve(SERVER, {})["credentials"].value
+
+
+def server_credentials(flag: str | None) -> str | None:
+    return flag or resolve(SERVER, {})["credentials"].value
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from rich.markup import escape
 
 from ..config import ServerConfig
 from ..errors import ConfigError
+from ..security import Credentials, is_loopback
 from ..settings import SERVER, ServerCommand, make_command, make_config, naming_sources
 from .options import Found, takes_settings
 
@@ -49,21 +51,40 @@ def server(found: Found) -> None:
 
 def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: str) -> None:
     made.start()
-    port = made.address.rsplit(":", 1)[1]
-    reach = f"ADDRESS-OF-THIS-MACHINE:{port}" if config.host in ("0.0.0.0", "::") else made.address
     console.print(
-        f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {_expects(made, config)}. On each worker:"
-        f"\n\n    outerstep worker --server {escape(reach)} -- python train.py\n",
+        f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {_expects(made, config)}.",
         highlight=False,
     )
+    if config.insecure:
+        _say(f"On each worker:\n\n    outerstep worker --server http://{made.address} -- python train.py\n")
+    else:
+        _invite(made, config)
     if config.compat_port is None:
         made.run()
         return
     from ..compat import CompatServer
 
-    with CompatServer(made, config.compat_port) as compat:
+    with CompatServer(made, config.compat_port, config.compat_host) as compat:
         console.print(f"The older protocol on [bold]{escape(compat.address)}[/bold].\n", highlight=False)
         made.wait()
+
+
+def _invite(made: DiLoCoServer, config: ServerConfig) -> None:
+    """What to type on each worker. The join string is for the operator's eyes: a terminal shows it, anything else may
+    become a log file, and is told where it lies."""
+    access = made.access
+    file = Credentials(config.credentials).write_join_file(access)
+    alone = " (Only this machine can reach it: --host 0.0.0.0 lets others in.)" if is_loopback(access.host) else ""
+    _say(f"On each worker:{alone}\n\n    outerstep worker --server {access.address} -- python train.py\n")
+    if sys.stderr.isatty():
+        _say(f"On another machine first, once: `outerstep join`, and paste this line:\n\n{access.join_string}\n")
+    else:
+        _say(f"On another machine first, once: `outerstep join -`, and send it the line in {file}")
+
+
+def _say(text: str) -> None:
+    """Not through rich, which would break a long line in two."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _expects(made: DiLoCoServer, config: ServerConfig) -> str:
@@ -76,7 +97,9 @@ def _make(found: Found, config: ServerConfig, command: ServerCommand) -> DiLoCoS
     from ..server import DiLoCoServer
 
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
-    settings["compat_port"] = None  # opened here, around the server, which knows nothing of it
+    settings["compat_port"] = settings["compat_host"] = (
+        None  # opened here, around the server, which knows nothing of it
+    )
     state, folder = _load(command.model, checkpoint=command.from_checkpoint)
     if settings["model_files"] is None and folder is not None:
         settings["model_files"] = str(folder)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..errors import ConfigError, TransportError
 from ..wire.http_transport import HttpTransport
-from .options import ServerAddress, server_address
+from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
 WATCH_S = 1.0
 
@@ -27,13 +27,14 @@ def status(
     server: ServerAddress = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Stay and look again every second, until Ctrl-C.")] = False,
+    credentials: CredentialsFolder = None,
 ) -> None:
     """Show rounds, workers and what the server waits for."""
     if seconds is not None and not watch:
         raise ConfigError(f"{seconds:g} means nothing without --watch")
     if watch and as_json:
         raise ConfigError("--json prints once; leave --watch out")
-    transport = HttpTransport(server_address(server), timeout_s=10.0)
+    transport = HttpTransport(server_address(server), timeout_s=10.0, credentials=credentials_folder(credentials))
     if as_json:
         typer.echo(json.dumps(transport.status(), indent=2))
         return

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
+from ..security import is_join_string, parse_address, parse_join_string
 from ..settings import CONFIG_VARIABLE, WORKER, WorkerCommand, environment_for, make_command, make_config
-from ..wire.http_transport import parse_address
 from .options import ConfigFile, Found, takes_settings
 
 TRAINER = "forgather"
@@ -40,7 +40,8 @@ def worker(
     This command only tells it where and how, through environment variables. With -p or -t, or if the command is the
     word [bold]train[/bold], what is run is [bold]forgather … train[/bold].
     """
-    parse_address(make_config(WORKER, found).server_addr)
+    server = make_config(WORKER, found).server_addr
+    parse_join_string(server) if is_join_string(server) else parse_address(server)
     own: WorkerCommand = make_command(WORKER, found)
     environ = environment_for(WORKER, found, os.environ)
     if config_file is not None:  # the script must not find another one in its folder

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 
+from ..config import DEFAULT_HOST
 from ..errors import (
     BadRequest,
     ConfigError,
@@ -54,7 +55,8 @@ LONGEST_KEEPALIVE_S = 15
 class CompatServer:
     """Serves the old protocol for `server`, which must be started, on a port of its own (0 = any free one).
 
-    There is no authentication and no encryption in that protocol. Stop it before `server`.
+    There is no authentication and no encryption in that protocol, so it listens on 127.0.0.1 unless another `host` is
+    named, or `server` is insecure itself: then where `server` does. Stop it before `server`.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class CompatServer:
                 f"the compatibility protocol needs a server with weight_by='equal', got {server.config.weight_by!r}: "
                 "its clients report neither samples nor tokens"
             )
-        self._host = server.config.host if host is None else host
+        self._host = host or (server.config.host if server.config.insecure else DEFAULT_HOST)
         self._desk = Desk(server, limits)
         try:
             self._listener = _Listener(self._host, port, self._desk, limits, server.config.heartbeat_timeout)

@@ -427,8 +427,7 @@ class Coordinator:
     def _check_offer(self, offer: Offer, fragment: Fragment) -> None:
         assert self.plan is not None
         fragment.check_sections(offer.sections)
-        more_sections = offer.sections - 1
-        check_form(offer, self.plan, fragment.max_payload_bytes + more_sections * fragment.section_overhead_bytes)
+        check_form(offer, self.plan, fragment.max_payload_bytes(offer.sections))
         self._check_age(offer, fragment)
 
     def _check_age(self, offer: Offer, fragment: Fragment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import BadRequest
@@ -16,8 +17,7 @@ class Fragment:
 
     published: Agreement
     round: Round
-    max_payload_bytes: int
-    section_overhead_bytes: int = 0  # what each section more may add to that
+    max_payload_bytes: Callable[[int], int]  # of a contribution in so many sections
     max_sections: int = 1  # more would be empty
     usual: UsualWeight = field(default_factory=UsualWeight)
     usual_tokens: UsualWeight = field(default_factory=UsualWeight)
@@ -27,9 +27,8 @@ class Fragment:
             raise BadRequest(f"{sections} sections are too many: fragment {self.published.fragment} has fewer rows")
 
     @classmethod
-    def at(
-        cls, published: Agreement, max_payload_bytes: int, section_overhead_bytes: int = 0, max_sections: int = 1
-    ) -> Fragment:
-        """With the first round open on top of what is published."""
+    def at(cls, published: Agreement, max_payload_bytes: int | Callable[[int], int], max_sections: int = 1) -> Fragment:
+        """With the first round open on top of what is published. A number holds for any number of sections."""
         first = Round(published.version + 1, set())
-        return cls(published, first, max_payload_bytes, section_overhead_bytes, max_sections)
+        limit = max_payload_bytes if callable(max_payload_bytes) else lambda sections: max_payload_bytes
+        return cls(published, first, limit, max_sections)

@@ -37,7 +37,7 @@ class UsualWeight:
             return []
         most = ratio * (self.mean if self.count else median_low(present))
         taken = [min(amount, most) for amount in present]
-        for amount in taken:
+        for amount in sorted(taken):  # who came first makes no difference
             self.count += 1
             self.mean += (amount - self.mean) / min(self.count, MEMORY)
         return taken

@@ -10,6 +10,7 @@ tensor is cut into blocks nor on the machine: only on the order of the contribut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,10 +28,20 @@ def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         if not weight > 0.0:
             raise ConfigError(f"a contribution's weight must be > 0, got {weight}")
         add_weighted(total, delta.to(torch.float32, copy=True), weight)
-    return total.div_(sum(weights))
+    divide(total, sum(weights))
+    return total
 
 
 @torch.no_grad()
 def add_weighted(total: Tensor, values: Tensor, weight: float) -> None:
     """total += w·values (both fp32), for whoever holds the total block by block. Overwrites `values`."""
     total.add_(values if weight == 1.0 else values.mul_(weight))
+
+
+@torch.no_grad()
+def divide(total: Tensor, weight: float) -> None:
+    """total /= Σ w, likewise. By a power of two it is a product, which has the same bits and is faster."""
+    if math.frexp(weight)[0] == 0.5:
+        total.mul_(1.0 / weight)
+    else:
+        total.div_(weight)

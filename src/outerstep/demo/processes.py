@@ -32,13 +32,14 @@ class Process:
     log: Path
     progress: Path | None = None
     threads: int = 1
+    environ: dict[str, str] = field(default_factory=dict)  # what it finds beside the usual
     child: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> Process:
         # Whatever settings this machine has for real runs, the demo is the same everywhere.
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("DILOCO_", "OUTERSTEP_"))}
         ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1", "OUTERSTEP_CONFIG": os.devnull}
-        environ = {**plain, **ours}
+        environ = {**plain, **ours, **self.environ}
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environ)
         return self
@@ -79,9 +80,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for_server(server: Process, address: str) -> HttpTransport:
+def wait_for_server(server: Process, address: str, credentials: Path) -> HttpTransport:
     """Until it answers; its own error if it ended instead."""
-    transport = HttpTransport(address, timeout_s=5.0)
+    transport = HttpTransport(address, timeout_s=5.0, credentials=credentials)
     give_up_at = time.monotonic() + SERVER_START_S
     while server.is_running():
         try:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ..model_folder import load_model, save_model
+from ..security import JOIN_VARIABLE, Credentials
 from ..wire.http_transport import HttpTransport
 from .corpus import evaluation_batches, load_corpus
 from .model import build_model
@@ -44,6 +45,11 @@ class DemoSettings:
     sync_every: int = 25
     seed: int = 0
 
+    @property
+    def credentials(self) -> Path:
+        """The demo's own: nothing of it is known to this user's other runs."""
+        return self.folder.absolute() / "credentials"
+
 
 @dataclass
 class Team:
@@ -54,6 +60,7 @@ class Team:
     processes: list[Process]
     server: Process | None = None
     address: str = ""
+    credentials: Path = Path()
     transport: HttpTransport | None = None
     status: dict[str, Any] = field(default_factory=dict)
     tasks: list[TaskID] = field(default_factory=list)
@@ -61,7 +68,11 @@ class Team:
     def start(self) -> None:
         if self.server is not None:
             self.server.start()
-            self.transport = wait_for_server(self.server, self.address)
+            self.transport = wait_for_server(self.server, self.address, self.credentials)
+            access = Credentials(self.credentials).find(self.address)
+            assert access is not None
+            for process in self.processes:
+                process.environ[JOIN_VARIABLE] = access.join_string  # not in argv, which everybody can read
         for process in self.processes:
             process.start()
 
@@ -133,10 +144,10 @@ def run_demo(settings: DemoSettings, console: Console) -> list[Row]:
 def _together(settings: DemoSettings) -> Team:
     server, address = _server(settings, "server", settings.workers)
     workers = [
-        _worker(settings, f"worker-{i}", address, i, WORKER_LR, save="trained" if i == 0 else None)
+        _worker(settings, f"worker-{i}", i, WORKER_LR, save="trained" if i == 0 else None)
         for i in range(settings.workers)
     ]
-    return Team(f"{settings.workers} workers, outer model", WORKER_LR, workers, server, address)
+    return Team(f"{settings.workers} workers, outer model", WORKER_LR, workers, server, address, settings.credentials)
 
 
 def _alone_with_outer_step(settings: DemoSettings) -> Team:
@@ -144,9 +155,10 @@ def _alone_with_outer_step(settings: DemoSettings) -> Team:
     return Team(
         "one worker, with the outer step",
         LONE_OUTER_LR,
-        [_worker(settings, "alone-outer", address, 0, LONE_OUTER_LR)],
+        [_worker(settings, "alone-outer", 0, LONE_OUTER_LR)],
         server,
         address,
+        settings.credentials,
     )
 
 
@@ -165,18 +177,17 @@ def _server(settings: DemoSettings, name: str, workers: int) -> tuple[Process, s
         "outerstep", "server", "-m", settings.folder / "initial", "-n", workers, "--port", port,
         "--sync-every", settings.sync_every, "--outer-lr", OUTER_LR, "--outer-momentum", OUTER_MOMENTUM,
     )  # fmt: skip
-    return Process(name, command, settings.folder / f"{name}.log"), f"127.0.0.1:{port}"
+    environ = {"OUTERSTEP_CREDENTIALS": str(settings.credentials)}
+    return Process(name, command, settings.folder / f"{name}.log", environ=environ), f"127.0.0.1:{port}"
 
 
-def _worker(
-    settings: DemoSettings, name: str, address: str, shard: int, learning_rate: float, save: str | None = None
-) -> Process:
+def _worker(settings: DemoSettings, name: str, shard: int, learning_rate: float, save: str | None = None) -> Process:
     folder = settings.folder
     progress = folder / f"{name}.jsonl"
     script = python_module("outerstep.demo.train", *_train_options(settings, [shard], learning_rate, progress))
     if save:
         script += ["--save", str(folder / save)]
-    command = python_module("outerstep", "worker", "--server", address, "--worker-id", name, "--", *script)
+    command = python_module("outerstep", "worker", "--worker-id", name, "--", *script)
     return Process(name, command, folder / f"{name}.log", progress, _threads(settings.workers))
 
 

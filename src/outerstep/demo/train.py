@@ -2,7 +2,7 @@
 
     python -m outerstep.demo.train --alone …                                                  a lone worker
     python -m outerstep.demo.train --alone --shards 0 1 …                                     data-parallel, two shards
-    outerstep worker --server HOST:PORT -- python -m outerstep.demo.train --shards 1 …        one of several workers
+    OUTERSTEP_JOIN=… outerstep worker -- python -m outerstep.demo.train --shards 1 …        one of several workers
 
 It appends its progress to a file as JSON lines, which the demo reads while it runs.
 """

@@ -17,10 +17,11 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import ConfigError
+from .per_minute import PerMinute
 
 log = logging.getLogger(__name__)
 
-REFUSALS_PER_MINUTE = 60  # a stranger knocking at the door must not fill the disk
+REFUSALS_PER_MINUTE = 60  # a stranger knocking at the door must not fill the disk; the rest are counted
 
 
 class EventLog:
@@ -31,8 +32,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = None
         self.lost = 0  # events that could not be written
-        self._refusals = 0
-        self._minute = 0
+        self._refusals = PerMinute(REFUSALS_PER_MINUTE, clock)
         if path is not None:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -43,28 +43,35 @@ class EventLog:
     def write(self, event: str, **facts: object) -> None:
         if self._file is None:
             return
-        now = self._clock()
         with self._lock:
-            if event == "refused" and not self._may_log_refusal(now):
-                return
-            line = json.dumps({"time": round(now, 3), "event": event, **facts}, default=str, ensure_ascii=False)
-            try:
-                self._file.write(line + "\n")
-            except (OSError, ValueError) as error:
-                if self.lost == 0:
-                    log.warning("the event log cannot be written: %s; the run goes on without it", error)
-                self.lost += 1
+            if event == "refused":
+                may = self._refusals.admit()
+                self._write_suppressed()
+                if not may:
+                    return
+            self._append(event, facts)
 
     def close(self) -> None:
         with self._lock:
             if self._file is not None:
+                self._write_suppressed(everything=True)
                 self._file.close()
 
-    def _may_log_refusal(self, now: float) -> bool:
-        if int(now // 60) != self._minute:
-            self._minute, self._refusals = int(now // 60), 0
-        self._refusals += 1
-        return self._refusals <= REFUSALS_PER_MINUTE
+    def _write_suppressed(self, *, everything: bool = False) -> None:
+        """How many refusals of a minute that is over were too many to be written."""
+        count = self._refusals.take_suppressed(everything=everything)
+        if count:
+            self._append("refused", {"code": "suppressed", "count": count})
+
+    def _append(self, event: str, facts: dict[str, object]) -> None:
+        assert self._file is not None
+        line = json.dumps({"time": round(self._clock(), 3), "event": event, **facts}, default=str, ensure_ascii=False)
+        try:
+            self._file.write(line + "\n")
+        except (OSError, ValueError) as error:
+            if self.lost == 0:
+                log.warning("the event log cannot be written: %s; the run goes on without it", error)
+            self.lost += 1
 
     def __enter__(self) -> EventLog:
         return self

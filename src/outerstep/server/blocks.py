@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..wire.frames import Layout
 
-BLOCK_VALUES = 1 << 17  # 512 KiB of fp32: the calls cost little beside the arithmetic, and four such blocks are cached
+BLOCK_VALUES = 1 << 18  # 1 MiB of fp32: the calls cost little beside the arithmetic, and a handful of blocks is cached
 
 
 @dataclass(frozen=True)

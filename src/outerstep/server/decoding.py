@@ -1,116 +1,207 @@
-"""From the bytes of a contribution to its values: where they lie, whether they are fit, block by block."""
+"""From the bytes of a contribution to its values: where they lie, whether they are fit, block by block.
+
+payload   section 0: header, tensor 0, tensor 1, …;  section 1: header, tensor 0, …     (wire/sections.py)
+run       the encoded values of one tensor in one section
+block     up to BLOCK_VALUES values of a run: what is checked at once; numbered in the order of the payload
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core.codecs import Codec
-from ..errors import BadFrame, NotFinite
+from ..errors import BadFrame, NotFinite, Refused
 from ..wire.frames import Layout, check_frame, layout
 from ..wire.sections import rows_of, section_layout
 from .blocks import BLOCK_VALUES
 
 ABSURD = 1e18  # no honest difference of weights; sums and momentum of values below it stay finite in fp32
 
-Tensors = Sequence[tuple[str, tuple[int, ...], Codec]]
+
+@dataclass(frozen=True)
+class UpTensor:
+    name: str
+    shape: tuple[int, ...]
+    codec: Codec
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was seen in some blocks of a payload: Σ x², and why it cannot be taken, if it cannot."""
+
+    blocks: range
+    squares: float = 0.0
+    refusal: Refused | None = None
+
+    def plus(self, other: Findings) -> Findings:
+        """Of these blocks and those that follow them."""
+        blocks = range(self.blocks.start, other.blocks.stop)
+        return Findings(blocks, self.squares + other.squares, self.refusal or other.refusal)
 
 
 class Decoder:
-    """Contributions to one fragment that come in the same number of sections."""
+    """For contributions to one fragment that come in the same number of sections."""
 
-    def __init__(self, codec_name: str, tensors: Tensors, sections: int = 1) -> None:
+    def __init__(self, codec_name: str, tensors: Sequence[UpTensor], sections: int = 1) -> None:
         self.sections = sections
-        self._codec_name = codec_name
-        self._tensors = {name: (shape, codec) for name, shape, codec in tensors}
-        self._begins = {name: array("q") for name in self._tensors}  # per section, the tensor's first byte
-        self.section_bytes: list[int] = []
-        begin = 0
-        for up in self._layouts():
-            for entry in up.entries:
-                self._begins[entry.name].append(begin + up.data_begin + entry.begin)
-            self.section_bytes.append(up.size_bytes)
+        self._codec_name, self._tensors = codec_name, list(tensors)
+        self._index = {tensor.name: i for i, tensor in enumerate(self._tensors)}
+        # Numbers and not objects: a strange worker may name thousands of sections, of thousands of tensors.
+        self._begins, self._first_blocks = array("q"), array("q")  # per run: its first byte, its first block
+        begin, blocks = 0, 0
+        for section, up in enumerate(self._layouts()):
+            for tensor, entry in zip(self._tensors, up.entries, strict=True):
+                self._begins.append(begin + up.data_begin + entry.begin)
+                self._first_blocks.append(blocks)
+                blocks += -(-rows_of(tensor.shape, sections, section).numel // BLOCK_VALUES)
             begin += up.size_bytes
+        self.block_count = blocks
 
     def _layouts(self) -> Iterator[Layout]:
-        """One after the other: thousands of them at once would take more memory than the model."""
         if self.sections == 1:
-            sizes = [(n, shape, codec.encoded_bytes(math.prod(shape))) for n, (shape, codec) in self._tensors.items()]
+            sizes = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes(tensor.numel)) for tensor in self._tensors]
             yield layout(self._codec_name, sizes)
             return
-        shares = [(name, shape, codec.encoded_bytes) for name, (shape, codec) in self._tensors.items()]
+        shares = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in self._tensors]
         for section in range(self.sections):
             yield section_layout(self._codec_name, shares, self.sections, section)
+
+    # --- checking -------------------------------------------------------------------------------------------------
 
     def check(self, payload: memoryview) -> float:
         """Refuse a payload with the wrong tensors, with NaN or Inf, or with bytes that mean nothing, naming the tensor.
         Returns ‖Δ‖."""
-        begin, squares = 0, 0.0
+        return self.conclude(payload, [])
+
+    def conclude(self, payload: memoryview, seen: Sequence[Findings]) -> float:
+        """The same for somebody who has looked at most blocks while they arrived; `seen` in the payload's order."""
+        self.check_headers(payload)
+        data, scratch, squares, done = torch.frombuffer(payload, dtype=torch.uint8), room_for_a_block(), 0.0, 0
+        for findings in [*seen, Findings(range(self.block_count, self.block_count))]:
+            missed = self.look(data, range(done, findings.blocks.start), scratch)
+            done = findings.blocks.stop
+            refusal = missed.refusal or findings.refusal
+            if refusal is not None:
+                raise refusal
+            squares += missed.squares + findings.squares
+        return math.sqrt(squares)
+
+    def check_headers(self, payload: memoryview) -> None:
+        begin = 0
         for section, up in enumerate(self._layouts()):
             # What is left over goes to the last section, whose check will say so.
             end = begin + up.size_bytes if section < self.sections - 1 else len(payload)
             check_frame(payload[begin:end], up)
             begin = end
-        data = torch.frombuffer(payload, dtype=torch.uint8)
-        for name, (shape, codec) in self._tensors.items():
-            step = max(BLOCK_VALUES // codec.block_values, 1) * codec.block_values
-            for section in range(self.sections):
-                count = rows_of(shape, self.sections, section).numel
-                for start in range(0, count, step):
-                    stop = min(start + step, count)
-                    first = self._begins[name][section]
-                    encoded = data[first + codec.encoded_bytes(start) : first + codec.encoded_bytes(stop)]
-                    squares += self._check(name, section, codec, encoded, stop - start)
-        return math.sqrt(squares)
 
-    def _check(self, name: str, section: int, codec: Codec, encoded: Tensor, count: int) -> float:
+    def blocks_from(self, byte: int) -> int:
+        """The number of the first block that begins at `byte` or after it."""
+        return self._blocks_before(byte, ends=False)
+
+    def blocks_to(self, byte: int) -> int:
+        """One more than the number of the last block that ends at `byte` or before it."""
+        return self._blocks_before(byte, ends=True)
+
+    def _blocks_before(self, byte: int, *, ends: bool) -> int:
+        """How many blocks end at `byte` or before, or begin before it."""
+        run = bisect_right(self._begins, byte) - 1
+        if run < 0:
+            return 0
+        tensor, count = self._run(run)
+        per_block = tensor.codec.encoded_bytes(min(BLOCK_VALUES, count)) or 1
+        inside = byte - self._begins[run]
+        blocks = -(-count // BLOCK_VALUES)
+        if inside >= tensor.codec.encoded_bytes(count):
+            return self._first_blocks[run] + blocks
+        return self._first_blocks[run] + (inside // per_block if ends else -(-inside // per_block))
+
+    def look(self, data: Tensor, blocks: range, scratch: Tensor) -> Findings:
+        """What is in these blocks of a payload (uint8), up to the first that cannot be taken."""
+        squares, run = 0.0, bisect_right(self._first_blocks, blocks.start) - 1
+        for block in blocks:
+            while run + 1 < len(self._first_blocks) and self._first_blocks[run + 1] <= block:
+                run += 1
+            tensor, count = self._run(run)
+            start = (block - self._first_blocks[run]) * BLOCK_VALUES
+            stop = min(start + BLOCK_VALUES, count)
+            first, last = tensor.codec.encoded_bytes(start), tensor.codec.encoded_bytes(stop)
+            encoded = data[self._begins[run] + first : self._begins[run] + last]
+            try:
+                squares += _sum_of_squares(tensor.codec, encoded, scratch[: stop - start])
+            except Refused as refusal:
+                return Findings(blocks, squares, self._named(refusal, run))
+        return Findings(blocks, squares)
+
+    def _named(self, refusal: Refused, run: int) -> Refused:
+        section, i = divmod(run, len(self._tensors))
         where = f" in section {section} of {self.sections}" if self.sections > 1 else ""
-        wrong = codec.check(encoded, count)
-        if wrong:
-            raise BadFrame(f"tensor {name!r}{where}: {wrong}")
-        values = torch.empty(count)
-        codec.decode(encoded, values)
-        square = float(torch.dot(values, values))
-        if square <= ABSURD:
-            return square
-        # In fp32 the square of an honest number can be infinite: look again, exactly.
-        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-        if norm <= ABSURD:
-            return norm * norm
-        what = f"values of about {norm:.0e}, which is absurd" if math.isfinite(norm) else "NaN or Inf"
-        raise NotFinite(
-            f"tensor {name!r} holds {what}{where}",
-            hint="the contribution was not applied; lower the learning rate, or reload the model",
-        )
+        return type(refusal)(f"tensor {self._tensors[i].name!r} {refusal.message}{where}", hint=refusal.hint)
+
+    def _run(self, run: int) -> tuple[UpTensor, int]:
+        """The tensor, and how many of its values are in this run."""
+        section, i = divmod(run, len(self._tensors))
+        return self._tensors[i], rows_of(self._tensors[i].shape, self.sections, section).numel
+
+    # --- reading --------------------------------------------------------------------------------------------------
 
     def read(self, payload: Tensor, name: str, start: int, stop: int, out: Tensor) -> None:
         """Values [start, stop) of a tensor, from a payload (uint8) that was checked, to fp32."""
-        shape, codec = self._tensors[name]
+        i = self._index[name]
+        tensor = self._tensors[i]
         if self.sections == 1:
-            self._decode(payload, codec, self._begins[name][0], math.prod(shape), start, stop, out)
+            _decode(payload, tensor.codec, self._begins[i], tensor.numel, start, stop, out)
             return
-        each = max(rows_of(shape, self.sections, 0).numel, 1)  # every section but the last ones has so many
+        each = rows_of(tensor.shape, self.sections, 0).numel  # every section but the last ones has so many
         for section in range(start // each, -(-stop // each)):
-            first = section * each
-            count = rows_of(shape, self.sections, section).numel
+            run, first = section * len(self._tensors) + i, section * each
+            count = self._run(run)[1]
             begin, end = max(start - first, 0), min(stop - first, count)
             place = out[first + begin - start : first + end - start]
-            self._decode(payload, codec, self._begins[name][section], count, begin, end, place)
+            _decode(payload, tensor.codec, self._begins[run], count, begin, end, place)
 
-    @staticmethod
-    def _decode(payload: Tensor, codec: Codec, at: int, count: int, start: int, stop: int, out: Tensor) -> None:
-        """Values [start, stop) of `count` encoded ones that begin at byte `at`; what the codec cannot take apart is
-        decoded with its neighbours."""
-        before, beyond = -start % -codec.block_values, -stop % codec.block_values
-        first, last = start + before, min(stop + beyond, count)
-        encoded = payload[at + codec.encoded_bytes(first) : at + codec.encoded_bytes(last)]
-        if first == start and last == stop:
-            codec.decode(encoded, out)
-            return
-        values = torch.empty(last - first)
-        codec.decode(encoded, values)
-        out.copy_(values[start - first : stop - first])
+
+def _decode(payload: Tensor, codec: Codec, at: int, count: int, start: int, stop: int, out: Tensor) -> None:
+    """Values [start, stop) of `count` encoded ones that begin at byte `at`; what the codec cannot take apart is decoded
+    with its neighbours."""
+    first, last = start - start % codec.block_values, min(stop + -stop % codec.block_values, count)
+    encoded = payload[at + codec.encoded_bytes(first) : at + codec.encoded_bytes(last)]
+    if first == start and last == stop:
+        codec.decode(encoded, out)
+        return
+    values = torch.empty(last - first)
+    codec.decode(encoded, values)
+    out.copy_(values[start - first : stop - first])
+
+
+def room_for_a_block() -> Tensor:
+    return torch.empty(BLOCK_VALUES)
+
+
+def _sum_of_squares(codec: Codec, encoded: Tensor, values: Tensor) -> float:
+    """Σ x² of a block; `values` is room for them. Many times cheaper than isfinite(), and finite only if all are."""
+    wrong = codec.check(encoded, values.numel())
+    if wrong:
+        raise BadFrame(f"cannot be decoded: {wrong}")
+    codec.decode(encoded, values)
+    square = float(torch.dot(values, values))
+    if square <= ABSURD:
+        return square
+    # In fp32 the square of an honest number can be infinite: look again, exactly.
+    norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    if norm <= ABSURD:
+        return norm * norm
+    what = f"values of about {norm:.0e}, which is absurd" if math.isfinite(norm) else "NaN or Inf"
+    raise NotFinite(
+        f"holds {what}", hint="the contribution was not applied; lower the learning rate, or reload the model"
+    )

@@ -11,8 +11,9 @@ With an exact `down_codec` they are the same memory, and every agreement is fetc
 Product and sum are rounded one after the other, so worker and server get the same bits on any device. T − θ is what the
 codec left out; it is in the next difference, so nothing is lost (error feedback without a memory of its own).
 
-The last updates are kept in a ring: who holds an older θ gets the chain that leads to the newest, if all of it is there
-and shorter than the whole; everybody else gets the whole. Both give the same bits.
+The last updates are kept in a ring, half as large as the whole at most (the newest always). Who holds an older θ gets
+the chain that leads to the newest, if all of it is there and shorter than the whole; the others get the whole. Both
+give the same bits.
 
 θ moves in place, unless somebody is in the middle of fetching it: then the next version is another piece of memory, and
 the old one stays until it is read or READING_S are over. So nobody ever reads bytes that change. One thread moves;
@@ -25,7 +26,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,25 +33,14 @@ from torch import Tensor
 from ..core.codecs import FP32
 from ..core.codecs.recipe import Recipe
 from ..core.views import fp32_views
-from ..digest import part_count, part_range, payload_hash
-from ..errors import BadRequest, ServerFailed, Superseded
+from ..errors import ServerFailed, Superseded
 from ..types import MOST_PAYLOADS, Agreement, GetPart, ParameterSpec, Participant, Payload
 from ..wire.frames import layout
 from .motion import Motion, fp32_hash
 from .pool import private_memory
-from .published import Frame, Published
+from .published import Frame, Published, Update
 
 OLDER_HELD = 1  # versions of θ beside the newest, for those in the middle of them: memory must not grow with readers
-
-
-@dataclass(frozen=True)
-class Update:
-    """The encoded step from the version before (whose anchor has `base_hash`) to `payload.version`."""
-
-    payload: Payload
-    base_hash: str
-    frame: Frame
-    part_hashes: tuple[str, ...]
 
 
 class Downlink:
@@ -79,7 +68,7 @@ class Downlink:
         self._lock = threading.Condition()
         self._moving: int | None = None  # the version whose memory is being moved to the next
         self._ring: deque[Update] = deque()
-        self._spare: Update | None = None  # just out of the ring: still served, until its memory is needed
+        self._leaving: Update | None = None  # out of the ring, but somebody is in the middle of it
         frame = Frame(self.full)
         for name, theta in fp32_views(frame.view, self.full.places, self.full.data_begin).items():
             theta.copy_(state[name])
@@ -104,7 +93,7 @@ class Downlink:
 
     @property
     def ring_versions(self) -> list[int]:
-        return [update.payload.version for update in self._ring]
+        return [update.version for update in self._ring]
 
     @property
     def target(self) -> Tensor:
@@ -146,6 +135,8 @@ class Downlink:
                 if held == version and held_hash == self.newest.agreement.anchor_hash:
                     return ()
                 chain = self._chain(held, held_hash)
+                for update in chain:
+                    update.promised(worker_id, now)
                 if chain:
                     return tuple(update.payload for update in chain)
             self._wait_for_rest()
@@ -165,28 +156,19 @@ class Downlink:
                 update = self._find_update(request.version)
                 if update is None:
                     raise self._superseded(request)
-                size, frame, hashes = update.payload.size_bytes, update.frame, update.part_hashes
-                begin, end = self._part_range(request.part, size)
-                return hashes[request.part], frame.lend(begin, end)
+                data = update.lend(request.worker_id, request.part, now)
+                return update.part_hashes[request.part], data
             self._wait_for_rest()
             published = self._held.get(request.version)
             if published is None:
                 raise self._superseded(request)
-            begin, end = self._part_range(request.part, published.size_bytes)
-            published.asked(request.worker_id, request.part, now)
-            lent = published.frame.lend(begin, end)
-        return published.part_hashes()[request.part], lent
+            data = published.lend(request.worker_id, request.part, now)
+        return published.part_hashes()[request.part], data
 
     def forget_old(self, now: float) -> None:
         """Hold the newest, and few older versions, while somebody is in the middle of them."""
         with self._lock:
             self._forget_old(now)
-
-    def _part_range(self, part: int, size_bytes: int) -> tuple[int, int]:
-        parts = part_count(size_bytes, self.part_size_bytes)
-        if part >= parts:
-            raise BadRequest(f"part {part} is out of range: there are {parts}")
-        return part_range(part, size_bytes, self.part_size_bytes)
 
     def _wait_for_rest(self) -> None:
         """Until the newest version is not being moved; then it is another one."""
@@ -195,15 +177,15 @@ class Downlink:
 
     def _chain(self, held: int, held_hash: str) -> list[Update]:
         """The updates from `held` to the newest; none if they do not all lead there, or are no shorter than all."""
-        chain = [update for update in self._ring if update.payload.version > held]
-        if not chain or chain[0].payload.version != held + 1 or chain[0].base_hash != held_hash:
+        chain = [update for update in self._ring if update.version > held]
+        if not chain or chain[0].version != held + 1 or chain[0].base_hash != held_hash:
             return []
-        size = sum(update.payload.size_bytes for update in chain)
+        size = sum(update.size_bytes for update in chain)
         return chain if size < self.full.size_bytes and len(chain) <= MOST_PAYLOADS else []
 
     def _find_update(self, version: int) -> Update | None:
-        kept = [*self._ring, self._spare] if self._spare is not None else self._ring
-        return next((update for update in kept if update is not None and update.payload.version == version), None)
+        served = [*self._ring, *([self._leaving] if self._leaving is not None else [])]
+        return next((update for update in served if update.version == version), None)
 
     def _superseded(self, request: GetPart) -> Superseded:
         newest = max(self._held, default="on its way")
@@ -230,9 +212,8 @@ class Downlink:
             newest = self.newest
             in_place = not newest.is_read(now)
             self._moving = newest.version if in_place else None
-            spare, self._spare = self._spare, None
+            reused = None if self.is_exact else self._make_way(now)
         try:
-            reused = spare.frame if spare is not None and not spare.frame.is_lent else None
             yield Motion(self, version, newest, self._target, in_place=in_place, reused=reused)
         except BaseException:
             with self._lock:
@@ -255,7 +236,8 @@ class Downlink:
                 del self._held[before.version]
             self._held[made.version] = published
             if made.update is not None:
-                self._remember(made.update, part_hashes, made.version, before.agreement.anchor_hash)
+                base_hash = before.agreement.anchor_hash
+                self._ring.append(Update(made.version, base_hash, made.update, part_hashes, self.part_size_bytes))
             else:
                 self._target = made.target
             self._moving = None
@@ -263,9 +245,17 @@ class Downlink:
             self._lock.notify_all()
         return published
 
-    def _remember(self, frame: Frame, part_hashes: tuple[str, ...], version: int, base_hash: str) -> None:
-        payload = Payload(version=version, kind="update", size_bytes=len(frame.view), hash=payload_hash(part_hashes))
-        self._ring.append(Update(payload, base_hash, frame, part_hashes))
-        limit = (self.full.size_bytes - self.full.data_begin) // 2
-        while len(self._ring) > 1 and sum(update.payload.size_bytes for update in self._ring) > limit:
-            self._spare = self._ring.popleft()
+    def _make_way(self, now: float) -> Frame | None:
+        """Take the oldest updates out of the ring, until one more fits. The memory of one that nobody reads is used for
+        the next; one that somebody is in the middle of is served until another takes its place."""
+        limit, size = (self.full.size_bytes - self.full.data_begin) // 2, self.update.size_bytes
+        reused: Frame | None = None
+        while self._ring and (len(self._ring) + 1) * size > limit:
+            oldest = self._ring.popleft()
+            if oldest.is_read(now):
+                self._leaving = oldest
+            else:
+                reused = oldest.frame
+        if self._leaving is not None and not self._leaving.is_read(now):
+            reused, self._leaving = self._leaving.frame, None
+        return reused

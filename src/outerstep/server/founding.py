@@ -49,3 +49,16 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
         weight_by=config.weight_by,
         dylu=config.dylu_enabled,
     )
+
+
+def check_room(config: ServerConfig, plan: Plan, manifest: Manifest) -> None:
+    """The deterministic mode adds nothing before a round closes: the contributions of everybody must have room until
+    then, or the last would wait for the first and the first for the last."""
+    codec = Recipe.parse(plan.codec)
+    size = sum(codec.codec(spec).encoded_bytes(spec.numel) for spec in manifest.parameters)
+    needed, room = config.num_workers * size, config.pool_bytes + config.spool_bytes
+    if config.deterministic and needed > room:
+        raise ConfigError(
+            f"deterministic keeps all contributions until their round closes: {config.num_workers} workers with {size} "
+            f"bytes each need {needed}, pool_bytes and spool_bytes make {room}; raise spool_bytes"
+        )

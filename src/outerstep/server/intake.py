@@ -1,21 +1,36 @@
-"""Where contributions arrive: parts are read from their sockets straight to their places, and the whole is checked."""
+"""Where contributions arrive: parts are read from their sockets straight to their places.
+
+What has just arrived is in the processor's cache, so that is when it is hashed and looked at: NaN, Inf, absurd values,
+bytes that mean nothing. What is wrong is said when the contribution is complete; then there is nothing left to read but
+its headers, and the blocks across the borders of parts. Values are looked at by as many threads as there are cores, not
+by the connections' own: each that has worked on tensors keeps megabytes in its allocator's cache.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import reduce
+
+import torch
+import xxhash
 
 from ..config import ServerConfig
 from ..coordination.coordinator import Coordinator
-from ..digest import part_hash
+from ..coordination.uploads import Upload
 from ..errors import BadRequest, HashMismatch, MissingParts
 from ..types import ContributionKey, PutPart, PutPartAnswer
 from ..wire.service import Body
+from .decoding import Decoder, Findings, room_for_a_block
 from .pool import Pool, Room
-from .store import FragmentStore
+
+CHUNK_BYTES = 4 << 20  # read and hashed, then looked at while the next one comes
+
+FindDecoder = Callable[[int, int], Decoder]
+"""(fragment, number of sections) → how such a contribution is read."""
 
 
 @dataclass
@@ -24,6 +39,15 @@ class _Writing:
 
     body: Body
     done: threading.Event = field(default_factory=threading.Event)
+
+
+class _Incoming:
+    """One contribution on its way in: its room, and what was seen in the parts that are there."""
+
+    def __init__(self) -> None:
+        self.making_room = threading.Lock()
+        self.room: Room | None = None
+        self.seen: dict[int, Findings] = {}
 
 
 class Intake:
@@ -35,30 +59,36 @@ class Intake:
         coordinator: Coordinator,
         lock: threading.Condition,
         clock: Callable[[], float],
+        find_decoder: FindDecoder,
     ) -> None:
         self.pool = Pool(memory_bytes=config.pool_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
         self.bytes_received = 0
         self._coordinator, self._lock, self._clock = coordinator, lock, clock
-        self._rooms: dict[ContributionKey, Room] = {}
+        self._find_decoder = find_decoder
+        self._incoming: dict[ContributionKey, _Incoming] = {}
         self.writing: dict[tuple[ContributionKey, int], _Writing] = {}
-        # Not in the connections' own threads: each that has worked on tensors keeps megabytes in its allocator's cache.
-        self._checkers = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="outerstep-check")
-
-    def payload(self, key: ContributionKey) -> memoryview:
-        return self._rooms[key].view
-
-    def free(self, key: ContributionKey) -> None:
-        """With the lock held."""
-        room = self._rooms.pop(key, None)
-        if room is not None:
-            self.pool.give_back(room)
-
-    def check(self, store: FragmentStore, payload: memoryview, sections: int) -> float:
-        """‖Δ‖ of a whole contribution; a Refused if it is not fit to be added."""
-        return self._checkers.submit(store.check, payload, sections).result()
+        self._lookers = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="outerstep-look")
 
     def close(self) -> None:
-        self._checkers.shutdown()
+        self._lookers.shutdown()
+
+    def payload(self, key: ContributionKey) -> memoryview:
+        room = self._incoming[key].room
+        assert room is not None
+        return room.view
+
+    def free(self, key: ContributionKey) -> None:
+        """With the lock held. Whoever still has a view of it keeps its memory from being used again."""
+        incoming = self._incoming.pop(key, None)
+        if incoming is not None and incoming.room is not None:
+            self.pool.give_back(incoming.room)
+
+    def conclude(self, upload: Upload) -> Callable[[], float]:
+        """With the lock held, all parts being in: what checks the rest, outside of it. That returns ‖Δ‖ or refuses."""
+        incoming, sections = self._incoming[upload.offer.key], upload.offer.sections
+        payload, seen = self.payload(upload.offer.key), [incoming.seen[part] for part in sorted(incoming.seen)]
+        decoder = self._find_decoder(upload.offer.fragment, sections)
+        return lambda: self._lookers.submit(decoder.conclude, payload, seen).result()
 
     def put(self, request: PutPart, body: Body) -> PutPartAnswer:
         """Read the part to its place. Only one connection at a time writes to a place, and none once the part is in:
@@ -74,32 +104,67 @@ class Intake:
                     raise BadRequest(f"part {request.part} has {end - begin} bytes, got {body.length}")
                 earlier = self.writing.get(place)
                 if earlier is None:
-                    room = self._rooms.get(request.key)
-                    if room is None:
-                        room = self._rooms[request.key] = self.pool.take(begun.offer.size_bytes)
+                    incoming = self._incoming.setdefault(request.key, _Incoming())
                     writing = self.writing[place] = _Writing(body)
                     break
             # The sender gave up on an earlier connection and came back on this one.
             earlier.body.abort()
             earlier.done.wait()
-        stored = False
+        findings: Findings | None = None
         try:
-            body.read_into(room.view[begin:end])
-            got = part_hash(room.view[begin:end])
-            if got != request.hash:
-                raise HashMismatch(
-                    f"part {request.part} of {request.key} arrived as {got}, it was sent as {request.hash}",
-                    hint="send this part again",
-                )
-            stored = True
+            room = self._room(request.key, incoming, begun.offer.size_bytes)
+            decoder = self._find_decoder(request.fragment, begun.offer.sections)
+            findings = self._read(room.view, begin, end, request, body, decoder)
         finally:
             with self._lock:
                 del self.writing[place]
                 writing.done.set()
-                if stored and self._rooms.get(request.key) is not room:
-                    # The upload was dropped meanwhile (its worker left, died, came back): these bytes went nowhere.
-                    raise MissingParts(f"contribution {request.key} is not on offer any more", hint="offer it again")
-                if stored:
+                if findings is not None:
+                    self._check_wanted(request.key, incoming)
+                    incoming.seen[request.part] = findings
                     answer = self._coordinator.part_arrived(request, self._clock())
                     self.bytes_received += end - begin
         return answer
+
+    def _room(self, key: ContributionKey, incoming: _Incoming, size_bytes: int) -> Room:
+        """The contribution's room, made by whoever needs it first. A file may take its time: not under the lock."""
+        with incoming.making_room:
+            if incoming.room is None:
+                room = self.pool.take(size_bytes)
+                with self._lock:
+                    if self._incoming.get(key) is not incoming:
+                        self.pool.give_back(room)
+                    self._check_wanted(key, incoming)
+                    incoming.room = room
+            return incoming.room
+
+    def _read(
+        self, payload: memoryview, begin: int, end: int, request: PutPart, body: Body, decoder: Decoder
+    ) -> Findings:
+        """Fill [begin, end) of the payload; its hash must be the one announced. What the blocks inside it hold."""
+        data, state = torch.frombuffer(payload, dtype=torch.uint8), xxhash.xxh3_64()
+        done = first = decoder.blocks_from(begin)
+        looking: list[Future[Findings]] = []
+        for start in range(begin, end, CHUNK_BYTES):
+            chunk = payload[start : min(start + CHUNK_BYTES, end)]
+            body.read_into(chunk)
+            state.update(chunk)
+            arrived = max(decoder.blocks_to(start + len(chunk)), done)
+            looking.append(self._lookers.submit(_look, decoder, data, range(done, arrived)))
+            done = arrived
+        got = state.hexdigest()
+        if got != request.hash:
+            raise HashMismatch(
+                f"part {request.part} of {request.key} arrived as {got}, it was sent as {request.hash}",
+                hint="send this part again",
+            )
+        return reduce(Findings.plus, (look.result() for look in looking), Findings(range(first, first)))
+
+    def _check_wanted(self, key: ContributionKey, incoming: _Incoming) -> None:
+        if self._incoming.get(key) is not incoming:
+            # The upload was dropped meanwhile (its worker left, died, came back): these bytes went nowhere.
+            raise MissingParts(f"contribution {key} is not on offer any more", hint="offer it again")
+
+
+def _look(decoder: Decoder, data: torch.Tensor, blocks: range) -> Findings:
+    return decoder.look(data, blocks, room_for_a_block())

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from ..digest import part_count, part_hash, part_range, payload_hash
+from ..errors import BadRequest
 from ..types import Agreement, Payload
 from ..wire.frames import Layout
-from .pool import private_memory
+from .pool import private_memory, watched
 
 READING_S = 60.0  # who has not asked for a part for this long has stopped reading
 
@@ -26,17 +25,16 @@ class Frame:
     def __init__(self, of: Layout) -> None:
         self.view = private_memory(of.size_bytes)
         self.view[: of.data_begin] = of.prefix
-        self._lent: dict[int, weakref.ref[np.ndarray]] = {}
+        self._lent: set[object] = set()
 
     @property
     def is_lent(self) -> bool:
         return bool(self._lent)
 
     def lend(self, begin: int, end: int) -> memoryview:
-        held = np.frombuffer(self.view[begin:end], dtype=np.uint8)  # a memoryview cannot be watched, an array can
-        key = id(held)
-        self._lent[key] = weakref.ref(held, lambda _: self._lent.pop(key, None))
-        return memoryview(held).toreadonly()  # type: ignore[arg-type]  # numpy's stubs say so from Python 3.12 on
+        ticket = object()
+        self._lent.add(ticket)
+        return watched(self.view[begin:end], lambda: self._lent.discard(ticket)).toreadonly()
 
     def data(self, of: Layout, dtype: torch.dtype) -> Tensor:
         """Everything after the header, flat."""
@@ -72,21 +70,13 @@ class _Reading:
     parts: set[int] = field(default_factory=set)
 
 
-class Published:
-    """One version of θ as a whole. The hashes of its parts are made when somebody first asks for it."""
+class Served:
+    """A frame that workers fetch, and who is in the middle of it. (Under the lock of its downlink.)"""
 
-    def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
-        self.agreement = agreement
+    def __init__(self, frame: Frame, part_size_bytes: int) -> None:
         self.frame = frame
-        self.range_hashes: dict[int, tuple[str, ...]] = {}  # by number of sections, as far as asked
         self._part_size_bytes = part_size_bytes
-        self._hashing = threading.Lock()
-        self._part_hashes: tuple[str, ...] = ()
         self._readers: dict[str, _Reading] = {}
-
-    @property
-    def version(self) -> int:
-        return self.agreement.version
 
     @property
     def size_bytes(self) -> int:
@@ -96,34 +86,20 @@ class Published:
     def part_count(self) -> int:
         return part_count(self.size_bytes, self._part_size_bytes)
 
-    def part_hashes(self) -> tuple[str, ...]:
-        """Computed once, whoever asks first; the others wait for it. Only while a part of the frame is lent."""
-        with self._hashing:
-            if not self._part_hashes:
-                self._part_hashes = tuple(
-                    part_hash(self.frame.view[slice(*self.range(i))]) for i in range(self.part_count)
-                )
-            return self._part_hashes
-
-    def payload(self) -> Payload:
-        hashes = self.part_hashes()
-        return Payload(version=self.version, kind="full", size_bytes=self.size_bytes, hash=payload_hash(hashes))
-
-    def range(self, part: int) -> tuple[int, int]:
-        return part_range(part, self.size_bytes, self._part_size_bytes)
-
-    # --- who reads it (under the lock of its downlink) ------------------------------------------------------------
-
     def promised(self, worker_id: str, now: float) -> None:
         """This worker was told to fetch it, and will."""
         self._readers.setdefault(worker_id, _Reading(now)).asked_at = now
 
-    def asked(self, worker_id: str, part: int, now: float) -> None:
+    def lend(self, worker_id: str, part: int, now: float) -> memoryview:
+        """One part, to be sent."""
+        if part >= self.part_count:
+            raise BadRequest(f"part {part} is out of range: there are {self.part_count}")
         reading = self._readers.setdefault(worker_id, _Reading(now))
         reading.asked_at = now
         reading.parts.add(part)
         if len(reading.parts) == self.part_count:
             del self._readers[worker_id]  # it has all of it; the last bytes are on their way (`Frame.is_lent`)
+        return self.frame.lend(*self._range(part))
 
     def last_asked_at(self, now: float) -> float | None:
         """When somebody last asked who is still in the middle of it; None = nobody is."""
@@ -134,3 +110,46 @@ class Published:
 
     def is_read(self, now: float) -> bool:
         return self.frame.is_lent or self.last_asked_at(now) is not None
+
+    def _range(self, part: int) -> tuple[int, int]:
+        return part_range(part, self.size_bytes, self._part_size_bytes)
+
+
+class Published(Served):
+    """One version of θ as a whole. The hashes of its parts are made when somebody first asks for it."""
+
+    def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
+        super().__init__(frame, part_size_bytes)
+        self.agreement = agreement
+        self.range_hashes: dict[int, tuple[str, ...]] = {}  # by number of sections, as far as asked
+        self._hashing = threading.Lock()
+        self._part_hashes: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> int:
+        return self.agreement.version
+
+    def part_hashes(self) -> tuple[str, ...]:
+        """Computed once, whoever asks first; the others wait for it. Only while a part of the frame is lent."""
+        with self._hashing:
+            if not self._part_hashes:
+                parts = (self.frame.view[slice(*self._range(part))] for part in range(self.part_count))
+                self._part_hashes = tuple(part_hash(part) for part in parts)
+            return self._part_hashes
+
+    def payload(self) -> Payload:
+        hashes = self.part_hashes()
+        return Payload(version=self.version, kind="full", size_bytes=self.size_bytes, hash=payload_hash(hashes))
+
+
+class Update(Served):
+    """The encoded step from the version before, whose anchor has `base_hash`, to `version`."""
+
+    def __init__(
+        self, version: int, base_hash: str, frame: Frame, part_hashes: tuple[str, ...], part_size_bytes: int
+    ) -> None:
+        super().__init__(frame, part_size_bytes)
+        self.version, self.base_hash, self.part_hashes = version, base_hash, part_hashes
+        self.payload = Payload(
+            version=version, kind="update", size_bytes=self.size_bytes, hash=payload_hash(part_hashes)
+        )

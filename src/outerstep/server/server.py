@@ -7,7 +7,6 @@ server.run()                      # or start() … stop()
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import secrets
@@ -25,8 +24,13 @@ from ..core.delayed import DelayedNesterov
 from ..core.fragments import check_cycle
 from ..core.outer import Nesterov, OptimizerFactory, OuterOptimizer, TorchOuter, check_factory
 from ..errors import ConfigError
+from ..security import Access, Credentials, ServerIdentity, TokenGuard, is_loopback, parse_address
+from ..security.access import write_address
+from ..security.credentials import outward_host
+from ..security.guard import OpenDoor
 from ..types import Manifest
 from ..wire.http_service import HttpService, ServiceLimits
+from .audit import Audit
 from .founding import read_codecs
 from .health import HealthMonitor
 from .model_state import ModelState
@@ -36,6 +40,7 @@ from .service import ParameterService
 log = logging.getLogger(__name__)
 
 PORTS_TRIED = 100
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 class DiLoCoServer:
@@ -85,6 +90,7 @@ class DiLoCoServer:
             self.service.restore(saved)
         self._monitor = HealthMonitor(self.service.tick, self.service.next_wake)
         self._http: HttpService | None = None
+        self._identity: ServerIdentity | None = None  # None = insecure, or not started yet
         self._stopped = False
         self._stopping = threading.Lock()
         self._asked_to_stop = threading.Event()
@@ -95,8 +101,19 @@ class DiLoCoServer:
         """host:port, once started."""
         if self._http is None:
             raise ConfigError("the server has no address before start()")
-        host = self.config.host
-        return f"[{host}]:{self._http.port}" if ":" in host else f"{host}:{self._http.port}"
+        return write_address(self.config.host, self._http.port)
+
+    @property
+    def access(self) -> Access:
+        """What a worker on another machine needs; `access.join_string` is the line to hand over. Once started."""
+        if self._http is None or self._identity is None:
+            raise ConfigError(
+                "a server that was started insecure has no join string"
+                if self.config.insecure
+                else "the server has no join string before start()"
+            )
+        host, port = self._advertised(self._http.port)
+        return Access(host, port, self._identity.tokens.load().run, self._identity.fingerprint)
 
     @property
     def run_id(self) -> str:
@@ -119,15 +136,26 @@ class DiLoCoServer:
         with self._life:
             if self._http is not None:
                 raise ConfigError("this server was started before; make a new one")
-            self._http = self._listen()
+            if not self.config.insecure:
+                self._identity = self._credentials.server_identity(self.config.tls_cert, self.config.tls_key)
+            http = self._listen()
+            try:
+                self._announce(http.port)
+            except ConfigError:
+                http.stop()
+                raise
+            self._http = http
         self.service.start()
         self._monitor.start()
         self._http.start()
+        if self._identity is not None:
+            log.info("listening on %s, certificate sha256 %s", self.address, self._identity.fingerprint)
+            return self
         log.info("listening on %s", self.address)
-        if not _is_loopback(self.config.host):
+        if not is_loopback(self.config.host):
             log.warning(
-                "listening on %s without authentication or encryption: whoever reaches port %d can join and change the "
-                "model. Use it on a network you trust, or stay on 127.0.0.1 behind a tunnel.",
+                "INSECURE: listening on %s without authentication or encryption. Whoever reaches port %d can read and "
+                "change the model; whoever sees the traffic can read it. Leave insecure out, or stay on 127.0.0.1.",
                 self.config.host,
                 self._http.port,
             )
@@ -187,15 +215,43 @@ class DiLoCoServer:
     def _nudge(self) -> None:
         self._monitor.nudge()
 
+    @property
+    def _credentials(self) -> Credentials:
+        return Credentials(self.config.credentials)
+
+    def _advertised(self, port: int) -> tuple[str, int]:
+        """Host and port of the join string."""
+        named = self.config.advertise
+        if named is not None:
+            host, stated = parse_address(named)
+            return host, stated if named.rstrip("/").endswith(f":{stated}") else port
+        host = self.config.host
+        return (outward_host() if host in EVERYWHERE else host), port
+
+    def _announce(self, port: int) -> None:
+        """So that this user's commands on this machine find the server's tokens and certificate by its address."""
+        if self._identity is None:
+            return
+        host, advertised = self._advertised(port)
+        hosts = {self.config.host, *([host] if advertised == port else [])}
+        if hosts & set(EVERYWHERE):
+            hosts = (hosts - set(EVERYWHERE)) | {"127.0.0.1"}
+        self._credentials.announce(hosts, port, self._identity)
+
     def _listen(self) -> HttpService:
         limits = ServiceLimits(
             max_connections=self.config.max_connections, control_from_anywhere=self.config.remote_control
         )
+        tls = self._identity.context() if self._identity is not None else None
+        guard = TokenGuard(self._identity.tokens) if self._identity is not None else OpenDoor()
+        audit = Audit(self.service.events)
         port = self.config.port
         candidates = [port] if port is not None else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))
         for candidate in candidates:
             try:
-                return HttpService(self.service, self.config.host, candidate, limits)
+                return HttpService(
+                    self.service, self.config.host, candidate, limits, tls=tls, guard=guard, on_refusal=audit
+                )
             except OSError as error:
                 last = error
         raise ConfigError(
@@ -260,12 +316,3 @@ def _check_writable(folder: str) -> None:
 def _reason(error: OSError) -> str:
     """Without the address, which the message has already. (Name look-ups have error numbers of their own.)"""
     return str(error.strerror) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

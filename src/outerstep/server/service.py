@@ -60,7 +60,7 @@ from ..types import (
     Request,
 )
 from ..wire.service import Body
-from .founding import draw_up
+from .founding import check_room, draw_up
 from .intake import Intake
 from .keeping import Keeper, recall, restore
 from .model_state import ModelState
@@ -114,7 +114,13 @@ class ParameterService:
         self.events = EventLog(config.event_log)
         self.keeper = Keeper(config, self.events)
         self.changed = threading.Condition()  # its lock guards the coordinator and everything below
-        self.intake = Intake(config, self.coordinator, self.changed, lambda: self.clock())
+        self.intake = Intake(
+            config,
+            self.coordinator,
+            self.changed,
+            lambda: self.clock(),
+            lambda fragment, sections: self.stores[fragment].decoder(sections),
+        )
         self._rounds = RoundsThread(self)
 
     def start(self) -> None:
@@ -318,6 +324,7 @@ class ParameterService:
         targets: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The model and its fragments come to be."""
+        check_room(self.config, plan, manifest)
         self.optimizer = optimizer
         up, down = Recipe.parse(plan.codec), Recipe.parse(plan.down_codec)
         specs = {spec.name: spec for spec in manifest.parameters}
@@ -343,9 +350,7 @@ class ParameterService:
             settled=settled,
             manifest=manifest,
             fragments=[
-                Fragment.at(
-                    store.newest.agreement, store.max_payload_bytes, store.section_overhead_bytes, store.max_sections
-                )
+                Fragment.at(store.newest.agreement, store.max_payload_bytes, store.max_sections)
                 for store in self.stores
             ],
         )
@@ -384,9 +389,9 @@ class ParameterService:
             begun = self.coordinator.begin_commit(request, self.clock())
             if isinstance(begun, CommitAnswer):
                 return begun
-            payload = self.intake.payload(request.key)
+            check_rest = self.intake.conclude(begun)
         try:
-            norm = self.intake.check(self.stores[request.fragment], payload, begun.offer.sections)
+            norm = check_rest()
         except Refused as refusal:
             with self.changed:
                 self.coordinator.reject(request.key, refusal.message)

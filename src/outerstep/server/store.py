@@ -14,16 +14,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..core.aggregate import add_weighted
+from ..core.aggregate import add_weighted, divide
 from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov, Push
 from ..core.outer import Nesterov, OuterOptimizer
 from ..digest import data_hash
 from ..types import GetPart, ParameterSpec, Participant, Payload
 from ..wire.frames import layout
-from ..wire.sections import row_pieces, section_overhead_bytes
+from ..wire.sections import most_bytes, row_pieces
 from .blocks import BLOCK_VALUES, Block, cut
-from .decoding import Decoder
+from .decoding import Decoder, UpTensor
 from .downlink import Downlink
 from .motion import Motion
 from .pool import Shelf
@@ -75,12 +75,11 @@ class FragmentStore:
         self.down = Downlink(
             index, specs, state, down, part_size_bytes, version=version, run_id=run_id, targets=targets
         )
-        tensors = [(spec.name, spec.shape, up.codec(spec)) for spec in specs]
-        self.up = layout(
-            up.name, [(name, shape, codec.encoded_bytes(math.prod(shape))) for name, shape, codec in tensors]
-        )
-        self._tensors = tensors
+        tensors = [UpTensor(spec.name, spec.shape, up.codec(spec)) for spec in specs]
+        self._tensors = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in tensors]
+        self.up = layout(up.name, [(name, shape, size(math.prod(shape))) for name, shape, size in self._tensors])
         self.decoder = lru_cache(maxsize=4)(lambda sections: Decoder(up.name, tensors, sections))
+        self.max_payload_bytes = lru_cache(maxsize=64)(self._most_bytes)
         self._roles = {spec.name: spec.role for spec in specs}
         self._averaged = [name for name, role in self._roles.items() if role == "average"]
         self._statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
@@ -95,18 +94,14 @@ class FragmentStore:
         """Of the flat memory, gaps included."""
         return (self.down.full.size_bytes - self.down.full.data_begin) // 4
 
-    @property
-    def max_payload_bytes(self) -> int:
-        return self.up.size_bytes + SLACK_BYTES
+    def _most_bytes(self, sections: int) -> int:
+        """Of a contribution that comes in so many sections."""
+        return most_bytes(self.up, self._tensors, sections) + SLACK_BYTES
 
     @property
     def max_sections(self) -> int:
         """As many as there are rows; a few more may be empty."""
         return max([FEW_SECTIONS, *(shape[0] for _, shape, _ in self._tensors if shape)])
-
-    @property
-    def section_overhead_bytes(self) -> int:
-        return section_overhead_bytes(self.up)
 
     @property
     def newest(self) -> Published:
@@ -175,10 +170,10 @@ class FragmentStore:
             addend = reader.addend
             if addend.base is not None and addend.base < version - 1 and self._roles[block.name] == "average":
                 self._rebase(values, block, addend.base, self.down.target)
-            if first:
-                values.mul_(addend.weight)
-            else:
+            if not first:
                 add_weighted(out, values, addend.weight)
+            elif addend.weight != 1.0:
+                values.mul_(addend.weight)
 
     def _rebase(self, values: Tensor, block: Block, base: int, target: Tensor) -> None:
         """Δ of a buffer against T as it is now, in place: T − l = (T − θ_base) + Δ. Buffers are means of values and not
@@ -225,7 +220,7 @@ class FragmentStore:
             for block in self._blocks:
                 g = mean[block.place : block.end]
                 self._gather(block, g, readers, motion.version, onto=total is not None)
-                g.div_(weight)
+                divide(g, weight)
             self._step_plainly(motion, optimizer, mean)
             self._shelf.give_back(mean)
             self._follow(motion)
@@ -234,7 +229,7 @@ class FragmentStore:
         for block in self._blocks:
             g = total.values[block.place : block.end] if total is not None else self._scratch[0, : block.count]
             self._gather(block, g, readers, motion.version, onto=total is not None)
-            g.div_(weight)
+            divide(g, weight)
             role = self._roles[block.name]
             if role == "parameter":
                 step.block(block.name, targets[block.name], g, block.start)

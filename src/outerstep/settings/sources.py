@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config import build, unknown
 from ..errors import ConfigError
+from ..security import JOIN_VARIABLE, is_join_string, parse_join_string, redact
 from .kinds import write
 from .table import ROLES, Role
 from .toml_file import FILE_NAME, read_file
@@ -51,6 +52,8 @@ def resolve(
         if here is None and field in in_file:
             value, line = in_file[field]
             here = Sourced(value, f"{path}:{line}")
+        if here is None and field == "server_addr" and environ.get(JOIN_VARIABLE):
+            here = Sourced(environ[JOIN_VARIABLE].strip(), JOIN_VARIABLE)
         if here is None and field in role.defaults:
             here = Sourced(role.defaults[field], DEFAULT)
         found[field] = here or Sourced(None, NOT_SET)
@@ -106,6 +109,11 @@ def environment_for(role: Role, found: Mapping[str, Sourced], environ: Mapping[s
             child[first] = write(found[field].value)
             for other in others:
                 child.pop(other, None)
+    if "server_addr" in found and is_join_string(str(found["server_addr"].value)):
+        # The script may print where it trains; what it must not print goes under a name of its own.
+        access = parse_join_string(found["server_addr"].value)
+        child[role.variables("server_addr")[0]] = access.address
+        child[JOIN_VARIABLE] = access.join_string
     return child
 
 
@@ -120,19 +128,21 @@ def _from_environment(role: Role, field: str, environ: Mapping[str, str]) -> Sou
         try:
             here = Sourced(kind.parse(text), variable)
         except ValueError as error:
-            raise ConfigError(f"{variable}={text!r} is not a valid {field}: {error}") from error
+            raise ConfigError(redact(f"{variable}={text!r} is not a valid {field}: {error}")) from error
         if found is None:
             found = here
         elif found.value != here.value:
             raise ConfigError(
-                f"{found.source}={environ[found.source]!r} and {variable}={text!r} contradict each other: unset one"
+                redact(
+                    f"{found.source}={environ[found.source]!r} and {variable}={text!r} contradict each other: unset one"
+                )
             )
     return found
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:
     known = {name for role in ROLES.values() for field in role.by_field for name in role.variables(field)}
-    known.add(CONFIG_VARIABLE)
+    known |= {CONFIG_VARIABLE, JOIN_VARIABLE}
     for name in environ:
         if name.startswith(("OUTERSTEP_", "DILOCO_")) and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=TYPO_RATIO)

@@ -102,7 +102,7 @@ class Role:
 
 
 ROUNDS, ASYNC, STREAMING, OUTER = "Rounds", "Asynchronous", "Streaming", "Outer step"
-MODEL, SAVING, NETWORK, LIMITS = "Model", "Saving", "Network", "Limits"
+MODEL, SAVING, NETWORK, SECURITY, LIMITS = "Model", "Saving", "Network", "Security", "Limits"
 JOINING, EXCHANGES, PATIENCE = "Joining", "Exchanges", "Patience"
 
 FIRST_WORKER = "the first worker's wish, else"
@@ -172,14 +172,24 @@ SERVER_SETTINGS = (
     Setting("resume", "--resume", SAVING, "Go on from a saved state, or the newest in a folder of them.", "a new run"),
     Setting("event_log", "--event-log", SAVING, "File to append events to, as JSON lines.", "none"),
     Setting("host", "--host", NETWORK,
-            "Address to listen on; without authentication, so other than 127.0.0.1 only on a network you trust."),
+            "Address to listen on; 0.0.0.0 = all of this machine's, so that other machines can join."),
     Setting("port", "--port", NETWORK, "Port to listen on; 0 = any free one, none = the first from 8512 on.",
             "the first free one from 8512 on"),
     Setting("compat_port", "--compat-port", NETWORK,
-            "Serve the documented torch.save endpoints on this port too; needs --insecure.", "off"),
-    Setting("insecure", "--insecure", NETWORK,
-            "Allow plain HTTP without authentication where it must be asked for: the compatibility port."),
-    Setting("remote_control", "--remote-control", NETWORK, "Take control from other machines too."),
+            "Serve the documented torch.save endpoints on this port too, in plain HTTP without tokens.", "off"),
+    Setting("compat_host", "--compat-host", NETWORK,
+            "Where that port listens; whoever reaches it can change the model.",
+            "127.0.0.1, with --insecure as --host"),
+    Setting("advertise", "--advertise", NETWORK,
+            "Host, or host:port, that the join string names.", "--host, for 0.0.0.0 this machine's address"),
+    Setting("credentials", "--credentials", SECURITY,
+            "Folder with the server's certificate and tokens.", "~/.config/outerstep"),
+    Setting("tls_cert", "--tls-cert", SECURITY, "Certificate to show, as a PEM file.", "one made at the first start"),
+    Setting("tls_key", "--tls-key", SECURITY, "Its private key, as a PEM file.", "one made at the first start"),
+    Setting("insecure", "--insecure", SECURITY,
+            "Plain HTTP without tokens: whoever reaches the port can join and read and change the model."),
+    Setting("remote_control", "--remote-control", SECURITY,
+            "Take control from other machines too, with the admin token."),
     Setting("max_connections", "--max-connections", LIMITS, "Connections open at the same time."),
     Setting("pool_bytes", "--pool-bytes", LIMITS, "Memory for contributions on their way in, in bytes."),
     Setting("spool_bytes", "--spool-bytes", LIMITS, "Disk for them when that is full, in bytes; 0 = none."),
@@ -189,7 +199,10 @@ SERVER_SETTINGS = (
 )  # fmt: skip
 
 WORKER_SETTINGS = (
-    Setting("server_addr", "--server", JOINING, "The server's host:port."),
+    Setting("server_addr", "--server", JOINING,
+            "The server's host:port, or its whole join string; http://host:port for one that was started --insecure."),
+    Setting("credentials", "--credentials", JOINING,
+            "Folder that `outerstep join` stored what it knows in.", "~/.config/outerstep"),
     Setting("worker_id", "--worker-id", JOINING, "A name that survives restarts.", "made from host and process"),
     Setting("heartbeat_interval", "--heartbeat-interval", JOINING, "Seconds between signs of life."),
     Setting("join_timeout_s", "--join-timeout", JOINING, "Seconds to wait for a server that does not answer yet."),

@@ -18,7 +18,7 @@ from ..coordination.fetch import Held, Piece, Wanted
 from ..coordination.session import Session
 from ..core.codecs import Dither
 from ..core.feedback import ErrorFeedback
-from ..errors import ConfigError, ExchangeFailed, OuterstepError, Refused, UnknownWorker, WorkerError
+from ..errors import ConfigError, ExchangeFailed, OuterstepError, Refused, UnknownWorker, UntrustedServer, WorkerError
 from ..types import (
     PROTOCOL_VERSION,
     Agreement,
@@ -108,7 +108,7 @@ class ServerTopology:
         try:
             first.outcome()
         except ExchangeFailed as failure:
-            if isinstance(failure.__cause__, Refused):
+            if isinstance(failure.__cause__, Refused | UntrustedServer):
                 raise failure.__cause__ from None  # "no" at join is said as the server said it
             raise
         self._adopt_plan(self.session.joined)

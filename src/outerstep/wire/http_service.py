@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
 import logging
 import os
 import secrets
@@ -17,7 +16,9 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import h11
 
@@ -28,11 +29,16 @@ from ..errors import (
     MethodNotAllowed,
     Refused,
     ServerError,
+    TlsRequired,
     TooLarge,
+    Unauthorized,
     UnsupportedMedia,
 )
-from ..types import Control, GetPart, Heartbeat, Leave, Offer, PutPart
+from ..security import Caller, Guard
+from ..security.guard import OpenDoor
+from ..types import Control, GetPart, Heartbeat, Leave, Offer, PutPart, Request
 from . import strict_json
+from .http_body import SLICE_BYTES, HttpBody, peer_of, shut
 from .messages import (
     BYTES_TYPE,
     HASH_HEADER,
@@ -50,7 +56,6 @@ from .turns import Line, Turn
 log = logging.getLogger(__name__)
 
 HEAD_READ_BYTES = 16 * 1024
-SLICE_BYTES = 1 << 20
 BACKLOG = 1024
 LEAST_AT_WORK = 4  # connections at a time; more if there are more cores
 LOOKING = (b"GET /status", b"GET /healthz")  # operators and monitors go first
@@ -66,75 +71,20 @@ class ServiceLimits:
     control_from_anywhere: bool = False  # else the operator's orders are taken from this machine only
 
 
+@dataclass(frozen=True)
+class RefusedRequest:
+    """For whoever keeps account of refusals. `by_service`: the service behind has said no, and taken note of it."""
+
+    refusal: Refused
+    peer: str
+    method: str
+    path: str
+    request_id: str
+    by_service: bool = False
+
+
 class _Gone(Exception):
     """The peer closed the connection, or said nothing for too long."""
-
-
-class HttpBody:
-    """The unread rest of a request. `began` holds the bytes that arrived together with the head."""
-
-    def __init__(self, line: Line, length: int, began: bytes, *, expects_continue: bool) -> None:
-        self._line = line
-        self._sock = line.sock
-        self.length = length
-        self._began = began
-        self._left = length
-        self._expects_continue = expects_continue
-
-    @property
-    def peer(self) -> str:
-        """The address of the machine that sends."""
-        return str(self._sock.getpeername()[0])
-
-    @property
-    def is_from_here(self) -> bool:
-        """From this very machine: over the loopback, or from the address that it was sent to."""
-        return _is_loopback(self.peer) or self.peer == self._sock.getsockname()[0]
-
-    @property
-    def left(self) -> int:
-        return self._left
-
-    @property
-    def is_held_back(self) -> bool:
-        """The sender waits for our "100 Continue", which it will not get any more."""
-        return self._expects_continue and self._left > 0
-
-    @property
-    def unexpected(self) -> bytes:
-        """What came after the end of the body: the beginning of the next request."""
-        return self._began
-
-    def read_into(self, view: memoryview) -> None:
-        if len(view) > self._left:
-            raise BadRequest(f"body has {self.length} bytes, {len(view)} expected")
-        if self._expects_continue:
-            self._line.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._expects_continue = False
-        here = min(len(self._began), len(view))
-        view[:here] = self._began[:here]
-        self._began = self._began[here:]
-        self._left -= here
-        rest = view[here:]
-        while rest:
-            count = self._line.receive_into(rest)
-            if count == 0:
-                raise BadRequest(f"the body ended {self._left} bytes short of its announced {self.length}")
-            self._left -= count
-            rest = rest[count:]
-
-    def read(self) -> bytes:
-        data = bytearray(self.length)
-        self.read_into(memoryview(data))
-        return bytes(data)
-
-    def discard(self) -> None:
-        scratch = memoryview(bytearray(min(self._left, SLICE_BYTES)))
-        while self._left:
-            self.read_into(scratch[: min(self._left, len(scratch))])
-
-    def abort(self) -> None:
-        _shut(self._sock)
 
 
 @dataclass(frozen=True)
@@ -144,8 +94,18 @@ class _Reply:
     headers: tuple[tuple[str, str], ...] = (("Content-Type", JSON_TYPE),)
 
 
+def log_refusal(refused: RefusedRequest) -> None:
+    """ "Too late" and "ask again" are everyday answers; an operator wants to see the others."""
+    level = logging.DEBUG if refused.refusal.status in (409, 503) else logging.INFO
+    what, refusal = f"{refused.method} {refused.path}".strip() or "a request", refused.refusal
+    log.log(
+        level, "%s from %s refused: %s: %s [%s]", what, refused.peer, refusal.code, refusal.message, refused.request_id
+    )
+
+
 class HttpService:
-    """Listens on `host:port` (port 0 = any free one) and passes requests to `service`."""
+    """Listens on `host:port` (port 0 = any free one) and passes requests to `service`. With a `guard`, those without
+    its token get nothing but 401, whatever they ask; `GET /healthz` alone is for everybody."""
 
     def __init__(
         self,
@@ -154,9 +114,13 @@ class HttpService:
         port: int,
         limits: ServiceLimits = ServiceLimits(),  # noqa: B008 - frozen
         tls: ssl.SSLContext | None = None,
+        guard: Guard = OpenDoor(),  # noqa: B008 - holds nothing
+        on_refusal: Callable[[RefusedRequest], None] = log_refusal,
     ) -> None:
         self._service = service
         self._tls = tls
+        self._guard = guard
+        self._on_refusal = on_refusal
         self._limits = limits
         self._connections: dict[socket.socket, bool] = {}  # -> is a request being served?
         self._lock = threading.Lock()
@@ -164,11 +128,8 @@ class HttpService:
         self._stopping = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self.port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._accept, name="outerstep-accept", daemon=True)
-
-    @property
-    def port(self) -> int:
-        return int(self._listener.getsockname()[1])
 
     def start(self) -> None:
         self._thread.start()
@@ -184,7 +145,7 @@ class HttpService:
             time.sleep(0.02)
         with self._lock:
             for sock in self._connections:
-                _shut(sock)
+                shut(sock)
         if self._thread.is_alive():
             self._thread.join(timeout=patience_s)
 
@@ -235,11 +196,23 @@ class HttpService:
         if self._tls is None:
             return sock
         sock.settimeout(self._limits.stall_s)
+        begun = sock.recv(1, socket.MSG_PEEK)
+        if begun.isalpha():
+            self._turn_away_plain(sock)
         secured = self._tls.wrap_socket(sock, server_side=True)
         with self._lock:
             del self._connections[sock]  # wrapping has taken its file descriptor over
             self._connections[secured] = False
         return secured
+
+    def _turn_away_plain(self, sock: socket.socket) -> None:
+        """Somebody speaks HTTP without TLS. That much can be said in the clear; what they sent is not looked at."""
+        refusal = TlsRequired("this port speaks TLS", hint="use the join string, or https:// for /healthz")
+        self._on_refusal(RefusedRequest(refusal, peer_of(sock), "", "", ""))
+        line = Line(sock, None, self._limits.stall_s)
+        self._send(line, h11.Connection(h11.SERVER), _error_reply(refusal, ""), close=True)
+        _linger(line)
+        raise _Gone("it spoke plain HTTP")
 
     def _serve_one(self, sock: socket.socket, carry: bytes) -> bytes | None:
         """One request and its answer; returns what already arrived of the next one, None = close."""
@@ -250,13 +223,12 @@ class HttpService:
             with line.turn:
                 head, beyond = _read_head(http, line, carry)
         except h11.RemoteProtocolError as error:
-            refusal = BadRequest(f"not HTTP/1.1 as we take it: {error}")
-            self._send(line, http, _Reply(error.error_status_hint or 400, encode_error(refusal, "")), close=True)
+            self._send(line, http, self._refuse_head(error, peer_of(sock)), close=True)
             _linger(line)
             return None
         self._connections[sock] = True
         try:
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+            headers = _headers(head)
             body = HttpBody(
                 line,
                 int(headers.get("content-length", "0")),  # h11 has checked that it is a number, and only one
@@ -286,63 +258,90 @@ class HttpService:
         """Of the next request. Without a turn: only they tell whether it needs one."""
         return Line(sock, None, self._limits.idle_s).receive(HEAD_READ_BYTES)
 
+    def _refuse_head(self, error: h11.RemoteProtocolError, peer: str) -> _Reply:
+        refusal: Refused = BadRequest(f"not HTTP/1.1 as we take it: {error}")
+        status = error.error_status_hint or 400
+        if status == 431:
+            try:
+                self._guard.admit(None)  # a head too long to be read has no token in it
+            except Unauthorized as unauthorized:
+                refusal, status = unauthorized, unauthorized.status
+        self._on_refusal(RefusedRequest(refusal, peer, "", "", ""))
+        return dataclasses.replace(_error_reply(refusal, ""), status=status)
+
     def _reply(self, head: h11.Request, headers: dict[str, str], body: HttpBody, turn: Turn) -> _Reply:
         request_id = secrets.token_hex(6)
+        method = head.method.decode("latin-1")
         path, _, query = head.target.decode("latin-1").partition("?")
+        by_service = False
         try:
-            return self._dispatch(head.method.decode("latin-1"), path, query, headers, body, turn)
+            kind, act = self._understand(method, path, query, headers, body, turn)
+            by_service = kind not in (PutPart, GetPart)  # of those it keeps no account
+            return act()
         except Refused as refusal:
-            # "Too late" and "ask again" are everyday answers; an operator wants to see the others.
-            level = logging.DEBUG if refusal.status in (409, 503) else logging.INFO
-            log.log(
-                level, "%s %s refused: %s %s [%s]", head.method.decode(), path[:64], refusal.code, refusal, request_id
-            )
+            self._on_refusal(RefusedRequest(refusal, body.peer, method[:16], path[:64], request_id, by_service))
             return _error_reply(refusal, request_id)
         except (TimeoutError, ConnectionError) as error:
             raise _Gone(str(error)) from error
         except Exception as error:  # the last line of defence of a thread that serves strangers
-            log.exception("%s %s failed [%s]", head.method.decode(), path[:64], request_id)
+            log.exception("%s %s failed [%s]", method[:16], path[:64], request_id)
             failure = ServerError(
                 f"internal error ({type(error).__name__})", hint=f"see the server's log: {request_id}"
             )
             return _error_reply(failure, request_id)
 
-    def _dispatch(
+    def _understand(
         self, method: str, path: str, query: str, headers: dict[str, str], body: HttpBody, turn: Turn
-    ) -> _Reply:
-        if method == "GET" and path == "/status":
-            return _Reply(200, strict_json.encode(self._service.status()))
-        if method == "GET" and path == "/healthz":
-            failure = str(self._service.status().get("failure", ""))
-            return _Reply(503 if failure else 200, strict_json.encode({"status": failure or "ok"}))
+    ) -> tuple[type[Request] | None, Callable[[], _Reply]]:
+        """Who asks, what for, and how to do it; raises what can be refused without troubling the service. The token
+        comes first: without one, nobody learns which paths there are."""
+        if (method, path) == ("GET", "/healthz"):
+            return None, self._health
+        caller = self._guard.admit(headers.get("authorization"))
+        if (method, path) == ("GET", "/status"):
+            return None, lambda: _Reply(200, strict_json.encode(self._service.status()))
         kind = find_route(method, path)
         if kind is Control:
+            caller.check_operates()
             self._check_operator(body, headers)
         if headers.get("content-encoding", "identity") != "identity":
             raise UnsupportedMedia("compressed bodies are not taken", hint="send without Content-Encoding")
         if method != "GET" and "content-length" not in headers:
             raise LengthRequired(f"{method} {path} needs a Content-Length")
         if issubclass(kind, PutPart):
-            put = parse_query(query, kind)
+            put = _for(caller, parse_query(query, kind))
             assert isinstance(put, PutPart)
             _check_size(body, MAX_PART_BYTES, "a part")
-            with turn.away():
-                stored = self._service.put_part(put, body)
-            return _Reply(200, strict_json.encode(stored))
+            return kind, partial(self._take_part, put, body, turn)
         if issubclass(kind, GetPart):
-            get = parse_query(query, kind)
+            get = _for(caller, parse_query(query, kind))
             assert isinstance(get, GetPart)
-            got, part = self._service.get_part(get)
-            return _Reply(200, part, (("Content-Type", BYTES_TYPE), (HASH_HEADER, got.hash)))
+            return kind, partial(self._send_part, get)
         _check_size(body, MAX_JOIN_BYTES if path == "/v1/join" else MAX_JSON_BYTES, f"the body of {path}")
         with turn.away():
             data = body.read()
-        request = strict_json.decode(data, kind)
-        if kind in QUICK:
+        return kind, partial(self._answer, _for(caller, strict_json.decode(data, kind)), turn)
+
+    def _health(self) -> _Reply:
+        """For whoever asks, so it says no more than that; what is wrong is in the status."""
+        failing = bool(self._service.failure)
+        return _Reply(503 if failing else 200, strict_json.encode({"status": "failing" if failing else "ok"}))
+
+    def _answer(self, request: Request, turn: Turn) -> _Reply:
+        if isinstance(request, QUICK):
             return _Reply(200, strict_json.encode(self._service.answer(request)))
         with turn.away():
             answer = self._service.answer(request)
         return _Reply(200, strict_json.encode(answer))
+
+    def _take_part(self, put: PutPart, body: HttpBody, turn: Turn) -> _Reply:
+        with turn.away():
+            stored = self._service.put_part(put, body)
+        return _Reply(200, strict_json.encode(stored))
+
+    def _send_part(self, get: GetPart) -> _Reply:
+        answer, data = self._service.get_part(get)
+        return _Reply(200, data, (("Content-Type", BYTES_TYPE), (HASH_HEADER, answer.hash)))
 
     def _check_operator(self, body: HttpBody, headers: dict[str, str]) -> None:
         if not self._limits.control_from_anywhere and not body.is_from_here:
@@ -388,17 +387,21 @@ def _read_head(http: h11.Connection, line: Line, began: bytes) -> tuple[h11.Requ
     return event, beyond
 
 
-def _shut(sock: socket.socket) -> None:
-    """Wake whoever reads or writes. Not by the socket's own method: that of a TLS socket drops its encryption first,
-    and the reader would take what is left on the line for plain text."""
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+def _for(caller: Caller, request: Request) -> Request:
+    """A request speaks for a worker; whoever sends it must be allowed to."""
+    if not isinstance(request, Control):
+        caller.check_speaks_for(request.worker_id)
+    return request
 
 
-def _is_loopback(address: str) -> bool:
-    ip = ipaddress.ip_address(address.partition("%")[0])  # a link-local one names its interface: fe80::1%eth0
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
+def _headers(head: h11.Request) -> dict[str, str]:
+    """A header given twice is one with both values, and so, of those that we look at, none that we take."""
+    headers: dict[str, str] = {}
+    for name, value in head.headers:
+        text = value.decode("latin-1")
+        key = name.decode("latin-1")
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+    return headers
 
 
 def _check_size(body: HttpBody, limit_bytes: int, what: str) -> None:
@@ -408,6 +411,8 @@ def _check_size(body: HttpBody, limit_bytes: int, what: str) -> None:
 
 def _error_reply(refusal: Refused, request_id: str) -> _Reply:
     headers = [("Content-Type", JSON_TYPE)]
+    if isinstance(refusal, Unauthorized):
+        headers.append(("WWW-Authenticate", "Bearer"))
     if isinstance(refusal, MethodNotAllowed):
         headers.append(("Allow", refusal.allow))
     if refusal.retry_after_s:
@@ -425,4 +430,4 @@ def _linger(line: Line) -> None:
             pass
 
 
-__all__ = ["HttpBody", "HttpService", "ServiceLimits"]
+__all__ = ["HttpBody", "HttpService", "RefusedRequest", "ServiceLimits", "log_refusal"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import os
 import ssl
 import threading
 from collections import deque
@@ -11,50 +12,48 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..errors import BadRequest, ConfigError, TransportError
-from ..types import Answer, GetPartAnswer, Poll, Request
+from ..errors import BadRequest, Forbidden, TransportError, Unauthorized, UntrustedServer
+from ..security import DEFAULT_PORT, Access, Credentials, is_join_string, parse_address, parse_join_string
+from ..security.access import write_address
+from ..security.tls import PinnedConnection, explain, pinning_context
+from ..types import Answer, Control, GetPartAnswer, Poll, Request
 from . import strict_json
 from .messages import BYTES_TYPE, HASH_HEADER, JSON_TYPE, MAX_JOIN_BYTES, address_of, decode_error
 
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 1 << 20
-DEFAULT_PORT = 8512
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """ "host", "host:port" or "[v6]:port" → (host, port)."""
-    text = address.strip().removeprefix("http://").rstrip("/")
-    if "://" in text:
-        raise ConfigError(f"server address {address!r}: write host:port; the server speaks plain HTTP")
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port = rest.removeprefix(":") or str(DEFAULT_PORT)
-    elif text.count(":") > 1:
-        raise ConfigError(f"server address {address!r}: write an IPv6 address as [address]:port")
-    else:
-        host, _, port = text.partition(":")
-        port = port or str(DEFAULT_PORT)
-    try:
-        host.encode("idna")  # what the socket will do with it
-    except UnicodeError:
-        host = ""
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f"server address must be host:port, got {address!r}; for example 192.168.1.100:{DEFAULT_PORT}"
-        )
-    return host, int(port)
 
 
 class HttpTransport:
     """Thread-safe: each call borrows a connection, and returns it if the server keeps it open. At most
-    `kept_connections` stay open between calls."""
+    `kept_connections` stay open between calls.
+
+    `server` is host:port, whose token and certificate are looked up in `credentials` (None = the user's own folder); or
+    a join string; or http://host:port for a server without either. When a token or a certificate is refused, both are
+    looked up again: after `outerstep join` a running worker goes on. `tls`: this context, no look-up and no token.
+    """
 
     def __init__(
-        self, address: str, *, timeout_s: float = 30.0, kept_connections: int = 8, tls: ssl.SSLContext | None = None
+        self,
+        server: str,
+        *,
+        timeout_s: float = 30.0,
+        kept_connections: int = 8,
+        tls: ssl.SSLContext | None = None,
+        credentials: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._host, self._port = parse_address(address)
-        self._tls = tls
+        self._server, self._credentials = server, credentials
+        if is_join_string(server):
+            access = parse_join_string(server)
+            self._host, self._port = access.host, access.port
+        else:
+            self._host, self._port = parse_address(server)
+        self._given = tls
+        self._pinning = pinning_context()
+        self._system: ssl.SSLContext | None = None  # reads all the authorities: made if it is needed
+        self._access = Access(self._host, self._port) if tls is not None else self._find()
+        self._has_succeeded = False
         self._timeout_s = timeout_s
         self._kept_connections = kept_connections
         self._idle: deque[http.client.HTTPConnection] = deque()
@@ -62,7 +61,7 @@ class HttpTransport:
 
     @property
     def address(self) -> str:
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        return write_address(self._host, self._port)
 
     def call(
         self,
@@ -78,7 +77,8 @@ class HttpTransport:
             payload, content_type = body, BYTES_TYPE
         else:
             payload, content_type = memoryview(b"" if method == "GET" else strict_json.encode(request)), JSON_TYPE
-        status, headers, data = self._exchange(method, target, payload, content_type, into, limit_s)
+        admin = isinstance(request, Control)
+        status, headers, data = self._ask(method, target, payload, content_type, into, limit_s, admin=admin)
         if status != 200:
             raise decode_error(data, status)
         if answer_type is GetPartAnswer:
@@ -89,7 +89,7 @@ class HttpTransport:
             raise TransportError(f"{self.address} answered {target} with something else: {error}") from error
 
     def status(self) -> dict[str, object]:
-        status, _, data = self._exchange("GET", "/status", memoryview(b""), JSON_TYPE, None, self._timeout_s)
+        status, _, data = self._ask("GET", "/status", memoryview(b""), JSON_TYPE, None, self._timeout_s)
         if status != 200:
             raise decode_error(data, status)
         try:
@@ -102,14 +102,84 @@ class HttpTransport:
             while self._idle:
                 self._idle.pop().close()
 
+    # --- who we are, and who they are -----------------------------------------------------------------------------
+
+    def _find(self) -> Access | None:
+        return Credentials(self._credentials).find(self._server)
+
+    def _known(self) -> Access:
+        if self._access is None:  # this user's own server, which was not there when we began
+            self._access = self._find()
+        if self._access is None:
+            raise TransportError(
+                f"no answer from {self.address}: this user has not started a server on this machine yet. (One "
+                "elsewhere, say through a tunnel: give its join string to `outerstep join -`. One that was started "
+                f"with --insecure: write http://{self.address})"
+            )
+        return self._access
+
+    def _token(self, *, admin: bool) -> str:
+        access = self._known()
+        if admin and not access.admin and access.token:
+            raise Forbidden(
+                f"no admin token of {self.address} is known here",
+                hint="run this on the server's machine as the user who runs it, or give `outerstep join -` the string "
+                "that `outerstep token show --admin` prints there",
+            )
+        return access.admin if admin else access.token or access.admin
+
+    def _has_news(self) -> bool:
+        """What we know of the server was refused. Has somebody told us something else meanwhile?"""
+        before, found = self._access, None if self._given is not None else self._find()
+        if found is None or found == before:
+            return False
+        self._access = found
+        self.close()  # those connections are the old ones'
+        return True
+
+    def _doubt(self, error: Exception) -> Exception:
+        """A server that we have spoken with may come to its senses, or its operator to us: worth another try, and
+        meanwhile training goes on. One that never knew us is an error at once."""
+        return TransportError(str(error)) if self._has_succeeded else error
+
     # --- one exchange ---------------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        method: str,
+        target: str,
+        payload: memoryview,
+        content_type: str,
+        into: memoryview | None,
+        timeout_s: float,
+        *,
+        admin: bool = False,
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        headers = {"Content-Type": content_type}
+        if method != "GET":
+            headers["Content-Length"] = str(len(payload))
+        may_ask_again = True
+        while True:
+            if token := self._token(admin=admin):
+                headers["Authorization"] = f"Bearer {token}"
+            try:
+                answer = self._exchange(method, target, payload, headers, into, timeout_s)
+                if answer[0] == 401:
+                    raise decode_error(answer[2], 401)
+            except (UntrustedServer, Unauthorized) as error:
+                if may_ask_again and self._has_news():
+                    may_ask_again = False
+                    continue
+                raise self._doubt(error) from error
+            self._has_succeeded = self._has_succeeded or answer[0] == 200
+            return answer
 
     def _exchange(
         self,
         method: str,
         target: str,
         payload: memoryview,
-        content_type: str,
+        headers: dict[str, str],
         into: memoryview | None,
         timeout_s: float,
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
@@ -118,11 +188,13 @@ class HttpTransport:
         while True:
             connection, reused = self._borrow(timeout_s)
             try:
-                return self._talk(connection, method, target, payload, content_type, into)
+                return self._talk(connection, method, target, payload, headers, into)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if reused and not isinstance(error, TimeoutError):
                     continue
+                if isinstance(error, ssl.SSLError) and (untrusted := explain(error, self.address)) is not None:
+                    raise untrusted from error
                 what = str(error) or type(error).__name__
                 raise TransportError(
                     f"no answer from {self.address} to {method} {target.split('?')[0]}: {what}"
@@ -137,9 +209,16 @@ class HttpTransport:
         return connection, True
 
     def _new_connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        if self._tls is None:
+        access, given = self._known(), self._given
+        if access.plain:
             return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._tls)
+        if given is None and access.fingerprint is not None:
+            return PinnedConnection(
+                self._host, self._port, timeout=timeout_s, context=self._pinning, fingerprint=access.fingerprint
+            )
+        if given is None:
+            given = self._system = self._system or ssl.create_default_context()
+        return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=given)
 
     def _talk(
         self,
@@ -147,12 +226,9 @@ class HttpTransport:
         method: str,
         target: str,
         payload: memoryview,
-        content_type: str,
+        headers: dict[str, str],
         into: memoryview | None,
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        headers = {"Content-Type": content_type}
-        if method != "GET":
-            headers["Content-Length"] = str(len(payload))
         connection.request(method, target, body=_slices(payload) if len(payload) else None, headers=headers)
         response = connection.getresponse()
         data = b""
@@ -182,3 +258,6 @@ def _slices(payload: memoryview) -> Iterator[memoryview]:
     """A socket timeout bounds one `sendall` in total: in slices it bounds the silence instead."""
     for start in range(0, len(payload), SLICE_BYTES):
         yield payload[start : start + SLICE_BYTES]
+
+
+__all__ = ["DEFAULT_PORT", "HttpTransport", "parse_address"]

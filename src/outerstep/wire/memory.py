@@ -13,16 +13,14 @@ from .service import Service
 
 class MemoryBody:
     def __init__(self, data: memoryview) -> None:
-        self._data = data
-
-    @property
-    def length(self) -> int:
-        return len(self._data)
+        self.length = len(data)
+        self._left = data
 
     def read_into(self, view: memoryview) -> None:
-        if len(view) != len(self._data):
-            raise BadRequest(f"body has {len(self._data)} bytes, {len(view)} expected")
-        view[:] = self._data
+        if len(view) > len(self._left):
+            raise BadRequest(f"the body has {len(self._left)} bytes left, {len(view)} expected")
+        view[:] = self._left[: len(view)]
+        self._left = self._left[len(view) :]
 
     def abort(self) -> None:
         """Memory is never slow."""

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .frames import DATA_ALIGNMENT, Entry, Layout, layout
+from .frames import DATA_ALIGNMENT, TENSOR_ALIGNMENT, Entry, Layout, layout
 
 Shape = tuple[int, ...]
 
@@ -53,10 +53,25 @@ def section_layout(
     return layout(codec, [(name, rows.shape, encoded_bytes(rows.numel)) for name, rows, encoded_bytes in shares])
 
 
-def section_overhead_bytes(whole: Layout) -> int:
-    """What each section after the first can add at most to the size of the whole: a header, in which no number is
-    longer than in the whole one's, and per tensor a gap and a block that the codec could not fill."""
-    return whole.data_begin + DATA_ALIGNMENT * (len(whole.entries) + 1)
+def most_bytes(whole: Layout, tensors: Sequence[tuple[str, Shape, Callable[[int], int]]], sections: int) -> int:
+    """How large a payload in so many sections can be, without laying them all out. Of every tensor some sections hold
+    ⌈d₀ / n⌉ rows, one may hold the rest, the others none; what a codec needs for a block that is not full, it needs in
+    each of them. In a section's header no number is longer than in the whole one's; only an empty share of a tensor
+    without dimensions is written with one character more."""
+    if sections == 1:
+        return whole.size_bytes
+    total = sections * _up(whole.data_begin + len(tensors), DATA_ALIGNMENT)
+    for _, shape, encoded_bytes in tensors:
+        rows, values = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        height = max(-(-rows // sections), 1)
+        full, rest = divmod(rows, height)
+        total += full * _up(encoded_bytes(height * values), TENSOR_ALIGNMENT)
+        total += _up(encoded_bytes(rest * values), TENSOR_ALIGNMENT)
+    return total
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
 
 
 def row_pieces(entries: Sequence[Entry], sections: int, section: int, value_bytes: int) -> Iterator[tuple[int, int]]:
@@ -67,4 +82,4 @@ def row_pieces(entries: Sequence[Entry], sections: int, section: int, value_byte
         yield begin, begin + rows.numel * value_bytes
 
 
-__all__ = ["Rows", "row_pieces", "rows_of", "section_layout", "section_overhead_bytes"]
+__all__ = ["Rows", "most_bytes", "row_pieces", "rows_of", "section_layout"]

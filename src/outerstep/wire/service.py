@@ -14,13 +14,17 @@ class Body(Protocol):
     def length(self) -> int: ...
 
     def read_into(self, view: memoryview) -> None:
-        """Fill `view` straight from the wire; raises BadRequest if the sender stops short."""
+        """Fill `view` with the next bytes, straight from the wire; raises BadRequest if the sender stops short."""
 
     def abort(self) -> None:
         """Make a `read_into` that is under way in another thread fail soon."""
 
 
 class Service(Protocol):
+    @property
+    def failure(self) -> str:
+        """Why it cannot go on; "" while it can."""
+
     def answer(self, request: Request) -> Answer:
         """Everything that travels without a body of bytes."""
 

@@ -69,7 +69,11 @@ def connect(config: WorkerConfig, identity: Identity, shards: Shards, ranks: Ran
 
 def _server_topology(config: WorkerConfig, identity: Identity) -> ServerTopology:
     return ServerTopology(
-        HttpTransport(config.server_addr, kept_connections=config.connections + OTHER_CONNECTIONS),
+        HttpTransport(
+            config.server_addr,
+            kept_connections=config.connections + OTHER_CONNECTIONS,
+            credentials=config.credentials,
+        ),
         worker_id=identity.worker_id,
         instance=identity.instance,
         hostname=identity.hostname,

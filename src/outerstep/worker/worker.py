@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config import WorkerConfig, build
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
+from ..security import redact
 from ..topology import Orders, Topology
 from ..types import Plan
 from .connect import connect, find_ranks, make_identity
@@ -124,7 +125,7 @@ class DiLoCoWorker:
                 target=self._beat, args=(interval_s,), name="outerstep-heartbeat", daemon=True
             )
             self._heart.start()
-        log.info("worker %s joined %s: %s", self.worker_id, self.config.server_addr, _describe(self._sync.plan))
+        log.info("worker %s joined %s: %s", self.worker_id, redact(self.config.server_addr), _describe(self._sync.plan))
         if self.config.dylu and not self._sync.plan.dylu:
             log.warning(
                 "this worker asked for dynamic local updates, but the run has none (start the server with --dylu)"

@@ -17,6 +17,7 @@ from outerstep import model_folder, server
 from outerstep.cli import app
 from outerstep.cli.worker import training_command
 from outerstep.errors import ConfigError
+from outerstep.security import Access
 from outerstep.settings import ROLES, WORKER, Role, resolve
 from outerstep.types import Control, ControlAnswer, Wishes
 from outerstep.wire.http_transport import HttpTransport
@@ -111,14 +112,20 @@ class TestFlags:
 
     @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
     def test_each_setting_has_one_that_sets_it_and_nothing_else(self, role: Role) -> None:
-        examples = {int: 64, float: 0.5, str: "/tmp"}
-        needed = {"save_every": " --save-dir x", "dn_buffer_size": " --async", "compat_port": " --insecure"}
+        examples, special = {int: 64, float: 0.5, str: "/tmp"}, {"advertise": "h:1"}
+        needed = {
+            "save_every": " --save-dir x",
+            "dn_buffer_size": " --async",
+            "compat_host": " --compat-port 1",
+            "tls_cert": " --tls-key x",
+            "tls_key": " --tls-cert x",
+        }
         for setting in role.settings:
             kind = role.kinds[setting.field]
             if kind.base is bool:
                 lines = {setting.flag: True, setting.opposite: False}
             else:
-                value = kind.choices[-1] if kind.choices else examples[kind.base]
+                value = kind.choices[-1] if kind.choices else special.get(setting.field, examples[kind.base])
                 lines = {f"{flag} {value}": value for flag in setting.flags.split()}
             for line, value in lines.items():
                 said = shown(f"{role.name} {line}{needed.get(setting.field, '')}")
@@ -185,6 +192,7 @@ class Started:
 
     def __init__(self, state: dict[str, Any], **settings: Any) -> None:
         self.state, self.settings, self.address = state, settings, "127.0.0.1:8512"
+        self.access = Access("127.0.0.1", 8512, "run-" + 43 * "x", 64 * "0")
         Started.last = self
 
     sync_round = 7
@@ -237,19 +245,19 @@ class TestServer:
             run("server -n 3")
 
     def test_the_compatibility_port_is_opened_when_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        opened: list[int] = []
+        opened: list[str] = []
 
         class CompatServer:
-            def __init__(self, made: Started, port: int) -> None:
+            def __init__(self, made: Started, port: int, host: str | None) -> None:
                 assert made is Started.last
-                self.port = port
+                self.place = f"{host}:{port}"
 
             def __enter__(self) -> CompatServer:
-                opened.append(self.port)
+                opened.append(self.place)
                 return self
 
             def __exit__(self, *exc: object) -> None:
-                opened.append(0)
+                opened.append("closed")
 
             address = "127.0.0.1:8600"
 
@@ -258,8 +266,9 @@ class TestServer:
         monkeypatch.setitem(sys.modules, "outerstep.compat", module)
         run("server -m folder -n 3")
         assert opened == []
-        run("server -m folder -n 3 --compat-port 8600 --insecure")
-        assert opened == [8600, 0]
+        run("server -m folder -n 3 --host 0.0.0.0 --compat-port 8600")
+        run("server -m folder -n 3 --host 0.0.0.0 --compat-port 8600 --compat-host 10.0.0.1")
+        assert opened == ["None:8600", "closed", "10.0.0.1:8600", "closed"]
         assert Started.last.settings["compat_port"] is None  # the command's business, not the server's
 
     @pytest.mark.parametrize(("line", "field"), [("model = 3", "model"), ('from_checkpoint = "no"', "from_checkpoint")])
@@ -347,14 +356,14 @@ class TestControl:
         ],
     )
     def test_each_order_is_sent_and_answered(self, line: str, order: Control, sent: list[tuple[str, Control]]) -> None:
-        assert run(f"control --server 10.0.0.1:8000 {line}") == "it is done\n"
+        assert run(f"control --server http://10.0.0.1:8000 {line}") == "it is done\n"
         assert sent == [("10.0.0.1:8000", order)]
 
     def test_the_server_is_this_machines_unless_said_otherwise(
         self, sent: list[tuple[str, Control]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run("control save")
-        monkeypatch.setenv("DILOCO_SERVER", "10.0.0.2:8512")
+        monkeypatch.setenv("DILOCO_SERVER", "http://10.0.0.2:8512")
         run("control save")
         assert [address for address, _ in sent] == ["127.0.0.1:8512", "10.0.0.2:8512"]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outerstep.core.aggregate import add_weighted, weighted_mean
+from outerstep.core.aggregate import add_weighted, divide, weighted_mean
 from outerstep.errors import ConfigError
 
 PROPERTY = settings(max_examples=100, deadline=None)
@@ -31,7 +31,8 @@ def blockwise_mean(deltas: list[Tensor], each: list[float], cuts: list[int]) -> 
     for delta, weight in zip(deltas, each, strict=True):
         for begin, end in pairwise(borders):
             add_weighted(total[begin:end], delta[begin:end].clone(), weight)
-    return total.div_(sum(each))
+    divide(total, sum(each))
+    return total
 
 
 class TestWeightedMean:
@@ -108,3 +109,10 @@ class TestBlockByBlock:
         total, value, weight = torch.full((64,), -1.0), 1.0 + 2.0**-23, 1.0 - 2.0**-23
         add_weighted(total, torch.full((64,), value), weight)
         assert total.tolist() == [0.0] * 64
+
+    @pytest.mark.parametrize("weight", [2.0**-20, 0.5, 1.0, 2.0, 3.0, 16.0, 1e6, 2.0**30])
+    def test_a_product_stands_for_the_division_only_where_it_has_the_same_bits(self, weight: float) -> None:
+        (total,) = random_deltas(3, 1, 10_000)
+        expected = total / weight
+        divide(total, weight)
+        assert torch.equal(total, expected)

@@ -275,17 +275,35 @@ class TestReaders:
         with pytest.raises(Superseded, match="version 0 of fragment 0 is not held as full; the newest is 1"):
             store.part(request, READING_S + 1.0)
 
-    def test_an_update_that_left_the_ring_is_served_until_its_memory_is_needed(self) -> None:
+    def test_who_is_in_the_middle_of_an_update_finishes_it(self) -> None:
         store = make_store("bf16")
-        advance(store, Nesterov(), rounds=2)
+        held = store.newest.agreement.anchor_hash
+        advance(store, Nesterov())
+        (payload,) = store.payloads(1, "slow", 0, held, 0.0) or ()
+        advance(store, Nesterov())
         assert store.down.ring_versions == [2]
+        fetch(store, payload, worker="slow")
+        advance(store, Nesterov())
+        with pytest.raises(Superseded, match="version 1 of fragment 0 is not held as update; the newest is 3"):
+            fetch(store, payload, worker="slow")
+
+    def test_an_update_that_is_being_sent_is_not_written_over(self) -> None:
+        store = make_store("bf16")
+        advance(store, Nesterov())
         request = GetPart(run_id="r", worker_id="w", incarnation=1, fragment=0, version=1, part=0, kind="update")
         announced, data = store.part(request, 0.0)
+        for _ in range(3):
+            advance(store, Nesterov(), now=10 * READING_S)
         assert announced == part_hash(data)
-        advance(store, Nesterov())
-        assert announced == part_hash(data)  # it was lent, so the next update took other memory
-        with pytest.raises(Superseded):
-            store.part(request, 0.0)
+
+    def test_the_memory_of_an_update_that_nobody_reads_is_used_for_the_next(self) -> None:
+        store = make_store("bf16")
+        follower, frames = Worker(store, Recipe.parse("bf16")), set()
+        for _ in range(4):
+            advance(store, Nesterov())
+            follower.follow()
+            frames.add(id(store.down._ring[-1].frame))
+        assert len(frames) == 1
 
     def test_a_part_asked_for_while_the_memory_moves_waits_and_is_superseded(self) -> None:
         store = make_store("bf16")

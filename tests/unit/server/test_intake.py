@@ -7,9 +7,11 @@ import threading
 
 import pytest
 import torch
+from torch import Tensor
 
 from outerstep.errors import NotFinite
 from outerstep.server import DiLoCoServer
+from outerstep.server.decoding import Findings
 from outerstep.wire.memory import MemoryTransport
 from support import HandClient, in_threads, make_frame, params_of, tiny_model
 
@@ -25,26 +27,27 @@ def joined(server: DiLoCoServer, name: str) -> HandClient:
 def test_not_every_connection_gets_a_thread_that_works_on_tensors() -> None:
     server = DiLoCoServer(tiny_model().state_dict(), num_workers=WORKERS, codec="fp32")
     clients = [joined(server, f"w{i}") for i in range(WORKERS)]
-    store, callers, checkers = server.service.stores[0], set[str](), set[str]()
-    check = store.check
+    callers, lookers = set[str](), set[str]()
+    decoder = server.service.stores[0].decoder(1)
+    look = decoder.look
 
-    def note(payload: memoryview, sections: int = 1) -> float:
-        checkers.add(threading.current_thread().name)
-        return check(payload, sections)
+    def note(data: Tensor, blocks: range, scratch: Tensor) -> Findings:
+        lookers.add(threading.current_thread().name)
+        return look(data, blocks, scratch)
 
     def contribute(client: HandClient) -> None:
         callers.add(threading.current_thread().name)
         client.contribute(frame)
 
-    store.check = note  # type: ignore[method-assign]
+    decoder.look = note  # type: ignore[method-assign]
     frame = make_frame(params_of(tiny_model()))
     in_threads(*(lambda client=client: contribute(client) for client in clients))  # type: ignore[misc]
     assert server.status()["total_submissions"] == WORKERS
-    assert 1 <= len(checkers) <= (os.cpu_count() or 1)
-    assert not checkers & callers
+    assert 1 <= len(lookers) <= (os.cpu_count() or 1)
+    assert not lookers & callers
 
 
-def test_what_a_checker_refuses_is_refused_to_the_sender() -> None:
+def test_what_a_looker_refuses_is_refused_to_the_sender() -> None:
     server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, codec="fp32")
     frame = make_frame({name: torch.full_like(p, torch.nan) for name, p in params_of(tiny_model()).items()})
     with pytest.raises(NotFinite, match="holds NaN or Inf"):

@@ -100,7 +100,7 @@ class TestRoundTrip:
         assert_same_state(load_state(place), state)
 
     def test_a_target_must_be_of_a_trained_tensor_and_of_its_shape(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match="a target for 'norm.mean', which is not trained"):
+        with pytest.raises(ModelError, match=r"a target for 'norm.mean', which is not trained"):
             save_state(replace(make_state(), targets={"norm.mean": torch.zeros(4)}), tmp_path)
         with pytest.raises(ModelError, match=r"target of 'h.0.scale' must be float32 \[\], got torch.float32 \[2\]"):
             save_state(replace(make_state(), targets={"h.0.scale": torch.zeros(2)}), tmp_path)

@@ -117,3 +117,26 @@ class TestRefused:
     def test_another_number_of_sections_than_it_was_cut_for(self) -> None:
         with pytest.raises((BadTensors, BadFrame)):
             make_store("fp32").check(in_sections(values(1), 3, "fp32"), 2)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+def test_what_is_added_by_the_step_itself_gives_the_bits_of_what_was_added_before(codec: str) -> None:
+    """All before, some before, none before (then there is no sum at all); whole and in sections."""
+    weights, hashes = [0.5, 1.0, 3.0, 0.0, 0.7], []
+    addends = [
+        Addend(make_frame(values(seed), codec), weight)
+        if seed % 2
+        else Addend(in_sections(values(seed), 3, codec), weight, sections=3)
+        for seed, weight in enumerate(weights)
+    ]
+    for before in range(len(addends) + 1):
+        store, rule = make_store(codec), Nesterov(0.7, 0.9)
+        for version in (1, 2):
+            for addend in addends[:before]:
+                store.accumulate(version, [addend])
+            hashes.append(store.publish(store.close(version, rule, addends[before:]), EVERYBODY).agreement.anchor_hash)
+            assert store._sums == {}
+    together = make_store(codec)
+    together.accumulate(1, addends)
+    hashes.append(together.publish(together.close(1, Nesterov(0.7, 0.9)), EVERYBODY).agreement.anchor_hash)
+    assert len(set(hashes)) == 2  # one per version

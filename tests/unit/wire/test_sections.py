@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outerstep.core.codecs import get_codec
 from outerstep.digest import Parts, part_count, part_range
 from outerstep.wire.frames import layout
-from outerstep.wire.sections import row_pieces, rows_of, section_layout, section_overhead_bytes
+from outerstep.wire.sections import most_bytes, row_pieces, rows_of, section_layout
 
 PROPERTY = settings(max_examples=200, deadline=None)
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -54,12 +55,26 @@ def in_fp32(tensors: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple
 
 class TestLayouts:
     @PROPERTY
-    @given(st.lists(shapes, min_size=1, max_size=5), counts)
-    def test_a_section_adds_no_more_than_the_limit_allows(self, found: list[tuple[int, ...]], sections: int) -> None:
-        tensors = [(f"t{i}", shape) for i, shape in enumerate(found)]
-        whole = layout("fp32", [(name, shape, fp32_bytes(math.prod(shape))) for name, shape in tensors])
-        sizes = [section_layout("fp32", in_fp32(tensors), sections, r).size_bytes for r in range(sections)]
-        assert sum(sizes) <= whole.size_bytes + (sections - 1) * section_overhead_bytes(whole)
+    @given(st.lists(shapes, min_size=1, max_size=5), counts, st.sampled_from(["fp32", "int4", "int8", "sparse64"]))
+    def test_all_sections_together_are_no_larger_than_the_limit_allows(
+        self, found: list[tuple[int, ...]], sections: int, codec: str
+    ) -> None:
+        encoded_bytes = get_codec(codec).encoded_bytes
+        tensors = [(f"t{i}", shape, encoded_bytes) for i, shape in enumerate(found)]
+        whole = layout(codec, [(name, shape, encoded_bytes(math.prod(shape))) for name, shape, _ in tensors])
+        size = sum(section_layout(codec, tensors, sections, r).size_bytes for r in range(sections))
+        limit = most_bytes(whole, tensors, sections)
+        assert size <= limit <= size + sections * (64 + len(tensors) + whole.data_begin)
+        assert most_bytes(whole, tensors, 1) == whole.size_bytes
+
+    def test_what_a_sparse_codec_needs_for_small_shares_is_counted(self) -> None:
+        """Of 4096 values in one piece 64 are sent; cut into 64 pieces, of each."""
+        sparse = get_codec("sparse64")
+        tensors = [("t", (4096, 1), sparse.encoded_bytes)]
+        whole = layout("sparse64", [("t", (4096, 1), sparse.encoded_bytes(4096))])
+        size = sum(section_layout("sparse64", tensors, 64, r).size_bytes for r in range(64))
+        assert size - 64 * whole.data_begin > 60 * (whole.size_bytes - whole.data_begin)
+        assert size <= most_bytes(whole, tensors, 64)
 
     @PROPERTY
     @given(st.lists(shapes, min_size=1, max_size=5))

@@ -80,7 +80,7 @@ class Facts(Plain, frozen=True):
     totals: dict[str, int | float]
     facts: dict[str, Any]
     files: dict[str, FileFacts]
-    targets: dict[str, str] = {}
+    targets: dict[str, str] = msgspec.field(default_factory=dict)  # states from before there were any have none
 
 
 class Envelope(Plain, frozen=True):

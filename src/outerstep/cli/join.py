@@ -1,0 +1,71 @@
+"""`outerstep join`: take a server's join string, check that it works, keep it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from ..errors import ConfigError, TransportError
+from ..security import JOIN_VARIABLE, Access, Credentials, parse_join_string
+from ..wire.http_transport import HttpTransport
+from .options import CredentialsFolder, credentials_folder
+
+TIMEOUT_S = 10.0
+LONGEST_CHARS = 4096
+
+
+def join(
+    string: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[JOIN_STRING|-]",
+            help="The line that the server printed; - = read it from standard input. Left out: OUTERSTEP_JOIN, or you "
+            "are asked for it. [dim]As an argument, other users of this machine can see it while the command runs, and "
+            "your shell remembers it.[/dim]",
+            show_default=False,
+        ),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Ask the server whether it works before keeping it.")
+    ] = True,
+    credentials: CredentialsFolder = None,
+) -> None:
+    """Learn how to reach a server, from its join string.
+
+    Afterwards [bold]outerstep worker --server HOST:PORT[/bold], [bold]outerstep status[/bold] and
+    [bold]DiLoCoWorker(…, "HOST:PORT")[/bold] find the token and the certificate's fingerprint by themselves.
+    """
+    access = parse_join_string(_read(string))
+    folder = Credentials(credentials_folder(credentials))
+    if check:
+        _check(access)
+    folder.remember(access)
+    typer.echo(f"{access.address} is known now (in {folder.known_file}, which only you can read)")
+    if access.token:
+        typer.echo(f"\n    outerstep worker --server {access.address} -- python train.py\n")
+
+
+def _read(string: str | None) -> str:
+    if string == "-":
+        return sys.stdin.readline(LONGEST_CHARS)
+    if string is not None:
+        return string
+    if os.environ.get(JOIN_VARIABLE):
+        return os.environ[JOIN_VARIABLE]
+    if not sys.stdin.isatty():
+        raise ConfigError("no join string: give `-` and send it to standard input, or set OUTERSTEP_JOIN")
+    return str(typer.prompt("The join string that the server printed", hide_input=True))
+
+
+def _check(access: Access) -> None:
+    transport = HttpTransport(access.join_string, timeout_s=TIMEOUT_S)
+    try:
+        status = transport.status()
+    except TransportError as error:
+        raise TransportError(f"{error}. Nothing was kept; --no-check keeps it without asking the server") from error
+    finally:
+        transport.close()
+    typer.echo(f"{access.address} answers: run {status['run_id']}, round {status['sync_round']}")

@@ -1,0 +1,130 @@
+"""What it takes to reach a server, and the one line that carries it: the join string.
+
+    outerstep://TOKEN@HOST:PORT#sha256=FINGERPRINT
+
+TOKEN is one of security/tokens.py, HOST a name, an IPv4 address or an IPv6 address in brackets, FINGERPRINT the SHA-256
+of the server's certificate as 64 hexadecimal digits. Without the last part the certificate is checked as a browser
+would, against the system's authorities. Nothing else is allowed in it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError
+from .certificate import FINGERPRINT
+from .tokens import is_token
+
+DEFAULT_PORT = 8512
+SCHEME = "outerstep://"
+
+
+@dataclass(frozen=True)
+class Access:
+    """Where a server is, how it is recognised, and what it is shown. `fingerprint` None = by the system's authorities;
+    `plain` = neither encryption nor tokens, which somebody asked for by name."""
+
+    host: str
+    port: int
+    token: str = field(default="", repr=False)
+    fingerprint: str | None = None
+    admin: str = field(default="", repr=False)
+    plain: bool = False
+
+    @property
+    def address(self) -> str:
+        return write_address(self.host, self.port)
+
+    @property
+    def join_string(self) -> str:
+        """Holds the token: not for logs."""
+        pin = "" if self.fingerprint is None else f"#sha256={self.fingerprint}"
+        return f"{SCHEME}{self.token or self.admin}@{self.address}{pin}"
+
+
+def is_join_string(text: str) -> bool:
+    return text.strip().lower().startswith(SCHEME)
+
+
+def parse_join_string(text: str) -> Access:
+    """Strictly; an error says which part is wrong, and shows no token."""
+    text = text.strip()
+    if not text.startswith(SCHEME):
+        raise _bad("it must begin with outerstep://")
+    if re.search(r"\s", text):
+        raise _bad("there is a space or a line break in it; it is one line")
+    rest, hashed, pin = text.removeprefix(SCHEME).partition("#")
+    token, at, place = rest.rpartition("@")
+    if not at or not token:
+        raise _bad("the token is missing: it stands between outerstep:// and @")
+    if not is_token(token):
+        raise _bad(f"what stands before @ is not a token (it has {len(token)} characters): was it cut off?")
+    if not place:
+        raise _bad("the server's address is missing: it stands after @")
+    try:
+        host, port = parse_address(place)
+    except ConfigError as error:
+        raise _bad(str(error)) from error
+    fingerprint = _parse_pin(pin) if hashed else None
+    if token.startswith("admin-"):
+        return Access(host, port, fingerprint=fingerprint, admin=token)
+    return Access(host, port, token, fingerprint)
+
+
+def _parse_pin(pin: str) -> str:
+    name, _, digits = pin.partition("=")
+    if name != "sha256":
+        raise _bad(f"after # must come sha256=, got {redact(name[:32])!r}")
+    if not FINGERPRINT.fullmatch(digits.lower()):
+        raise _bad(f"a fingerprint has 64 hexadecimal digits, got {len(digits)} characters: was it cut off?")
+    return digits.lower()
+
+
+def _bad(what: str) -> ConfigError:
+    return ConfigError(f"this is not a join string: {what}. It looks like outerstep://TOKEN@HOST:PORT#sha256=…")
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """ "host", "host:port" or "[v6]:port", with http:// in front or without → (host, port)."""
+    text = address.strip().removeprefix("http://").rstrip("/")
+    shown = redact(repr(address))
+    if "://" in text:
+        raise ConfigError(f"server address {shown}: write host:port, or the whole join string")
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":") or str(DEFAULT_PORT)
+    elif text.count(":") > 1:
+        raise ConfigError(f"server address {shown}: write an IPv6 address as [address]:port")
+    else:
+        host, _, port = text.partition(":")
+        port = port or str(DEFAULT_PORT)
+    try:
+        host.encode("idna")  # what the socket will do with it
+    except UnicodeError:
+        host = ""
+    if not host or re.search(r"[\s/@#?]", host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ConfigError(f"server address must be host:port, got {shown}; for example 192.168.1.100:{DEFAULT_PORT}")
+    return host, int(port)
+
+
+def write_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])  # a link-local one names its interface: fe80::1%eth0
+    except ValueError:
+        return False
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
+def redact(text: str) -> str:
+    """The text without secrets: tokens by their form, and whatever stands before @ in something like an address."""
+    text = re.sub(r"[^\s/@'\"]+@", "…@", text)
+    return re.sub(r"(run|admin|worker)-[A-Za-z0-9_-]{16,}", r"\1-…", text)  # also one that was cut off
