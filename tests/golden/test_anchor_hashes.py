@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outerstep.server import DiLoCoServer
-from outerstep.topology.server import anchor_hash
+from outerstep.topology.news import anchor_hash
 from outerstep.worker import DiLoCoWorker
 from support import in_threads, tiny_model, train_steps
 

@@ -19,7 +19,7 @@ from integration.group_job import SYNC_EVERY, make_model, train_step
 from outerstep.server import DiLoCoServer
 from outerstep.server.published import Published
 from outerstep.server.store import FragmentStore
-from outerstep.topology.server import anchor_hash
+from outerstep.topology.news import anchor_hash
 from outerstep.wire.sections import rows_of
 from outerstep.worker import DiLoCoWorker
 from support import in_threads, wait_until

@@ -14,7 +14,7 @@ import pytest
 from outerstep.demo.processes import free_port
 from outerstep.errors import TransportError
 from outerstep.model_folder import load_state_dict, save_model
-from outerstep.topology.server import anchor_hash
+from outerstep.topology.news import anchor_hash
 from outerstep.wire.http_transport import HttpTransport
 from support import tiny_model, wait_until
 

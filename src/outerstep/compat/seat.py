@@ -33,7 +33,8 @@ from ..coordination.exchange import Patience
 from ..errors import Closing, OuterstepError, Refused, ServerError, StaleRound
 from ..server.pool import Pool, Room
 from ..topology import Agreed, Contribution
-from ..topology.server import ServerTicket, ServerTopology
+from ..topology.server import ServerTopology
+from ..topology.ticket import ServerTicket
 from ..types import Plan, Wishes
 from ..wire.memory import MemoryTransport
 from ..wire.service import Service

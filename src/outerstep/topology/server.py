@@ -36,10 +36,10 @@ from ..wire.frames import Layout
 from ..wire.transport import Transport
 from . import Agreed, Contribution, Deltas, Joined, Orders, Ticket
 from .courier import Courier
-from .encode import Excerpt, Sender, as_deltas, encode_frame, write_frame
+from .encode import Excerpt, Sender, as_deltas, write_frame
 from .forms import Form, forms_of
 from .memory import Memory
-from .news import anchor_hash, leads_on, read_news, release
+from .news import leads_on, read_news, release
 from .payload import Payload
 from .ticket import ServerTicket
 
@@ -436,6 +436,3 @@ def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float
         stuck_after_s=stuck_after_s,
         stay_for_own_round=stuck_after_s is not None,
     )
-
-
-__all__ = ["ServerTicket", "ServerTopology", "anchor_hash", "encode_frame"]

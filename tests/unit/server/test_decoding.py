@@ -16,7 +16,7 @@ from outerstep.core.codecs import get_codec
 from outerstep.errors import BadFrame, BadTensors, NotFinite
 from outerstep.server import decoding
 from outerstep.server.decoding import Decoder, Findings, UpTensor
-from outerstep.topology.server import encode_frame
+from outerstep.topology.encode import encode_frame
 from outerstep.wire.sections import rows_of, section_layout
 
 PROPERTY = settings(max_examples=60, deadline=None)

@@ -15,7 +15,8 @@ from outerstep.core.outer import Nesterov
 from outerstep.digest import data_hash
 from outerstep.errors import BadFrame, BadTensors, NotFinite
 from outerstep.server.store import Addend, FragmentStore
-from outerstep.topology.server import anchor_hash, encode_frame
+from outerstep.topology.encode import encode_frame
+from outerstep.topology.news import anchor_hash
 from outerstep.types import ParameterSpec, Participant
 from outerstep.wire.sections import rows_of, section_layout
 from support import make_frame

@@ -12,9 +12,9 @@ from torch import Tensor
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.digest import Parts, part_count, part_hash, part_range, payload_hash
 from outerstep.errors import StaleRound, Superseded
+from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.news import anchor_hash
-from outerstep.topology.server import encode_frame
 from outerstep.types import (
     Agreement,
     Answer,

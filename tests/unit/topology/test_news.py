@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from outerstep.errors import ExchangeFailed
+from outerstep.topology.encode import encode_frame
 from outerstep.topology.news import CPU_BLOCK_VALUES, Extent, Updates, Whole, anchor_hash, cuts, read_news
-from outerstep.topology.server import ServerTopology, encode_frame
+from outerstep.topology.server import ServerTopology
 from outerstep.types import Poll
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica
