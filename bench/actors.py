@@ -12,14 +12,19 @@ STEPS = 2  # between two exchanges: one that moves the weights, one that does no
 
 
 class Server:
-    def __init__(self, size: str, workers: int, up: str = "bf16", down: str = "bf16", **settings: Any) -> None:
+    """Without TLS and tokens unless `tls`: what is beside it here has neither."""
+
+    def __init__(
+        self, size: str, workers: int, up: str = "bf16", down: str = "bf16", *, tls: bool = False, **settings: Any
+    ) -> None:
         state = fill(make(size)).state_dict()
-        settings |= {"port": 0, "sync_every": STEPS, **codec_settings(up, down)}
+        settings |= {"port": 0, "sync_every": STEPS, "insecure": not tls, **codec_settings(up, down)}
         self._server = DiLoCoServer(state, workers, **settings)
         self._server.start()
 
     def address(self) -> str:
-        return self._server.address
+        """For a worker or a transport: all that it needs to know."""
+        return f"http://{self._server.address}" if self._server.config.insecure else self._server.access.join_string
 
     def close(self) -> None:
         self._server.stop()

@@ -7,7 +7,10 @@ several MiB at a time. A client says with one byte what follows; an upload is an
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
+
+import trustme
 
 from harness import HOST
 from thin_client import map_file
@@ -19,7 +22,10 @@ UP, DOWN, DONE = b"U", b"D", b"."
 class BareServer:
     """One buffer per client for what comes, one for all for what goes."""
 
-    def __init__(self, clients: int, up_bytes: int, down_bytes: int) -> None:
+    def __init__(self, clients: int, up_bytes: int, down_bytes: int, *, tls: bool = False) -> None:
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if tls else None
+        if self._tls is not None:
+            trustme.CA().issue_cert(HOST).configure_cert(self._tls)
         self._free = [_touched(up_bytes) for _ in range(clients)]
         self._answer = _touched(down_bytes)
         self._listener = socket.create_server((HOST, 0), backlog=128)
@@ -38,6 +44,8 @@ class BareServer:
 
     def _serve(self, sock: socket.socket, buffer: memoryview) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            sock = self._tls.wrap_socket(sock, server_side=True)
         while what := sock.recv(1):
             if what == UP:
                 receive(sock, buffer)
@@ -47,11 +55,15 @@ class BareServer:
 
 
 class BareClient:
-    def __init__(self, file: str, down_bytes: int, port: int) -> None:
+    def __init__(self, file: str, down_bytes: int, port: int, *, tls: bool = False) -> None:
         self._frame = map_file(file)
         self._received = _touched(down_bytes)
         self._sock = socket.create_connection((HOST, port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls:
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # its speed is measured, not its peer
+            self._sock = context.wrap_socket(self._sock)
 
     def upload(self) -> None:
         self._sock.sendall(UP)

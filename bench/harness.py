@@ -230,10 +230,10 @@ class Relay:
     """A door in front of a server that counts what goes through its sockets, heads and all, in either direction."""
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
+        host, _, port = address.removeprefix("http://").rpartition(":")
         self._target = (host, int(port))
         self._listener = socket.create_server((HOST, 0), backlog=128)
-        self.address = f"{HOST}:{self._listener.getsockname()[1]}"
+        self.address = f"http://{HOST}:{self._listener.getsockname()[1]}"
         self.up_bytes = 0
         self.down_bytes = 0
         self._lock = threading.Lock()

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -89,6 +90,7 @@ class Setting:
     size: str
     rounds: int
     folder: Path
+    tls: bool
 
     @property
     def frame_file(self) -> Path:
@@ -134,19 +136,23 @@ def phases(variant: str, clients: list[Actor], server: Actor, between: Callable[
 
 def exchange_runs(setting: Setting, workers: int, block: int) -> Iterator[Run]:
     """Bare sockets and the protocol, in turns."""
-    server = Actor(Server, setting.size, workers)
+    server = Actor(Server, setting.size, workers, tls=setting.tls)
     with started(server, lambda number, _: Actor(ThinClient, number), workers, "address") as thin:
         joined = [client.ask("join", server.ask("address")) for client in thin]
         up_bytes = setting.frame_file.stat().st_size if setting.frame_file.exists() else 0
         up_bytes = up_bytes or write_frame(setting.frame_file, joined[0])
         together(thin, "load", str(setting.frame_file))
-        together(thin, "upload")  # the first round warms up, and tells how large an agreement is
-        down_bytes = together(thin, "commit")[0].value.size_bytes
-        together(thin, "fetch")
+        for _ in range(2):  # the first agreement comes whole; the second tells how large the others are
+            together(thin, "upload")
+            down_bytes = together(thin, "commit")[0].value.size_bytes
+            together(thin, "fetch")
         total = workers * (up_bytes + down_bytes)
-        bare_server = Actor(BareServer, workers, up_bytes, down_bytes)
-        file = str(setting.frame_file)
-        with started(bare_server, lambda _, port: Actor(BareClient, file, down_bytes, port), workers, "port") as bare:
+        bare_server = Actor(BareServer, workers, up_bytes, down_bytes, tls=setting.tls)
+
+        def client(_: int, port: int) -> Actor:
+            return Actor(BareClient, str(setting.frame_file), down_bytes, port, tls=setting.tls)
+
+        with started(bare_server, client, workers, "port") as bare:
             phases("bare", bare, bare_server, bool)
             for _ in range(setting.rounds):
                 for facts in (
@@ -157,7 +163,7 @@ def exchange_runs(setting: Setting, workers: int, block: int) -> Iterator[Run]:
 
 
 def round_runs(setting: Setting, workers: int, block: int, total: int | None) -> Iterator[Run]:
-    server = Actor(Server, setting.size, workers)
+    server = Actor(Server, setting.size, workers, tls=setting.tls)
     size = setting.size
     with started(server, lambda number, address: Actor(Worker, size, number, address), workers, "address") as clients:
         together(clients, "join")
@@ -204,7 +210,8 @@ def measure(setting: Setting, workers: list[int], blocks: int) -> tuple[list[Run
         for k in workers:
             made = list(told(exchange_runs(setting, k, block)))
             runs += made
-            for variant, start in (("round", round_runs), ("torch.save", torch_save_runs)):
+            others = {"round": round_runs} | ({} if setting.tls else {"torch.save": torch_save_runs})
+            for variant, start in others.items():
                 if why := too_large(variant, k, setting.size):
                     left_out.append(f"{variant} with {k} workers: {why}")
                     say(left_out[-1])
@@ -380,6 +387,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", default="2,4", help="numbers of workers (default 2,4)")
     parser.add_argument("--blocks", type=int, help="how often everything is started anew (default 2, quick 1)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of a variant in each block (default 3)")
+    parser.add_argument("--tls", action="store_true", help="TLS on both sides; no torch.save then, and only rounds")
     parser.add_argument("--only-rounds", action="store_true", help="neither bytes on the socket nor the outer step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round, the summary and the machine here")
     return parser.parse_args()
@@ -387,17 +395,20 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    arguments.only_rounds |= arguments.tls
     torch.set_num_threads(1)
     about = provenance("torch")
     size = "8M" if arguments.quick else "103M"
     numel, tensors = count(size)
     workers = [int(k) for k in arguments.workers.split(",")]
     with tempfile.TemporaryDirectory(prefix="outerstep-bench-") as folder:
-        setting = Setting(size, arguments.rounds, Path(folder))
+        os.environ["OUTERSTEP_CREDENTIALS"] = folder  # not the user's own
+        setting = Setting(size, arguments.rounds, Path(folder), arguments.tls)
         runs, left_out = measure(setting, workers, arguments.blocks or (1 if arguments.quick else 2))
         step = {} if arguments.only_rounds else outer_step(setting, 5)
     report = {
         "machine": about,
+        "tls": arguments.tls,
         "parameters": numel,
         "tensors": tensors,
         "down_codec": codec_settings("bf16", "bf16").get("down_codec", "fp32"),

@@ -114,7 +114,7 @@ def _guarded(target: Callable[..., None], pipe: Connection, arguments: tuple[obj
 
 def serve(pipe: Connection, layers: int, settings: dict[str, Any]) -> None:
     """The server process: says its address, stays until the pipe is closed."""
-    with DiLoCoServer(make_model(layers).state_dict(), port=0, **settings) as server:
+    with DiLoCoServer(make_model(layers).state_dict(), port=0, insecure=True, **settings) as server:
         pipe.send(server.address)
         with contextlib.suppress(EOFError):
             pipe.recv()
@@ -187,7 +187,7 @@ def train(pipe: Connection, mode: Mode, loop: Loop, name: str, address: str) -> 
     teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
     optimizer = TimedSGD(model.parameters(), lr=0.5, momentum=0.9)
     losses: list[float] = []
-    with DiLoCoWorker(model, optimizer, address, worker_id=name) as worker:
+    with DiLoCoWorker(model, optimizer, f"http://{address}", worker_id=name) as worker:
         pipe.send("ready")
         pipe.recv()
         began_at = time.perf_counter()
@@ -323,7 +323,7 @@ def measure_connections(exchanges: int, log: Console) -> list[Transfer]:
         for connections in CONNECTIONS:
             model = make_model(FAT_LAYERS)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-            transport = TimedTransport(HttpTransport(address, kept_connections=2 * connections))
+            transport = TimedTransport(HttpTransport(f"http://{address}", kept_connections=2 * connections))
             topology = ServerTopology(
                 transport,
                 worker_id=f"with-{connections}",
@@ -331,7 +331,7 @@ def measure_connections(exchanges: int, log: Console) -> list[Transfer]:
                 hostname="bench",
                 patience=Patience(calls_in_flight=connections),
             )
-            with DiLoCoWorker(model, optimizer, address, topology=topology):
+            with DiLoCoWorker(model, optimizer, f"http://{address}", topology=topology):
                 transport.take(connections)  # what joining fetched
                 for _ in range(exchanges):
                     for param in model.parameters():
