@@ -4,6 +4,7 @@ In plain HTTP, so that the bytes can be said by hand; test_secure.py has what TL
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import os
@@ -238,6 +239,8 @@ def test_uploads_that_stand_still_do_not_hinder_a_round() -> None:
 def test_the_status_is_answered_while_everybody_else_waits_for_a_turn(server: DiLoCoServer) -> None:
     """All turns are taken by offers that somebody keeps from being answered."""
     turns, let_go, inside = max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1)), threading.Event(), threading.Semaphore(0)
+    assert server._http is not None
+    server._http._limits = dataclasses.replace(server._http._limits, few_connections=0)
     client, payload, _ = begun_upload(server)
     answer = server.service.answer
 

@@ -32,7 +32,7 @@ from .memory import Memory
 
 Kind = Literal["full", "update"]
 
-CPU_BLOCK_VALUES = 1 << 18  # 1 MiB: it stays in the cache from the first touch to the last
+CPU_BLOCK_VALUES = 1 << 20  # 4 MiB: it stays in the cache from the first touch to the last
 DEVICE_BLOCK_VALUES = 1 << 22  # 16 MiB: enough for a GPU to be busy, little beside the model
 
 

@@ -66,6 +66,7 @@ DRAIN_S = 2.0
 @dataclass(frozen=True)
 class ServiceLimits:
     max_connections: int = 1024
+    few_connections: int = 48  # up to so many need not take turns
     idle_s: float = 120.0  # between two requests on one connection
     stall_s: float = 30.0  # without a byte, inside a request
     control_from_anywhere: bool = False  # else the operator's orders are taken from this machine only
@@ -218,7 +219,8 @@ class HttpService:
         """One request and its answer; returns what already arrived of the next one, None = close."""
         http = h11.Connection(h11.SERVER)
         carry = carry or self._first_bytes(sock)
-        line = Line(sock, None if carry.startswith(LOOKING) else self._places, self._limits.stall_s)
+        in_turns = len(self._connections) > self._limits.few_connections and not carry.startswith(LOOKING)
+        line = Line(sock, self._places if in_turns else None, self._limits.stall_s)
         try:
             with line.turn:
                 head, beyond = _read_head(http, line, carry)
@@ -424,7 +426,7 @@ def _linger(line: Line) -> None:
     """Closing with unread bytes resets the connection and may destroy our answer on its way: read a little first."""
     with contextlib.suppress(OSError):
         line.sock.shutdown(socket.SHUT_WR)
-        line.timeout_s = DRAIN_S
+        line.set_timeout(DRAIN_S)
         give_up_at = time.monotonic() + DRAIN_S
         while time.monotonic() < give_up_at and line.receive(SLICE_BYTES):
             pass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import os
+import socket
 import ssl
 import threading
 from collections import deque
@@ -17,12 +19,12 @@ from ..security import DEFAULT_PORT, Access, Credentials, is_join_string, parse_
 from ..security.access import write_address
 from ..security.tls import PinnedConnection, explain, pinning_context
 from ..types import Answer, Control, GetPartAnswer, Poll, Request
-from . import strict_json
+from . import blocking, strict_json
 from .messages import BYTES_TYPE, HASH_HEADER, JSON_TYPE, MAX_JOIN_BYTES, address_of, decode_error
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 1 << 20
+LARGE_BYTES = 64 << 10  # bodies that are moved apart from their heads
 
 
 class HttpTransport:
@@ -229,11 +231,21 @@ class HttpTransport:
         headers: dict[str, str],
         into: memoryview | None,
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        connection.request(method, target, body=_slices(payload) if len(payload) else None, headers=headers)
+        if connection.sock is None:
+            connection.connect()
+        assert connection.sock is not None
+        sock, timeout_s = connection.sock, connection.sock.gettimeout()
+        if len(payload) < LARGE_BYTES:
+            connection.request(method, target, body=bytes(payload) or None, headers=headers)
+        else:
+            connection.request(method, target, headers=headers)
+            with _blocking(sock, timeout_s):
+                blocking.send(sock, payload)
         response = connection.getresponse()
         data = b""
         if into is not None and response.status == 200:
-            self._fill(response, into)
+            with _blocking(sock, timeout_s):
+                self._fill(response, sock, into)
         else:
             data = response.read(MAX_JOIN_BYTES)
         response.read()  # the end of the message, so that the connection can be used again
@@ -245,19 +257,26 @@ class HttpTransport:
         return response.status, response.headers, data
 
     @staticmethod
-    def _fill(response: http.client.HTTPResponse, into: memoryview) -> None:
-        rest = into
+    def _fill(response: http.client.HTTPResponse, sock: socket.socket, into: memoryview) -> None:
+        """The body: what came with the head, then straight from the socket."""
+        if response.length != len(into):
+            raise http.client.HTTPException(f"a body of {len(into)} bytes is due, {response.length} are announced")
+        began = response.fp.peek(1)[: len(into)]
+        into[: len(began)] = response.fp.read(len(began))
+        rest = into[len(began) :]
         while rest:
-            count = response.readinto(rest)
+            count = blocking.receive_into(sock, rest)
             if count == 0:
                 raise http.client.IncompleteRead(b"", len(rest))
             rest = rest[count:]
+        response.length = 0  # nothing of it is left
 
 
-def _slices(payload: memoryview) -> Iterator[memoryview]:
-    """A socket timeout bounds one `sendall` in total: in slices it bounds the silence instead."""
-    for start in range(0, len(payload), SLICE_BYTES):
-        yield payload[start : start + SLICE_BYTES]
+@contextlib.contextmanager
+def _blocking(sock: socket.socket, timeout_s: float | None) -> Iterator[None]:
+    blocking.block(sock, timeout_s or 0.0)
+    yield
+    sock.settimeout(timeout_s)
 
 
 __all__ = ["DEFAULT_PORT", "HttpTransport", "parse_address"]

@@ -6,6 +6,9 @@ would wait for its share among them. So a connection takes a *turn* to work: to 
 (`Turn`), or to move a burst of bytes that can be moved now (`Line`). Nobody holds a turn while it waits for anything: a
 slow or silent peer keeps no one else from working, which a limit on the number of open transfers would let it do.
 
+Where there are few connections nobody takes turns, and each blocks in the kernel until its bytes are moved
+(blocking.py): that is faster.
+
     with Turn(places) as turn:
         …work…
         with turn.away():
@@ -22,6 +25,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+
+from . import blocking
 
 BURST_BYTES = 1 << 20
 
@@ -54,13 +59,20 @@ class Turn:
 
 class Line:
     """A connection's socket, plain or TLS. It moves bytes in turns, and waits without one for at most `timeout_s` of
-    silence, which is a TimeoutError."""
+    silence, which is a TimeoutError. Without `places` it blocks, for as long at most."""
 
     def __init__(self, sock: socket.socket, places: threading.Semaphore | None, timeout_s: float) -> None:
-        sock.setblocking(False)
         self.sock = sock
         self.turn = Turn(places)
-        self.timeout_s = timeout_s
+        self._blocks = places is None
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout_s = seconds
+        if self._blocks:
+            blocking.block(self.sock, seconds)
+        else:
+            self.sock.setblocking(False)
 
     def wait(self, event: int = select.POLLIN) -> None:
         """Until it can be read from or written to; or is broken, which the next call will say."""
@@ -71,13 +83,20 @@ class Line:
 
     def receive(self, size_bytes: int) -> bytes:
         """Whatever comes next; b"" = the peer has closed."""
+        if self._blocks:
+            return blocking.receive(self.sock, size_bytes)
         return self._when_possible(lambda: self.sock.recv(size_bytes), select.POLLIN)
 
     def receive_into(self, view: memoryview) -> int:
+        if self._blocks:
+            return blocking.receive_into(self.sock, view)
         return self._when_possible(lambda: self.sock.recv_into(view[:BURST_BYTES]), select.POLLIN)
 
     def send(self, data: bytes | memoryview) -> None:
         """All of it."""
+        if self._blocks:
+            blocking.send(self.sock, data)
+            return
         rest = memoryview(data)
         while rest:
             burst = rest[:BURST_BYTES]

@@ -106,8 +106,22 @@ class TestLine:
         sender.join()
 
     def test_silence_ends_in_a_timeout(self, ends: tuple[socket.socket, socket.socket]) -> None:
+        with pytest.raises(TimeoutError, match="silent for too long"):
+            Line(ends[0], None, timeout_s=0.01).receive(1)
+
+    def test_silence_ends_in_a_timeout_for_who_takes_turns_too(
+        self, ends: tuple[socket.socket, socket.socket], places: threading.BoundedSemaphore
+    ) -> None:
         with pytest.raises(TimeoutError, match="nothing for 0 s"):
-            Line(ends[0], None, timeout_s=0.0).receive(1)
+            Line(ends[0], places, timeout_s=0.0).receive(1)
+
+    def test_without_turns_a_buffer_is_filled_in_one_call(self, ends: tuple[socket.socket, socket.socket]) -> None:
+        sender = threading.Thread(target=Line(ends[1], None, PATIENT_S).send, args=(bytes(range(256)) * 40_000,))
+        sender.start()
+        got = bytearray(256 * 40_000)
+        assert Line(ends[0], None, PATIENT_S).receive_into(memoryview(got)) == len(got)
+        assert got == bytes(range(256)) * 40_000
+        sender.join()
 
     def test_the_end_of_the_connection_is_no_bytes(self, ends: tuple[socket.socket, socket.socket]) -> None:
         ends[1].close()
