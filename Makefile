@@ -41,6 +41,7 @@ format: $(READY)  ## Rewrite the files as ruff wants them
 bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/http_service.py --quick
 	$(BIN)/python bench/codecs.py --quick
+	$(BIN)/python bench/server_step.py --quick
 	$(BIN)/python bench/async_speeds.py --quick
 	$(BIN)/python bench/loss.py --quick
 	$(BIN)/python bench/overhead.py --quick

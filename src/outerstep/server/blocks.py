@@ -29,9 +29,9 @@ class Block:
         return self.place + self.stop - self.start
 
 
-def cut(of: Layout, block_values: int = BLOCK_VALUES) -> Iterator[Block]:
+def cut(of: Layout) -> Iterator[Block]:
     """All blocks of an fp32 frame, in its order."""
     for entry in of.entries:
         numel, first = math.prod(entry.shape), entry.begin // 4
-        for start in range(0, numel, block_values):
-            yield Block(entry.name, start, min(start + block_values, numel), first + start)
+        for start in range(0, numel, BLOCK_VALUES):
+            yield Block(entry.name, start, min(start + BLOCK_VALUES, numel), first + start)

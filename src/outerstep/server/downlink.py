@@ -41,6 +41,7 @@ from .pool import private_memory
 from .published import Frame, Published, Update
 
 OLDER_HELD = 1  # versions of θ beside the newest, for those in the middle of them: memory must not grow with readers
+OLDER_HELD_IF_EXACT = 2  # then there is no T, and everybody fetches the whole
 
 
 class Downlink:
@@ -69,12 +70,13 @@ class Downlink:
         self._moving: int | None = None  # the version whose memory is being moved to the next
         self._ring: deque[Update] = deque()
         self._leaving: Update | None = None  # out of the ring, but somebody is in the middle of it
+        self._idle: Frame | None = None  # of an older version that was forgotten
         frame = Frame(self.full)
         for name, theta in fp32_views(frame.view, self.full.places, self.full.data_begin).items():
             theta.copy_(state[name])
         self._target = frame.data(self.full, torch.float32)
         if not self.is_exact:
-            self._target_memory = private_memory(4 * self._target.numel())
+            self._target_memory = private_memory(max(4 * self._target.numel(), 4))
             self._target = torch.frombuffer(self._target_memory, dtype=torch.float32)
             for name, target in self.targets().items():
                 target.copy_((targets or state).get(name, state[name]))
@@ -100,9 +102,9 @@ class Downlink:
         """T, flat: for the thread that moves it."""
         return self._target
 
-    def params(self) -> dict[str, Tensor]:
-        """θ by name. Views: for the thread that moves it."""
-        return fp32_views(self.newest.frame.view, self.full.places, self.full.data_begin)
+    def params(self, of: Published | None = None) -> dict[str, Tensor]:
+        """θ by name, of the newest version. Views: for the thread that moves it, or while `of` is read."""
+        return fp32_views((of or self.newest).frame.view, self.full.places, self.full.data_begin)
 
     def targets(self) -> dict[str, Tensor]:
         """T by name, likewise; empty if it is θ."""
@@ -199,8 +201,11 @@ class Downlink:
         newest = max(self._held)
         asked = {v: p.last_asked_at(now) for v, p in self._held.items() if v != newest}
         read = sorted((at, version) for version, at in asked.items() if at is not None)
-        kept = {newest, *(version for _, version in read[-OLDER_HELD:])}
-        self._held = {version: published for version, published in self._held.items() if version in kept}
+        older = OLDER_HELD_IF_EXACT if self.is_exact else OLDER_HELD
+        kept = {newest, *(version for _, version in read[-older:])}
+        for version in self._held.keys() - kept:
+            frame = self._held.pop(version).frame
+            self._idle = None if frame.is_lent else frame
 
     # --- moving, from one thread ----------------------------------------------------------------------------------
 
@@ -211,17 +216,24 @@ class Downlink:
         with self._lock:
             newest = self.newest
             in_place = not newest.is_read(now)
+            self._forget_old(now)
+            idle, self._idle = self._idle, None
+            frame = newest.frame if in_place else idle or Frame(self.full)
+            update = None if self.is_exact else self._make_way(now) or Frame(self.update)
             self._moving = newest.version if in_place else None
-            reused = None if self.is_exact else self._make_way(now)
         try:
-            yield Motion(self, version, newest, self._target, in_place=in_place, reused=reused)
+            yield Motion(self, version, newest.frame, frame, self._target, update)
         except BaseException:
-            with self._lock:
-                if in_place:
-                    del self._held[newest.version]
-                self._moving = None
-                self._lock.notify_all()
+            self.abandon()
             raise
+
+    def abandon(self) -> None:
+        """What was being moved will not arrive, and is not what it was: nobody need wait for it."""
+        with self._lock:
+            if self._moving is not None:
+                del self._held[self._moving]
+            self._moving = None
+            self._lock.notify_all()
 
     def publish(self, made: Motion, participants: tuple[Participant, ...], now: float) -> Published:
         """From now on this is the newest. (With the motion's context closed.)"""

@@ -13,7 +13,7 @@ from ..core.codecs import Dither
 from ..digest import data_hash
 from ..wire.frames import Layout
 from .blocks import BLOCK_VALUES, Block
-from .published import Frame, PartHasher, Published
+from .published import Frame, PartHasher
 
 if TYPE_CHECKING:
     from .downlink import Downlink
@@ -23,32 +23,23 @@ class Motion:
     """`target` is T, flat: move a block of it, then call `follow` for that block; all blocks, in their order."""
 
     def __init__(
-        self,
-        down: Downlink,
-        version: int,
-        before: Published,
-        target: Tensor,
-        *,
-        in_place: bool,
-        reused: Frame | None = None,
+        self, down: Downlink, version: int, before: Frame, frame: Frame, target: Tensor, update: Frame | None
     ) -> None:
-        self.version, self.in_place = version, in_place
+        """θ from `before` to `frame`, which may be the same; the encoded step goes to `update` (None = θ is T)."""
+        self.version, self.frame, self.update = version, frame, update
+        self.in_place = frame is before
         self._down = down
-        self._old = before.frame.data(down.full, torch.float32)
-        self.frame = before.frame if in_place else Frame(down.full)
-        self._new = self.frame.data(down.full, torch.float32)
+        self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
         self._anchor = xxhash.xxh3_128()
-        self.update: Frame | None = None
-        if down.is_exact:
-            if not in_place:
+        if update is None:
+            if not self.in_place:
                 self._new.copy_(self._old)
             self.target = self._new
             return
         self.target = target
-        self.update = reused or Frame(down.update)
-        self._encoded = self.update.data(down.update, torch.uint8)
+        self._encoded = update.data(down.update, torch.uint8)
         self._begins = {entry.name: entry.begin for entry in down.update.entries}
-        self._hasher = PartHasher(self.update.view, down.part_size_bytes)
+        self._hasher = PartHasher(update.view, down.part_size_bytes)
         self._scratch = torch.empty(BLOCK_VALUES)
 
     @torch.no_grad()

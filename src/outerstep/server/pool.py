@@ -142,7 +142,7 @@ class Shelf:
         """What it holds is not specified; gaps between tensors that nobody writes are finite."""
         kept, self._kept = self._kept, None
         if kept is None or kept.numel() < numel:
-            kept = torch.frombuffer(private_memory(4 * numel), dtype=torch.float32)
+            kept = torch.frombuffer(private_memory(max(4 * numel, 4)), dtype=torch.float32)
         return kept[:numel]
 
     def give_back(self, memory: Tensor) -> None:

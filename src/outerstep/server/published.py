@@ -38,6 +38,8 @@ class Frame:
 
     def data(self, of: Layout, dtype: torch.dtype) -> Tensor:
         """Everything after the header, flat."""
+        if len(self.view) == of.data_begin:  # frombuffer refuses to make nothing
+            return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.view, dtype=dtype, offset=of.data_begin)
 
 

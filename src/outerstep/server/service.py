@@ -416,6 +416,8 @@ class ParameterService:
         with self.changed:
             self.failure = reason
             self.changed.notify_all()
+        for store in self.stores:
+            store.down.abandon()
 
     def _check_health(self) -> None:
         if self.failure:

@@ -76,6 +76,7 @@ def build_status(service: ParameterService) -> dict[str, object]:
         else {
             "sync_every": plan.sync_every,
             "codec": plan.codec,
+            "down_codec": plan.down_codec,
             "num_fragments": len(plan.fragments),
             "fragment_delay": plan.delay,
             "fragment_alpha": plan.alpha,

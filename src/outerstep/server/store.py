@@ -113,8 +113,8 @@ class FragmentStore:
 
     def copy_params(self) -> dict[str, Tensor]:
         """A copy of θ by name, from any thread."""
-        with self.down.reading():
-            return {name: theta.clone() for name, theta in self.params().items()}
+        with self.down.reading() as published:
+            return {name: theta.clone() for name, theta in self.down.params(published).items()}
 
     def payloads(
         self, version: int, worker_id: str, held: int, held_hash: str | None, now: float

@@ -259,12 +259,23 @@ class TestReaders:
         assert store.down.held_versions == [3]
         assert store.params()["weight"].data_ptr() == address
 
-    def test_one_older_version_is_held_however_many_are_read(self) -> None:
-        store = make_store("bf16")
+    @pytest.mark.parametrize(("recipe", "held"), [("bf16", [4, 5]), ("fp32", [3, 4, 5])])
+    def test_few_older_versions_are_held_however_many_are_read(self, recipe: str, held: list[int]) -> None:
+        store = make_store(recipe)
         for version in range(5):
             store.payloads(version, f"w{version}", 0, None, float(version))
             advance(store, Nesterov(), now=float(version))
-        assert store.down.held_versions == [4, 5]
+        assert store.down.held_versions == held
+
+    @pytest.mark.parametrize("recipe", ["bf16", "fp32"])
+    def test_with_a_reader_at_every_version_two_pieces_of_memory_take_turns(self, recipe: str) -> None:
+        store, addresses = make_store(recipe), []
+        for version in range(8):
+            (payload,) = store.payloads(version, "w", 0, None, 0.0) or ()
+            advance(store, Nesterov())
+            fetch(store, payload)
+            addresses.append(store.params()["weight"].data_ptr())
+        assert len(set(addresses)) == 2
 
     def test_who_stops_reading_holds_nothing_back(self) -> None:
         store = make_store("bf16")
@@ -376,6 +387,24 @@ def test_a_step_that_is_not_finite_is_never_served() -> None:
         store.copy_params()
 
 
+def test_who_waits_for_a_step_that_never_ends_is_let_go() -> None:
+    store, waiting = make_store("bf16"), threading.Event()
+    with store.down.moving(1, 0.0) as motion:
+        store._follow(motion)
+    answers: list[object] = []
+
+    def ask() -> None:
+        waiting.set()
+        answers.append(store.payloads(0, "w", 0, None, 0.0))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert waiting.wait(10)
+    store.down.abandon()  # the server failed before it could publish
+    thread.join(10)
+    assert answers == [None]
+
+
 def test_a_round_without_training_sends_what_is_left() -> None:
     store = make_store("int4")
     follower = Worker(store, Recipe.parse("int4"))
@@ -384,3 +413,15 @@ def test_a_round_without_training_sends_what_is_left() -> None:
     store.publish(store.close(2, Nesterov(), [Addend(make_frame(values(1)), 0.0)]), EVERYBODY)
     assert (store.down.targets()["weight"] - store.params()["weight"]).norm() < distance
     assert follower.follow() == ["update 1", "update 2"]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_a_fragment_without_values_has_versions_too(recipe: str) -> None:
+    spec = [ParameterSpec(name="none", shape=(0, 3), dtype="float32")]
+    store = FragmentStore(0, spec, {"none": torch.zeros(0, 3)}, WHOLE, Recipe.parse(recipe), PART_BYTES)
+    payload = make_frame({"none": torch.zeros(0, 3)})
+    assert store.check(payload) == 0.0
+    for version in (1, 2):
+        store.accumulate(version, [Addend(payload, 1.0)])
+        store.publish(store.close(version, Nesterov(), [Addend(payload, 1.0)]), EVERYBODY)
+    assert store.payloads(2, "w", 0, None, 0.0)
