@@ -45,6 +45,7 @@ def test_a_sparse_codec_always_has_feedback_and_never_goes_down() -> None:
         ("int9", "unknown codec"),
         ("", "unknown codec"),
         ("int8+loud", "one of feedback, stochastic"),
+        ("sparse64+stochastic", "write 'sparse64'"),
         ("int8,heads=fp32", "embeddings=CODEC and norms=CODEC"),
         ("int8,norms", "embeddings=CODEC and norms=CODEC"),
         ("int8,norms=fp32,norms=bf16", "each once"),

@@ -40,6 +40,8 @@ class Rule:
             if option not in OPTIONS:
                 raise ConfigError(f"a codec's option must be one of {', '.join(OPTIONS)}, got {option!r} in {text!r}")
         codec = get_codec(name)
+        if "stochastic" in options and codec.needs_feedback:
+            raise ConfigError(f"a sparse codec does not round at random: write {name!r} instead of {text!r}")
         return cls(codec, "feedback" in options or codec.needs_feedback, "stochastic" in options)
 
     def __str__(self) -> str:
