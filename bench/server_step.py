@@ -97,6 +97,7 @@ class Bench:
         seconds.setdefault(name, []).append(time.thread_time() - begin)
         self.store.publish(made, ())
 
+    @torch.no_grad()
     def step(self) -> None:
         step = self.alone.begin()
         for block in self.store._blocks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -297,3 +299,15 @@ def test_part_hashes_of_what_is_lent_are_those_announced() -> None:
     (payload,) = follower.poll(0, follower.hash).payloads
     assert all(part_hash(follower.get(payload, part)) for part in range(3))
     server.service.stop()
+
+
+def test_the_memory_that_the_server_was_given_is_let_go_when_the_run_begins() -> None:
+    arrays = {name: tensor.numpy().copy() for name, tensor in make_model().state_dict().items()}
+    watched = [weakref.ref(array) for array in arrays.values()]
+    server = DiLoCoServer({name: torch.from_numpy(array) for name, array in arrays.items()}, 1, port=0)
+    del arrays
+    gc.collect()
+    assert None not in [ref() for ref in watched]
+    HandClient(MemoryTransport(server.service), manifest=MANIFEST).join()
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)

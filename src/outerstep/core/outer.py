@@ -47,10 +47,11 @@ class Nesterov:
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
         self._buf: dict[str, Tensor] = {}
 
+    @torch.no_grad()
     def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
         step = self.begin()
         for name, theta in params.items():
-            step.block(name, theta, grads[name].clone())
+            step.block(name, theta, grads[name].reshape(-1).clone())
 
     def begin(self) -> NesterovStep:
         """The same in blocks, for whoever has a cache-sized block of the mean at a time. It cannot be undone: after the
@@ -70,30 +71,35 @@ class NesterovStep:
 
     def __init__(self, rule: Nesterov) -> None:
         self._rule = rule
-        self._first: set[str] = set()  # parameters whose first step this is
+        self._flat: dict[str, tuple[Tensor, Tensor | None, bool]] = {}  # θ, buf; is it the parameter's first step?
 
-    @torch.no_grad()
     def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
-        """Values [start, start + |g|) of a parameter, counted in its flat form.
+        """Values [start, start + |g|) of a parameter, counted in its flat form. (Under no_grad; it is called often.)
 
-        theta: the whole parameter, fp32 and contiguous, of any shape; only this block of it moves. g: fp32; it is
+        theta: the whole parameter, fp32 and contiguous, of any shape; only this block of it moves. g: fp32, flat; it is
         overwritten.
         """
-        rule, g = self._rule, g.reshape(-1)
-        flat = theta.view(-1).narrow(0, start, len(g))
-        if rule.momentum == 0.0:
+        rule, stop = self._rule, start + g.numel()
+        flat, buf, is_first = self._flat.get(name) or self._open(name, theta)
+        flat = flat[start:stop]
+        if buf is None:
             flat.add_(g, alpha=-rule.lr)
             return
-        buf = rule._buf.get(name)
-        if buf is None:
-            buf = rule._buf[name] = torch.empty_like(theta)
-            self._first.add(name)
-        buf = buf.view(-1).narrow(0, start, len(g))
-        if name in self._first:
+        buf = buf[start:stop]
+        if is_first:
             buf.copy_(g)
         else:
             buf.mul_(rule.momentum).add_(g)
         flat.add_(g.add_(buf, alpha=rule.momentum) if rule.nesterov else buf, alpha=-rule.lr)
+
+    def _open(self, name: str, theta: Tensor) -> tuple[Tensor, Tensor | None, bool]:
+        """A parameter of which this is the first block."""
+        buf, is_first = self._rule._buf.get(name), False
+        if buf is None and self._rule.momentum:
+            buf, is_first = torch.empty_like(theta), True
+            self._rule._buf[name] = buf
+        found = self._flat[name] = (theta.view(-1), None if buf is None else buf.view(-1), is_first)
+        return found
 
 
 class TorchOuter:

@@ -42,9 +42,8 @@ class Motion:
         self._hasher = PartHasher(update.view, down.part_size_bytes)
         self._scratch = torch.empty(BLOCK_VALUES)
 
-    @torch.no_grad()
     def follow(self, block: Block) -> None:
-        """T is where it should be in this block: bring θ there, as far as the codec can."""
+        """T is where it should be in this block: bring θ there, as far as the codec can. (Under no_grad.)"""
         theta = self._new[block.place : block.end]
         if self.update is not None:
             self._send(block, theta)

@@ -8,6 +8,7 @@ any more, also after a crash.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import tempfile
@@ -159,6 +160,13 @@ def private_memory(size_bytes: int) -> memoryview:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
+
+
+def return_free_memory() -> None:
+    """What was freed stays with the process, for the thread that had it: after the model was copied to where it will
+    live, that may be as much as the model. (With the C library of Linux; elsewhere nothing happens.)"""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _roomy_folder() -> str:

@@ -65,7 +65,7 @@ from .intake import Intake
 from .keeping import Keeper, recall, restore
 from .model_state import ModelState
 from .motion import Motion
-from .pool import Shelf
+from .pool import Shelf, return_free_memory
 from .rounds import RoundsThread
 from .saved import SavedState
 from .status import build_status
@@ -354,7 +354,9 @@ class ParameterService:
                 for store in self.stores
             ],
         )
+        del initial
         self.model.forget_trained(manifest)
+        return_free_memory()
 
     def _poll(self, request: Poll) -> PollAnswer:
         """With an agreement goes what leads to it, from what the asker holds; a group is told the hash of each

@@ -195,7 +195,7 @@ class FragmentStore:
     ) -> Motion:
         """The step from the round's mean, what was accumulated and then `addends`, which were not; to be published."""
         counted = [addend for addend in addends if addend.weight > 0.0]
-        with self.down.moving(version, now) as motion:
+        with torch.no_grad(), self.down.moving(version, now) as motion:
             if isinstance(optimizer, DelayedNesterov):
                 self._close_pushed(motion, optimizer, counted)
             else:
