@@ -122,6 +122,7 @@ class RoundsThread:
             waiting.sort(key=lambda accepted: (accepted.key.worker_id, accepted.key.sequence))
         store, addends = service.stores[effect.fragment], [self._addend(accepted) for accepted in waiting]
         made = store.close(effect.version, service.optimizer, addends, service.clock())
+        del addends  # their rooms can be used again
         for accepted in waiting:
             self._free(accepted.key)
         service.announce(store, made, effect.participants)

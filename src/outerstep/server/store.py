@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.aggregate import add_weighted, divide
 from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov, Push
-from ..core.outer import Nesterov, OuterOptimizer
+from ..core.outer import Nesterov, NesterovStep, OuterOptimizer
 from ..digest import data_hash
 from ..types import GetPart, ParameterSpec, Participant, Payload
 from ..wire.frames import layout
@@ -86,7 +86,6 @@ class FragmentStore:
         self._max_staleness = max_staleness
         self._sums: dict[int, _Sum] = {}
         self._blocks = list(cut(self.down.full))
-        self._scratch = torch.empty(2, BLOCK_VALUES)
         self._keep_statistics(version)
 
     @property
@@ -156,16 +155,20 @@ class FragmentStore:
         total = self._sums.get(version)
         if total is None:
             total = self._sums[version] = _Sum(self._shelf.take(self.numel))
-        readers = [_Reader(self, addend) for addend in counted]
+        readers = self._readers(counted)
         for block in self._blocks:
             self._gather(block, total.values[block.place : block.end], readers, version, onto=total.weight > 0.0)
-        total.weight += sum(addend.weight for addend in counted)
+        total.weight = _with(total.weight, counted)
+
+    def _readers(self, addends: Sequence[Addend]) -> list[_Reader]:
+        scratch = torch.empty(BLOCK_VALUES)
+        return [_Reader(self.decoder(addend.sections), addend, scratch) for addend in addends]
 
     def _gather(self, block: Block, out: Tensor, readers: Sequence[_Reader], version: int, *, onto: bool) -> None:
         """out (+)= Σ w·Δ of this block."""
         for i, reader in enumerate(readers):
             first = i == 0 and not onto
-            values = out if first else self._scratch[1, : block.count]
+            values = out if first else reader.scratch[: block.count]
             reader.read(block, values)
             addend = reader.addend
             if addend.base is not None and addend.base < version - 1 and self._roles[block.name] == "average":
@@ -210,24 +213,23 @@ class FragmentStore:
     def _close_mean(self, motion: Motion, optimizer: OuterOptimizer, addends: Sequence[Addend]) -> None:
         """T ← the optimizer's step from T along the mean."""
         total = self._sums.pop(motion.version, None)
-        weight = (total.weight if total is not None else 0.0) + sum(addend.weight for addend in addends)
+        weight = _with(total.weight if total is not None else 0.0, addends)
         if weight == 0.0:  # everybody was there, nobody had trained: what the codec left out can go now
             self._follow(motion)
-            return
-        readers = [_Reader(self, addend) for addend in addends]
-        if not isinstance(optimizer, Nesterov):
-            mean = total.values if total is not None else self._shelf.take(self.numel)
-            for block in self._blocks:
-                g = mean[block.place : block.end]
-                self._gather(block, g, readers, motion.version, onto=total is not None)
-                divide(g, weight)
-            self._step_plainly(motion, optimizer, mean)
-            self._shelf.give_back(mean)
-            self._follow(motion)
-            return
-        step, targets = optimizer.begin(), self._by_name(motion.target)
+        elif isinstance(optimizer, Nesterov):
+            self._step_by_blocks(motion, optimizer.begin(), total, addends, weight)
+        else:
+            self._step_whole(motion, optimizer, total, addends, weight)
+        if total is not None:
+            self._shelf.give_back(total.values)
+
+    def _step_by_blocks(
+        self, motion: Motion, step: NesterovStep, total: _Sum | None, addends: Sequence[Addend], weight: float
+    ) -> None:
+        """Everything that happens to a block, while it is in the cache."""
+        targets, readers, scratch = self._by_name(motion.target), self._readers(addends), torch.empty(BLOCK_VALUES)
         for block in self._blocks:
-            g = total.values[block.place : block.end] if total is not None else self._scratch[0, : block.count]
+            g = total.values[block.place : block.end] if total is not None else scratch[: block.count]
             self._gather(block, g, readers, motion.version, onto=total is not None)
             divide(g, weight)
             role = self._roles[block.name]
@@ -236,26 +238,34 @@ class FragmentStore:
             elif role == "average":  # a buffer is not optimized: the mean of the workers' values replaces it
                 motion.target[block.place : block.end].sub_(g)
             motion.follow(block)
-        if total is not None:
-            self._shelf.give_back(total.values)
 
-    def _step_plainly(self, motion: Motion, optimizer: OuterOptimizer, mean: Tensor) -> None:
-        """An optimizer of which we only know that it steps whole tensors."""
+    def _step_whole(
+        self, motion: Motion, optimizer: OuterOptimizer, total: _Sum | None, addends: Sequence[Addend], weight: float
+    ) -> None:
+        """With an optimizer of which we only know that it steps whole tensors."""
+        mean, readers = total.values if total is not None else self._shelf.take(self.numel), self._readers(addends)
+        for block in self._blocks:
+            g = mean[block.place : block.end]
+            self._gather(block, g, readers, motion.version, onto=total is not None)
+            divide(g, weight)
         params, grads = self._by_name(motion.target), self._by_name(mean)
         trained = [name for name, role in self._roles.items() if role == "parameter"]
         optimizer.step({name: params[name] for name in trained}, {name: grads[name] for name in trained})
         for name in self._averaged:
             params[name].sub_(grads[name])
+        if total is None:
+            self._shelf.give_back(mean)
+        self._follow(motion)
 
     def _close_pushed(self, motion: Motion, rule: DelayedNesterov, pushes: Sequence[Addend]) -> None:
         """T ← T moved by each contribution as the rule says, one by one; θ follows the last."""
         targets = self._by_name(motion.target)
-        for number, addend in enumerate(pushes, 1):
-            push, reader = rule.begin(self.index), _Reader(self, addend)
+        for number, reader in enumerate(self._readers(pushes), 1):
+            push = rule.begin(self.index)
             for block in self._blocks:
-                values = self._scratch[0, : block.count]
+                values = reader.scratch[: block.count]
                 reader.read(block, values)
-                self._push(push, rule, motion, block, values, addend, targets)
+                self._push(push, rule, motion, block, values, reader.addend, targets)
                 if number == len(pushes):
                     motion.follow(block)
             push.done()
@@ -296,12 +306,19 @@ class FragmentStore:
 
 
 class _Reader:
-    """The values of one contribution, block by block."""
+    """The values of one contribution, block by block; `scratch` has room for a block of them."""
 
-    def __init__(self, store: FragmentStore, addend: Addend) -> None:
-        self.addend = addend
-        self._decoder = store.decoder(addend.sections)
+    def __init__(self, decoder: Decoder, addend: Addend, scratch: Tensor) -> None:
+        self.addend, self.scratch = addend, scratch
+        self._decoder = decoder
         self._data = torch.frombuffer(addend.payload, dtype=torch.uint8)
 
     def read(self, block: Block, out: Tensor) -> None:
         self._decoder.read(self._data, block.name, block.start, block.stop, out)
+
+
+def _with(weight: float, addends: Sequence[Addend]) -> float:
+    """Σ w, one after the other: its bits must not depend on who was added together with whom."""
+    for addend in addends:
+        weight += addend.weight
+    return weight
