@@ -307,7 +307,7 @@ def test_the_memory_that_the_server_was_given_is_let_go_when_the_run_begins() ->
     server = DiLoCoServer({name: torch.from_numpy(array) for name, array in arrays.items()}, 1, port=0)
     del arrays
     gc.collect()
-    assert None not in [ref() for ref in watched]
+    assert all(ref() is not None for ref in watched)
     HandClient(MemoryTransport(server.service), manifest=MANIFEST).join()
     gc.collect()
-    assert [ref() for ref in watched] == [None] * len(watched)
+    assert all(ref() is None for ref in watched)
