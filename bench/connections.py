@@ -28,7 +28,6 @@ import asyncio
 import contextlib
 import http.client
 import json
-import multiprocessing
 import os
 import random
 import secrets
@@ -36,9 +35,7 @@ import socket
 import statistics
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,6 +47,7 @@ import xxhash
 from rich.console import Console
 from rich.table import Table
 
+from child import HANG_S, Helper
 from outerstep.coordination.exchange import Call, Exchange, Patience
 from outerstep.coordination.session import Session
 from outerstep.digest import part_count, part_hash, part_range
@@ -68,56 +66,10 @@ TENSORS = 10
 POOL_BYTES = 64 << 20
 PROBE_EVERY_S = 0.02
 SCRATCH_BYTES = 256 << 10
-HANG_S = 300.0
 CLAIM = 5.0
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Failure:
-    traceback: str
-
-
-class Helper:
-    """A process of ours and the pipe to it; leaving the context ends it."""
-
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_guarded, args=(target, theirs, arguments), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def __enter__(self) -> Helper:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.pipe.close()
-        self.process.join(timeout=20)
-        self.process.kill()
-
-    def hear(self, timeout_s: float = HANG_S) -> Any:
-        if not self.pipe.poll(timeout_s):
-            raise RuntimeError(f"a process said nothing for {timeout_s:g} s")
-        said = self.pipe.recv()
-        if isinstance(said, Failure):
-            raise RuntimeError(said.traceback)
-        return said
-
-    def ask(self, question: object) -> Any:
-        self.pipe.send(question)
-        return self.hear()
-
-
-def _guarded(target: Callable[..., None], pipe: Connection, arguments: tuple[object, ...]) -> None:
-    try:
-        target(pipe, *arguments)
-    except EOFError:
-        pass  # the parent is done with us
-    except Exception:  # noqa: BLE001 - the parent raises it
-        pipe.send(Failure(traceback.format_exc()))
 
 
 def serve(pipe: Connection, workers: int) -> None:

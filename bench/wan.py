@@ -28,12 +28,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import secrets
 import statistics
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -47,6 +45,7 @@ from rich.table import Table
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from child import Helper
 from links import HANG_S, Link, emulated, validate
 from outerstep import DiLoCoServer, DiLoCoWorker
 from outerstep.coordination.exchange import Patience
@@ -72,48 +71,9 @@ def make_model(layers: int) -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-class Helper:
-    """A process of ours and the pipe to it; leaving the context ends it."""
-
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_guarded, args=(target, theirs, arguments), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def __enter__(self) -> Helper:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.pipe.close()
-        self.process.join(timeout=20)
-        self.process.kill()
-
-    def hear(self, timeout_s: float = HANG_S) -> Any:
-        if not self.pipe.poll(timeout_s):
-            raise RuntimeError(f"a process said nothing for {timeout_s:g} s")
-        said = self.pipe.recv()
-        if isinstance(said, Failure):
-            raise RuntimeError(said.traceback)
-        return said
-
-
-@dataclass(frozen=True)
-class Failure:
-    traceback: str
-
-
-def _guarded(target: Callable[..., None], pipe: Connection, arguments: tuple[object, ...]) -> None:
-    torch.set_num_threads(1)
-    try:
-        target(pipe, *arguments)
-    except Exception:  # noqa: BLE001 - the parent raises it
-        pipe.send(Failure(traceback.format_exc()))
-
-
 def serve(pipe: Connection, layers: int, settings: dict[str, Any]) -> None:
     """The server process: says its address, stays until the pipe is closed."""
+    torch.set_num_threads(1)
     with DiLoCoServer(make_model(layers).state_dict(), port=0, insecure=True, **settings) as server:
         pipe.send(server.address)
         with contextlib.suppress(EOFError):
@@ -183,6 +143,7 @@ class TimedSGD(torch.optim.SGD):
 
 def train(pipe: Connection, mode: Mode, loop: Loop, name: str, address: str) -> None:
     """The worker process: joins, says so, trains when told to, reports."""
+    torch.set_num_threads(1)
     model, data = make_model(LAYERS), torch.Generator().manual_seed(hash(name) % 1000)
     teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
     optimizer = TimedSGD(model.parameters(), lr=0.5, momentum=0.9)
