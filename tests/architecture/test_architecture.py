@@ -27,10 +27,12 @@ MAY_IMPORT = {
     "core": PLAIN,
     "coordination": PLAIN,
     "wire": PLAIN | {"security"},
-    "simulate": PLAIN | {"coordination"},
+    "durable": PLAIN,
+    "simulate": PLAIN | {"coordination", "durable"},
     "topology": PLAIN | {"core", "coordination", "wire"},
     "observe": PLAIN,
-    "server": PLAIN | {"config", "core", "coordination", "model_folder", "observe", "security", "torch_file", "wire"},
+    "server": PLAIN
+    | {"config", "core", "coordination", "durable", "model_folder", "observe", "security", "torch_file", "wire"},
     "worker": PLAIN | {"config", "settings", "core", "coordination", "security", "topology", "wire"},
     "compat": PLAIN | {"config", "core", "coordination", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
@@ -44,6 +46,7 @@ FORBIDDEN_OUTSIDE = {
     "coordination": {"socket", "threading", "time", "logging", "os", "http", "torch", "numpy", "queue"},
     "simulate": {"socket", "threading", "time", "os", "http", "torch", "numpy"},
     "wire": {"torch", "numpy"},
+    "durable": {"torch", "numpy", "socket", "time"},
     "security": {"torch", "numpy", "random"},
     "types": {"torch", "numpy", "os"},
 }

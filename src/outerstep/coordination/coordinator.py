@@ -61,6 +61,7 @@ from .fragment import Fragment
 from .membership import Accepted, Member, Membership
 from .pacing import local_steps
 from .plan import Settled, check_manifest, check_wishes
+from .remembered import remember
 from .rounds import Round, RoundRules, Verdict
 from .uploads import Upload, Uploads
 from .weights import bounded, discount, relative, reported
@@ -98,6 +99,7 @@ class Coordinator:
         self.drain_timeout_s = drain_timeout_s
         self.stop_at: float | None = None
         self.next_plan: Plan | None = None
+        self.remembers = False  # each round that closes says what to keep of the coordinator
         self._first_join_at: float | None = None
         self._effects: list[Effect] = []
 
@@ -457,19 +459,21 @@ class Coordinator:
         if not self._verdict(fragment, now).close:
             return
         index = fragment.published.fragment
-        self._effects.append(CloseRound(index, closing.version, tuple(closing.participants)))
         fragment.round = Round(closing.version + 1, set(self.members.live_ids))
+        self.members.round_closed(index, closing.contributors)
         fragment.usual.include(closing.reported, self.rules.max_weight_ratio)
         tokens = fragment.usual_tokens.include(closing.tokens, self.rules.max_weight_ratio)
         self.budget.add(index, round(sum(tokens)), now)
-        self.check_budget(now)
         if self.next_plan is not None:
             self.plan, self.next_plan = self.next_plan, None
+        remembered = remember(self) if self.remembers else None
+        self._effects.append(CloseRound(index, closing.version, tuple(closing.participants), remembered))
         for upload in self.uploads.of_fragment(index):
             try:
                 self._check_age(upload.offer, fragment)
             except Refused:
                 self._drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
+        self.check_budget(now)
 
     def remove(self, member: Member, now: float, kind: str, **facts: object) -> None:
         self.members.gone(member)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..types import ContributionKey, Participant
+from .remembered import Remembered
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class CloseRound:
-    """Take the outer step over what was accumulated, publish it, then report `Coordinator.published`."""
+    """Take the outer step over what was accumulated, make it durable, publish it, then report `Coordinator.published`.
+    `remembered`: what goes to disk with it, if the coordinator was told to remember."""
 
     fragment: int
     version: int
     participants: tuple[Participant, ...]
+    remembered: Remembered | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ so it survives restarts, deaths and leaves.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median_low
 
@@ -56,7 +56,8 @@ class Member:
     tokens: int = 0
     kicked: str = ""  # why, until another instance joins
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))
-    accepted: dict[int, Accepted] = field(default_factory=dict)
+    accepted: dict[int, Accepted] = field(default_factory=dict)  # per fragment, the last one
+    closed: dict[int, Accepted] = field(default_factory=dict)  # and the last one whose round has closed
 
     def contributed(self, offer: Offer, staleness: int) -> None:
         self.staleness = staleness
@@ -176,6 +177,13 @@ class Membership:
     def restore(self, member: Member) -> None:
         """Known from before the server was started again."""
         self._members[member.worker_id] = member
+
+    def round_closed(self, fragment: int, contributors: Iterable[str]) -> None:
+        """What they had accepted last went into it: no other round of the fragment was open."""
+        for worker_id in contributors:
+            if worker_id in self._members:
+                member = self._members[worker_id]
+                member.closed[fragment] = member.accepted[fragment]
 
     def gone(self, member: Member) -> None:
         member.live = False

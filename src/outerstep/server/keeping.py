@@ -7,7 +7,6 @@ accepted is not in it; its workers keep what they sent until they hold an agreem
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ..config import ServerConfig
-from ..coordination.coordinator import Coordinator
 from ..coordination.plan import Settled, changed
-from ..coordination.weights import UsualWeight
+from ..coordination.remembered import LEAP, Remembered, resume
 from ..core.delayed import DelayedNesterov
 from ..core.outer import Nesterov, OuterOptimizer
 from ..errors import ConfigError, ModelError, PlanMismatch, ServerError
@@ -25,15 +23,12 @@ from ..observe import EventLog
 from ..types import Plan, Wishes
 from .founding import read_codecs
 from .model_state import ModelState
-from .saved import OptimizerState, SavedState, ledger_of, members_of, save_state
+from .saved import OptimizerState, SavedState, save_state
 
 if TYPE_CHECKING:
     from .service import ParameterService
 
 log = logging.getLogger(__name__)
-
-LEAP = 1_000_000
-"""Numbers that only grow go on so much higher after a resume: those given since the state was saved are taken."""
 
 
 class Keeper:
@@ -67,36 +62,20 @@ class Keeper:
         return path
 
 
-def snapshot(service: ParameterService) -> SavedState:
-    """Called in the rounds thread, where nothing moves, with the service's lock held."""
-    coordinator = service.coordinator
-    assert coordinator.settled is not None
-    versions = tuple(fragment.published.version for fragment in coordinator.fragments)
+def snapshot(service: ParameterService, remembered: Remembered) -> SavedState:
+    """Called in the rounds thread when all rounds that `remembered` knows of are in the model, and no later one is."""
     return SavedState(
-        run_id=coordinator.run_id,
+        run_id=remembered.run_id,
         params={name: theta for store in service.stores for name, theta in store.params().items()},
         targets={name: target for store in service.stores for name, target in store.down.targets().items()},
         rest=service.model.rest(),
-        manifest=coordinator.manifest,
-        plan=coordinator.next_plan or coordinator.plan,
-        versions=versions,
+        manifest=service.coordinator.manifest,
+        plan=remembered.plan,
+        versions=remembered.versions,
         optimizer=_remembered(service.optimizer),
-        ledger=ledger_of(coordinator.members, versions),
-        totals={
-            "total_submissions": coordinator.total_accepted - _in_open_rounds(coordinator),
-            "total_worker_deaths": coordinator.members.total_deaths,
-            **{f"tokens_{fragment}": tokens for fragment, tokens in coordinator.budget.per_fragment.items()},
-        },
-        facts={
-            "started": coordinator.started,
-            "last_command": coordinator.commands.last_id,
-            "token_budget": coordinator.budget.limit,
-            "live": sorted(coordinator.members.live_ids),
-            "settled": asdict(coordinator.settled),
-            "usual_weights": [asdict(fragment.usual) for fragment in coordinator.fragments],
-            "usual_tokens": [asdict(fragment.usual_tokens) for fragment in coordinator.fragments],
-            "kicked": {member.worker_id: member.kicked for member in coordinator.members if member.kicked},
-        },
+        ledger=remembered.ledger,
+        totals=remembered.totals,
+        facts=remembered.facts,
     )
 
 
@@ -105,13 +84,11 @@ def restore(service: ParameterService, saved: SavedState, now: float) -> None:
     coordinator = service.coordinator
     coordinator.run_id = saved.run_id
     service.model = ModelState({**saved.rest, **saved.params})
-    coordinator.total_accepted = int(saved.totals.get("total_submissions", 0))
-    coordinator.members.total_deaths = int(saved.totals.get("total_worker_deaths", 0))
     if saved.plan is None or saved.manifest is None:
         service.heritage = saved  # the first worker to join says which of it is trained
+        coordinator.total_accepted = int(saved.totals.get("total_submissions", 0))
         return
     plan, settled = _plan_now(service, saved.plan), _settled(saved)
-    coordinator.budget.per_fragment = {i: int(saved.totals.get(f"tokens_{i}", 0)) for i in range(len(plan.fragments))}
     optimizer = service.make_optimizer(saved.manifest)
     recall(optimizer, saved.optimizer)
     service.found(
@@ -122,24 +99,8 @@ def restore(service: ParameterService, saved: SavedState, now: float) -> None:
         optimizer=optimizer,
         targets=saved.targets,
     )
-    for fragment, usual in zip(coordinator.fragments, saved.facts.get("usual_weights", []), strict=False):
-        fragment.usual = UsualWeight(**usual)
-    for fragment, usual in zip(coordinator.fragments, saved.facts.get("usual_tokens", []), strict=False):
-        fragment.usual_tokens = UsualWeight(**usual)
-    coordinator.commands.last_id = int(saved.facts.get("last_command", 0)) + LEAP
-    # Who was here is expected back, and given the usual time: a round must not close with the first to return.
-    live = set(saved.facts.get("live", ())) if service.config.heartbeat_timeout > 0 else set()
-    for member in members_of(saved.ledger, now):
-        member.live = member.worker_id in live
-        member.kicked = saved.facts.get("kicked", {}).get(member.worker_id, "")
-        coordinator.members.restore(member)
-    if saved.facts.get("started", False):
-        coordinator.started = True
-        for fragment in coordinator.fragments:
-            fragment.round.expected = set(coordinator.members.live_ids)
-    if service.config.token_budget is None:
-        coordinator.budget.limit = saved.facts.get("token_budget")
-    coordinator.check_budget(now)
+    expect_back = service.config.heartbeat_timeout > 0
+    resume(coordinator, saved.ledger, saved.totals, saved.facts, now, expect_back=expect_back)
     log.info("resumed run %s at round %d", saved.run_id, saved.round)
 
 
@@ -161,11 +122,6 @@ def recall(optimizer: OuterOptimizer | DelayedNesterov, saved: OptimizerState, n
     if isinstance(optimizer, Nesterov):
         by_name = {name: entry for name, entry in by_name.items() if "momentum_buffer" in entry}
     optimizer.load_state_dict(by_name)
-
-
-def _in_open_rounds(coordinator: Coordinator) -> int:
-    """Contributions that are not in the model yet, and will be sent again."""
-    return sum(len(fragment.round.participants) for fragment in coordinator.fragments)
 
 
 def _remembered(optimizer: OuterOptimizer | DelayedNesterov | None) -> OptimizerState:

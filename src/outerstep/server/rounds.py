@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..coordination.effects import Accumulate, CloseRound
+from ..coordination.remembered import Remembered, remember
 from ..core.delayed import DelayedNesterov
 from ..errors import ServerError, ServerFailed
 from ..types import ContributionKey
@@ -29,9 +30,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Save:
-    """Somebody asks for the state to be written, and waits to hear where."""
+    """Somebody asks for the state to be written, and waits to hear where. `remembered`: as of the decisions before."""
 
     reason: str
+    remembered: Remembered
     done: queue.SimpleQueue[Path | ServerError] = field(default_factory=queue.SimpleQueue)
 
 
@@ -56,10 +58,12 @@ class RoundsThread:
 
     def save(self, reason: str) -> Path | ServerError:
         """Write the state between two rounds; from any thread."""
+        with self._service.changed:  # so that it takes its place among the decisions
+            job = _Save(reason, remember(self._service.coordinator))
+            if self._thread.is_alive():
+                self._work.put(job)
         if not self._thread.is_alive():
-            return self._save(reason)
-        job = _Save(reason)
-        self._work.put(job)
+            return self._save(reason, job.remembered)
         while True:
             try:
                 return job.done.get(timeout=1.0)
@@ -78,7 +82,7 @@ class RoundsThread:
                     case CloseRound():
                         self._close(effect)
                     case _Save():
-                        effect.done.put(self._save(effect.reason))
+                        effect.done.put(self._save(effect.reason, effect.remembered))
                 if self._work.empty():
                     self._accumulate()
             except Exception as error:  # the model may be half done: say so to everybody and do nothing more
@@ -126,8 +130,8 @@ class RoundsThread:
         for accepted in waiting:
             self._free(accepted.key)
         service.announce(store, made, effect.participants)
-        if service.keeper.is_due(service.coordinator.sync_round):
-            self._save("periodic")
+        if effect.remembered is not None and service.keeper.is_due(min(effect.remembered.versions)):
+            self._save("periodic", effect.remembered)
 
     def _addend(self, accepted: Accumulate) -> Addend:
         weight = accepted.scale if isinstance(self._service.optimizer, DelayedNesterov) else accepted.weight
@@ -139,7 +143,5 @@ class RoundsThread:
             self._service.intake.free(key)
             self._service.coordinator.freed(key)
 
-    def _save(self, reason: str) -> Path | ServerError:
-        with self._service.changed:
-            state = snapshot(self._service)
-        return self._service.keeper.keep(state, reason)
+    def _save(self, reason: str, remembered: Remembered) -> Path | ServerError:
+        return self._service.keeper.keep(snapshot(self._service, remembered), reason)

@@ -100,6 +100,7 @@ class ParameterService:
             token_budget=config.token_budget,
             drain_timeout_s=config.drain_timeout_s,
         )
+        self.coordinator.remembers = config.save_dir is not None
         self.stores: list[FragmentStore] = []
         self.failure = ""
         self.heritage: SavedState | None = None  # an imported state that waits for the first worker's manifest

@@ -24,23 +24,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from outerstep.coordination.membership import Accepted, Member
 from outerstep.digest import data_hash
 from outerstep.errors import ConfigError, ModelError
 from outerstep.model_folder import STATE, WEIGHTS, load_checkpoint, load_model, load_state_dict
 from outerstep.server.saved import (
-    Acceptance,
     OptimizerState,
     SavedState,
-    WorkerRecord,
-    ledger_of,
     load_state,
-    members_of,
     save_state,
 )
 from outerstep.server.saved.folder import EXACT, OUTER, TARGET, read_facts
 from outerstep.types import Manifest, ParameterSpec
-from unit.server.saved_states import assert_same_state, content, make_state, plan_of
+from unit.server.saved_states import assert_same_state, make_state, plan_of
 
 
 def names_in(folder: Path) -> set[str]:
@@ -573,34 +568,3 @@ class TestAsACheckpoint:
         (place / WEIGHTS).write_bytes(data)
         with pytest.raises(ModelError, match=r"is damaged: its hash is not the one in state\.json"):
             load_checkpoint(place)
-
-
-class TestLedger:
-    def member(self, **accepted: Accepted) -> Member:
-        member = Member("left", "i" * 16, "host", 3, 0.0, 5.0, accepted={int(k[1:]): a for k, a in accepted.items()})
-        member.retired.extend(["j" * 16, "k" * 16])
-        return member
-
-    def test_what_is_in_the_model_comes_back_as_it_was(self) -> None:
-        member = self.member(f0=Accepted(4, "ab" * 16, 7), f1=Accepted(9, "cd" * 16, 6))
-        [back] = members_of(ledger_of([member], (7, 6)), now=100.0)
-        assert not back.live
-        assert (back.worker_id, back.instance, back.hostname, back.incarnation) == ("left", "i" * 16, "host", 3)
-        assert back.retired == member.retired
-        assert back.retired.maxlen == member.retired.maxlen
-        assert back.accepted == member.accepted
-
-    def test_what_the_open_round_accepted_is_asked_for_again(self) -> None:
-        """It is not in the saved model: the worker has to see that its last sequence is not there any more."""
-        member = self.member(f0=Accepted(4, "ab" * 16, 8), f1=Accepted(1, "cd" * 16, 7))
-        ledger = ledger_of([member], (7, 6))
-        assert ledger["left"].accepted == {0: Acceptance(sequence=3, payload_hash=None, version=7)}
-        [back] = members_of(ledger, now=0.0)
-        assert (back.last_sequence(0), back.last_sequence(1)) == (3, 0)
-        assert ledger_of([back], (7, 6)) == ledger
-        replace(make_state(versions=(7, 6)), ledger=ledger).check()
-
-    def test_a_ledger_survives_the_disk(self, tmp_path: Path) -> None:
-        ledger: dict[str, WorkerRecord] = ledger_of([self.member(f1=Accepted(4, "ab" * 16, 2))], (3, 2))
-        state = replace(make_state(), ledger=ledger)
-        assert content(load_state(save_state(state, tmp_path)))["ledger"] == list(ledger.items())

@@ -2,7 +2,7 @@
 
 from .old import import_old
 from .saves import load_state, save_state
-from .state import Acceptance, OptimizerState, SavedState, WorkerRecord, ledger_of, members_of
+from .state import Acceptance, OptimizerState, SavedState, WorkerRecord
 
 __all__ = [
     "Acceptance",
@@ -10,8 +10,6 @@ __all__ = [
     "SavedState",
     "WorkerRecord",
     "import_old",
-    "ledger_of",
     "load_state",
-    "members_of",
     "save_state",
 ]

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from ...digest import data_hash, file_hash
+from ...durable.disk import sync, write_synced
 from ...errors import ModelError
 from ...model_folder import STATE, STATE_FORMAT, WEIGHTS, read_tensors, without_ties, write_tensors
 from ...types import Count, Hash, Manifest, Plain, Plan, Positive, RunId, WorkerId
-from .durable import sync, write_synced
 from .state import OptimizerState, SavedState, WorkerRecord
 
 log = logging.getLogger(__name__)

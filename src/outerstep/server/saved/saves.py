@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...durable.disk import make_folders, sync
 from ...errors import ConfigError, ModelError
 from ...model_folder import STATE
-from .durable import make_folders, sync
 from .folder import Facts, looks_whole, read_facts, read_folder, write_folder
 from .old import import_old
 from .state import SavedState

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...coordination.membership import Accepted, Member
+from ...coordination.remembered import Acceptance as Acceptance
+from ...coordination.remembered import WorkerRecord as WorkerRecord
 from ...core.outer import State
 from ...errors import ModelError
-from ...types import Count, Hash, Instance, Label, Manifest, Plain, Plan, Positive
-
-
-class Acceptance(Plain, frozen=True):
-    """The last contribution of a worker to a fragment that is in the saved model. Hash None: not known any more."""
-
-    sequence: Positive
-    payload_hash: Hash | None
-    version: Count
-
-
-class WorkerRecord(Plain, frozen=True):
-    """One worker id: its last start, the starts before it (fenced), and by fragment what it has had accepted."""
-
-    instance: Instance
-    hostname: Label
-    incarnation: Positive
-    retired: tuple[Instance, ...]
-    accepted: dict[Count, Acceptance]
+from ...types import Manifest, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,48 +59,6 @@ class SavedState:
         wrong = next(_contradictions(self), None)
         if wrong is not None:
             raise ModelError(wrong)
-
-
-def ledger_of(members: Iterable[Member], versions: Sequence[int]) -> dict[str, WorkerRecord]:
-    """The ledger that belongs to these versions.
-
-    What the open round has accepted is not in the saved model. If the ledger said it was, a worker that sends it again
-    to the restarted server would be told "accepted", and its steps would be lost. So such an entry goes back by one:
-    the worker sees a smaller number than it was told, and sends again under the same key (`PollAnswer`).
-    """
-    return {
-        member.worker_id: WorkerRecord(
-            instance=member.instance,
-            hostname=member.hostname,
-            incarnation=member.incarnation,
-            retired=tuple(member.retired),
-            accepted={
-                fragment: acceptance
-                for fragment, entry in member.accepted.items()
-                if (acceptance := _as_of(entry, versions[fragment])) is not None
-            },
-        )
-        for member in members
-    }
-
-
-def members_of(ledger: dict[str, WorkerRecord], now: float) -> list[Member]:
-    """The ledger's workers, known but not live: each comes back by joining."""
-    members = []
-    for worker_id, record in ledger.items():
-        member = Member(worker_id, record.instance, record.hostname, record.incarnation, now, now, live=False)
-        member.retired.extend(record.retired)
-        member.accepted = {f: Accepted(a.sequence, a.payload_hash or "", a.version) for f, a in record.accepted.items()}
-        members.append(member)
-    return members
-
-
-def _as_of(entry: Accepted, version: int) -> Acceptance | None:
-    if entry.version <= version:
-        return Acceptance(sequence=entry.sequence, payload_hash=entry.payload_hash or None, version=entry.version)
-    if entry.sequence == 1:
-        return None
-    return Acceptance(sequence=entry.sequence - 1, payload_hash=None, version=version)
 
 
 def _contradictions(state: SavedState) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""What must survive a kill at any instant: the disk as few operations, and a journal on top of it. No tensors."""

@@ -1,0 +1,94 @@
+"""The few things a journal does to a folder, so that a simulated disk can take its place."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from ..digest import Buffer
+
+
+class Disk(Protocol):
+    """One flat folder of files. Nothing is durable before it is synced: a file's bytes by `sync`, that it exists under
+    its name (or does not any more) by `sync_folder`. Any operation may raise OSError."""
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str) -> memoryview: ...
+
+    def write(self, name: str, pieces: Iterable[Buffer]) -> None:
+        """A new file, or an old one from its beginning."""
+
+    def sync(self, name: str) -> None: ...
+
+    def rename(self, old: str, new: str) -> None: ...
+
+    def remove(self, name: str) -> None: ...
+
+    def sync_folder(self) -> None: ...
+
+
+class FolderDisk:
+    """A folder of the file system. It is made if it is not there."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        make_folders(place)
+
+    def names(self) -> list[str]:
+        return sorted(entry.name for entry in self.place.iterdir() if entry.is_file())
+
+    def read(self, name: str) -> memoryview:
+        """Mapped, not copied: a record may be as large as the model."""
+        with open(self.place / name, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+
+    def write(self, name: str, pieces: Iterable[Buffer]) -> None:
+        descriptor = os.open(self.place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            for piece in pieces:
+                view = memoryview(piece).cast("B")
+                while view:
+                    view = view[os.write(descriptor, view) :]
+        finally:
+            os.close(descriptor)
+
+    def sync(self, name: str) -> None:
+        sync(self.place / name)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(self.place / old, self.place / new)
+
+    def remove(self, name: str) -> None:
+        os.unlink(self.place / name)
+
+    def sync_folder(self) -> None:
+        sync(self.place)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(file: Path, data: bytes) -> None:
+    with open(file, "wb") as target:
+        target.write(data)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def make_folders(place: Path) -> None:
+    """`mkdir -p`, each new entry synced in its parent."""
+    if not place.is_dir():
+        make_folders(place.parent)
+        place.mkdir(exist_ok=True)
+        sync(place.parent)
