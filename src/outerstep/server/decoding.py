@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from ..core.codecs import Codec
+from ..core.codecs.cast import CastCodec
 from ..errors import BadFrame, NotFinite, Refused
 from ..wire.frames import Layout, check_frame, layout
 from ..wire.sections import rows_of, section_layout
 from .blocks import BLOCK_VALUES
 
+PLAUSIBLE = 1e9  # the norm of a block whose squares are far from overflowing
 ABSURD = 1e18  # no honest difference of weights; sums and momentum of values below it stay finite in fp32
 
 
@@ -127,18 +129,21 @@ class Decoder:
         return self._first_blocks[run] + (inside // per_block if ends else -(-inside // per_block))
 
     def look(self, data: Tensor, blocks: range, scratch: Tensor) -> Findings:
-        """What is in these blocks of a payload (uint8), up to the first that cannot be taken."""
-        squares, run = 0.0, bisect_right(self._first_blocks, blocks.start) - 1
-        for block in blocks:
+        """What is in these blocks of a payload (uint8), up to the first that cannot be taken. What needs no decoding is
+        looked at run by run."""
+        squares, block, run = 0.0, blocks.start, bisect_right(self._first_blocks, blocks.start) - 1
+        while block < blocks.stop:
             while run + 1 < len(self._first_blocks) and self._first_blocks[run + 1] <= block:
                 run += 1
             tensor, count = self._run(run)
             start = (block - self._first_blocks[run]) * BLOCK_VALUES
-            stop = min(start + BLOCK_VALUES, count)
+            at_once = blocks.stop - block if isinstance(tensor.codec, CastCodec) else 1
+            stop = min(start + at_once * BLOCK_VALUES, count)
+            block += -(-(stop - start) // BLOCK_VALUES)
             first, last = tensor.codec.encoded_bytes(start), tensor.codec.encoded_bytes(stop)
             encoded = data[self._begins[run] + first : self._begins[run] + last]
             try:
-                squares += _sum_of_squares(tensor.codec, encoded, scratch[: stop - start])
+                squares += _sum_of_squares(tensor.codec, encoded, stop - start, scratch)
             except Refused as refusal:
                 return Findings(blocks, squares, self._named(refusal, run))
         return Findings(blocks, squares)
@@ -188,17 +193,21 @@ def room_for_a_block() -> Tensor:
     return torch.empty(BLOCK_VALUES)
 
 
-def _sum_of_squares(codec: Codec, encoded: Tensor, values: Tensor) -> float:
-    """Σ x² of a block; `values` is room for them. Many times cheaper than isfinite(), and finite only if all are."""
-    wrong = codec.check(encoded, values.numel())
+def _sum_of_squares(codec: Codec, encoded: Tensor, count: int, room: Tensor) -> float:
+    """Σ x² of `count` values; `room` is for a block of them, if they must be decoded. Many times cheaper than
+    isfinite(), and finite only if all are."""
+    wrong = codec.check(encoded, count)
     if wrong:
         raise BadFrame(f"cannot be decoded: {wrong}")
-    codec.decode(encoded, values)
-    square = float(torch.dot(values, values))
-    if square <= ABSURD:
-        return square
-    # In fp32 the square of an honest number can be infinite: look again, exactly.
-    norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    if isinstance(codec, CastCodec):
+        values = encoded.view(codec.dtype)  # numbers already; a norm of bf16 has three digits
+    else:
+        values = room[:count]
+        codec.decode(encoded, values)
+    norm = float(torch.linalg.vector_norm(values))
+    if not norm <= PLAUSIBLE:
+        # In fp32 the square of an honest number can be infinite: look again, exactly.
+        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
     if norm <= ABSURD:
         return norm * norm
     what = f"values of about {norm:.0e}, which is absurd" if math.isfinite(norm) else "NaN or Inf"

@@ -22,7 +22,7 @@ from ..digest import data_hash
 from ..types import GetPart, ParameterSpec, Participant, Payload
 from ..wire.frames import layout
 from ..wire.sections import most_bytes, row_pieces
-from .blocks import BLOCK_VALUES, Block, cut
+from .blocks import BLOCK_VALUES, Block, ahead, cut
 from .decoding import Decoder, UpTensor
 from .downlink import Downlink
 from .motion import Motion
@@ -228,7 +228,9 @@ class FragmentStore:
     ) -> None:
         """Everything that happens to a block, while it is in the cache."""
         targets, readers, scratch = self._by_name(motion.target), self._readers(addends), torch.empty(BLOCK_VALUES)
-        for block in self._blocks:
+
+        @torch.no_grad()
+        def move_target(block: Block) -> None:
             g = total.values[block.place : block.end] if total is not None else scratch[: block.count]
             self._gather(block, g, readers, motion.version, onto=total is not None)
             divide(g, weight)
@@ -237,6 +239,8 @@ class FragmentStore:
                 step.block(block.name, targets[block.name], g, block.start)
             elif role == "average":  # a buffer is not optimized: the mean of the workers' values replaces it
                 motion.target[block.place : block.end].sub_(g)
+
+        for block in ahead(self._blocks, move_target):
             motion.follow(block)
 
     def _step_whole(

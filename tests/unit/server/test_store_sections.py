@@ -55,7 +55,8 @@ def test_sections_add_up_to_the_whole(codec: str, sections: int) -> None:
     for seed, weight in [(1, 1.0), (2, 0.25)]:
         deltas = values(seed)
         payload, pieces = make_frame(deltas, codec), in_sections(deltas, sections, codec)
-        assert cut.check(pieces, sections) == pytest.approx(whole.check(payload), rel=1e-6)
+        precision = 2**-7 if codec == "bf16" else 1e-6  # each norm has bf16's own
+        assert cut.check(pieces, sections) == pytest.approx(whole.check(payload), rel=precision)
         whole.accumulate(1, [Addend(payload, weight)])
         cut.accumulate(1, [Addend(pieces, weight, sections=sections)])
     made = [store.publish(store.close(1, Nesterov(0.7, 0.9)), EVERYBODY).agreement for store in (whole, cut)]
