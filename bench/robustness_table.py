@@ -75,14 +75,20 @@ def cost_table(runs: list[Run]) -> list[str]:
 
 
 def attack_table(runs: list[Run]) -> list[str]:
+    """One line per attack, one column per rule; below them the worst of each column, and whether it is in bounds."""
     attacked = [run for run in runs if run["attack"]]
+    attacks = list(dict.fromkeys(run["attack"] for run in attacked))
     rules = list(dict.fromkeys(run["rule"] for run in sorted(attacked, key=lambda run: run["rule"] != PLAIN)))
-    columns = ["one of eight sends", *rules, f"{RECOMMENDED}: attacker refused in", f"within {ATTACK_BOUND:g} %"]
+    found = {(rule, attack): excesses(runs, rule, attack) for rule in rules for attack in attacks}
+    columns = ["one of eight sends", *rules, f"attacker refused by {RECOMMENDED} in"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    for attack in dict.fromkeys(run["attack"] for run in attacked):
-        cells = [shown(excesses(runs, rule, attack)) for rule in rules]
-        own = [run for run in attacked if (run["rule"], run["attack"]) == (RECOMMENDED, attack)]
-        caught = f"{statistics.fmean(run['refused_attacker'] for run in own):.0%} of rounds" if own else ""
-        said = verdict(excesses(runs, RECOMMENDED, attack), ATTACK_BOUND) if own else ""
-        lines.append("| " + " | ".join([attack, *cells, caught, said]) + " |")
+    for attack in attacks:
+        caught = [run["refused_attacker"] for run in attacked if (run["rule"], run["attack"]) == (RECOMMENDED, attack)]
+        share = f"{statistics.fmean(caught):.0%} of rounds" if caught else ""
+        lines.append("| " + " | ".join([attack, *(shown(found[rule, attack]) for rule in rules), share]) + " |")
+    worst = [
+        max((found[rule, attack] for attack in attacks if found[rule, attack]), key=statistics.fmean) for rule in rules
+    ]
+    said = [f"{shown(each)}: {verdict(each, ATTACK_BOUND)}" for each in worst]
+    lines.append("| " + " | ".join([f"**the worst; within {ATTACK_BOUND:g} %?**", *said, ""]) + " |")
     return lines
