@@ -44,6 +44,7 @@ bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/server_step.py --quick
 	$(BIN)/python bench/async_speeds.py --quick
 	$(BIN)/python bench/loss.py --quick
+	$(BIN)/python bench/robustness.py --quick
 	$(BIN)/python bench/overhead.py --quick
 	$(BIN)/python bench/wan.py --quick
 	$(BIN)/python bench/connections.py --quick

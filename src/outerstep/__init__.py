@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .core.fragments import FragmentManager
+    from .core.robust import RobustAggregator
     from .errors import OuterstepError
     from .model_folder import load_model, save_model
     from .server import DiLoCoServer, HealthMonitor
@@ -27,6 +28,7 @@ _WHERE = {
     "FragmentManager": ".core.fragments",
     "HealthMonitor": ".server",
     "OuterstepError": ".errors",
+    "RobustAggregator": ".core.robust",
     "attach": ".worker",
     "load_model": ".model_folder",
     "save_model": ".model_folder",
@@ -39,6 +41,7 @@ __all__ = [
     "FragmentManager",
     "HealthMonitor",
     "OuterstepError",
+    "RobustAggregator",
     "attach",
     "load_model",
     "save_model",

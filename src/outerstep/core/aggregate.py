@@ -28,7 +28,15 @@ def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         if not weight > 0.0:
             raise ConfigError(f"a contribution's weight must be > 0, got {weight}")
         add_weighted(total, delta.to(torch.float32, copy=True), weight)
-    divide(total, sum(weights))
+    divide(total, sum_in_order(weights))
+    return total
+
+
+def sum_in_order(weights: Sequence[float]) -> float:
+    """Σ w, one after the other: the built-in `sum` of Python 3.12 rounds otherwise than that of 3.11."""
+    total = 0.0
+    for weight in weights:
+        total += weight
     return total
 
 
@@ -44,4 +52,5 @@ def divide(total: Tensor, weight: float) -> None:
     if math.frexp(weight)[0] == 0.5:
         total.mul_(1.0 / weight)
     else:
-        total.div_(weight)
+        # By a plain number w a GPU multiplies with 1/w, which has other bits; by a tensor it divides.
+        total.div_(torch.full((), weight, device=total.device) if total.is_cuda else weight)

@@ -1,0 +1,47 @@
+"""Robust aggregation: several pseudo-gradients become one, though some of them may be wrong or hostile.
+
+    stream.aggregate     contributions read block by block: screens, then a rule (streams.py says how they are read)
+    RobustAggregator     the same for tensors in memory
+    attacks.ATTACKS      what to try it against
+
+docs/concepts/robust-aggregation.md says which rule is for what, and what it costs.
+"""
+
+from __future__ import annotations
+
+from .aggregator import RULES, RobustAggregator
+from .buckets import Bucketing
+from .centres import CenteredClipping, GeometricMedian
+from .coordinates import Mean, Median, TrimmedMean
+from .rule import Rule
+from .screens import History, cosine_screen, norm_screen, remember
+from .selection import Krum, MultiKrum
+from .stream import Candidate, Screening, Verdict, aggregate
+from .streams import Block, Reader, Tensors, Writer, cut
+
+__all__ = [
+    "RULES",
+    "Block",
+    "Bucketing",
+    "Candidate",
+    "CenteredClipping",
+    "GeometricMedian",
+    "History",
+    "Krum",
+    "Mean",
+    "Median",
+    "MultiKrum",
+    "Reader",
+    "RobustAggregator",
+    "Rule",
+    "Screening",
+    "Tensors",
+    "TrimmedMean",
+    "Verdict",
+    "Writer",
+    "aggregate",
+    "cosine_screen",
+    "cut",
+    "norm_screen",
+    "remember",
+]

@@ -1,0 +1,174 @@
+"""Robust aggregation of streamed contributions, in two passes: measure and screen, then combine.
+
+    1. every contribution is read once: norms, or all inner products if somebody asks for them
+       non-finite → norm screen → cosine screen (by choice): who is refused, and why
+    2. those accepted are read once more, and the rule makes each block of the aggregate
+
+Memory is one block of each contribution, whatever the size of the model (streams.py). The contributions are taken in
+the order of their worker ids, however they are passed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Generic
+
+import torch
+
+from ...errors import ConfigError, NotFinite
+from .coordinates import Mean
+from .products import Products, products, squares
+from .rule import Facts, Rule
+from .screens import LEAST_FOR_COSINES, History, check_enough_for_cosines, cosine_screen, norm_screen, rate
+from .streams import B, Reader, Stack, Writer, Zeros, check_blocks
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[B]):
+    """A contribution that may be accepted.
+
+    weight: how much it counts. steps: how many local steps are in it. norm: ‖Δ‖, if somebody has looked at it before (a
+    server does, while it arrives); where all have one and nobody asks for more, the first pass is left out. Peers must
+    leave it out: another way of adding up the squares gives other bits.
+    """
+
+    worker_id: str
+    values: Reader[B]
+    weight: float = 1.0
+    steps: int = 1
+    norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Screening:
+    """What goes before the rule; the finite check always does.
+
+    history: what was accepted of this fragment before (`screens.remember`). cosine: the cosine screen too.
+    """
+
+    history: History = ()
+    cosine: bool = False
+
+    def check(self, offered: int) -> None:
+        if self.cosine:
+            check_enough_for_cosines(offered)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is in the aggregate."""
+
+    accepted: tuple[str, ...]  # worker ids, in order
+    refused: Mapping[str, str] = field(default_factory=dict)  # worker id → why
+    rates: tuple[float, ...] = ()  # ‖Δ‖/√steps of the accepted, for `screens.remember`
+
+
+@torch.no_grad()
+def aggregate(
+    candidates: Sequence[Candidate[B]],
+    blocks: Sequence[B],
+    out: Writer[B],
+    rule: Rule = Mean(),  # noqa: B008 (frozen)
+    *,
+    screening: Screening = Screening(),  # noqa: B008 (frozen)
+    centre: Reader[B] | None = None,
+    device: torch.device = CPU,
+) -> Verdict:
+    """Screen, combine by `rule`, write to `out`. `centre`: the previous aggregate, for a rule that starts from it.
+
+    Raises:
+        ConfigError: the rule or the screen is not defined for so many, or for such weights.
+        NotFinite: none of them is finite; nothing was written.
+    """
+    ordered = in_order(candidates)
+    weights = [candidate.weight for candidate in ordered]
+    rule.check(len(ordered), weights)
+    screening.check(len(ordered))
+    check_blocks(blocks)
+    readers: list[Reader[B]] = [candidate.values for candidate in ordered]
+    found = _measure(ordered, blocks, rule, screening, centre, device)
+    chosen, verdict = _judge(ordered, found, screening)
+    facts = Facts(len(ordered), tuple(weights[i] for i in chosen), _products_for(rule, found, chosen))
+    combine, used = rule.begin(facts), [readers[i] for i in chosen]
+    if rule.needs_centre:
+        used.insert(0, centre or Zeros())
+    stack = Stack(len(used), blocks, device)
+    for block in blocks:
+        out.write(block, combine(stack.fill(used, block)))
+    return verdict
+
+
+def in_order(candidates: Sequence[Candidate[B]]) -> list[Candidate[B]]:
+    """By worker id."""
+    ordered = sorted(candidates, key=lambda candidate: candidate.worker_id)
+    ids = [candidate.worker_id for candidate in ordered]
+    twice = [a for a, b in pairwise(ids) if a == b]
+    if twice:
+        raise ConfigError(f"a worker contributes once to a round, {twice[0]!r} came twice; keep its newest")
+    return ordered
+
+
+@dataclass(frozen=True)
+class _Found:
+    squares: list[float]  # of each contribution
+    products: Products | None  # of the centre, if the rule needs one, and then of each contribution
+
+
+def _measure(
+    ordered: Sequence[Candidate[B]],
+    blocks: Sequence[B],
+    rule: Rule,
+    screening: Screening,
+    centre: Reader[B] | None,
+    device: torch.device,
+) -> _Found:
+    """The first pass; no more than is needed."""
+    readers: list[Reader[B]] = [candidate.values for candidate in ordered]
+    if not (rule.needs_products or screening.cosine):
+        known = [candidate.norm**2 for candidate in ordered if candidate.norm is not None]
+        return _Found(known if len(known) == len(ordered) else squares(readers, blocks, device), None)
+    first: list[Reader[B]] = [centre or Zeros()] if rule.needs_centre else []
+    found = products([*first, *readers], blocks, device)
+    return _Found([row[i] for i, row in enumerate(found.rows)][len(first) :], found)
+
+
+def _judge(ordered: Sequence[Candidate[B]], found: _Found, screening: Screening) -> tuple[list[int], Verdict]:
+    """The screens, one after the other. Each sees only what the one before it let through."""
+    ids, refused = [candidate.worker_id for candidate in ordered], {}
+    left = []
+    for i, square in enumerate(found.squares):
+        if math.isfinite(square):
+            left.append(i)
+        else:
+            refused[ids[i]] = "it holds NaN or Inf"
+    if not left:
+        raise NotFinite(
+            f"none of the {len(ordered)} contributions is finite", hint="lower the learning rate, or reload the model"
+        )
+    rates = {i: rate(math.sqrt(found.squares[i]), ordered[i].steps) for i in left}
+    left = _without(norm_screen([rates[i] for i in left], screening.history), left, ids, refused)
+    if screening.cosine and len(left) >= LEAST_FOR_COSINES:
+        assert found.products is not None
+        left = _without(cosine_screen(_of(found, left)), left, ids, refused)
+    return left, Verdict(tuple(ids[i] for i in left), refused, tuple(rates[i] for i in left))
+
+
+def _without(said: Mapping[int, str], left: Sequence[int], ids: Sequence[str], refused: dict[str, str]) -> list[int]:
+    """`said` counts among those left."""
+    refused.update({ids[left[i]]: why for i, why in said.items()})
+    return [each for i, each in enumerate(left) if i not in said]
+
+
+def _of(found: _Found, chosen: Sequence[int], *, with_centre: bool = False) -> Products:
+    assert found.products is not None
+    first = len(found.products) - len(found.squares)
+    return found.products.of([*([0] if with_centre else []), *(first + i for i in chosen)])
+
+
+def _products_for(rule: Rule, found: _Found, chosen: Sequence[int]) -> Products | None:
+    return _of(found, chosen, with_centre=rule.needs_centre) if rule.needs_products else None

@@ -1,0 +1,118 @@
+"""Contributions as streams: read block by block, so that nobody ever holds all of them at once.
+
+A rule sees the same block of every contribution, [n, m], and the memory in use is n·m values however large the model
+is. Blocks of a tensor begin at multiples of 4096 values (the largest block of any codec); what is summed over a whole
+contribution is summed leaf by leaf of 4096 values, so the bits do not depend on how many leaves a block has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+
+LEAF_VALUES = 4096
+STACK_VALUES = 1 << 20  # of all contributions together: 4 MiB of fp32, and with what is made of it still in the cache
+
+
+class Span(Protocol):
+    """What a rule must know of a block: it begins at value `start` of its tensor and has `count` of them."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+
+B = TypeVar("B", bound=Span)
+B_contra = TypeVar("B_contra", bound=Span, contravariant=True)
+
+
+class Reader(Protocol[B_contra]):
+    """One contribution. It is read more than once: first to measure it, then to combine it."""
+
+    def read(self, block: B_contra, out: Tensor) -> None:
+        """The values of this block to `out`, fp32 [count]."""
+
+
+class Writer(Protocol[B_contra]):
+    """Where the aggregate goes, block by block."""
+
+    def write(self, block: B_contra, values: Tensor) -> None:
+        """fp32 [count]; the memory is used again for the next block."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Values [start, stop) of a tensor, in its flat form."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+def cut(sizes: Mapping[str, int], rows: int, *, stack_values: int = STACK_VALUES) -> list[Block]:
+    """Blocks for tensors of these sizes, so that `rows` contributions have about `stack_values` in a block."""
+    step = max(1, stack_values // (max(1, rows) * LEAF_VALUES)) * LEAF_VALUES
+    return [
+        Block(name, start, min(start + step, size)) for name, size in sizes.items() for start in range(0, size, step)
+    ]
+
+
+def check_blocks(blocks: Sequence[Span]) -> None:
+    """Leaves must lie in the blocks as they lie in the tensors, or sums would depend on the cut."""
+    for block in blocks:
+        if block.start % LEAF_VALUES:
+            raise ConfigError(f"a block must begin at a multiple of {LEAF_VALUES} values, got {block.start}")
+    for block, following in pairwise(blocks):
+        if block.count % LEAF_VALUES and following.start != 0:
+            raise ConfigError(
+                f"only a tensor's last block may have a count that is no multiple of {LEAF_VALUES}, got {block.count} "
+                f"before a block that begins at {following.start}"
+            )
+
+
+class Tensors:
+    """A contribution (or an aggregate) that is in memory: tensors by name, of any shape."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._flat = {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
+
+    def read(self, block: Block, out: Tensor) -> None:
+        out.copy_(self._flat[block.name][block.start : block.stop])
+
+    def write(self, block: Block, values: Tensor) -> None:
+        """For contiguous tensors: of others `reshape` made a copy."""
+        self._flat[block.name][block.start : block.stop] = values
+
+
+class Zeros:
+    """A contribution of nothing."""
+
+    def read(self, block: Span, out: Tensor) -> None:
+        out.zero_()
+
+
+class Stack:
+    """Room for one block of n contributions, filled again and again."""
+
+    def __init__(self, rows: int, blocks: Sequence[Span], device: torch.device) -> None:
+        self._room = torch.empty((rows, max((block.count for block in blocks), default=0)), device=device)
+
+    def fill(self, readers: Sequence[Reader[B]], block: B) -> Tensor:
+        """fp32 [n, count]; valid until the next call, and free to be overwritten."""
+        values = self._room[:, : block.count]
+        for row, reader in zip(values, readers, strict=True):
+            reader.read(block, row)
+        return values

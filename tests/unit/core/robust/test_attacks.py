@@ -1,0 +1,97 @@
+"""One of eight attacks: the aggregate stays near the honest mean, where the plain mean does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from outerstep import RobustAggregator
+from outerstep.core.robust import RULES
+from outerstep.core.robust.attacks import ATTACKS, Scene
+
+SIZE, HONEST = 20_000, 7
+ATTACKER = "worker-3"
+
+
+def honest(seed: int) -> tuple[Tensor, Tensor]:
+    """[8, m], and the attacker's own of an earlier round. As measured on language models: a common direction that
+    makes up an eighth of each square, another one in each round, and the rest every worker's own."""
+    generator = torch.Generator().manual_seed(seed)
+    common, earlier = (torch.randn(SIZE, generator=generator) * (1 / 8) ** 0.5 for _ in range(2))
+    own = torch.randn(HONEST + 2, SIZE, generator=generator) * (7 / 8) ** 0.5
+    return common + own[:-1], earlier + own[-1]
+
+
+def attacked(attack: str, seed: int) -> tuple[list[Tensor], list[str], Tensor]:
+    """All eight, their ids, and the mean of the honest ones."""
+    values, earlier = honest(seed)
+    others = values[1:]
+    sent = ATTACKS[attack](Scene(values[0], others, [earlier], seed))
+    ids = [ATTACKER, *(f"worker-{i}" for i in range(9) if i not in (3, 8))]
+    return [sent, *others], ids, others.mean(0)
+
+
+def error(made: Tensor, expected: Tensor) -> float:
+    """Relative to the honest mean, which is half as long as one contribution."""
+    return float(torch.linalg.vector_norm(made - expected) / torch.linalg.vector_norm(expected))
+
+
+REFUSED = {"sign_flip", "flip_10", "scale_1000", "gaussian", "ipm", "ipm_10", "nan", "inf"}
+SEEDS = range(5)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+class TestTheRecommendedSetting:
+    """The mean behind both screens."""
+
+    def test_the_aggregate_stays_near_the_honest_mean(self, attack: str) -> None:
+        """One that passes both screens has an eighth of the say, and at most twice the usual length."""
+        for seed in SEEDS:
+            values, ids, expected = attacked(attack, seed)
+            made = RobustAggregator("mean", cosine_screen=True).aggregate(values, worker_ids=ids)
+            assert error(made, expected) < (1e-6 if attack in REFUSED else 0.4)
+
+    def test_the_attacker_is_refused_and_nobody_else(self, attack: str) -> None:
+        for seed in SEEDS:
+            values, ids, _ = attacked(attack, seed)
+            aggregator = RobustAggregator("mean", cosine_screen=True)
+            aggregator.aggregate(values, worker_ids=ids)
+            assert aggregator.verdict is not None
+            assert aggregator.verdict.refused.keys() == ({ATTACKER} if attack in REFUSED else set())
+
+
+@pytest.mark.parametrize("attack", ["scale_1000", "gaussian", "flip_10", "ipm_10"])
+def test_the_plain_mean_is_led_astray(attack: str) -> None:
+    for seed in SEEDS:
+        values, _, expected = attacked(attack, seed)
+        assert error(torch.stack(values).mean(0), expected) > 1.0
+
+
+@pytest.mark.parametrize("aggregation", [name for name in RULES if name != "krum"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_rule_behind_its_screens_is_led_far(aggregation: str, attack: str) -> None:
+    """(Krum gives up averaging: what it takes is one honest contribution, twice as long as the mean.)"""
+    values, ids, expected = attacked(attack, 0)
+    assert error(RobustAggregator(aggregation).aggregate(values, worker_ids=ids), expected) < 0.75
+
+
+def test_krum_takes_an_honest_one() -> None:
+    for attack in REFUSED:
+        values, ids, _ = attacked(attack, 1)
+        made = RobustAggregator("krum").aggregate(values, worker_ids=ids)
+        taken = [i for i, each in enumerate(values) if torch.equal(made, each)]
+        assert len(taken) == 1
+        assert taken != [0] or attack in ("sign_flip", "ipm")  # as long as the others, or shorter: Krum cannot tell
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_is_a_function_of_the_scene(attack: str) -> None:
+    values, earlier = honest(0)
+    scene = Scene(values[0].clone(), values[1:].clone(), [earlier.clone()], 5)
+    first, second = ATTACKS[attack](scene), ATTACKS[attack](scene)
+    assert torch.equal(first.nan_to_num(0.5), second.nan_to_num(0.5))
+    assert first.shape == values[0].shape
+    assert torch.equal(scene.own, values[0])
+    assert torch.equal(scene.honest, values[1:])
+    assert first.data_ptr() not in (scene.own.data_ptr(), scene.honest.data_ptr(), scene.past[0].data_ptr())
