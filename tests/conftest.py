@@ -1,8 +1,9 @@
 """One torch thread per test process: several on few cores stall each other, and sums keep one order. And one folder for
 the credentials of all servers of a session: they make their certificate once, and their clients find it there, as those
-of one user on one machine do."""
+of one user on one machine do. And signals as they were after each test."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -23,3 +24,12 @@ def _credentials() -> Iterator[None]:
         del os.environ["XDG_CONFIG_HOME"]
     else:
         os.environ["XDG_CONFIG_HOME"] = before
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """A worker that a test leaves running must not go on taking this process's signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -200,6 +200,8 @@ class WorkerConfig:
     give_up_after_s: float = 7200.0  # without any answer from the server: one clear error
     stalled_after_s: float = 900.0  # without an optimizer step: stop beating, so that the others go on; 0 = never
     exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close; ten times for no server
+    handle_signals: bool = True  # on SIGTERM, SIGUSR1 or Ctrl-C: contribute and leave
+    preempt_patience_s: float = 20.0  # after such a signal: be gone within so many seconds, or at the next step
 
     def __post_init__(self) -> None:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
@@ -207,13 +209,14 @@ class WorkerConfig:
         _whole(self, 0, "offline_rounds")
         _whole(self, 1, "connections")
         _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "offline_after_s")
-        _number(self, 0.0, "exit_patience_s", "stalled_after_s")
+        _number(self, 0.0, "exit_patience_s", "stalled_after_s", "preempt_patience_s")
         _number(self, 0.0, "fragment_alpha", optional=True)
         check_one_of(self, (True, False, None), "fragment_carry", "dylu")
         check_one_of(self, ("average", "local", "server"), "buffers")
         _check_mixing(self)
         check_text(self, "server_addr", "credentials")
         check_one_of(self, (None, True, False), "bf16_comm")
+        check_one_of(self, (True, False), "handle_signals")
         check_one_of(self, ("global", "local"), "on_exit")
         check_one_of(self, ("auto", "off"), "group")
         check_one_of(self, ("device", "host"), "anchor")

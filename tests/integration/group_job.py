@@ -116,6 +116,8 @@ def train(kind: str, address: str, folder: Path, steps: int) -> None:
                 check_evaluation(worker, model)
                 worker.force_sync()
                 note()
+            if worker.should_stop:
+                break
             if (folder / "slowly").exists():
                 time.sleep(0.01)
     note()

@@ -31,7 +31,19 @@ def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subp
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["server"], ["join"], ["worker"], ["status"], ["control"], ["token"], ["config", "show"], ["demo"]]
+    "command",
+    [
+        [],
+        ["server"],
+        ["join"],
+        ["worker"],
+        ["status"],
+        ["doctor"],
+        ["control"],
+        ["token"],
+        ["config", "show"],
+        ["demo"],
+    ],
 )
 def test_help_teaches(command: list[str]) -> None:
     done = outerstep(*command, "--help")
@@ -44,6 +56,7 @@ def test_the_version_is_printed() -> None:
     assert outerstep("--version").stdout.startswith("outerstep 0.")
 
 
+@pytest.mark.row("B21")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -205,6 +205,20 @@ def test_if_a_rank_is_killed_its_job_ends_and_the_others_go_on(tmp_path: Path, j
         assert [p.worker_id for p in last.participants] == ["ddp"]
 
 
+@pytest.mark.row("F10")
+def test_a_notice_to_one_rank_lets_all_of_them_leave_at_the_same_step(tmp_path: Path, jobs: list[Job]) -> None:
+    (tmp_path / "slowly").touch()
+    with make_server(num_workers=1) as server:
+        jobs.append(Job(tmp_path, "ddp", server.address, steps=10**6))
+        wait_until(lambda: server.sync_round >= 2, timeout_s=120)
+        os.kill(jobs[0].pid(1), signal.SIGUSR1)  # rank 0 speaks with the server, and has heard nothing
+        first, second = jobs[0].results()
+        assert first["local_step"] == second["local_step"]
+        assert first["versions"] == second["versions"] == [server.sync_round]
+        assert server.status()["workers"] == {}
+        assert server.status()["total_worker_deaths"] == 0
+
+
 def test_what_cannot_be_exchanged_is_refused_by_name_on_every_rank(tmp_path: Path, jobs: list[Job]) -> None:
     with make_server(num_workers=1) as server:
         jobs.append(Job(tmp_path, "refuse", server.address))

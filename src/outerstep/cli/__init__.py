@@ -8,7 +8,21 @@ from typing import Annotated
 import typer
 
 from ..errors import OuterstepError, Refused
-from . import config, control, demo, join, server, status, token, worker
+from . import config, control, demo, doctor, join, server, status, token, worker
+
+# The end of each --help; docs/reference/exit-codes.md says more.
+MISTAKE = "2 = a mistake in the arguments or settings, or the server said no; 130 = Ctrl-C"
+CODES = f"Exit codes: 0 = done; {MISTAKE}."
+SERVER_CODES = (
+    "Exit codes: 0 = stopped as it was told to (SIGTERM, Ctrl-C, shutdown, the budget's end), and saved; 1 = it had "
+    "failed, or could not save; 2 = a mistake in the arguments or settings; 130 = a second Ctrl-C; 143 = SIGTERM "
+    "before it listened."
+)
+WORKER_CODES = (
+    "Exit codes: the script's own, whatever they are; 143 = SIGTERM and 130 = Ctrl-C, if its loop did not end by "
+    "itself; 2 = it was not started."
+)
+DOCTOR_CODES = f"Exit codes: 0 = nothing failed; 1 = something did; {MISTAKE}."
 
 app = typer.Typer(
     name="outerstep",
@@ -20,11 +34,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=CODES,
 )
-app.command("server")(server.server)
-app.command("join")(join.join)
-app.command("worker", context_settings={"allow_interspersed_args": False})(worker.worker)
-app.command("status")(status.status)
+app.command("server", epilog=SERVER_CODES)(server.server)
+app.command("join", epilog=CODES)(join.join)
+app.command("worker", epilog=WORKER_CODES, context_settings={"allow_interspersed_args": False})(worker.worker)
+app.command("status", epilog=CODES)(status.status)
+app.command("doctor", epilog=DOCTOR_CODES)(doctor.doctor)
 app.add_typer(control.app, name="control")
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")

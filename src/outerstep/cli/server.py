@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..security import Credentials, is_loopback
 from ..settings import SERVER, ServerCommand, make_command, make_config, naming_sources
 from .options import Found, takes_settings
+from .stopping import Stopping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 def server(found: Found) -> None:
     """Hold the global model and take the workers' contributions.
 
-    It needs no GPU. Start it on a machine that all workers can reach, then start the workers; stop it with Ctrl-C.
+    It needs no GPU. Start it on a machine that all workers can reach, then start the workers. Ctrl-C or SIGTERM stop it
+    when what was decided is finished and saved (exit code 0); a second Ctrl-C at once (130).
     Every flag can also be an environment variable or a line in outerstep.toml:
     [bold]outerstep config show server[/bold] says what holds and why.
     """
@@ -39,14 +41,23 @@ def server(found: Found) -> None:
         raise ConfigError("no model to train: give -m MODEL_DIR, or --resume with a saved state")
     console = Console(stderr=True)
     _show_log(console)
-    made = _make(found, config, command)
-    signal.signal(signal.SIGTERM, lambda *_: made.request_stop())
-    try:
-        _serve(made, config, console, what=config.resume or str(command.model))
-    except KeyboardInterrupt:
-        pass  # it came before anybody could take it as what it is
-    finally:
-        made.stop()
+    with Stopping() as stopping:
+        made = _make(found, config, command)
+        stopping.gently(made.request_stop)
+        try:
+            _serve(made, config, console, what=config.resume or str(command.model))
+        finally:
+            made.stop()
+    _check_end(made)
+
+
+def _check_end(made: DiLoCoServer) -> None:
+    """A server that stopped with something left undone says so by its exit code too."""
+    status = made.status()
+    saved = str(status["last_save"])
+    if status["failure"] or saved.startswith("failed"):
+        _say(f"error: {status['failure'] or f'the last save {saved}'}")
+        raise typer.Exit(1)
 
 
 def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: str) -> None:

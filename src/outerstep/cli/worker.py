@@ -52,7 +52,8 @@ def worker(
     program = shutil.which(words[0])
     if program is None:
         raise ConfigError(_not_found(words, command))
-    # The script takes this process's place: its signals and its exit code are its own.
+    # The script takes this process's place, so there is nobody in between to pass signals on and exit codes back, or to
+    # forget to: SLURM, systemd and Kubernetes speak with the script itself.
     os.execve(program, words, environ)
 
 

@@ -31,6 +31,14 @@ def fingerprint_of_pem(pem: str, where: str) -> str:
         raise ConfigError(f"{where} is not a certificate in PEM form: {error}") from error
 
 
+def validity_of(der: bytes) -> tuple[datetime, datetime]:
+    """From when to when a certificate is valid."""
+    from cryptography import x509
+
+    certificate = x509.load_der_x509_certificate(der)
+    return certificate.not_valid_before_utc, certificate.not_valid_after_utc
+
+
 def make_certificate() -> tuple[bytes, bytes]:
     """(private key, certificate), both PEM. EC P-256; for this machine's name and the loopback addresses, so that tools
     that check names can be pointed at it too. Our own clients look at the fingerprint alone."""

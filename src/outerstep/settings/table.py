@@ -235,6 +235,10 @@ WORKER_SETTINGS = (
             "Without an optimizer step for so many seconds: stop beating, so that the others go on; 0 = never."),
     Setting("exit_patience_s", "--exit-patience", PATIENCE,
             "Seconds that a clean exit waits for a round that cannot close."),
+    Setting("handle_signals", "--handle-signals", PATIENCE,
+            "On SIGTERM, SIGUSR1 or Ctrl-C: contribute what is left at the next step, and leave."),
+    Setting("preempt_patience_s", "--preempt-patience", PATIENCE,
+            "Be gone within so many seconds of such a signal, or at the next step if that is later."),
 )  # fmt: skip
 
 SERVER = Role("server", ServerConfig, ServerCommand, SERVER_SETTINGS, {})

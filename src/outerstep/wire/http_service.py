@@ -37,7 +37,7 @@ from ..errors import (
 from ..security import Caller, Guard
 from ..security.guard import OpenDoor
 from ..types import Control, GetPart, Heartbeat, Leave, Offer, PutPart, Request
-from . import strict_json
+from . import probe, strict_json
 from .http_body import SLICE_BYTES, HttpBody, peer_of, shut
 from .messages import (
     BYTES_TYPE,
@@ -302,7 +302,8 @@ class HttpService:
         caller = self._guard.admit(headers.get("authorization"))
         if (method, path) == ("GET", "/status"):
             return None, lambda: _Reply(200, strict_json.encode(self._service.status()))
-        kind = find_route(method, path)
+        probing = path == probe.PATH and method in probe.METHODS
+        kind = None if probing else find_route(method, path)
         if kind is Control:
             caller.check_operates()
             self._check_operator(body, headers)
@@ -310,6 +311,8 @@ class HttpService:
             raise UnsupportedMedia("compressed bodies are not taken", hint="send without Content-Encoding")
         if method != "GET" and "content-length" not in headers:
             raise LengthRequired(f"{method} {path} needs a Content-Length")
+        if kind is None:
+            return None, self._probe(method, query, body, turn)
         if issubclass(kind, PutPart):
             put = _for(caller, parse_query(query, kind))
             assert isinstance(put, PutPart)
@@ -328,6 +331,19 @@ class HttpService:
         """For whoever asks, so it says no more than that; what is wrong is in the status."""
         failing = bool(self._service.failure)
         return _Reply(503 if failing else 200, strict_json.encode({"status": "failing" if failing else "ok"}))
+
+    def _probe(self, method: str, query: str, body: HttpBody, turn: Turn) -> Callable[[], _Reply]:
+        if method == "GET":
+            noise = probe.noise_for(query)
+            return lambda: _Reply(200, noise, (("Content-Type", BYTES_TYPE),))
+        _check_size(body, probe.MAX_BYTES, "a probe")
+
+        def take() -> _Reply:
+            with turn.away():
+                body.discard()
+            return _Reply(200, strict_json.encode(probe.received(body.length)))
+
+        return take
 
     def _answer(self, request: Request, turn: Turn) -> _Reply:
         if isinstance(request, QUICK):

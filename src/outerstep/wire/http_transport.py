@@ -19,8 +19,9 @@ from ..security import DEFAULT_PORT, Access, Credentials, is_join_string, parse_
 from ..security.access import write_address
 from ..security.tls import PinnedConnection, explain, pinning_context
 from ..types import Answer, Control, GetPartAnswer, Poll, Request
-from . import blocking, strict_json
+from . import blocking, probe, strict_json
 from .messages import BYTES_TYPE, HASH_HEADER, JSON_TYPE, MAX_JOIN_BYTES, address_of, decode_error
+from .probe import ProbeAnswer
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,20 @@ class HttpTransport:
             return strict_json.decode(data, dict)
         except BadRequest as error:
             raise decode_error(data, status) from error  # somebody else's page: it says what came instead
+
+    def probe_up(self, data: memoryview) -> ProbeAnswer:
+        """Send bytes that are thrown away."""
+        status, _, answer = self._ask("PUT", probe.PATH, data, BYTES_TYPE, None, self._timeout_s)
+        if status != 200:
+            raise decode_error(answer, status)
+        return strict_json.decode(answer, ProbeAnswer)
+
+    def probe_down(self, into: memoryview) -> None:
+        """Fetch bytes that mean nothing."""
+        target = f"{probe.PATH}?bytes={len(into)}"
+        status, _, answer = self._ask("GET", target, memoryview(b""), BYTES_TYPE, into, self._timeout_s)
+        if status != 200:
+            raise decode_error(answer, status)
 
     def close(self) -> None:
         with self._lock:

@@ -31,7 +31,7 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
-from . import strict_json
+from . import probe, strict_json
 
 HASH_HEADER: Final = "Outerstep-Hash"
 JSON_TYPE: Final = "application/json"
@@ -53,7 +53,7 @@ ROUTES: Final[dict[tuple[str, str], tuple[type[Request], type[Answer]]]] = {
     ("GET", "/v1/part"): (GetPart, GetPartAnswer),
     ("POST", "/v1/control"): (Control, ControlAnswer),
 }
-PAGES: Final = ("/status", "/healthz")
+PAGES: Final = {"/status": ("GET",), "/healthz": ("GET",), probe.PATH: probe.METHODS}  # paths without a message
 
 _PLACE: Final = {request: (method, path, answer) for (method, path), (request, answer) in ROUTES.items()}
 
@@ -74,7 +74,7 @@ def find_route(method: str, path: str) -> type[Request]:
     found = ROUTES.get((method, path))
     if found is not None:
         return found[0]
-    allowed = [m for m, p in ROUTES if p == path] + (["GET"] if path in PAGES else [])
+    allowed = [m for m, p in ROUTES if p == path] + [*PAGES.get(path, ())]
     if allowed:
         raise MethodNotAllowed(f"{method} is not allowed on {path}", allow=", ".join(allowed))
     raise NotFound(f"no such path: {path[:128]}", hint="the paths of this protocol begin with /v1/")

@@ -24,6 +24,7 @@ from ..topology import Agreed, Contribution, Joined, Sight, Topology
 from ..types import Plan
 from .progress import Flight, Metrics, Progress, Work
 from .replica import Replica
+from .signals import Interrupts, OutOfTime
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +50,12 @@ class Synchronizer:
         replica: Replica,
         joined: Joined,
         offline: Offline = Offline(),  # noqa: B008 - frozen
+        interrupts: Interrupts | None = None,
     ) -> None:
         self._topology = topology
         self._replica = replica
         self._offline = offline
+        self._interrupts = interrupts or Interrupts(0.0)  # one that nobody asks anything
         self.plan: Plan = joined.plan
         self.metrics = Metrics()
         self.work = Work()
@@ -110,6 +113,9 @@ class Synchronizer:
         except ServerUnreachable as error:
             log.warning("%s. Leaving with this worker's own weights; its last steps were not contributed.", error)
             gone = True
+        except OutOfTime as error:
+            log.warning("%s. What was sent until now still counts if it was sent whole.", error)
+            gone = True
         left = self._unsent()
         if left:
             self.metrics.steps_discarded += max((self.work - self.fragments[f].counted).steps for f in left)
@@ -166,7 +172,8 @@ class Synchronizer:
         While it waits, other workers may be waiting for this one at other fragments: it contributes to those too, so
         that nobody waits in a circle. If the wait is interrupted (Ctrl-C, a server out of reach), what was sent may
         count all the same; the flight is kept, and the next sync settles it before anything new is sent. With
-        `may_park` a server that does not answer is not waited for: training goes on, up to a limit.
+        `may_park` a server that does not answer is not waited for: training goes on, up to a limit. A worker that was
+        asked to go waits at the end of training only, where the other fragments' steps are sent too, and not for long.
         """
         tries_left = dict.fromkeys(due, tries)
         if not tries_left:
@@ -188,6 +195,11 @@ class Synchronizer:
                 if may_park and self._nobody_answers(sights.values()):
                     self._park(tries_left)
                     return
+                if self._interrupts.asked and stuck_after_s is None:
+                    self._leave_open(tries_left)
+                    return
+                if self._interrupts.is_late:
+                    raise OutOfTime("no time is left to wait for the agreement")
                 for fragment, version in sorted({wanted for sight in sights.values() for wanted in sight.wanted}):
                     behind = self.fragments[fragment].version < version
                     if behind and fragment not in tries_left and not self._is_on_its_way(fragment):

@@ -10,6 +10,7 @@ with DiLoCoWorker(model, optimizer, "192.168.1.100:8512", sync_every=500) as dil
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
@@ -32,6 +33,7 @@ from ..topology import Orders, Topology
 from ..types import Plan
 from .connect import connect, find_ranks, make_identity
 from .replica import Replica
+from .signals import Interrupts
 from .sync import Offline, Synchronizer
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,8 @@ class DiLoCoWorker:
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
         self._topology = topology or connect(self.config, identity, self._replica.shards, ranks)
+        self._ranks = ranks
+        self._interrupts = Interrupts(self.config.preempt_patience_s)
         self._sync: Synchronizer | None = None
         self._hook: RemovableHandle | None = None
         self._heart: threading.Thread | None = None
@@ -115,6 +119,7 @@ class DiLoCoWorker:
             self._replica,
             self._topology.join(self._replica.manifest, self.config.wishes),
             Offline(self.config.offline_after_s, self.config.offline_rounds),
+            self._interrupts if self._ranks is None else None,  # a group leaves together, by no clock of one process
         )
         _attached.add(self.optimizer)
         self._hook = self.optimizer.register_step_post_hook(self._after_step)
@@ -125,6 +130,8 @@ class DiLoCoWorker:
                 target=self._beat, args=(interval_s,), name="outerstep-heartbeat", daemon=True
             )
             self._heart.start()
+        if self.config.handle_signals:
+            self._interrupts.install()
         log.info("worker %s joined %s: %s", self.worker_id, redact(self.config.server_addr), _describe(self._sync.plan))
         if self.config.dylu and not self._sync.plan.dylu:
             log.warning(
@@ -138,15 +145,18 @@ class DiLoCoWorker:
             self._unhook()
             return
         self._in_exchange = True
+        self._interrupts.at_safe_point()
         try:
             self._sync.finish(keep_local=self.config.on_exit == "local", patience_s=self.config.exit_patience_s)
         finally:
-            self._detach("done")
+            self.should_stop = self.should_stop or bool(self._interrupts.asked)
+            self._detach(self._interrupts.reason or "done")
 
     def abandon(self, reason: str) -> None:
         """Leave at once, contributing nothing. The model keeps what it holds."""
         if self._sync is not None and not self._ending.is_set():
             self._detach(reason)
+        self._unhook()
 
     def _detach(self, reason: str) -> None:
         self._ending.set()
@@ -158,9 +168,12 @@ class DiLoCoWorker:
         self._topology.leave(reason)
 
     def _unhook(self) -> None:
-        """Not from within the hook: torch is walking over its hooks then. There it stays, and does nothing more."""
+        """Not from within the hook: torch is walking over its hooks then. There it stays, and does nothing more; and
+        signals still come to us, for until the loop has ended a second one must not kill what the first asked to end.
+        """
         if self._hook is not None and not self._in_hook:
             self._hook.remove()
+            self._interrupts.restore()
 
     def __enter__(self) -> DiLoCoWorker:
         return self.start()
@@ -259,7 +272,10 @@ class DiLoCoWorker:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         assert self._sync is not None
-        if self._ending.is_set() or _was_skipped(optimizer):
+        if self._ending.is_set():
+            self._interrupts.insist()
+            return
+        if _was_skipped(optimizer):
             return
         self._in_hook = True
         try:
@@ -277,7 +293,9 @@ class DiLoCoWorker:
         finally:
             self._in_exchange = False
             self._progress_at = time.monotonic()
-        obeyed = self._obey(self._topology.orders(at_exchange=exchanged))
+        orders = self._topology.orders(at_exchange=exchanged)
+        leaving = self._asked_to_leave(exchanged)
+        obeyed = self._obey(dataclasses.replace(orders, drain=leaving) if leaving else orders)
         if exchanged or obeyed:
             self._resumed_at = self._clock()
             self._beat_now.set()  # the server's status shows where we are
@@ -296,6 +314,20 @@ class DiLoCoWorker:
         elif orders.sync:
             self.force_sync()
         return bool(orders.drain or orders.sync)
+
+    def _asked_to_leave(self, exchanged: bool) -> str:
+        """Has a signal said so? The processes of a group leave at the same step, so there it is asked where all of them
+        meet; if that is too far off, this process ends alone, as it would have without us."""
+        if self._ranks is None:
+            return self._interrupts.reason
+        if exchanged:
+            asked = max(self._ranks.gather(lambda: int(self._interrupts.asked), int))
+            if asked:
+                self._interrupts.ask(asked)
+                return self._interrupts.reason
+        elif self._interrupts.is_late:
+            self._interrupts.insist()
+        return ""
 
     def _heartbeat_interval_s(self, plan: Plan) -> float:
         """Three beats within the server's patience: a default interval must not get anyone evicted."""

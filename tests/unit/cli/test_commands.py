@@ -212,6 +212,9 @@ class Started:
     def stop(self) -> None:
         pass
 
+    def status(self) -> dict[str, object]:
+        return {"failure": "", "last_save": ""}
+
 
 @pytest.fixture
 def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +222,6 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_folder, "load_state_dict", lambda folder: {"from": str(folder)})
     found = Path("folder/checkpoint-7")
     monkeypatch.setattr(model_folder, "load_checkpoint", lambda folder: ({"checkpoint": folder}, found))
-    monkeypatch.setattr("signal.signal", lambda *_: None)
 
 
 @pytest.mark.usefixtures("_no_server")
@@ -243,6 +245,21 @@ class TestServer:
     def test_without_either_it_says_what_to_give(self) -> None:
         with pytest.raises(ConfigError, match="no model to train: give -m MODEL_DIR, or --resume"):
             run("server -n 3")
+
+    @pytest.mark.parametrize(
+        ("end", "said"),
+        [
+            ({"failure": "CloseRound failed", "last_save": ""}, "CloseRound failed"),
+            ({"failure": "", "last_save": "failed: No space left on device"}, "No space left on device"),
+        ],
+    )
+    def test_one_that_ends_with_something_undone_says_so_by_exit_code_1(
+        self, end: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Started, "status", lambda _: end)
+        done = CliRunner().invoke(app, ["server", "-m", "folder", "-n", "3"])
+        assert done.exit_code == 1
+        assert said in done.output
 
     def test_the_compatibility_port_is_opened_when_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         opened: list[str] = []

@@ -1,0 +1,423 @@
+"""What `outerstep doctor` makes of what it found. Pure: facts in, one finding out, with a remedy where there is one."""
+
+from __future__ import annotations
+
+import errno
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any, Literal
+
+from ..errors import NotFound, OuterstepError, Refused, TlsRequired, Unauthorized, UntrustedServer
+from ..security import is_loopback
+from ..security.access import write_address
+from .status import duration, size
+
+Level = Literal["ok", "warn", "fail"]
+
+LITTLE_DISK_BYTES = 2 << 30
+SLOW_FSYNC_S = 0.1
+FEW_FILES = 256
+FILES_BESIDE_CONNECTIONS = 64
+CLOCKS_APART_S = 5.0
+FAR_AWAY_S = 1.0
+MUCH_OF_A_CYCLE = 0.5  # of the time between two exchanges, spent on one
+CALLS_PER_EXCHANGE = 5  # offer, parts, commit, poll, fetch: round trips that one exchange waits for
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+# --- this machine ---------------------------------------------------------------------------------------------------
+
+
+def software(python: str, outerstep: str, torch: str, error: str = "") -> Finding:
+    """`torch`: its version, "" if it cannot be imported, and why."""
+    here = f"Python {python}, outerstep {outerstep}"
+    if not torch:
+        return Finding("software", "fail", f"{here}; torch cannot be imported: {error}", "pip install torch")
+    return Finding("software", "ok", f"{here}, torch {torch}")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """`built_for`: the CUDA or ROCm that torch has, "" = none; `driver`: the NVIDIA driver's version, "" = none;
+    `visible`: CUDA_VISIBLE_DEVICES; `error`: what torch said when it was asked for them."""
+
+    built_for: str = ""
+    driver: str = ""
+    devices: Sequence[Gpu] = ()
+    visible: str | None = None
+    error: str = ""
+
+
+def gpus(facts: Gpus) -> Finding:
+    if facts.devices:
+        return _usable(facts)
+    if not facts.driver:
+        return Finding("GPU", "ok", "none: training here runs on the CPU; a server needs none")
+    there = f"NVIDIA driver {facts.driver} is here, but torch uses no GPU"
+    if facts.visible is not None and facts.visible.strip() in ("", "-1"):
+        return Finding("GPU", "warn", f"{there}: CUDA_VISIBLE_DEVICES={facts.visible!r} hides them", "unset it")
+    if not facts.built_for:
+        return Finding(
+            "GPU",
+            "warn",
+            f"{there}: this torch is built without CUDA",
+            "install a CUDA build: pytorch.org, Get Started",
+        )
+    return Finding(
+        "GPU",
+        "warn",
+        f"{there}: it is built for {facts.built_for}" + (f"; {facts.error}" if facts.error else ""),
+        "update the driver, or install a torch that is built for what `nvidia-smi` shows",
+    )
+
+
+def _usable(facts: Gpus) -> Finding:
+    named = ", ".join(f"{g.name} ({size(g.free_bytes)} of {size(g.total_bytes)} free)" for g in facts.devices)
+    driver = f"; driver {facts.driver}" if facts.driver else ""
+    found = f"{named}{driver}; torch is built for {facts.built_for}"
+    crowded = [i for i, gpu in enumerate(facts.devices) if gpu.free_bytes < gpu.total_bytes / 2]
+    if crowded:
+        which = ", ".join(map(str, crowded))
+        return Finding("GPU", "warn", found, f"somebody uses GPU {which}: choose others with `outerstep worker -d`")
+    return Finding("GPU", "ok", found)
+
+
+def threads(cores: int, seen: int, omp: str | None) -> Finding:
+    """`cores`: that this process may use (a container may have fewer than the machine); `seen`: what torch would."""
+    if omp is None and cores < seen:
+        return Finding(
+            "CPU",
+            "warn",
+            f"{cores} core(s) may be used, {seen} are seen, and OMP_NUM_THREADS is not set",
+            f"set OMP_NUM_THREADS={cores}: more threads than cores stall each other",
+        )
+    if omp is None:
+        several = (
+            f"with several workers on this machine give each its share: OMP_NUM_THREADS={max(cores // 2, 1)} for two"
+        )
+        return Finding("CPU", "ok", f"{cores} core(s); OMP_NUM_THREADS is not set, so each process uses all", several)
+    if omp.isdecimal() and int(omp) > cores:
+        return Finding("CPU", "warn", f"OMP_NUM_THREADS={omp}, but {cores} core(s)", f"set it to {cores} or less")
+    return Finding("CPU", "ok", f"{cores} core(s), OMP_NUM_THREADS={omp}")
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    if soft < FEW_FILES:
+        return Finding(
+            "open files", "warn", f"at most {soft}", f"`ulimit -n {min(4096, hard)}`; for a service LimitNOFILE=4096"
+        )
+    room = soft - FILES_BESIDE_CONNECTIONS
+    return Finding("open files", "ok", f"at most {soft}: enough for a worker, and for a server's {room} connections")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """`folder`: as it was named; `tried`: the folder itself, or what there is of it. `error`: of writing there."""
+
+    what: str
+    folder: str
+    tried: str
+    free_bytes: int = 0
+    fsync_s: float = 0.0
+    error: OSError | None = None
+
+
+def disk(facts: Disk, needed_bytes: int = LITTLE_DISK_BYTES) -> Finding:
+    where = facts.folder if facts.folder == facts.tried else f"{facts.folder} (to be made in {facts.tried})"
+    if facts.error is not None:
+        return Finding(
+            facts.what,
+            "fail",
+            f"{where} cannot be written: {facts.error.strerror or facts.error}",
+            _disk_remedy(facts.error.errno, facts.tried),
+        )
+    found = f"{where}: {size(facts.free_bytes)} free, a synced write takes {_seconds(facts.fsync_s)}"
+    if facts.free_bytes < needed_bytes:
+        return Finding(
+            facts.what, "warn", found, f"make room: {size(needed_bytes)} should be free, or choose another folder"
+        )
+    if facts.fsync_s > SLOW_FSYNC_S:
+        return Finding(
+            facts.what, "warn", found, "each round is synced to it: choose a faster disk, not a network folder"
+        )
+    return Finding(facts.what, "ok", found)
+
+
+def _disk_remedy(number: int | None, folder: str) -> str:
+    return {
+        errno.ENOSPC: "the disk is full: make room, or choose another folder",
+        errno.EDQUOT: "your quota is used up: make room, or choose another folder",
+        errno.EROFS: "it is mounted read-only: choose another folder",
+        errno.EACCES: f"it is somebody else's: `ls -ld {folder}`, or choose another folder",
+        errno.EIO: "the disk is failing: see `dmesg`, and choose another",
+    }.get(number or 0, "choose another folder")
+
+
+def secrets(folder: str, exists: bool, open_to_others: Sequence[tuple[str, int, bool]]) -> Finding:
+    """`open_to_others`: path, mode, and whether it is a folder, of what others can read or change there."""
+    if not exists:
+        found = f"nothing is stored in {folder} yet: `outerstep join`, or a server's first start, does"
+        return Finding("secrets", "ok", found)
+    if open_to_others:
+        path, mode, is_folder = open_to_others[0]
+        found = f"{path} is open to others (mode {mode:04o}), and will be refused"
+        return Finding("secrets", "fail", found, f"chmod {'700' if is_folder else '600'} {path}")
+    return Finding("secrets", "ok", f"{folder} is yours alone")
+
+
+def unreadable(folder: str, error: OSError) -> Finding:
+    return Finding(
+        "secrets",
+        "fail",
+        f"{error.filename or folder} cannot be read: {error.strerror}",
+        f"chown it to yourself: {folder}",
+    )
+
+
+# --- the way to a server --------------------------------------------------------------------------------------------
+
+
+def name(host: str, addresses: Sequence[str], error: str = "") -> Finding:
+    if not addresses:
+        return Finding(
+            "address",
+            "fail",
+            f"{host} has no address: {error}",
+            "a slip in the name? else its number instead of the name",
+        )
+    return Finding("address", "ok", host if [host] == list(addresses) else f"{host} is {', '.join(addresses)}")
+
+
+def port(host: str, number: int, error: OSError | None, took_s: float) -> Finding:
+    """Refused, swallowed and unreachable have different causes."""
+    address = write_address(host, number)
+    if error is None:
+        return Finding("port", "ok", f"{address} takes connections ({_seconds(took_s)})")
+    if isinstance(error, ConnectionRefusedError):
+        there = (
+            "start it, or look at which port it says it listens on"
+            if is_loopback(host)
+            else "does it run, and on this port? Without --host 0.0.0.0 it listens for its own machine only (127.0.0.1)"
+        )
+        return Finding("port", "fail", f"{address} refuses: nobody listens there", there)
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return Finding(
+            "port",
+            "fail",
+            f"{address} does not answer at all",
+            f"a firewall drops it, or the address is wrong: let TCP port {number} in on the server's machine "
+            f"(`ufw allow {number}/tcp`), and behind a router or in a cloud forward or allow it there too",
+        )
+    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return Finding(
+            "port", "fail", f"there is no way to {address}: {error.strerror}", "wrong network? Is the VPN or tunnel up?"
+        )
+    return Finding("port", "fail", f"{address}: {error.strerror or error}", "can this machine reach others at all?")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The certificate that the other end showed, or why it showed none."""
+
+    fingerprint: str = ""
+    begins: datetime | None = None
+    ends: datetime | None = None
+    error: Exception | None = None
+
+
+def certificate(address: str, expected: str | None, pinned: bool, shown: Shown, now: datetime) -> Finding:
+    """`expected`: the fingerprint that is stored, None = by the system's authorities if the server is known at all."""
+    if shown.error is not None:
+        return _no_handshake(address, shown.error)
+    if expected is not None and shown.fingerprint != expected:
+        return Finding(
+            "certificate",
+            "fail",
+            f"{address} shows another certificate than the one known here: expected sha256 {expected}, "
+            f"got {shown.fingerprint}",
+            "if the server was moved or its credentials were made anew: `outerstep join -` with its new join string. "
+            "If not, somebody is in between",
+        )
+    how = "is the one known here" if pinned else "is not known here, so not checked"
+    found = f"sha256 {shown.fingerprint[:16]}… {how}"
+    if (shown.begins is not None and now < shown.begins) or (shown.ends is not None and now > shown.ends):
+        return Finding(
+            "certificate",
+            "warn",
+            f"{found}; by this machine's clock it is not valid now ({_day(shown.begins)} to {_day(shown.ends)})",
+            "outerstep looks at the fingerprint alone; browsers and proxies will not. Is the clock right?",
+        )
+    return Finding("certificate", "ok", f"{found}; TLS 1.3, valid until {_day(shown.ends)}")
+
+
+def _no_handshake(address: str, error: Exception) -> Finding:
+    if isinstance(error, UntrustedServer):
+        remedy = f"if it was started with --insecure, and you trust the network: http://{address}"
+        if isinstance(error.__cause__, ssl.SSLCertVerificationError):
+            remedy = "use its whole join string, with #sha256=… at the end"
+        return Finding("certificate", "fail", str(error).split(". ")[0], remedy)
+    return Finding(
+        "certificate",
+        "fail",
+        f"no TLS with {address}: {error}",
+        "something in between (a proxy?) may end the connection",
+    )
+
+
+def unencrypted(address: str) -> Finding:
+    return Finding(
+        "certificate",
+        "warn",
+        f"http://{address} has neither encryption nor tokens: whoever reaches the port can read and change the model",
+        "start the server without --insecure, unless only you can reach it",
+    )
+
+
+def token(kind: str, status: Mapping[str, Any] | None, error: OuterstepError | None = None) -> Finding:
+    """`kind`: which token was shown: run, worker, admin, or "" for a server without."""
+    if status is not None:
+        may = {
+            "run": "the run's: any worker whose id has no token of its own",
+            "worker": "a worker's own: for that worker's id alone",
+            "admin": "the admin's: control and status, but workers do not join with it",
+        }.get(kind, "none is needed")
+        return Finding("token", "warn" if kind == "admin" else "ok", may, _ADMIN_REMEDY if kind == "admin" else "")
+    if isinstance(error, Unauthorized):
+        return Finding("token", "fail", error.message, error.hint)
+    if isinstance(error, TlsRequired):
+        return Finding("token", "fail", "the server speaks TLS, and was spoken to without", "leave http:// out")
+    if isinstance(error, Refused):
+        return Finding("token", "fail", error.message, error.hint)
+    return Finding("token", "fail", str(error), "")
+
+
+_ADMIN_REMEDY = "for workers take the join string that `outerstep token show` prints"
+
+
+def no_credentials(message: str) -> Finding:
+    rule, _, remedy = message.partition(": ")
+    return Finding("token", "fail", rule, remedy)
+
+
+def server(status: Mapping[str, Any], outerstep: str, protocol: int, theirs: int | None) -> Finding:
+    """Versions, and whether it can go on."""
+    found = (
+        f"outerstep {status.get('outerstep', '?')}, run {status.get('run_id', '?')}, round {status.get('sync_round')}"
+    )
+    if status.get("failure"):
+        return Finding(
+            "server", "fail", f"{found}; it has stopped: {status['failure']}", "restart it; its log has the cause"
+        )
+    if theirs is not None and theirs != protocol:
+        older = "here" if theirs > protocol else "there"
+        return Finding(
+            "server", "fail", f"{found}; protocol {theirs}, here it is {protocol}", f"update outerstep {older}"
+        )
+    if status.get("closing"):
+        return Finding("server", "warn", f"{found}; coming to its end: {status['closing']}", "it takes nobody new")
+    if status.get("outerstep") != outerstep:
+        return Finding(
+            "server", "warn", f"{found}, here it is {outerstep}", "they understand each other; update when you can"
+        )
+    return Finding("server", "ok", f"{found}, {len(status.get('workers') or {})} worker(s)")
+
+
+def clock(ahead_s: float) -> Finding:
+    """`ahead_s`: the server's clock less this machine's."""
+    if abs(ahead_s) > CLOCKS_APART_S:
+        which = "ahead of" if ahead_s > 0 else "behind"
+        return Finding(
+            "clock",
+            "warn",
+            f"the server's is {duration(abs(ahead_s))} {which} this one",
+            "no round depends on it, but logs are hard to compare: `timedatectl set-ntp true`",
+        )
+    return Finding("clock", "ok", f"{abs(ahead_s):.1f} s apart")
+
+
+def latency(samples_s: Sequence[float]) -> Finding:
+    middle = median(samples_s)
+    found = f"{_seconds(middle)} there and back (median of {len(samples_s)})"
+    if middle > FAR_AWAY_S:
+        return Finding(
+            "latency", "warn", found, "slow even for another continent: is the line full, or the server busy?"
+        )
+    return Finding("latency", "ok", found)
+
+
+def bandwidth(up_bytes_per_s: float, down_bytes_per_s: float, connections: int) -> Finding:
+    lanes = f"over {connections} connection(s)"
+    return Finding("bandwidth", "ok", f"up {_rate(up_bytes_per_s)}, down {_rate(down_bytes_per_s)}, {lanes}")
+
+
+def unmeasured(error: OuterstepError) -> Finding:
+    if isinstance(error, NotFound):
+        return Finding("bandwidth", "warn", "the server is older than this check", "update outerstep there")
+    return Finding("bandwidth", "fail", f"it could not be measured: {error}", "the line breaks under load: try again")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was measured."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    latency_s: float
+
+
+def exchange(up_bytes: int, down_bytes: int, line: Line, plan: Mapping[str, Any], steps_per_s: float) -> Finding:
+    """One exchange of the whole model: upload, download, and the round trips between. `steps_per_s`: of the workers
+    there are, 0 = not known."""
+    takes_s = up_bytes / line.up_bytes_per_s + down_bytes / line.down_bytes_per_s + CALLS_PER_EXCHANGE * line.latency_s
+    found = (
+        f"about {_seconds(takes_s)} for {size(up_bytes)} up ({plan['codec']}) and {size(down_bytes)} down "
+        f"({plan['down_codec']}), every {plan['sync_every']} steps"
+    )
+    if steps_per_s > 0:
+        cycle_s = plan["sync_every"] / steps_per_s
+        found += f", which take about {_seconds(cycle_s)}"
+        if takes_s > MUCH_OF_A_CYCLE * cycle_s:
+            return Finding(
+                "exchange",
+                "warn",
+                found,
+                "the line is slow for this run: a larger --sync-every, a smaller --codec (int8, int4), or fragments "
+                "that travel while training goes on (--num-fragments, --fragment-delay)",
+            )
+    return Finding("exchange", "ok", found)
+
+
+def no_model_yet() -> Finding:
+    return Finding("exchange", "ok", "not known before the first worker has joined and said what the model is")
+
+
+def _seconds(value: float) -> str:
+    if value < 1.0:
+        return f"{value * 1e3:.1f} ms" if value < 0.01 else f"{value * 1e3:.0f} ms"
+    return f"{value:.1f} s" if value < 60 else duration(value)
+
+
+def _rate(bytes_per_s: float) -> str:
+    bits = 8 * bytes_per_s
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"
+
+
+def _day(moment: datetime | None) -> str:
+    return "?" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d")
