@@ -49,7 +49,7 @@ from outerstep.demo.model import build_model
 from provenance import provenance
 from robustness_table import AGAIN, ALONE, CLEAN, PLAIN, RECOMMENDED, markdown
 
-LOUD = ["flip_10", "scale_1000", "gaussian", "ipm_10", "nan", "inf"]
+LOUD = ["flip_10", "scale_1000", "gaussian", "gaussian_1000", "ipm_10", "nan", "inf"]
 QUIET = [attack for attack in ATTACKS if attack not in LOUD]
 
 RULES: dict[str, Callable[[], RobustAggregator]] = {
