@@ -87,7 +87,8 @@ def attack_table(runs: list[Run]) -> list[str]:
         share = f"{statistics.fmean(caught):.0%} of rounds" if caught else ""
         lines.append("| " + " | ".join([attack, *(shown(found[rule, attack]) for rule in rules), share]) + " |")
     worst = [
-        max((found[rule, attack] for attack in attacks if found[rule, attack]), key=statistics.fmean) for rule in rules
+        max((found[rule, attack] for attack in attacks if found[rule, attack]), key=statistics.fmean, default=[])
+        for rule in rules
     ]
     said = [f"{shown(each)}: {verdict(each, ATTACK_BOUND)}" for each in worst]
     lines.append("| " + " | ".join([f"**the worst; within {ATTACK_BOUND:g} %?**", *said, ""]) + " |")
