@@ -29,6 +29,7 @@ SERVER_NUMBERS = [
     "start_deadline_s",
     "outer_lr",
     "outer_momentum",
+    "norm_screen",
 ]
 WORKER_WHOLE_FROM_1 = ["sync_every", "num_fragments", "connections"]
 WORKER_NUMBERS = ["heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s"]

@@ -67,7 +67,7 @@ class Uploads:
     """All unfinished contributions, and the room they take."""
 
     def __init__(self, *, capacity_bytes: int, part_size_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._part_size_bytes = part_size_bytes
         self._by_key: dict[ContributionKey, Upload] = {}
         self._held: dict[ContributionKey, int] = {}  # bytes of room per key, until the bytes are freed
@@ -128,7 +128,7 @@ class Uploads:
     def is_near(self, key: ContributionKey) -> bool:
         """Will its turn come as soon as what is being sent now has gone?"""
         waiting = self._queue.get(key)
-        return waiting is not None and self._ahead_bytes(key) + waiting.size_bytes <= self._capacity_bytes
+        return waiting is not None and self._ahead_bytes(key) + waiting.size_bytes <= self.capacity_bytes
 
     def _ahead_bytes(self, key: ContributionKey) -> int:
         """The room that those before it in the queue will need."""
@@ -139,4 +139,4 @@ class Uploads:
         # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
         if not self._held and not ahead_bytes:
             return True
-        return self.held_bytes + ahead_bytes + size_bytes <= self._capacity_bytes
+        return self.held_bytes + ahead_bytes + size_bytes <= self.capacity_bytes

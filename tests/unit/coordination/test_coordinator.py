@@ -16,6 +16,7 @@ from outerstep.errors import (
     FutureRound,
     ManifestMismatch,
     MissingParts,
+    NotFinite,
     OtherRun,
     PlanMismatch,
     ProtocolMismatch,
@@ -197,7 +198,7 @@ class TestExactlyOnce:
     def test_a_contribution_found_unfit_is_dropped_told_and_leaves_no_trace_in_the_round(self) -> None:
         desk = Desk("ab")
         desk.offer("a")
-        desk.coordinator.reject(make_key("a"), "not finite: wte")
+        desk.coordinator.reject(make_key("a"), NotFinite("not finite: wte"), desk.now)
         desk.carry_out()
         assert desk.dropped == [make_key("a")]
         assert desk.events("refused") == [{"worker": "a", "fragment": 0, "reason": "not finite: wte"}]
@@ -206,7 +207,7 @@ class TestExactlyOnce:
     def test_rejecting_what_is_not_on_offer_does_nothing(self) -> None:
         desk = Desk("ab")
         before = traces(desk)
-        desk.coordinator.reject(make_key("a"), "too late")
+        desk.coordinator.reject(make_key("a"), NotFinite("too late"), desk.now)
         desk.carry_out()
         assert traces(desk) == before
 
