@@ -29,7 +29,6 @@ SERVER_NUMBERS = [
     "start_deadline_s",
     "outer_lr",
     "outer_momentum",
-    "norm_screen",
 ]
 WORKER_WHOLE_FROM_1 = ["sync_every", "num_fragments", "connections"]
 WORKER_NUMBERS = ["heartbeat_interval", "join_timeout_s", "give_up_after_s", "exit_patience_s"]
@@ -163,6 +162,12 @@ class TestServer:
         assert getattr(server(**{name: 4}), name) == 4
         with pytest.raises(ConfigError, match=rf"{name} \(5\) must not exceed num_workers \(4\)"):
             server(**{name: 5})
+
+    @pytest.mark.parametrize("limit", [0.5, -1.0, NAN, INF, True, "2"])
+    def test_a_screen_of_norms_is_one_or_more_or_off(self, limit: object) -> None:
+        with pytest.raises(ConfigError, match="norm_screen must be"):
+            server(norm_screen=limit)
+        assert (server(norm_screen=0).norm_screen, server(norm_screen=1.5).norm_screen) == (0, 1.5)
 
     @pytest.mark.parametrize("port", [65536, 10**9])
     def test_a_port_out_of_range_is_refused(self, port: int) -> None:

@@ -66,10 +66,10 @@ class Fragment:
         return Closed(closing.version, tuple(closing.participants), round(sum(tokens)), outliers)
 
     def _leave_out(self, closing: Round, limit: float) -> tuple[Outlier, ...]:
-        taken, outliers = closing.sized, []
-        for i in self.screen.left_out(taken, limit) if limit > 0.0 else ():
-            size = taken[i][1]
+        outliers = []
+        for i, times in self.screen.left_out(closing.sized, limit).items() if limit > 0.0 else ():
+            size = closing.sizes[i]
             if closing.kept[i] and size is not None:
-                outliers.append(Outlier(closing.participants[i], size, self.screen.times(size) or 0.0))
+                outliers.append(Outlier(closing.participants[i], size, times))
                 closing.leave_out(i)
         return tuple(outliers)

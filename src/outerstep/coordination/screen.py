@@ -114,19 +114,16 @@ class NormScreen:
         times = self.times(size)
         return times is None or times > limit
 
-    def left_out(self, taken: Sequence[tuple[str, Size | None]], limit: float) -> list[int]:
-        """Which of a round's contributions, by worker id and size, are too large beside the others and beside what was
-        usual. The lower median is never among them, so something always remains."""
+    def left_out(self, taken: Sequence[tuple[str, Size | None]], limit: float) -> dict[int, float]:
+        """Which of a round's contributions, given by worker id and size, are too large beside the others and beside
+        what was usual; and how many times. The lower median is never among them, so something always remains."""
         sizes = [size for _, size in taken if size is not None]
         own = Usual.of(sizes)
         if own is None or len({worker for worker, size in taken if size is not None}) < LEAST_CONTRIBUTORS:
-            return []
-        before = self.usual
-        return [
-            i
-            for i, (_, size) in enumerate(taken)
-            if size is not None and own.times(size) > limit and (before is None or before.times(size) > limit)
-        ]
+            return {}
+        measures = [own] if self.usual is None else [own, self.usual]
+        times = {i: min(m.times(size) for m in measures) for i, (_, size) in enumerate(taken) if size is not None}
+        return {i: found for i, found in times.items() if found > limit}
 
     def include(self, taken: Iterable[tuple[str, Size | None]]) -> None:
         """What a closed round took in."""
