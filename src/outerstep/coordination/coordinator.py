@@ -60,7 +60,7 @@ from .fragment import Fragment
 from .membership import Accepted, Member, Membership
 from .pacing import local_steps
 from .plan import Settled
-from .policing import check_size, conflicts_noted, must_wait, note_offence, note_outlier, size_of
+from .policing import check_size, conflicts_noted, must_wait, note_offence, note_outlier, request_room, size_of
 from .polling import ASK_AGAIN_S, ASK_AGAIN_SOON_S, answer_poll
 from .remembered import remember
 from .rounds import RoundRules, Verdict
@@ -201,11 +201,12 @@ class Coordinator:
         if upload is not None:
             with conflicts_noted(self, member):
                 check_same_offer(message, upload.offer)
+            upload.heard_at = now
         else:
             for other in self.uploads.of_worker(member.worker_id):
                 if other.offer.fragment == message.fragment:
-                    self._drop(other.offer.key)
-            upload = self.uploads.request(message, now)
+                    self.drop(other.offer.key)
+            upload = request_room(self, message, now)
         if upload is None:
             soon = self.uploads.is_near(message.key)
             return OfferAnswer(state="wait", retry_after_s=ASK_AGAIN_SOON_S if soon else ASK_AGAIN_S)
@@ -220,6 +221,7 @@ class Coordinator:
         member.conduct.check(member.worker_id, now)
         upload = self._sending(message)
         upload.check_part(message.part)
+        upload.heard_at = now
         stored = upload.part_hashes.get(message.part)
         if stored is None:
             return upload
@@ -246,6 +248,7 @@ class Coordinator:
                 return CommitAnswer(version=accepted.version)
             member.conduct.check(member.worker_id, now)
             upload = self._sending(message)
+            upload.heard_at = now
             check_received(message, upload.payload_hash())
         self._check_offer(upload.offer, fragment)
         return upload
@@ -293,7 +296,7 @@ class Coordinator:
         """It will never be accepted. False: it was not on offer."""
         if self.uploads.get(key) is None:
             return False
-        self._drop(key)
+        self.drop(key)
         self.event("refused", worker=key.worker_id, fragment=key.fragment, reason=refusal.message)
         return True
 
@@ -440,7 +443,7 @@ class Coordinator:
             try:
                 self._check_age(upload.offer, fragment)
             except Refused:
-                self._drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
+                self.drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
         self.check_budget(now)
 
     def remove(self, member: Member, now: float, kind: str, **facts: object) -> None:
@@ -459,12 +462,12 @@ class Coordinator:
     def _forget(self, member: Member) -> None:
         """Keep nothing unfinished of this worker, and let no open round wait for it. What was accepted stays."""
         for upload in self.uploads.of_worker(member.worker_id):
-            self._drop(upload.offer.key)
+            self.drop(upload.offer.key)
         self.uploads.unqueue(member.worker_id)
         for fragment in self.fragments:
             fragment.round.expected.discard(member.worker_id)
 
-    def _drop(self, key: ContributionKey) -> None:
+    def drop(self, key: ContributionKey) -> None:
         self.uploads.drop(key)
         self._effects.append(DropUpload(key))
 

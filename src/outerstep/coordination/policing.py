@@ -1,4 +1,5 @@
-"""What the coordinator does about contributions that are too large to be true, and about who sends them."""
+"""What the coordinator does about contributions that are too large to be true, about who sends such or other things
+that cannot be used, and about who takes room and sends nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +13,23 @@ from .fragment import Fragment, Outlier
 from .membership import Member
 from .offences import is_offence
 from .screen import LEAST_CONTRIBUTORS, Size
+from .uploads import Upload
 
 if TYPE_CHECKING:
     from .coordinator import Coordinator
+
+
+def request_room(coordinator: Coordinator, message: Offer, now: float) -> Upload | None:
+    """For this offer, or None: it stands in the queue. Whoever holds room and sends nothing makes some; it will offer
+    again when it wakes up."""
+    upload = coordinator.uploads.request(message, now)
+    if upload is not None:
+        return upload
+    idle = [one.offer for one in coordinator.uploads.standing_still(now)]
+    for offer in idle:
+        coordinator.event("upload_dropped", worker=offer.worker_id, fragment=offer.fragment)
+        coordinator.drop(offer.key)
+    return coordinator.uploads.request(message, now) if idle else None
 
 
 def size_of(coordinator: Coordinator, offer: Offer, norm: float | None) -> Size | None:

@@ -19,6 +19,9 @@ from ..types import ContributionKey, Offer
 QUEUE_PATIENCE_S = 60.0
 """Who does not ask again for this long has lost its place in the queue."""
 
+ROOM_PATIENCE_S = 120.0
+"""Who has room and neither asks nor sends for this long loses it to those who wait for some."""
+
 
 @dataclass
 class Upload:
@@ -27,6 +30,8 @@ class Upload:
     offer: Offer
     part_size_bytes: int
     part_hashes: dict[int, str] = field(default_factory=dict)
+    heard_at: float = 0.0
+    under_way: int = 0  # parts that are being read right now, however long that takes
 
     @cached_property
     def parts(self) -> Parts:
@@ -102,10 +107,14 @@ class Uploads:
             self._queue[key] = Waiting(offer.size_bytes, now)
             return None
         self._queue.pop(key, None)
-        upload = Upload(offer, self._part_size_bytes)
+        upload = Upload(offer, self._part_size_bytes, heard_at=now)
         self._by_key[key] = upload
         self._held[key] = offer.size_bytes
         return upload
+
+    def standing_still(self, now: float) -> list[Upload]:
+        """They hold room that others could use, and nothing comes."""
+        return [u for u in self._by_key.values() if not u.under_way and now - u.heard_at > ROOM_PATIENCE_S]
 
     def finish(self, key: ContributionKey) -> None:
         """It was accepted: no more parts are taken. Its room is held until `freed`."""
