@@ -130,7 +130,6 @@ def everything(address: str, credentials: str) -> None:
     transport.close()
 
 
-@pytest.mark.row("B01")
 def test_nothing_of_a_run_can_be_read_on_the_way(tmp_path: Path, said: list[bytes]) -> None:
     credentials = str(tmp_path / "c")
     with DiLoCoServer(tiny_model().state_dict(), 1, port=0, sync_every=2, credentials=credentials) as server:
@@ -150,6 +149,7 @@ def test_nothing_of_a_run_can_be_read_on_the_way(tmp_path: Path, said: list[byte
     assert not secrets & seen
 
 
+@pytest.mark.row("B01")
 def test_without_a_token_nothing_but_the_health_answers(tmp_path: Path) -> None:
     """Every path that there is, and some that there are not, for every method."""
     with DiLoCoServer(tiny_model().state_dict(), 1, port=0, credentials=str(tmp_path / "c")) as server:

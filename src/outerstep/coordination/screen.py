@@ -1,6 +1,6 @@
 """Which contributions are too large to be true.
 
-    size of a contribution   r½ = ‖Δ‖/√s  and  r₁ = ‖Δ‖/s,   s = min(steps, MOST_STEPS · usual steps),  norms in fp64
+    size of a contribution   r½ = ‖Δ‖/√s  and  r₁ = ‖Δ‖/s,   s = min(steps, MOST_STEPS · usual steps)
     usual                    the (lower) medians of r½, r₁ and steps over what the fragment's last ROUNDS closed rounds
                              took in, if LEAST_CONTRIBUTORS workers or more are among them
     times                    min(r½ / usual r½, r₁ / usual r₁): how many times as large as usual

@@ -8,7 +8,7 @@ transfers over a link of 100 kbit/s makes.
 | what | limit | then |
 |---|---|---|
 | connections, all | `max_connections` | a stranger makes room, else the newcomer is closed |
-| strangers | `max_strangers`, a quarter of that | a stranger of the address that has most of them makes room |
+| strangers | `max_strangers`, half of that | a stranger of the address that has most of them makes room |
 | strangers of an address that was refused often | `doubtful_strangers` | the same |
 | a stranger's life | `stranger_s` | closed |
 | a TLS handshake | `stall_s` in all | closed |
@@ -45,7 +45,7 @@ class ServiceLimits:
 
     @property
     def max_strangers(self) -> int:
-        return min(self.max_connections, max(LEAST_STRANGERS, self.max_connections // 4))
+        return min(self.max_connections, max(LEAST_STRANGERS, self.max_connections // 2))
 
 
 __all__ = ["ServiceLimits"]

@@ -94,7 +94,7 @@ class Pace:
 
     def _close(self, connection: Connection, why: str) -> None:
         self._connections.note(why)
-        log.info("closed a connection from %s: %s", connection.address, why.removesuffix("_closed"))
+        log.debug("closed a connection from %s: %s", connection.address, why.removesuffix("_closed"))
         shut(connection.sock)
 
 
