@@ -54,6 +54,7 @@ class ServerConfig:
     max_staleness: int | None = None  # refuse older ones; None = 4 rounds, asynchronous: 16 per worker
     weight_by: Literal["equal", "samples", "tokens"] = "equal"
     max_weight_ratio: float = 10.0  # no weight further than this factor from the usual one
+    norm_screen: float = 2.0  # leave out what is so many times as large as usual (coordination/screen.py); 0 = off
     token_budget: int | None = None  # when so many tokens are in the model, the workers are told to finish
     model_files: str | None = None  # the model's folder: its configuration and tokenizer go with every saved model
     save_dir: str | None = None
@@ -86,6 +87,7 @@ class ServerConfig:
         _whole(self, 0, "port", "compat_port", "fragment_delay", "dn_buffer_size", "max_staleness", optional=True)
         _number(self, 0.0, "heartbeat_timeout", "grace_period", "outer_lr", "outer_momentum", "drain_timeout_s")
         _number(self, 1.0, "max_weight_ratio")
+        _number(self, 0.0, "norm_screen")
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
         _number(self, 0.0, "fragment_alpha", optional=True)
         check_text(self, "host", "codec", "down_codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
@@ -111,6 +113,10 @@ class ServerConfig:
             raise ConfigError(f"dn_buffer_size ({self.dn_buffer_size}) needs async_mode=True")
         if self.save_every and self.save_dir is None:
             raise ConfigError(f"save_every ({self.save_every}) needs save_dir")
+        if 0.0 < self.norm_screen < 1.0:
+            raise ConfigError(
+                f"norm_screen must be ≥ 1, or 0 for none, got {self.norm_screen:g}: below 1 the usual size is too large"
+            )
         _check_security(self)
         if self.compat_port is not None and self.weight_by != "equal":
             raise ConfigError(
@@ -161,6 +167,7 @@ class ServerConfig:
             weigh_staleness=(self.staleness_policy or ("log" if self.async_mode else "weight")) == "weight",
             weight_by=self.weight_by,
             max_weight_ratio=self.max_weight_ratio,
+            norm_screen=self.norm_screen,
             dylu=self.dylu_enabled,
             dylu_base=self.dylu_base_sync_every,
         )

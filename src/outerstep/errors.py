@@ -17,6 +17,7 @@
         ├── Unauthorized             401  no token, or not one of this server's
         ├── Forbidden                403  not with this token, or not from this machine
         ├── Kicked                   403  an operator removed this worker
+        ├── Quarantined              403  it offended too often: nothing is taken from it for a while
         ├── NotFound                 404  unknown path
         ├── UnknownWorker            404  not joined, or declared dead: join (again)
         ├── MethodNotAllowed         405
@@ -36,6 +37,7 @@
         ├── UnsupportedMedia         415  compressed, pickled or otherwise not what is expected here
         ├── BadTensors               422  missing, extra or wrong-shaped tensors
         ├── NotFinite                422  NaN or Inf, with the tensor's name
+        ├── Absurd                   422  many times as large as contributions are
         ├── HashMismatch             422  a part changed on its way
         ├── ProtocolMismatch         426
         ├── ServerError              500  a bug or a full machine, at the server; may be tried again
@@ -128,6 +130,10 @@ class Kicked(Refused):
     code, status = "kicked", 403
 
 
+class Quarantined(Refused):
+    code, status = "quarantined", 403
+
+
 class NotFound(Refused):
     code, status = "not_found", 404
 
@@ -206,6 +212,10 @@ class BadTensors(Refused):
 
 class NotFinite(Refused):
     code, status = "not_finite", 422
+
+
+class Absurd(Refused):
+    code, status = "absurd", 422
 
 
 class HashMismatch(Refused):

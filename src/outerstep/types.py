@@ -350,9 +350,10 @@ class Control(Plain, frozen=True):
 
     save: write the state now. kick: remove a worker, which cannot come back without a new start. drain: let a worker
     (or all) contribute and leave. sync: let a worker (or all) contribute at once. plan: change what `changes` states,
-    at the next round. budget: end at so many tokens (0 = no end). shutdown: drain all, save, stop."""
+    at the next round. budget: end at so many tokens (0 = no end). pardon: hold nothing against a worker any more, which
+    ends its quarantine. shutdown: drain all, save, stop."""
 
-    kind: Literal["save", "kick", "drain", "sync", "plan", "budget", "shutdown"]
+    kind: Literal["save", "kick", "pardon", "drain", "sync", "plan", "budget", "shutdown"]
     worker_id: WorkerId | None = None
     reason: Label = ""
     changes: Wishes = Wishes()

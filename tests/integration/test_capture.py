@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from pathlib import Path
@@ -10,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from outerstep.errors import Unauthorized
+from outerstep.security import Access, Credentials, parse_address
+from outerstep.security.tokens import new_token
 from outerstep.server import DiLoCoServer
+from outerstep.types import Control, Heartbeat, Leave, Wishes
 from outerstep.wire import strict_json
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.messages import address_of
+from outerstep.wire.messages import ROUTES, address_of
 from outerstep.worker import DiLoCoWorker
-from support import tiny_model, train_steps
+from support import HandClient, tiny_model, train_steps
 
+WRONG = new_token("run")
 RUN = 8  # bytes in a row that must not be seen
 
 
@@ -81,7 +87,16 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         texts.extend([strict_json.encode(answer), bytes(how.get("into") or b"")])
         return answer
 
+    status = HttpTransport.status
+
+    def recording_status(self: HttpTransport) -> dict[str, object]:
+        texts.append(b"GET /status HTTP/1.1")
+        answer = status(self)
+        texts.append(json.dumps(answer, separators=(",", ":")).encode())
+        return answer
+
     monkeypatch.setattr(HttpTransport, "call", recording)
+    monkeypatch.setattr(HttpTransport, "status", recording_status)
     return texts
 
 
@@ -92,19 +107,62 @@ def a_round(address: str, **settings: Any) -> None:
         train_steps(model, optimizer, 2, seed=1)
 
 
-def test_nothing_of_a_round_can_be_read_on_the_way(tmp_path: Path, said: list[bytes]) -> None:
-    with DiLoCoServer(tiny_model().state_dict(), 1, port=0, sync_every=2, credentials=str(tmp_path / "c")) as server:
+def everything(address: str, credentials: str) -> None:
+    """A worker's whole life, and what an operator says and is told: join, upload, fetch, heartbeat, status, control,
+    and a stranger's try."""
+    a_round(address, credentials=credentials)
+    transport = HttpTransport(address, credentials=credentials)
+    client = HandClient(transport, "by-hand")
+    client.join()
+    agreement = client.poll()
+    client.fetch(agreement.payloads[0])
+    head = client.session.head
+    transport.call(Heartbeat(**head, step=7, steps_per_second=3.0, loss=1.25))
+    assert transport.status()["sync_round"] == 1
+    transport.call(Control(kind="plan", changes=Wishes(sync_every=77), reason="an operator's secret reason"))
+    transport.call(Control(kind="pardon", worker_id="by-hand"))
+    transport.call(Leave(**head, reason="a worker's secret reason"))
+    known = Credentials(credentials).find(address)
+    assert known is not None
+    stranger = HttpTransport(Access(*parse_address(address), WRONG, known.fingerprint).join_string)
+    with pytest.raises(Unauthorized):
+        stranger.status()
+    transport.close()
+
+
+def test_nothing_of_a_run_can_be_read_on_the_way(tmp_path: Path, said: list[bytes]) -> None:
+    credentials = str(tmp_path / "c")
+    with DiLoCoServer(tiny_model().state_dict(), 1, port=0, sync_every=2, credentials=credentials) as server:
         recorder = Recorder(server.address)
-        a_round(recorder.address, credentials=str(tmp_path / "c"))
-        assert server.sync_round == 1
+        everything(recorder.address, credentials)
         recorder.close()
-        token = server.access.token.encode()
-    secrets = set().union(*(windows(text) for text in said), windows(b"Authorization: Bearer " + token))
-    assert len(secrets) > 1000
+        weights = [p.numpy().tobytes() for p in server.get_global_params().values()]
+        tokens = Credentials(credentials).tokens.load()
+    spoken = [target.split()[1].split(b"?")[0] for target in said if target.endswith(b" HTTP/1.1")]
+    asked = {b"/v1/" + path for path in (b"join", b"offer", b"part", b"commit", b"poll", b"heartbeat", b"leave")}
+    assert asked | {b"/status", b"/v1/control"} <= set(spoken)
+    shown = [b"Authorization: Bearer " + token.encode() for token in (tokens.run, tokens.admin, WRONG)]
+    secrets = set().union(*(windows(text) for text in (*said, *weights, *shown)))
+    assert len(secrets) > 2000
     seen = recorder.windows()
-    assert len(seen) > 1000
+    assert len(seen) > 2000
     assert not secrets & seen
-    assert token not in b"".join(recorder.seen)
+
+
+@pytest.mark.row("B01")
+def test_without_a_token_nothing_but_the_health_answers(tmp_path: Path) -> None:
+    """Every path that there is, and some that there are not, for every method."""
+    with DiLoCoServer(tiny_model().state_dict(), 1, port=0, credentials=str(tmp_path / "c")) as server:
+        asked = {path for _, path in ROUTES} | {"/status", "/healthz", "/", "/v1", "/metrics", "/v1/nothing"}
+        answers: dict[int, set[tuple[str, str]]] = {}
+        for path in sorted(asked):
+            for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+                connection = HttpTransport(server.access.join_string)._new_connection(20.0)
+                connection.request(method, path)
+                answers.setdefault(connection.getresponse().status, set()).add((method, path))
+                connection.close()
+    assert answers.pop(200) == {("GET", "/healthz")}
+    assert answers.keys() == {401}
 
 
 def test_in_plain_text_the_recorder_reads_it_all(said: list[bytes]) -> None:

@@ -127,23 +127,6 @@ def test_steps_are_counted_once_when_the_server_was_out_of_reach() -> None:
     assert server.status()["total_submissions"] == 2
 
 
-def test_a_worker_whose_weights_were_nan_goes_on_after_it_reloads() -> None:
-    server = ledger_server(1, sync_every=2)
-    model = Ledger()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with memory_worker(server, "w", model, optimizer) as worker:
-        count(model, optimizer, 0, 3)
-        model.cells.data[1] = float("nan")
-        with pytest.raises(ExchangeFailed, match="'cells' holds NaN or Inf"):
-            count(model, optimizer, 0, 1)
-        assert server.get_global_params()["cells"].tolist() == [2.0, 0.0]
-        with worker.global_weights():
-            good = model.cells.detach().clone()
-        model.cells.data.copy_(good)
-        count(model, optimizer, 0, 2)
-    assert server.get_global_params()["cells"].tolist() == [4.0, 0.0]
-
-
 # --- life and death of a worker -------------------------------------------------------------------------------------
 
 

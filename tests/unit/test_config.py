@@ -163,6 +163,12 @@ class TestServer:
         with pytest.raises(ConfigError, match=rf"{name} \(5\) must not exceed num_workers \(4\)"):
             server(**{name: 5})
 
+    @pytest.mark.parametrize("limit", [0.5, -1.0, NAN, INF, True, "2"])
+    def test_a_screen_of_norms_is_one_or_more_or_off(self, limit: object) -> None:
+        with pytest.raises(ConfigError, match="norm_screen must be"):
+            server(norm_screen=limit)
+        assert (server(norm_screen=0).norm_screen, server(norm_screen=1.5).norm_screen) == (0, 1.5)
+
     @pytest.mark.parametrize("port", [65536, 10**9])
     def test_a_port_out_of_range_is_refused(self, port: int) -> None:
         with pytest.raises(ConfigError, match=f"port must be between 0 and 65535, got {port}"):

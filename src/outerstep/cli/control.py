@@ -48,6 +48,16 @@ def kick(
 
 
 @app.command()
+def pardon(
+    context: typer.Context,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `outerstep status` shows it.")],
+    reason: Reason = "",
+) -> None:
+    """End a worker's quarantine, and hold nothing against it."""
+    _send(context, kind="pardon", worker_id=worker, reason=reason)
+
+
+@app.command()
 def drain(context: typer.Context, worker: Worker = None, reason: Reason = "") -> None:
     """Let a worker, or all, contribute what they have and leave."""
     _send(context, kind="drain", worker_id=worker, reason=reason)

@@ -125,8 +125,18 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "bytes": lambda facts: size(facts["bytes_received"]) if facts.get("bytes_received") else "",
     "tokens": lambda facts: count(facts["tokens"]) if facts.get("tokens") else "",
     "staleness": lambda facts: str(facts.get("staleness") or ""),
+    "trouble": lambda facts: _trouble(facts),
     "seen": lambda facts: f"{facts['last_seen_s']:.0f} s ago",
 }
+
+
+def _trouble(facts: dict[str, Any]) -> str:
+    if facts.get("quarantine"):
+        return f"quarantine, {duration(facts['quarantine']['left_s'])} left"
+    parts = [
+        f"{facts[key]} {what}" for key, what in (("offences", "offence(s)"), ("left_out", "left out")) if facts.get(key)
+    ]
+    return ", ".join(parts)
 
 
 def _workers(workers: dict[str, dict[str, Any]]) -> Table:

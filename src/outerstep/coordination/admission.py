@@ -1,10 +1,82 @@
-"""May this contribution come in? The rules that look at one offer and the state of its fragment."""
+"""May this come in? The rules that look at one message and at what it is about."""
 
 from __future__ import annotations
 
-from ..errors import BadRequest, FutureRound, PlanMismatch, StaleRound, TooLarge, TooOld
-from ..types import Offer, Plan
+from typing import TYPE_CHECKING
+
+from ..errors import (
+    BadRequest,
+    Closing,
+    Conflict,
+    FutureRound,
+    OtherRun,
+    PlanMismatch,
+    ProtocolMismatch,
+    StaleRound,
+    TooLarge,
+    TooOld,
+)
+from ..types import PROTOCOL_VERSION, Commit, Join, Offer, Plan, PutPart
+from .plan import check_manifest, check_wishes
 from .rounds import RoundRules
+
+if TYPE_CHECKING:
+    from .coordinator import Coordinator
+
+NEXT_SEQUENCE = "a key is fixed when its contribution is begun; use the next sequence for a new one"
+
+
+def check_join(coordinator: Coordinator, message: Join) -> None:
+    """Everything about a join that does not depend on who is here."""
+    if message.protocol != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"this worker speaks protocol {message.protocol}, the server speaks {PROTOCOL_VERSION}",
+            hint="install the same version of outerstep on both",
+        )
+    if message.run_id is not None:
+        check_run(message.run_id, coordinator.run_id)
+    if coordinator.closing and not coordinator.members.knows(message):
+        raise Closing(f"the run is coming to its end: {coordinator.closing}", hint="start the server again to go on")
+    plan, settled, manifest = coordinator.plan, coordinator.settled, coordinator.manifest
+    if settled is not None and plan is not None and manifest is not None:
+        check_wishes(settled, coordinator.next_plan or plan, message.wishes)
+        if message.manifest is not None:
+            check_manifest(manifest, message.manifest)
+
+
+def check_run(named: str, held: str) -> None:
+    if named != held:
+        raise OtherRun(
+            f"this server holds run {held}, not {named}",
+            hint="restart the worker to join the new run from its beginning",
+        )
+
+
+def check_same_offer(message: Offer, known: Offer) -> None:
+    if message != known:
+        raise Conflict(f"contribution {message.key} was offered before with other facts", hint=NEXT_SEQUENCE)
+
+
+def check_same_part(message: PutPart, stored: str) -> None:
+    if message.hash != stored:
+        raise Conflict(f"part {message.part} of {message.key} was stored with hash {stored}, not {message.hash}")
+
+
+def check_accepted(message: Commit, accepted: str) -> None:
+    """It is in already: is it the same?"""
+    if message.payload_hash != accepted:
+        raise Conflict(
+            f"contribution {message.key} was accepted with payload {accepted}; this one is {message.payload_hash}",
+            hint=NEXT_SEQUENCE,
+        )
+
+
+def check_received(message: Commit, received: str) -> None:
+    if message.payload_hash != received:
+        raise Conflict(
+            f"contribution {message.key}: the parts received make {received}, not {message.payload_hash}",
+            hint="parts of two different payloads were sent under one key",
+        )
 
 
 def check_form(offer: Offer, plan: Plan, max_payload_bytes: int) -> None:

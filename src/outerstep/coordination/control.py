@@ -18,6 +18,9 @@ def carry_out(coordinator: Coordinator, message: Control, now: float) -> Control
             member = _live(coordinator, message)
             kick(coordinator, member, message.reason, now)
             return ControlAnswer(done=f"{member.worker_id} is out of the run; a new start of it may join again")
+        case "pardon":
+            member = pardon(coordinator, message)
+            return ControlAnswer(done=f"{member.worker_id} has a clean sheet, and takes part from the next round on")
         case "drain" | "sync":
             workers = _those(coordinator, message)
             coordinator.order(workers, message.kind, message.reason or "an operator asked for it")
@@ -48,6 +51,19 @@ def carry_out(coordinator: Coordinator, message: Control, now: float) -> Control
 def kick(coordinator: Coordinator, member: Member, reason: str, now: float) -> None:
     member.kicked = reason or "an operator removed it"
     coordinator.remove(member, now, "kick", reason=reason)
+
+
+def pardon(coordinator: Coordinator, message: Control) -> Member:
+    """Nothing is held against it any more. It need not be here at the moment."""
+    if message.worker_id is None:
+        raise BadRequest(f"pardon needs a worker id; live: {_names(coordinator)}")
+    member = coordinator.members.find(message.worker_id)
+    if member is None:
+        raise UnknownWorker(f"no worker {message.worker_id!r} is known; live: {_names(coordinator)}")
+    offences = member.conduct.total
+    member.conduct.clear()
+    coordinator.event("pardon", worker=member.worker_id, offences=offences, reason=message.reason)
+    return member
 
 
 def change_plan(coordinator: Coordinator, plan: Plan, changes: Wishes) -> Plan:

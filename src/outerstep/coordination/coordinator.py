@@ -17,18 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from ..errors import (
-    BadRequest,
-    Closing,
-    Conflict,
-    MissingParts,
-    OtherRun,
-    ProtocolMismatch,
-    Refused,
-    UnknownWorker,
-)
+from ..errors import BadRequest, MissingParts, Refused, UnknownWorker
 from ..types import (
-    PROTOCOL_VERSION,
     Agreement,
     Commit,
     CommitAnswer,
@@ -53,21 +43,30 @@ from ..types import (
     PutPart,
     PutPartAnswer,
 )
-from .admission import check_age, check_form
+from .admission import (
+    check_accepted,
+    check_age,
+    check_form,
+    check_join,
+    check_received,
+    check_run,
+    check_same_offer,
+    check_same_part,
+)
 from .budget import TokenBudget
 from .commands import Commands
 from .effects import Accumulate, CloseRound, DropUpload, Effect, Event, StopServer
 from .fragment import Fragment
 from .membership import Accepted, Member, Membership
 from .pacing import local_steps
-from .plan import Settled, check_manifest, check_wishes
+from .plan import Settled
+from .policing import check_size, conflicts_noted, must_wait, note_offence, note_outlier, request_room, size_of
+from .polling import ASK_AGAIN_S, ASK_AGAIN_SOON_S, answer_poll
 from .remembered import remember
-from .rounds import Round, RoundRules, Verdict
+from .rounds import RoundRules, Verdict
 from .uploads import Upload, Uploads
 from .weights import bounded, discount, relative, reported
 
-ASK_AGAIN_S = 0.5
-ASK_AGAIN_SOON_S = 0.1  # by then there is room, or it has contributed to the round that wants it
 BUDGET_SPENT = "the token budget is spent"
 
 
@@ -99,6 +98,7 @@ class Coordinator:
         self.drain_timeout_s = drain_timeout_s
         self.stop_at: float | None = None
         self.next_plan: Plan | None = None
+        self.now = 0.0  # when it last heard or looked
         self.remembers = False  # each round that closes says what to keep of the coordinator
         self._first_join_at: float | None = None
         self._effects: list[Effect] = []
@@ -116,19 +116,7 @@ class Coordinator:
 
     def check_join(self, message: Join) -> None:
         """Everything about a join that does not depend on who is here."""
-        if message.protocol != PROTOCOL_VERSION:
-            raise ProtocolMismatch(
-                f"this worker speaks protocol {message.protocol}, the server speaks {PROTOCOL_VERSION}",
-                hint="install the same version of outerstep on both",
-            )
-        if message.run_id is not None:
-            self._check_run(message.run_id)
-        if self.closing and not self.members.knows(message):
-            raise Closing(f"the run is coming to its end: {self.closing}", hint="start the server again to go on")
-        if self.settled is not None and self.plan is not None and self.manifest is not None:
-            check_wishes(self.settled, self.next_plan or self.plan, message.wishes)
-            if message.manifest is not None:
-                check_manifest(self.manifest, message.manifest)
+        check_join(self, message)
 
     def fix(self, *, plan: Plan, settled: Settled, manifest: Manifest, fragments: Sequence[Fragment]) -> None:
         """The first accepted manifest and the plan made from it hold for the rest of the run."""
@@ -138,6 +126,7 @@ class Coordinator:
 
     def join(self, message: Join, now: float) -> JoinAnswer:
         self.check_join(message)
+        self.now = now
         assert self.plan is not None, "fix() comes before the first join"
         assert self.manifest is not None
         before = self.members.live_ids
@@ -202,22 +191,22 @@ class Coordinator:
         if accepted is not None:
             return OfferAnswer(state="accepted", version=accepted.version)
         try:
+            member.conduct.check(member.worker_id, now)
             reported(message, self.rules)
             self._check_offer(message, fragment)
         except Refused:
             self.uploads.unqueue(member.worker_id, message.fragment)  # it will not come back under this key
             raise
         upload = self.uploads.get(message.key)
-        if upload is not None and upload.offer != message:
-            raise Conflict(
-                f"contribution {message.key} was offered before with other facts",
-                hint="a key is fixed when its contribution is begun; use the next sequence for a new one",
-            )
-        if upload is None:
+        if upload is not None:
+            with conflicts_noted(self, member):
+                check_same_offer(message, upload.offer)
+            upload.heard_at = now
+        else:
             for other in self.uploads.of_worker(member.worker_id):
                 if other.offer.fragment == message.fragment:
-                    self._drop(other.offer.key)
-            upload = self.uploads.request(message, now)
+                    self.drop(other.offer.key)
+            upload = request_room(self, message, now)
         if upload is None:
             soon = self.uploads.is_near(message.key)
             return OfferAnswer(state="wait", retry_after_s=ASK_AGAIN_SOON_S if soon else ASK_AGAIN_S)
@@ -229,13 +218,15 @@ class Coordinator:
         self._fragment(message.fragment)
         if member.entry_of(message) is not None:
             return PutPartAnswer(state="duplicate")
+        member.conduct.check(member.worker_id, now)
         upload = self._sending(message)
         upload.check_part(message.part)
+        upload.heard_at = now
         stored = upload.part_hashes.get(message.part)
         if stored is None:
             return upload
-        if stored != message.hash:
-            raise Conflict(f"part {message.part} of {message.key} was stored with hash {stored}, not {message.hash}")
+        with conflicts_noted(self, member):
+            check_same_part(message, stored)
         return PutPartAnswer(state="duplicate")
 
     def part_arrived(self, message: PutPart, now: float) -> PutPartAnswer:
@@ -251,31 +242,27 @@ class Coordinator:
         member = self._heard(message, now)
         fragment = self._fragment(message.fragment)
         accepted = member.entry_of(message)
-        if accepted is not None:
-            if accepted.payload_hash != message.payload_hash:
-                raise Conflict(
-                    f"contribution {message.key} was accepted with payload {accepted.payload_hash}; "
-                    f"this one is {message.payload_hash}",
-                    hint="a key is fixed when its contribution is begun; use the next sequence for a new one",
-                )
-            return CommitAnswer(version=accepted.version)
-        upload = self._sending(message)
-        received = upload.payload_hash()
-        if received != message.payload_hash:
-            raise Conflict(
-                f"contribution {message.key}: the parts received make {received}, not {message.payload_hash}",
-                hint="parts of two different payloads were sent under one key",
-            )
+        with conflicts_noted(self, member):
+            if accepted is not None:
+                check_accepted(message, accepted.payload_hash)
+                return CommitAnswer(version=accepted.version)
+            member.conduct.check(member.worker_id, now)
+            upload = self._sending(message)
+            upload.heard_at = now
+            check_received(message, upload.payload_hash())
         self._check_offer(upload.offer, fragment)
         return upload
 
-    def accept(self, message: Commit, now: float) -> CommitAnswer:
-        """The contribution was checked (shapes, finite values): it counts, once, unless its round closed meanwhile."""
+    def accept(self, message: Commit, now: float, norm: float | None = None) -> CommitAnswer:
+        """The contribution was checked (shapes, finite values), and ‖Δ‖ is `norm`: it counts, once, unless its round
+        closed meanwhile or it is absurdly large."""
         begun = self.begin_commit(message, now)
         if isinstance(begun, CommitAnswer):
             return begun
         offer = begun.offer
         fragment = self.fragments[offer.fragment]
+        size = size_of(self, offer, norm)
+        check_size(self, offer, size, now)
         round_ = fragment.round
         member = self._heard(message, now)
         member.accepted[offer.fragment] = Accepted(offer.sequence, message.payload_hash, round_.version)
@@ -288,21 +275,30 @@ class Coordinator:
         participant = Participant(
             worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness
         )
-        round_.count(participant, self.rules, now, reported=raw, tokens=offer.tokens)
-        member.contributed(offer, staleness)
+        keep = must_wait(self, fragment, size)
+        round_.count(participant, self.rules, now, reported=raw, tokens=offer.tokens, size=size, kept=keep)
+        member.contributed(offer, staleness, norm)
         scale = relative(weight, fragment.usual, self.rules)
         first = len(round_.participants) == 1
-        added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections, first)
+        added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections, first, keep)
         self._effects.append(added)
         answer = CommitAnswer(version=round_.version)
         self._evaluate(fragment, now)
         return answer
 
-    def reject(self, key: ContributionKey, reason: str) -> None:
+    def reject(self, key: ContributionKey, refusal: Refused, now: float) -> None:
         """The driver looked inside and found it unfit."""
-        if self.uploads.get(key) is not None:
-            self._drop(key)
-            self.event("refused", worker=key.worker_id, fragment=key.fragment, reason=reason)
+        member = self.members.find(key.worker_id)
+        if self.discard(key, refusal) and member is not None:
+            note_offence(self, member, refusal, now)
+
+    def discard(self, key: ContributionKey, refusal: Refused) -> bool:
+        """It will never be accepted. False: it was not on offer."""
+        if self.uploads.get(key) is None:
+            return False
+        self.drop(key)
+        self.event("refused", worker=key.worker_id, fragment=key.fragment, reason=refusal.message)
+        return True
 
     def freed(self, key: ContributionKey) -> None:
         """The driver has freed the bytes of an accepted contribution."""
@@ -328,25 +324,7 @@ class Coordinator:
         member = self._heard(message, now)
         fragment = self._fragment(message.fragment)
         fragment.check_sections(message.sections)
-        last_sequence = member.last_sequence(message.fragment)
-        # Who waits for something newer than the open round holds an agreement from before the server was resumed.
-        if fragment.published.version > message.after or message.after >= fragment.round.version:
-            newer = self.plan if self.plan is not None and self.plan.revision != message.plan_revision else None
-            return PollAnswer(agreement=fragment.published, last_sequence=last_sequence, plan=newer)
-        verdict = self._verdict(fragment, now)
-        wanted = tuple(
-            (i, other.round.version)
-            for i, other in enumerate(self.fragments)
-            if other is not fragment and other.round.wants(member.worker_id, self.rules)
-        )
-        return PollAnswer(
-            agreement=None,
-            last_sequence=last_sequence,
-            waiting_for=verdict.waiting_for[:256],
-            stuck=verdict.stuck,
-            wanted=wanted,
-            retry_after_s=ASK_AGAIN_SOON_S if wanted else ASK_AGAIN_S,
-        )
+        return answer_poll(self, member, fragment, message, now)
 
     def get_part(self, message: GetPart, now: float) -> None:
         """May this worker fetch? (The driver has the bytes, and knows how long it keeps them.)"""
@@ -357,6 +335,7 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Declare the silent dead, let deadlines pass."""
+        self.now = now
         for member in self.members.silent(now):
             self.members.total_deaths += 1
             self.remove(member, now, "death", silent_s=round(now - member.last_seen, 1))
@@ -369,12 +348,12 @@ class Coordinator:
         moments = [self.members.next_death(), self.stop_at]
         if not self.started and self._first_join_at is not None and self.rules.start_deadline_s is not None:
             moments.append(self._first_join_at + self.rules.start_deadline_s)
-        moments += [self._verdict(fragment, now).wake_at for fragment in self.fragments]
+        moments += [self.verdict(fragment, now).wake_at for fragment in self.fragments]
         return min((m for m in moments if m is not None and m > now), default=None)
 
     def waiting_for(self, fragment: Fragment, now: float) -> str:
         """Why this fragment's open round has not closed, in words."""
-        return self._verdict(fragment, now).waiting_for
+        return self.verdict(fragment, now).waiting_for
 
     # --- the operator's hand (control.py) -------------------------------------------------------------------------
 
@@ -405,15 +384,9 @@ class Coordinator:
             self._effects.append(StopServer(self.closing))
 
     def _heard(self, message: FromMember, now: float) -> Member:
-        self._check_run(message.run_id)
+        check_run(message.run_id, self.run_id)
+        self.now = now
         return self.members.heard(message, now)
-
-    def _check_run(self, run_id: str) -> None:
-        if run_id != self.run_id:
-            raise OtherRun(
-                f"this server holds run {self.run_id}, not {run_id}",
-                hint="restart the worker to join the new run from its beginning",
-            )
 
     def _fragment(self, index: int) -> Fragment:
         if index >= len(self.fragments):
@@ -443,11 +416,11 @@ class Coordinator:
         if self.rules.may_start(len(live), self._first_join_at, now):
             self.started = True
             for fragment in self.fragments:
-                fragment.round.expected = set(live)
+                fragment.round.expected = set(self.members.awaited_ids(now))
             self.event("start", workers=sorted(live))
 
-    def _verdict(self, fragment: Fragment, now: float) -> Verdict:
-        return fragment.round.verdict(self.rules, now, started=self.started, live=self.members.live_ids)
+    def verdict(self, fragment: Fragment, now: float) -> Verdict:
+        return fragment.round.verdict(self.rules, now, started=self.started, live=self.members.awaited_ids(now))
 
     def _evaluate_all(self, now: float) -> None:
         for fragment in self.fragments:
@@ -455,24 +428,22 @@ class Coordinator:
 
     def _evaluate(self, fragment: Fragment, now: float) -> None:
         """The one place where a round ends."""
-        closing = fragment.round
-        if not self._verdict(fragment, now).close:
+        if not self.verdict(fragment, now).close:
             return
-        index = fragment.published.fragment
-        fragment.round = Round(closing.version + 1, set(self.members.live_ids))
-        self.members.round_closed(index, closing.contributors)
-        fragment.usual.include(closing.reported, self.rules.max_weight_ratio)
-        tokens = fragment.usual_tokens.include(closing.tokens, self.rules.max_weight_ratio)
-        self.budget.add(index, round(sum(tokens)), now)
+        index, contributors = fragment.published.fragment, fragment.round.contributors
+        closed = fragment.close(self.rules, self.members.awaited_ids(now))
+        self.members.round_closed(index, contributors)
+        self.budget.add(index, closed.tokens, now)
         if self.next_plan is not None:
             self.plan, self.next_plan = self.next_plan, None
+        left_out = frozenset(note_outlier(self, index, closed.version, outlier) for outlier in closed.outliers)
         remembered = remember(self) if self.remembers else None
-        self._effects.append(CloseRound(index, closing.version, tuple(closing.participants), remembered))
+        self._effects.append(CloseRound(index, closed.version, closed.participants, remembered, left_out))
         for upload in self.uploads.of_fragment(index):
             try:
                 self._check_age(upload.offer, fragment)
             except Refused:
-                self._drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
+                self.drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
         self.check_budget(now)
 
     def remove(self, member: Member, now: float, kind: str, **facts: object) -> None:
@@ -483,15 +454,20 @@ class Coordinator:
         self._evaluate_all(now)
         self.stop_if_done(now)
 
+    def set_aside(self, member: Member, now: float) -> None:
+        """It stays, but nothing is taken from it for a while."""
+        self._forget(member)
+        self._evaluate_all(now)
+
     def _forget(self, member: Member) -> None:
         """Keep nothing unfinished of this worker, and let no open round wait for it. What was accepted stays."""
         for upload in self.uploads.of_worker(member.worker_id):
-            self._drop(upload.offer.key)
+            self.drop(upload.offer.key)
         self.uploads.unqueue(member.worker_id)
         for fragment in self.fragments:
             fragment.round.expected.discard(member.worker_id)
 
-    def _drop(self, key: ContributionKey) -> None:
+    def drop(self, key: ContributionKey) -> None:
         self.uploads.drop(key)
         self._effects.append(DropUpload(key))
 

@@ -12,7 +12,7 @@ from .remembered import Remembered
 class Accumulate:
     """Decode this contribution, add it to the sum of the round that will make `version`, free its bytes. A rule that
     takes contributions one by one (Delayed Nesterov) scales it by `scale`, its weight relative to the usual one.
-    `first`: of its round."""
+    `first`: of its round. `keep`: add it when its round closes, not before; it may still be left out."""
 
     key: ContributionKey
     version: int
@@ -21,17 +21,20 @@ class Accumulate:
     base_version: int
     sections: int = 1
     first: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True)
 class CloseRound:
     """Take the outer step over what was accumulated, make it durable, publish it, then report `Coordinator.published`.
-    `remembered`: what goes to disk with it, if the coordinator was told to remember."""
+    `left_out`: what was to be kept, and is not to be added after all. `remembered`: what goes to disk with it, if the
+    coordinator was told to remember."""
 
     fragment: int
     version: int
     participants: tuple[Participant, ...]
     remembered: Remembered | None = None
+    left_out: frozenset[ContributionKey] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from statistics import median_low
 
 from ..errors import Busy, Fenced, IdInUse, Kicked, Superseded, UnknownWorker
 from ..types import FromMember, Heartbeat, Join, OfContribution, Offer
+from .offences import Conduct
 
 MOST_SPEED_RATIO = 64.0
 
@@ -54,13 +55,17 @@ class Member:
     contributions: int = 0
     bytes_received: int = 0
     tokens: int = 0
+    delta_norm: float | None = None  # ‖Δ‖ of its last contribution
+    left_out: int = 0  # contributions that were outliers in their rounds
+    conduct: Conduct = field(default_factory=Conduct)
     kicked: str = ""  # why, until another instance joins
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     accepted: dict[int, Accepted] = field(default_factory=dict)  # per fragment, the last one
     closed: dict[int, Accepted] = field(default_factory=dict)  # and the last one whose round has closed
 
-    def contributed(self, offer: Offer, staleness: int) -> None:
+    def contributed(self, offer: Offer, staleness: int, norm: float | None) -> None:
         self.staleness = staleness
+        self.delta_norm = norm
         self.contributions += 1
         self.bytes_received += offer.size_bytes
         self.tokens += offer.tokens if offer.fragment == 0 else 0  # each fragment sees the same tokens
@@ -94,6 +99,10 @@ class Membership:
     @property
     def live_ids(self) -> frozenset[str]:
         return frozenset(m.worker_id for m in self._members.values() if m.live)
+
+    def awaited_ids(self, now: float) -> frozenset[str]:
+        """The live ones from whom something is taken."""
+        return frozenset(m.worker_id for m in self._members.values() if m.live and not m.conduct.is_quarantined(now))
 
     @property
     def fastest(self) -> float:
@@ -131,6 +140,7 @@ class Membership:
         # Same id, new process, and the old one is gone or ran on the same machine: a restart. The old one is fenced.
         member.retired.append(member.instance)
         member.kicked = ""
+        member.conduct.started_anew(now)
         member.instance, member.hostname = message.instance, message.hostname
         member.incarnation += 1
         member.live, member.joined_at, member.last_seen = True, now, now

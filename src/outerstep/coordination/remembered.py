@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..types import Count, Hash, Instance, Label, Manifest, Plain, Plan, Positive, RunId, WorkerId
 from .membership import Accepted, Member
+from .offences import Conduct
+from .screen import NormScreen
 from .weights import UsualWeight
 
 if TYPE_CHECKING:
@@ -77,6 +79,12 @@ def remember(coordinator: Coordinator) -> Remembered:
             "usual_weights": [asdict(fragment.usual) for fragment in fragments],
             "usual_tokens": [asdict(fragment.usual_tokens) for fragment in fragments],
             "kicked": {member.worker_id: member.kicked for member in coordinator.members if member.kicked},
+            "norms": [fragment.screen.remembered() for fragment in fragments],
+            "conduct": {
+                member.worker_id: member.conduct.remembered(coordinator.now)
+                for member in coordinator.members
+                if member.conduct.total
+            },
         },
     )
 
@@ -100,16 +108,19 @@ def resume(
         fragment.usual = UsualWeight(**usual)
     for fragment, usual in zip(coordinator.fragments, facts.get("usual_tokens", []), strict=False):
         fragment.usual_tokens = UsualWeight(**usual)
+    for fragment, norms in zip(coordinator.fragments, facts.get("norms", []), strict=False):
+        fragment.screen = NormScreen.resumed(norms)
     coordinator.commands.last_id = int(facts.get("last_command", 0)) + LEAP
     live = set(facts.get("live", ())) if expect_back else set()
     for member in members_of(ledger, now):
         member.live = member.worker_id in live
         member.kicked = facts.get("kicked", {}).get(member.worker_id, "")
+        member.conduct = Conduct.resumed(facts.get("conduct", {}).get(member.worker_id, {}), now)
         coordinator.members.restore(member)
     if facts.get("started", False):
         coordinator.started = True
         for fragment in coordinator.fragments:
-            fragment.round.expected = set(coordinator.members.live_ids)
+            fragment.round.expected = set(coordinator.members.awaited_ids(now))
     if budget.limit is None:
         budget.limit = facts.get("token_budget")
     coordinator.check_budget(now)

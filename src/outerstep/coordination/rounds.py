@@ -16,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from ..types import Mode, Participant, WeightBy
+from .screen import Size
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class RoundRules:
     weigh_staleness: bool = True
     weight_by: WeightBy = "equal"
     max_weight_ratio: float = 10.0
+    norm_screen: float = 2.0  # times the usual norm; 0 = off (screen.py)
     dylu: bool = False
     dylu_base: int | None = None
 
@@ -73,6 +77,8 @@ class Round:
     participants: list[Participant] = field(default_factory=list)
     reported: list[float] = field(default_factory=list)  # what its contributions said they weigh
     tokens: list[float] = field(default_factory=list)  # and how many tokens they said are in them
+    sizes: list[Size | None] = field(default_factory=list)  # and how large they are; None = not to be screened
+    kept: list[bool] = field(default_factory=list)  # and whether they can still be left out
     first_at: float | None = None
     quorum_at: float | None = None
 
@@ -80,16 +86,37 @@ class Round:
     def contributors(self) -> set[str]:
         return {p.worker_id for p in self.participants}
 
+    @property
+    def sized(self) -> list[tuple[str, Size | None]]:
+        """Of each contribution, whose and how large."""
+        return [(p.worker_id, size) for p, size in zip(self.participants, self.sizes, strict=True)]
+
     def count(
-        self, participant: Participant, rules: RoundRules, now: float, *, reported: float = 1.0, tokens: int = 0
+        self,
+        participant: Participant,
+        rules: RoundRules,
+        now: float,
+        *,
+        reported: float = 1.0,
+        tokens: int = 0,
+        size: Size | None = None,
+        kept: bool = False,
     ) -> None:
         self.participants.append(participant)
         self.reported.append(reported)
         self.tokens.append(float(tokens))
+        self.sizes.append(size)
+        self.kept.append(kept)
         if self.first_at is None:
             self.first_at = now
         if self.quorum_at is None and rules.quorum is not None and len(self.contributors) >= rules.quorum:
             self.quorum_at = now
+
+    def leave_out(self, i: int) -> None:
+        """It was there, and counts nothing."""
+        self.participants[i] = replace(self.participants[i], weight=0.0)
+        self.reported[i] = self.tokens[i] = 0.0
+        self.sizes[i] = None
 
     def wants(self, worker_id: str, rules: RoundRules) -> bool:
         """Has somebody contributed who now waits for this worker?"""

@@ -19,6 +19,9 @@ from ..types import ContributionKey, Offer
 QUEUE_PATIENCE_S = 60.0
 """Who does not ask again for this long has lost its place in the queue."""
 
+ROOM_PATIENCE_S = 120.0
+"""Who has room and neither asks nor sends for this long loses it to those who wait for some."""
+
 
 @dataclass
 class Upload:
@@ -27,6 +30,8 @@ class Upload:
     offer: Offer
     part_size_bytes: int
     part_hashes: dict[int, str] = field(default_factory=dict)
+    heard_at: float = 0.0
+    under_way: int = 0  # parts that are being read right now, however long that takes
 
     @cached_property
     def parts(self) -> Parts:
@@ -67,7 +72,7 @@ class Uploads:
     """All unfinished contributions, and the room they take."""
 
     def __init__(self, *, capacity_bytes: int, part_size_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._part_size_bytes = part_size_bytes
         self._by_key: dict[ContributionKey, Upload] = {}
         self._held: dict[ContributionKey, int] = {}  # bytes of room per key, until the bytes are freed
@@ -102,10 +107,14 @@ class Uploads:
             self._queue[key] = Waiting(offer.size_bytes, now)
             return None
         self._queue.pop(key, None)
-        upload = Upload(offer, self._part_size_bytes)
+        upload = Upload(offer, self._part_size_bytes, heard_at=now)
         self._by_key[key] = upload
         self._held[key] = offer.size_bytes
         return upload
+
+    def standing_still(self, now: float) -> list[Upload]:
+        """They hold room that others could use, and nothing comes."""
+        return [u for u in self._by_key.values() if not u.under_way and now - u.heard_at > ROOM_PATIENCE_S]
 
     def finish(self, key: ContributionKey) -> None:
         """It was accepted: no more parts are taken. Its room is held until `freed`."""
@@ -128,7 +137,7 @@ class Uploads:
     def is_near(self, key: ContributionKey) -> bool:
         """Will its turn come as soon as what is being sent now has gone?"""
         waiting = self._queue.get(key)
-        return waiting is not None and self._ahead_bytes(key) + waiting.size_bytes <= self._capacity_bytes
+        return waiting is not None and self._ahead_bytes(key) + waiting.size_bytes <= self.capacity_bytes
 
     def _ahead_bytes(self, key: ContributionKey) -> int:
         """The room that those before it in the queue will need."""
@@ -139,4 +148,4 @@ class Uploads:
         # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
         if not self._held and not ahead_bytes:
             return True
-        return self.held_bytes + ahead_bytes + size_bytes <= self._capacity_bytes
+        return self.held_bytes + ahead_bytes + size_bytes <= self.capacity_bytes

@@ -103,6 +103,7 @@ class Intake:
                 if earlier is None:
                     incoming = self._incoming.setdefault(request.key, _Incoming())
                     writing = self.writing[place] = _Writing(body)
+                    begun.under_way += 1
                     break
             # The sender gave up on an earlier connection and came back on this one.
             earlier.body.abort()
@@ -116,6 +117,7 @@ class Intake:
             with self._lock:
                 del self.writing[place]
                 writing.done.set()
+                begun.under_way, begun.heard_at = begun.under_way - 1, self._clock()
                 if findings is not None:
                     self._check_wanted(request.key, incoming)
                     incoming.seen[request.part] = findings

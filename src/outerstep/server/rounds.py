@@ -106,12 +106,15 @@ class RoundsThread:
         the processor once for all of it; what comes with the end of its round is added by the step itself."""
         if self._keeps_contributions:
             return
-        for fragment, waiting in self._pending.items():
+        for fragment, pending in self._pending.items():
+            waiting = [accepted for accepted in pending if not accepted.keep]
+            if not waiting:
+                continue
             addends = [self._addend(accepted) for accepted in waiting]
             self._service.stores[fragment].accumulate(waiting[0].version, addends)
             for accepted in waiting:
                 self._free(accepted.key)
-        self._pending.clear()
+            self._pending[fragment] = [accepted for accepted in pending if accepted.keep]
 
     @property
     def _keeps_contributions(self) -> bool:
@@ -124,7 +127,8 @@ class RoundsThread:
         assert service.optimizer is not None
         if service.config.deterministic:
             waiting.sort(key=lambda accepted: (accepted.key.worker_id, accepted.key.sequence))
-        store, addends = service.stores[effect.fragment], [self._addend(accepted) for accepted in waiting]
+        taken = [accepted for accepted in waiting if accepted.key not in effect.left_out]
+        store, addends = service.stores[effect.fragment], [self._addend(accepted) for accepted in taken]
         made = store.close(effect.version, service.optimizer, addends, service.clock())
         del addends  # their rooms can be used again
         for accepted in waiting:

@@ -29,6 +29,7 @@ from ..errors import (
     BadRequest,
     Busy,
     ConfigError,
+    Conflict,
     PlanMismatch,
     Refused,
     ServerError,
@@ -74,6 +75,7 @@ from .store import FragmentStore
 log = logging.getLogger(__name__)
 
 LONGEST_POLL_S = 20.0
+LOUD = ("death", "refused", "kick", "left_out", "quarantine", "screen_forgotten")  # events that are warnings
 
 
 class ParameterService:
@@ -107,7 +109,6 @@ class ParameterService:
         self._closing = False
         self.started_at = clock()
         self.bytes_sent = 0
-        self.delta_norms: dict[str, float] = {}  # of each worker's last contribution
         self.make_optimizer = make_optimizer
         self.optimizer: OuterOptimizer | DelayedNesterov | None = None
         self._on_change = on_change
@@ -185,7 +186,12 @@ class ParameterService:
 
     def put_part(self, request: PutPart, body: Body) -> PutPartAnswer:
         self._check_health()
-        return self.intake.put(request, body)
+        try:
+            return self.intake.put(request, body)
+        except Conflict:
+            with self.changed:
+                self._flush()  # it may have been one too many
+            raise
 
     def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:
         self._check_health()
@@ -278,7 +284,7 @@ class ParameterService:
                     log.info("stopping: %s", effect.reason)
                     self._on_stop()
                 case Event():
-                    level = logging.WARNING if effect.kind in ("death", "refused", "kick") else logging.INFO
+                    level = logging.WARNING if effect.kind in LOUD else logging.INFO
                     log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
                     if effect.kind != "refused":  # it is written where the answer is given
                         self.events.write(effect.kind, **effect.facts)
@@ -389,7 +395,10 @@ class ParameterService:
 
     def _commit(self, request: Commit) -> CommitAnswer:
         with self.changed:
-            begun = self.coordinator.begin_commit(request, self.clock())
+            try:
+                begun = self.coordinator.begin_commit(request, self.clock())
+            finally:
+                self._flush()
             if isinstance(begun, CommitAnswer):
                 return begun
             check_rest = self.intake.conclude(begun)
@@ -397,12 +406,11 @@ class ParameterService:
             norm = check_rest()
         except Refused as refusal:
             with self.changed:
-                self.coordinator.reject(request.key, refusal.message)
+                self.coordinator.reject(request.key, refusal, self.clock())
                 self._flush()
             raise
-        answer = self._decide(lambda now: self.coordinator.accept(request, now))
+        answer = self._decide(lambda now: self.coordinator.accept(request, now, norm))
         assert isinstance(answer, CommitAnswer)
-        self.delta_norms[request.worker_id] = norm
         return answer
 
     # --- for the rounds thread ------------------------------------------------------------------------------------

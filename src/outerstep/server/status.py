@@ -6,6 +6,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ..coordination.budget import TokenBudget
+from ..coordination.membership import Member
 
 if TYPE_CHECKING:
     from .service import ParameterService
@@ -32,6 +33,12 @@ def _tokens(budget: TokenBudget) -> dict[str, object]:
         "per_second": round(budget.per_second, 3),
         "seconds_left": None if left_s is None else round(left_s, 1),
     }
+
+
+def _quarantine(member: Member, now: float) -> dict[str, object] | None:
+    if not member.conduct.is_quarantined(now):
+        return None
+    return {"left_s": round(member.conduct.until - now, 1), "reason": member.conduct.reason}
 
 
 def build_status(service: ParameterService) -> dict[str, object]:
@@ -63,6 +70,7 @@ def build_status(service: ParameterService) -> dict[str, object]:
         "dylu_base_sync_every": config.dylu_base_sync_every or (plan.sync_every if plan else None),
         "max_staleness": coordinator.rules.max_staleness,
         "weight_by": config.weight_by,
+        "norm_screen": config.norm_screen,
         "tokens": _tokens(coordinator.budget),
         "num_parameters": sum(spec.numel for spec in coordinator.manifest.parameters) if coordinator.manifest else None,
         "bytes_received": service.intake.bytes_received,
@@ -97,7 +105,10 @@ def build_status(service: ParameterService) -> dict[str, object]:
                 "bytes_received": member.bytes_received,
                 "tokens": member.tokens,
                 "commands": [command.kind for command in coordinator.commands.pending(member.worker_id)],
-                "delta_norm": service.delta_norms.get(member.worker_id),
+                "delta_norm": member.delta_norm,
+                "left_out": member.left_out,
+                "offences": member.conduct.total,
+                "quarantine": _quarantine(member, now),
                 "last_seen_s": round(now - member.last_seen, 1),
                 "joined_s": round(now - member.joined_at, 1),
             }

@@ -127,6 +127,8 @@ SERVER_SETTINGS = (
     Setting("weight_by", "--weight-by", ROUNDS, "What a contribution's weight is: equal for all, or its size."),
     Setting("max_weight_ratio", "--max-weight-ratio", ROUNDS,
             "No weight is further than this factor from the usual one."),
+    Setting("norm_screen", "--norm-screen", ROUNDS,
+            "Leave contributions out that are so many times as large as usual; 0 = none."),
     Setting("token_budget", "--token-budget", ROUNDS,
             "When so many tokens are in the model, the workers are told to finish.", "no end"),
     Setting("async_mode", "--async", ASYNC, "Every contribution is a round of its own: nobody waits."),

@@ -65,6 +65,7 @@ class Agreed:
     rejoins: int
     plan: Plan  # of the run, as it is now
     counted_in: int = 0  # the version that holds the contribution; above `version` if it was late
+    refused: str = ""  # why the contribution never will: what it was made of is to be given up for the anchor
 
     @property
     def anchor(self) -> Mapping[str, Tensor]:
@@ -127,7 +128,9 @@ class Topology(Protocol):
         """`stuck_after_s`: give up when too few workers are alive for the round to close for so long. It is given with
         a worker's last contribution, and then the worker stays for the very round that holds it."""
 
-    def finish(self, ticket: Ticket) -> Agreed: ...
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
+        """`reload`: if the other side has no use for the contribution (NaN, absurd values, quarantine), that is no
+        error: the newest anchor comes back whole, and says why (`refused`)."""
 
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
         """The news were taken over; `intact`: the anchor has the agreed hash. None: so it is everywhere, and the next

@@ -75,6 +75,7 @@ class Facts(msgspec.Struct, frozen=True):
     retries: int = 0
     rejoins: int = 0
     counted_in: int = 0
+    refused: str = ""
     kinds: tuple[Kind, ...] = ()
 
     @classmethod
@@ -137,16 +138,16 @@ class GroupTopology:
         own = self._ranks.check(lambda: speaker.begin(whole, stuck_after_s=stuck_after_s) if speaker else None)
         return GroupTicket(contribution.fragment, self._ranks, own)
 
-    def finish(self, ticket: Ticket) -> Agreed:
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
         assert isinstance(ticket, GroupTicket)
         agreed: list[Agreed] = []
-        facts = self._ranks.tell(lambda: self._finish(ticket, agreed), Facts)
+        facts = self._ranks.tell(lambda: self._finish(ticket, agreed, reload=reload), Facts)
         return self._hand_on(facts, agreed[0].news if agreed else None)
 
-    def _finish(self, ticket: GroupTicket, agreed: list[Agreed]) -> Facts:
+    def _finish(self, ticket: GroupTicket, agreed: list[Agreed], *, reload: bool) -> Facts:
         assert self._speaker is not None
         assert ticket.own is not None
-        agreed.append(self._speaker.finish(ticket.own))
+        agreed.append(self._speaker.finish(ticket.own, reload=reload))
         return Facts.of(agreed[0])
 
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:

@@ -285,9 +285,11 @@ class ServerTopology:
         )
         return self._start(exchange, agreement.fragment)
 
-    def finish(self, ticket: Ticket) -> Agreed:
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
         assert isinstance(ticket, ServerTicket)
         ticket.join()
+        if reload and ticket.useless is not None:
+            return self._reload(ticket, ticket.useless)
         outcome = ticket.outcome()
         self.settle(ticket, counted=outcome.counted)
         agreed = self._agreed(ticket)
@@ -305,6 +307,13 @@ class ServerTopology:
             retries=whole.retries + courier.exchange.retries,
             rejoins=whole.rejoins + courier.exchange.rejoins,
         )
+
+    def _reload(self, ticket: ServerTicket, refusal: Refused) -> Agreed:
+        self.settle(ticket, counted=False)
+        self.told(ticket.fragment)
+        ticket.courier.let_go()
+        whole, sent = self._whole(ticket.fragment), ticket.courier.bytes_sent
+        return dataclasses.replace(whole, refused=str(refusal), bytes_sent=sent)
 
     def settle(self, ticket: ServerTicket, *, counted: bool) -> None:
         """What became of a contribution is known: what its codec left out is owed from now on, or it is not."""

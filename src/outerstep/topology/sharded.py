@@ -187,7 +187,8 @@ class ShardedTopology:
 
     # --- taking over ----------------------------------------------------------------------------------------------
 
-    def finish(self, ticket: Ticket) -> Agreed:
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
+        """Ranks that hold different rows do not reload: a contribution without use is an error on all of them."""
         assert isinstance(ticket, GroupTicket)
         ours = self._ranks.check(lambda: self._settle(ticket))
         settled = self._ranks.tell(lambda: _known(ours), Settled)

@@ -9,9 +9,13 @@ from contextlib import contextmanager
 
 from ..coordination.exchange import Outcome
 from ..coordination.fetch import Held
-from ..errors import ExchangeFailed, WorkerError
+from ..errors import Absurd, ExchangeFailed, NotFinite, Quarantined, Refused, WorkerError
 from . import Sight
 from .courier import Courier
+
+USELESS = (NotFinite, Absurd, Quarantined)
+"""What the server says to a contribution that it will never take. Sending it again changes nothing; going on from other
+weights does."""
 
 
 class ServerTicket:
@@ -39,7 +43,13 @@ class ServerTicket:
 
     @property
     def failed(self) -> bool:
-        return self._crash is not None or self.courier.exchange.outcome is None
+        return self._crash is not None or (self.courier.exchange.outcome is None and self.useless is None)
+
+    @property
+    def useless(self) -> Refused | None:
+        """Why the server has no use for the contribution, if that is how it ended."""
+        failure = self.courier.exchange.failure
+        return failure if isinstance(failure, USELESS) else None
 
     def look(self, timeout_s: float) -> Sight:
         done, exchange = self.wait(timeout_s), self.courier.exchange

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 
-from ..errors import BadRequest
+from ..errors import BadRequest, Busy
 from ..security import is_loopback
 from .turns import Line
 
 SLICE_BYTES = 1 << 20
+SMALL_BYTES = 64 << 10
+
+
+class Allowance:
+    """How many bytes of messages may be in memory at a time. A small one is always taken: there are as many as there
+    are connections."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = size_bytes
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        with self._lock:
+            if count > self._left:
+                raise Busy("too many large messages at a time", retry_after_s=1.0)
+            self._left -= count
+
+    def give_back(self, count: int) -> None:
+        with self._lock:
+            self._left += count
 
 
 class HttpBody:
     """The unread rest of a request. `began` holds the bytes that arrived together with the head."""
 
-    def __init__(self, line: Line, length: int, began: bytes, *, expects_continue: bool) -> None:
+    def __init__(
+        self, line: Line, length: int, began: bytes, *, expects_continue: bool, allowance: Allowance | None = None
+    ) -> None:
+        self._allowance = allowance
+        self._taken = 0
         self._line = line
         self._sock = line.sock
         self.length = length
@@ -65,10 +90,26 @@ class HttpBody:
             self._left -= count
             rest = rest[count:]
 
-    def read(self) -> bytes:
-        data = bytearray(self.length)
-        self.read_into(memoryview(data))
-        return bytes(data)
+    def read(self) -> bytearray:
+        """All of it. Memory is taken as the bytes come, not as they are announced; `release` gives it back."""
+        data = bytearray()
+        while self._left:
+            count = min(self._left, SLICE_BYTES)
+            if self._allowance is not None and self.length > SMALL_BYTES:
+                self._allowance.take(count)
+                self._taken += count
+            piece = bytearray(count)
+            self.read_into(memoryview(piece))
+            if not self._left and not data:
+                return piece
+            data += piece
+        return data
+
+    def release(self) -> None:
+        """The message is not needed any more."""
+        if self._allowance is not None:
+            self._allowance.give_back(self._taken)
+            self._taken = 0
 
     def discard(self) -> None:
         scratch = memoryview(bytearray(min(self._left, SLICE_BYTES)))

@@ -1,8 +1,6 @@
 """The HTTP/1.1 service: a thread per connection, heads by h11, bodies straight from the socket to their destination.
 
-Why so, with the measurement: docs/adr/0004-threads-and-the-http-server.md. On top of h11's strictness come three rules:
-no Transfer-Encoding, no bare LF, no folded lines. They close the gap between what h11 (rightly) tolerates and what a
-body loop that knows only Content-Length can read.
+Why so, with the measurement: docs/adr/0004-threads-and-the-http-server.md. What all of it may cost: limits.py.
 """
 
 from __future__ import annotations
@@ -38,7 +36,10 @@ from ..security import Caller, Guard
 from ..security.guard import OpenDoor
 from ..types import Control, GetPart, Heartbeat, Leave, Offer, PutPart, Request
 from . import probe, strict_json
-from .http_body import SLICE_BYTES, HttpBody, peer_of, shut
+from .connections import Connection, Connections
+from .http_body import SLICE_BYTES, Allowance, HttpBody, peer_of, shut
+from .http_head import HEAD_READ_BYTES, Gone, headers_of, read_head
+from .limits import ServiceLimits
 from .messages import (
     BYTES_TYPE,
     HASH_HEADER,
@@ -50,26 +51,17 @@ from .messages import (
     find_route,
     parse_query,
 )
+from .pace import Pace
 from .service import Service
 from .turns import Line, Turn
 
 log = logging.getLogger(__name__)
 
-HEAD_READ_BYTES = 16 * 1024
 BACKLOG = 1024
 LEAST_AT_WORK = 4  # connections at a time; more if there are more cores
 LOOKING = (b"GET /status", b"GET /healthz")  # operators and monitors go first
 QUICK = (Offer, Heartbeat, Leave)  # answered without waiting for anything
 DRAIN_S = 2.0
-
-
-@dataclass(frozen=True)
-class ServiceLimits:
-    max_connections: int = 1024
-    few_connections: int = 48  # up to so many need not take turns
-    idle_s: float = 120.0  # between two requests on one connection
-    stall_s: float = 30.0  # without a byte, inside a request
-    control_from_anywhere: bool = False  # else the operator's orders are taken from this machine only
 
 
 @dataclass(frozen=True)
@@ -82,10 +74,6 @@ class RefusedRequest:
     path: str
     request_id: str
     by_service: bool = False
-
-
-class _Gone(Exception):
-    """The peer closed the connection, or said nothing for too long."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +111,10 @@ class HttpService:
         self._guard = guard
         self._on_refusal = on_refusal
         self._limits = limits
-        self._connections: dict[socket.socket, bool] = {}  # -> is a request being served?
-        self._lock = threading.Lock()
+        self._connections = Connections(limits, time.monotonic)
+        self._pace = Pace(self._connections, limits, time.monotonic)
+        self._messages = Allowance(limits.message_bytes)
+        self._one_large = threading.Lock()
         self._places = threading.BoundedSemaphore(max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1)))
         self._stopping = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -132,8 +122,14 @@ class HttpService:
         self.port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._accept, name="outerstep-accept", daemon=True)
 
+    @property
+    def connections(self) -> dict[str, int]:
+        """How many there are, and what was done about others."""
+        return self._connections.summary()
+
     def start(self) -> None:
         self._thread.start()
+        self._pace.start()
 
     def stop(self, *, patience_s: float = 5.0) -> None:
         """Take no more requests, let those being served finish, close."""
@@ -142,104 +138,113 @@ class HttpService:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._listener.close()
         give_up_at = time.monotonic() + patience_s
-        while time.monotonic() < give_up_at and any(list(self._connections.values())):
+        while time.monotonic() < give_up_at and any(one.is_served for one in self._connections.list()):
             time.sleep(0.02)
-        with self._lock:
-            for sock in self._connections:
-                shut(sock)
+        for connection in self._connections.list():
+            shut(connection.sock)
+        self._pace.stop()
         if self._thread.is_alive():
             self._thread.join(timeout=patience_s)
 
     def _accept(self) -> None:
         while not self._stopping.is_set():
             try:
-                sock, _ = self._listener.accept()
+                sock, peer = self._listener.accept()
             except OSError:
                 if self._stopping.is_set():
                     return
                 log.exception("accept failed")
                 time.sleep(0.1)  # out of file descriptors, say: don't spin
                 continue
-            with self._lock:
-                full = len(self._connections) >= self._limits.max_connections
-                if not full:
-                    self._connections[sock] = False
-            if full:
-                log.warning("refused a connection: max_connections=%d are open", self._limits.max_connections)
+            admission = self._connections.admit(sock, str(peer[0]))
+            if admission.dropped is not None:
+                shut(admission.dropped.sock)
+            if admission.connection is None:
+                log.debug("turned a connection from %s away: there is no more room for strangers", peer[0])
                 sock.close()
                 continue
             try:
-                threading.Thread(target=self._converse, args=(sock,), name="outerstep-connection", daemon=True).start()
+                threading.Thread(
+                    target=self._converse, args=(admission.connection,), name="outerstep-connection", daemon=True
+                ).start()
             except RuntimeError:  # no more threads to be had: lose this connection, not all that come after it
                 log.exception("refused a connection")
-                with self._lock:
-                    self._connections.pop(sock, None)
+                self._connections.leave(admission.connection)
                 sock.close()
 
-    def _converse(self, sock: socket.socket) -> None:
-        talk = sock
+    def _converse(self, connection: Connection) -> None:
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            talk = self._secured(sock)
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._secure(connection)
             carry: bytes | None = b""
             while carry is not None and not self._stopping.is_set():
-                carry = self._serve_one(talk, carry)
-        except (_Gone, OSError) as error:
+                carry = self._serve_one(connection, carry)
+        except (Gone, OSError) as error:
             log.debug("connection ended: %s", error)
         finally:
-            with self._lock:
-                self._connections.pop(talk, None)
-            talk.close()
+            self._connections.leave(connection)
+            connection.sock.close()
 
-    def _secured(self, sock: socket.socket) -> socket.socket:
-        """The connection as the peer is to be spoken with. The handshake is this thread's: a peer that is slow at it
-        keeps nobody else waiting."""
+    def _secure(self, connection: Connection) -> None:
+        """Shake hands, if the peer is to be spoken with in TLS. That is this thread's: a peer that is slow at it keeps
+        nobody else waiting."""
         if self._tls is None:
-            return sock
-        sock.settimeout(self._limits.stall_s)
-        begun = sock.recv(1, socket.MSG_PEEK)
+            return
+        connection.sock.settimeout(self._limits.stall_s)
+        begun = connection.sock.recv(1, socket.MSG_PEEK)
         if begun.isalpha():
-            self._turn_away_plain(sock)
-        secured = self._tls.wrap_socket(sock, server_side=True)
-        with self._lock:
-            del self._connections[sock]  # wrapping has taken its file descriptor over
-            self._connections[secured] = False
-        return secured
+            self._turn_away_plain(connection)
+        # The socket is handed over before the handshake: whoever wants to shut it must find the one that is in use.
+        secured = self._tls.wrap_socket(connection.sock, server_side=True, do_handshake_on_connect=False)
+        connection.sock = secured
+        if connection.is_gone:
+            raise Gone("it had to make room just now")
+        try:
+            secured.do_handshake()
+        except OSError:
+            self._connections.note("handshakes_failed")
+            self._connections.refusals.note(connection.address)
+            raise
 
-    def _turn_away_plain(self, sock: socket.socket) -> None:
+    def _turn_away_plain(self, connection: Connection) -> None:
         """Somebody speaks HTTP without TLS. That much can be said in the clear; what they sent is not looked at."""
         refusal = TlsRequired("this port speaks TLS", hint="use the join string, or https:// for /healthz")
-        self._on_refusal(RefusedRequest(refusal, peer_of(sock), "", "", ""))
-        line = Line(sock, None, self._limits.stall_s)
+        self._on_refusal(RefusedRequest(refusal, peer_of(connection.sock), "", "", ""))
+        self._connections.refusals.note(connection.address)
+        line = Line(connection, None, self._limits.stall_s)
         self._send(line, h11.Connection(h11.SERVER), _error_reply(refusal, ""), close=True)
         _linger(line)
-        raise _Gone("it spoke plain HTTP")
+        raise Gone("it spoke plain HTTP")
 
-    def _serve_one(self, sock: socket.socket, carry: bytes) -> bytes | None:
+    def _serve_one(self, connection: Connection, carry: bytes) -> bytes | None:
         """One request and its answer; returns what already arrived of the next one, None = close."""
         http = h11.Connection(h11.SERVER)
-        carry = carry or self._first_bytes(sock)
+        carry = carry or self._first_bytes(connection)
+        connection.request, connection.idle_since = connection.request + 1, None
         in_turns = len(self._connections) > self._limits.few_connections and not carry.startswith(LOOKING)
-        line = Line(sock, self._places if in_turns else None, self._limits.stall_s)
+        line = Line(connection, self._places if in_turns else None, self._limits.stall_s)
         try:
             with line.turn:
-                head, beyond = _read_head(http, line, carry)
+                head, beyond = read_head(http, line, carry)
         except h11.RemoteProtocolError as error:
-            self._send(line, http, self._refuse_head(error, peer_of(sock)), close=True)
+            self._connections.refusals.note(connection.address)
+            self._send(line, http, self._refuse_head(error, peer_of(line.sock)), close=True)
             _linger(line)
             return None
-        self._connections[sock] = True
+        connection.is_served, headers = True, headers_of(head)
+        body = HttpBody(
+            line,
+            int(headers.get("content-length", "0")),  # h11 has checked that it is a number, and only one
+            beyond,
+            expects_continue=headers.get("expect", "").lower() == "100-continue",
+            allowance=self._messages,
+        )
         try:
-            headers = _headers(head)
-            body = HttpBody(
-                line,
-                int(headers.get("content-length", "0")),  # h11 has checked that it is a number, and only one
-                beyond,
-                expects_continue=headers.get("expect", "").lower() == "100-continue",
-            )
             with line.turn:
-                reply = self._reply(head, headers, body, line.turn)
+                reply = self._reply(head, headers, body, line)
             close = head.http_version == b"1.0" or headers.get("connection", "").lower() == "close"
+            if reply.status == Unauthorized.status:
+                close = self._doubt(connection) or close
             if head.method == b"HEAD":
                 reply = dataclasses.replace(reply, body=b"")
             if body.left > MAX_PART_BYTES or body.is_held_back:
@@ -254,11 +259,24 @@ class HttpService:
             log.debug("connection ended: %s", error)
             return None
         finally:
-            self._connections[sock] = False
+            body.release()
+            connection.is_served = False
+            connection.idle_since = time.monotonic()
 
-    def _first_bytes(self, sock: socket.socket) -> bytes:
+    def _doubt(self, connection: Connection) -> bool:
+        """It has shown no valid token. True: so have many from there before, and this one has waited for its answer."""
+        self._connections.doubt(connection)
+        self._connections.refusals.note(connection.address)
+        if not self._connections.refusals.is_doubtful(connection.address):
+            return False
+        self._connections.note("refusals_delayed")
+        self._stopping.wait(self._limits.penalty_s)
+        return True
+
+    def _first_bytes(self, connection: Connection) -> bytes:
         """Of the next request. Without a turn: only they tell whether it needs one."""
-        return Line(sock, None, self._limits.idle_s).receive(HEAD_READ_BYTES)
+        connection.idle_since = time.monotonic()
+        return Line(connection, None, self._limits.idle_s).receive(HEAD_READ_BYTES)
 
     def _refuse_head(self, error: h11.RemoteProtocolError, peer: str) -> _Reply:
         refusal: Refused = BadRequest(f"not HTTP/1.1 as we take it: {error}")
@@ -271,20 +289,20 @@ class HttpService:
         self._on_refusal(RefusedRequest(refusal, peer, "", "", ""))
         return dataclasses.replace(_error_reply(refusal, ""), status=status)
 
-    def _reply(self, head: h11.Request, headers: dict[str, str], body: HttpBody, turn: Turn) -> _Reply:
+    def _reply(self, head: h11.Request, headers: dict[str, str], body: HttpBody, line: Line) -> _Reply:
         request_id = secrets.token_hex(6)
         method = head.method.decode("latin-1")
         path, _, query = head.target.decode("latin-1").partition("?")
         by_service = False
         try:
-            kind, act = self._understand(method, path, query, headers, body, turn)
+            kind, act = self._understand(method, path, query, headers, body, line)
             by_service = kind not in (PutPart, GetPart)  # of those it keeps no account
             return act()
         except Refused as refusal:
             self._on_refusal(RefusedRequest(refusal, body.peer, method[:16], path[:64], request_id, by_service))
             return _error_reply(refusal, request_id)
         except (TimeoutError, ConnectionError) as error:
-            raise _Gone(str(error)) from error
+            raise Gone(str(error)) from error
         except Exception as error:  # the last line of defence of a thread that serves strangers
             log.exception("%s %s failed [%s]", method[:16], path[:64], request_id)
             failure = ServerError(
@@ -293,15 +311,16 @@ class HttpService:
             return _error_reply(failure, request_id)
 
     def _understand(
-        self, method: str, path: str, query: str, headers: dict[str, str], body: HttpBody, turn: Turn
+        self, method: str, path: str, query: str, headers: dict[str, str], body: HttpBody, line: Line
     ) -> tuple[type[Request] | None, Callable[[], _Reply]]:
         """Who asks, what for, and how to do it; raises what can be refused without troubling the service. The token
         comes first: without one, nobody learns which paths there are."""
         if (method, path) == ("GET", "/healthz"):
             return None, self._health
-        caller = self._guard.admit(headers.get("authorization"))
+        caller, turn = self._guard.admit(headers.get("authorization")), line.turn
+        self._connections.greet(line.connection)
         if (method, path) == ("GET", "/status"):
-            return None, lambda: _Reply(200, strict_json.encode(self._service.status()))
+            return None, self._status
         probing = path == probe.PATH and method in probe.METHODS
         kind = None if probing else find_route(method, path)
         if kind is Control:
@@ -325,7 +344,12 @@ class HttpService:
         _check_size(body, MAX_JOIN_BYTES if path == "/v1/join" else MAX_JSON_BYTES, f"the body of {path}")
         with turn.away():
             data = body.read()
-        return kind, partial(self._answer, _for(caller, strict_json.decode(data, kind)), turn)
+        with self._one_large if len(data) > MAX_JSON_BYTES else contextlib.nullcontext():
+            request = strict_json.decode(data, kind)  # of a large one, many times its size for a moment
+        return kind, partial(self._answer, _for(caller, request), turn)
+
+    def _status(self) -> _Reply:
+        return _Reply(200, strict_json.encode({**self._service.status(), "connections": self.connections}))
 
     def _health(self) -> _Reply:
         """For whoever asks, so it says no more than that; what is wrong is in the status."""
@@ -385,41 +409,11 @@ class HttpService:
             line.send(reply.body)
 
 
-def _read_head(http: h11.Connection, line: Line, began: bytes) -> tuple[h11.Request, bytes]:
-    """Within a turn."""
-    raw = began
-    http.receive_data(began)
-    while (event := http.next_event()) is h11.NEED_DATA:  # bounded: h11 refuses heads over 16 KiB
-        with line.turn.away():
-            data = line.receive(HEAD_READ_BYTES)
-        raw += data
-        http.receive_data(data)
-    if not isinstance(event, h11.Request):
-        raise _Gone("closed between requests")
-    beyond = http.trailing_data[0]
-    head = raw[: len(raw) - len(beyond)]
-    if head.count(b"\n") != head.count(b"\r\n") or b"\n " in head or b"\n\t" in head:
-        raise h11.RemoteProtocolError("bare LF or folded line in the head", error_status_hint=400)
-    if any(name == b"transfer-encoding" for name, _ in event.headers):
-        raise h11.RemoteProtocolError("Transfer-Encoding is not taken; send Content-Length", error_status_hint=411)
-    return event, beyond
-
-
 def _for(caller: Caller, request: Request) -> Request:
     """A request speaks for a worker; whoever sends it must be allowed to."""
     if not isinstance(request, Control):
         caller.check_speaks_for(request.worker_id)
     return request
-
-
-def _headers(head: h11.Request) -> dict[str, str]:
-    """A header given twice is one with both values, and so, of those that we look at, none that we take."""
-    headers: dict[str, str] = {}
-    for name, value in head.headers:
-        text = value.decode("latin-1")
-        key = name.decode("latin-1")
-        headers[key] = f"{headers[key]}, {text}" if key in headers else text
-    return headers
 
 
 def _check_size(body: HttpBody, limit_bytes: int, what: str) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from ..errors import BadRequest
 
 MAX_DEPTH = 16
+MAX_MARKS = 2_000_000  # strings and brackets: each costs many times its own size once it is an object
 # A string (whose brackets don't count) or a bracket. Possessive, so that a long string costs no memory for going back.
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -19,7 +20,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 T = TypeVar("T")
 
 
-def decode(data: bytes | memoryview, kind: type[T]) -> T:
+def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     """Parse and check in one go; whatever is wrong is a BadRequest that says where."""
     text = bytes(data)
     _check_depth(text)
@@ -49,11 +50,13 @@ def encode(message: object) -> bytes:
 def _check_depth(text: bytes) -> None:
     """A hundred thousand brackets must not reach a recursive parser. Brackets inside strings don't count."""
     depth = 0
-    for found in _STRING_OR_BRACKET.finditer(text):
+    for count, found in enumerate(_STRING_OR_BRACKET.finditer(text)):
         first = text[found.start()]
         depth += (first in b"[{") - (first in b"]}")
         if depth > MAX_DEPTH:
             raise BadRequest(f"JSON is nested deeper than {MAX_DEPTH} levels")
+        if count >= MAX_MARKS:
+            raise BadRequest(f"JSON has more than {MAX_MARKS} strings and brackets")
 
 
 def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -19,14 +19,14 @@ Where there are few connections nobody takes turns, and each blocks in the kerne
 from __future__ import annotations
 
 import select
-import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from . import blocking
+from .connections import Connection
 
 BURST_BYTES = 1 << 20
 
@@ -59,10 +59,12 @@ class Turn:
 
 class Line:
     """A connection's socket, plain or TLS. It moves bytes in turns, and waits without one for at most `timeout_s` of
-    silence, which is a TimeoutError. Without `places` it blocks, for as long at most."""
+    silence, which is a TimeoutError. Without `places` it blocks, for as long at most. While it waits for the peer, the
+    connection says so."""
 
-    def __init__(self, sock: socket.socket, places: threading.Semaphore | None, timeout_s: float) -> None:
-        self.sock = sock
+    def __init__(self, connection: Connection, places: threading.Semaphore | None, timeout_s: float) -> None:
+        self.connection = connection
+        self.sock = connection.sock
         self.turn = Turn(places)
         self._blocks = places is None
         self.set_timeout(timeout_s)
@@ -78,24 +80,29 @@ class Line:
         """Until it can be read from or written to; or is broken, which the next call will say."""
         poll = select.poll()
         poll.register(self.sock, event)
-        if not poll.poll(self.timeout_s * 1e3):
+        with self._waiting("in" if event == select.POLLIN else "out"):
+            found = poll.poll(self.timeout_s * 1e3)
+        if not found:
             raise TimeoutError(f"nothing for {self.timeout_s:g} s")
 
     def receive(self, size_bytes: int) -> bytes:
         """Whatever comes next; b"" = the peer has closed."""
         if self._blocks:
-            return blocking.receive(self.sock, size_bytes)
+            with self._waiting("in"):
+                return blocking.receive(self.sock, size_bytes)
         return self._when_possible(lambda: self.sock.recv(size_bytes), select.POLLIN)
 
     def receive_into(self, view: memoryview) -> int:
         if self._blocks:
-            return blocking.receive_into(self.sock, view)
+            with self._waiting("in"):
+                return blocking.receive_into(self.sock, view)
         return self._when_possible(lambda: self.sock.recv_into(view[:BURST_BYTES]), select.POLLIN)
 
     def send(self, data: bytes | memoryview) -> None:
         """All of it."""
         if self._blocks:
-            blocking.send(self.sock, data)
+            with self._waiting("out"):
+                blocking.send(self.sock, data)
             return
         rest = memoryview(data)
         while rest:
@@ -104,6 +111,14 @@ class Line:
             rest = rest[count:]
             if count < len(burst):  # there was no room for more
                 self.wait(select.POLLOUT)
+
+    @contextmanager
+    def _waiting(self, way: Literal["in", "out"]) -> Iterator[None]:
+        self.connection.waits = way
+        try:
+            yield
+        finally:
+            self.connection.waits = ""
 
     def _when_possible(self, move: Callable[[], T], event: int) -> T:
         while True:

@@ -40,13 +40,15 @@ class Flight:
     """An exchange under way: what was done when it was sent, and the step at which its agreement is to be taken over.
 
     `sent` is what was sent, kept if training goes on before it lands. `parked`: the wait for it was given up or
-    interrupted; it is settled when its fragment is due again."""
+    interrupted; it is settled when its fragment is due again. `overtaken`: the local weights were given up meanwhile,
+    so nothing is to be carried over from them."""
 
     ticket: Ticket
     work: Work
     land_at: int
     sent: dict[str, Tensor] | None = None
     parked: bool = False
+    overtaken: bool = False
 
 
 @dataclass
@@ -56,6 +58,9 @@ class Metrics:
     sync_count: int = 0  # exchanges that counted
     missed_rounds: int = 0  # rounds that closed without us
     steps_discarded: int = 0  # local steps that were too old, or had no round to go to
+    reloads: int = (
+        0  # contributions the server had no use for (NaN, absurd, quarantine): went on from the agreed weights
+    )
     steps_overwritten: int = 0  # taken while an agreement was on its way, and replaced by it (delay without carry)
     offline_exchanges: int = 0  # exchanges that were left open because the server did not answer
     anchor_repairs: int = 0  # anchors that were not the agreed ones, and were fetched anew

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,11 +51,15 @@ class Synchronizer:
         joined: Joined,
         offline: Offline = Offline(),  # noqa: B008 - frozen
         interrupts: Interrupts | None = None,
+        on_reload: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_reload`: the local weights were given up for the agreed ones."""
         self._topology = topology
         self._replica = replica
         self._offline = offline
         self._interrupts = interrupts or Interrupts(0.0)  # one that nobody asks anything
+        self._on_reload = on_reload
+        self._worker_id = joined.worker_id
         self.plan: Plan = joined.plan
         self.metrics = Metrics()
         self.work = Work()
@@ -275,7 +279,7 @@ class Synchronizer:
         """Take an agreement over. False: some of our steps are not in it, and are kept for the next round."""
         flight = self._flights[fragment]
         try:
-            agreed = self._topology.finish(flight.ticket)
+            agreed = self._topology.finish(flight.ticket, reload=True)
         except ExchangeFailed as failure:
             cause = failure.__cause__
             if isinstance(cause, Refused) and not isinstance(cause, ServerError):
@@ -284,6 +288,9 @@ class Synchronizer:
         del self._flights[fragment]
         self._left_open = 0
         self._note(agreed)
+        if agreed.refused:
+            self._reload(agreed)
+            return True
         if agreed.counted:
             return self._take_over(fragment, flight, agreed)
         self.metrics.missed_rounds += 1
@@ -302,18 +309,27 @@ class Synchronizer:
         """What we sent is in the agreement (or in a round still open). The steps taken since then are kept, mixed or
         replaced, as the plan says; those taken while nobody answered are always kept."""
         progress = self.fragments[fragment]
+        sent = (flight.work - progress.counted).steps
         progress.counted = flight.work
         progress.oldest_base = agreed.version
         progress.late = flight.ticket if agreed.counted_in > agreed.version else None
         self.metrics.sync_count += 1
         since = (self.work - flight.work).steps
-        if since and flight.parked:
+        if sent and any(p.worker_id == self._worker_id and not p.weight for p in agreed.participants):
+            log.warning(
+                "fragment %d version %d was agreed without this worker's %d steps: beside the others' they were too "
+                "large (norm_screen)",
+                fragment,
+                agreed.version,
+                sent,
+            )
+        if since and flight.parked and not flight.overtaken:
             progress.oldest_base = progress.version  # they were taken on the version we held all the while
             if self._too_old(agreed):
                 self._discard(agreed)
                 return True
         progress.version = agreed.version
-        if since and (self.plan.carry or flight.parked):
+        if since and (self.plan.carry or flight.parked) and not flight.overtaken:
             assert flight.sent is not None
             intact = self._replica.carry(agreed.news, flight.sent)
         elif self.plan.alpha > 0.0:
@@ -342,6 +358,23 @@ class Synchronizer:
         progress.version = progress.oldest_base = agreed.version
         progress.counted, progress.late = self.work, None
         self._hold(agreed, self._replica.adopt(agreed.news))
+
+    def _reload(self, agreed: Agreed) -> None:
+        """The server has no use for what we sent, and what is wrong with one fragment seldom stops there: give the
+        local weights up, all of them, and go on from what was agreed."""
+        self.metrics.reloads += 1
+        self.metrics.steps_discarded += max((self.work - progress.counted).steps for progress in self.fragments)
+        log.warning("%s. Going on from the agreed weights, version %d", agreed.refused, agreed.version)
+        self.fragments[agreed.fragment].version = agreed.version
+        self._hold(agreed, self._replica.adopt(agreed.news))
+        self._replica.adopt_anchor()
+        for fragment, progress in enumerate(self.fragments):
+            progress.oldest_base = progress.version
+            if fragment in self._flights:
+                self._flights[fragment].overtaken = True
+            else:
+                progress.counted, progress.late = self.work, None
+        self._on_reload()
 
     def _hold(self, agreed: Agreed, intact: bool) -> None:
         """The anchor has moved. If that did not make it the agreed one, it is fetched whole, and we rebase on it."""

@@ -32,6 +32,7 @@ from ..security import redact
 from ..topology import Orders, Topology
 from ..types import Plan
 from .connect import connect, find_ranks, make_identity
+from .reload import forget_non_finite
 from .replica import Replica
 from .signals import Interrupts
 from .sync import Offline, Synchronizer
@@ -120,6 +121,7 @@ class DiLoCoWorker:
             self._topology.join(self._replica.manifest, self.config.wishes),
             Offline(self.config.offline_after_s, self.config.offline_rounds),
             self._interrupts if self._ranks is None else None,  # a group leaves together, by no clock of one process
+            on_reload=lambda: forget_non_finite(self.optimizer),
         )
         _attached.add(self.optimizer)
         self._hook = self.optimizer.register_step_post_hook(self._after_step)

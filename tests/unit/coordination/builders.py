@@ -205,22 +205,25 @@ class Desk:
         facts = {**self.head(worker), "payload_hash": payload_hash(hashes), **changes}
         return Commit(fragment=fragment, sequence=sequence, **facts)
 
-    def commit(self, worker: str, sequence: int = 1, **changes: Any) -> CommitAnswer:
+    def commit(self, worker: str, sequence: int = 1, *, norm: float | None = None, **changes: Any) -> CommitAnswer:
         """The whole of it is checked and found good."""
         message = self.commit_message(worker, sequence, **changes)
-        begun = self.coordinator.begin_commit(message, self.now)
-        answer = begun if isinstance(begun, CommitAnswer) else self.coordinator.accept(message, self.now)
-        self.carry_out()
-        return answer
+        try:
+            begun = self.coordinator.begin_commit(message, self.now)
+            return begun if isinstance(begun, CommitAnswer) else self.coordinator.accept(message, self.now, norm)
+        finally:
+            self.carry_out()
 
-    def contribute(self, worker: str, sequence: int = 1, *, fragment: int = 0, **changes: Any) -> CommitAnswer:
+    def contribute(
+        self, worker: str, sequence: int = 1, *, fragment: int = 0, norm: float | None = None, **changes: Any
+    ) -> CommitAnswer:
         """Offer, every missing part, commit."""
         answer = self.offer(worker, sequence, fragment=fragment, **changes)
         assert answer.state == "send", answer
         for part in answer.missing:
             self.put(worker, part, sequence, fragment=fragment)
         size_bytes = changes.get("size_bytes", SIZE_BYTES)
-        return self.commit(worker, sequence, fragment=fragment, size_bytes=size_bytes)
+        return self.commit(worker, sequence, fragment=fragment, size_bytes=size_bytes, norm=norm)
 
     def poll(self, worker: str, after: int = 0, *, fragment: int = 0, **changes: Any) -> PollAnswer:
         message = Poll(**{**self.head(worker), **changes}, fragment=fragment, after=after)

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from outerstep.coordination.effects import Accumulate, CloseRound, Event, is_news
-from outerstep.coordination.uploads import QUEUE_PATIENCE_S, Upload
+from outerstep.coordination.uploads import QUEUE_PATIENCE_S, ROOM_PATIENCE_S, Upload
 from outerstep.errors import (
     BadRequest,
     Conflict,
@@ -16,6 +16,7 @@ from outerstep.errors import (
     FutureRound,
     ManifestMismatch,
     MissingParts,
+    NotFinite,
     OtherRun,
     PlanMismatch,
     ProtocolMismatch,
@@ -197,7 +198,7 @@ class TestExactlyOnce:
     def test_a_contribution_found_unfit_is_dropped_told_and_leaves_no_trace_in_the_round(self) -> None:
         desk = Desk("ab")
         desk.offer("a")
-        desk.coordinator.reject(make_key("a"), "not finite: wte")
+        desk.coordinator.reject(make_key("a"), NotFinite("not finite: wte"), desk.now)
         desk.carry_out()
         assert desk.dropped == [make_key("a")]
         assert desk.events("refused") == [{"worker": "a", "fragment": 0, "reason": "not finite: wte"}]
@@ -206,7 +207,7 @@ class TestExactlyOnce:
     def test_rejecting_what_is_not_on_offer_does_nothing(self) -> None:
         desk = Desk("ab")
         before = traces(desk)
-        desk.coordinator.reject(make_key("a"), "too late")
+        desk.coordinator.reject(make_key("a"), NotFinite("too late"), desk.now)
         desk.carry_out()
         assert traces(desk) == before
 
@@ -493,6 +494,32 @@ class TestPool:
         desk.commit("a")
         assert desk.offer("c").state == "wait"
         assert desk.offer("b").state == "send"
+
+    def test_who_holds_room_and_sends_nothing_loses_it_to_who_waits(self) -> None:
+        desk = Desk("ab", pool_bytes=SIZE_BYTES, heartbeat_timeout_s=0.0)
+        desk.offer("a")
+        desk.put("a", 0)
+        desk.now += ROOM_PATIENCE_S
+        assert desk.offer("b").state == "wait"
+        desk.now += 1.0
+        assert desk.offer("b").state == "send"
+        assert desk.dropped == [make_key("a")]
+        assert desk.events("upload_dropped") == [{"worker": "a", "fragment": 0}]
+        with pytest.raises(MissingParts, match="is not on offer"):
+            desk.put("a", 1)
+        desk.put("b", 0)
+        desk.put("b", 1)
+        desk.commit("b")
+        desk.contribute("a")
+
+    def test_a_part_that_takes_hours_is_not_standing_still(self) -> None:
+        desk = Desk("ab", pool_bytes=SIZE_BYTES, heartbeat_timeout_s=0.0)
+        desk.offer("a")
+        upload = desk.coordinator.uploads.get(make_key("a"))
+        assert upload is not None
+        upload.under_way = 1
+        desk.now += 100 * ROOM_PATIENCE_S
+        assert desk.offer("b").state == "wait"
 
     def test_accepted_bytes_hold_their_room_until_the_driver_has_freed_them(self) -> None:
         desk = Desk("ab", pool_bytes=SIZE_BYTES, prompt=False)

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from outerstep.coordination.control import carry_out as control
 from outerstep.coordination.effects import Accumulate, CloseRound, DropUpload
 from outerstep.coordination.uploads import Upload
 from outerstep.digest import payload_hash
@@ -22,6 +23,7 @@ from outerstep.types import (
     Commit,
     CommitAnswer,
     ContributionKey,
+    Control,
     FromMember,
     GetPart,
     Heartbeat,
@@ -179,11 +181,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(fragment=fragments)
     def all_faults_stop(self, fragment: int) -> None:
-        """Whatever has happened: everybody restarts and contributes, and the round completes."""
+        """Whatever has happened: everybody restarts and contributes, and the round completes. (Who lied too often has
+        to be pardoned first.)"""
         before = self.closed[fragment]
         for worker in WORKERS:
             self.deliver(Leave(**self.head(worker)))
             self.join(worker, True, "home")
+            control(self.coordinator, Control(kind="pardon", worker_id=worker), self.now)
         for worker in WORKERS:
             self.carry_out(len(self.work))
             self.whole_contribution(self.make_offer(worker, fragment, 1, 0, PART_BYTES))
@@ -367,7 +371,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.coordinator.tick(self.now)
         self.take_effects()
         for fragment in self.coordinator.fragments:
-            assert not self.coordinator._verdict(fragment, self.now).close
+            assert not self.coordinator.verdict(fragment, self.now).close
 
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from outerstep.coordination.exchange import Patience
 from outerstep.core.codecs import CODECS
-from outerstep.errors import ConfigError, ExchangeFailed, NotFinite, TransportError, WorkerError
+from outerstep.errors import BadTensors, ConfigError, ExchangeFailed, TransportError, WorkerError
 from outerstep.topology.server import ServerTopology
 from outerstep.types import Commit, Offer, Poll, PutPart, Request
 from outerstep.worker import DiLoCoWorker
@@ -192,10 +192,10 @@ def test_a_refused_contribution_is_not_owed_but_still_to_be_sent() -> None:
 
     def refuse(request: Request) -> None:
         if isinstance(request, Commit):
-            raise NotFinite("a value is not finite")
+            raise BadTensors("a tensor is missing")
 
     book.server.before = refuse
-    with pytest.raises(ExchangeFailed, match="not finite"):
+    with pytest.raises(ExchangeFailed, match="is missing"):
         book.step()
     book.audit()
     book.server.before = nothing

@@ -8,7 +8,7 @@ function of what the attacker can know: in the worst case everything that the ho
 | sign_flip | −Δ | climb instead of descend; its norm is honest |
 | flip_10 | −10·Δ | the same, ten times |
 | scale_1000 | 1000·Δ | one voice drowns all others |
-| gaussian | noise, 10 times as long as Δ | training digests it: noise of that length nearly averages away over the rounds |
+| gaussian | noise, 10 times as long as Δ | the plain mean digests it: noise averages away over the rounds |
 | gaussian_1000 | noise, 1000 times as long | and this it does not |
 | gaussian_quiet | noise, as long as Δ | passes every look at the norm |
 | alie | mean − 1.5·σ in every coordinate | "a little is enough" (Baruch et al. 2019): inside the honest scatter |

@@ -1,0 +1,107 @@
+"""What the coordinator does about contributions that are too large to be true, about who sends such or other things
+that cannot be used, and about who takes room and sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ..errors import Absurd, Conflict, Refused
+from ..types import ContributionKey, Offer
+from .fragment import Fragment, Outlier
+from .membership import Member
+from .offences import is_offence
+from .screen import LEAST_CONTRIBUTORS, Size
+from .uploads import Upload
+
+if TYPE_CHECKING:
+    from .coordinator import Coordinator
+
+
+def request_room(coordinator: Coordinator, message: Offer, now: float) -> Upload | None:
+    """For this offer, or None: it stands in the queue. Whoever holds room and sends nothing makes some; it will offer
+    again when it wakes up."""
+    upload = coordinator.uploads.request(message, now)
+    if upload is not None:
+        return upload
+    idle = [one.offer for one in coordinator.uploads.standing_still(now)]
+    for offer in idle:
+        coordinator.event("upload_dropped", worker=offer.worker_id, fragment=offer.fragment)
+        coordinator.drop(offer.key)
+    return coordinator.uploads.request(message, now) if idle else None
+
+
+def size_of(coordinator: Coordinator, offer: Offer, norm: float | None) -> Size | None:
+    """None: it is not to be screened."""
+    return Size(norm, offer.steps) if norm is not None and offer.steps and coordinator.rules.norm_screen else None
+
+
+def check_size(coordinator: Coordinator, offer: Offer, size: Size | None, now: float) -> None:
+    """Refuse what is far larger than this fragment's contributions are. If that hits half of the workers, it is the run
+    that has changed: what was usual is forgotten, and nothing is held against them."""
+    if size is None:
+        return
+    fragment = coordinator.fragments[offer.fragment]
+    screen, member = fragment.screen, coordinator.members.find(offer.worker_id)
+    assert member is not None
+    try:
+        screen.check(offer.worker_id, size, coordinator.rules.norm_screen)
+    except Absurd as refusal:
+        is_news = screen.note_refused(offer.worker_id, fragment.round.version)
+        coordinator.discard(offer.key, refusal)
+        if screen.has_changed(len(coordinator.members.live_ids)):
+            coordinator.event("screen_forgotten", fragment=offer.fragment, why="half of the workers were refused by it")
+            for other in coordinator.members:
+                if other.worker_id in screen.refused:
+                    other.conduct.forgive(refusal)
+            screen.forget()
+        elif is_news:
+            note_offence(coordinator, member, refusal, now)
+        raise
+
+
+def must_wait(coordinator: Coordinator, fragment: Fragment, size: Size | None) -> bool:
+    """Is it to be kept until its round closes, and looked at again? Only in a round of three or more, and if there is
+    room for what everybody sends: else the last would wait for the first and the first for the last."""
+    if size is None or not fragment.screen.needs_second_look(size, coordinator.rules.norm_screen):
+        return False
+    workers = max(coordinator.rules.num_workers, len(coordinator.members.live_ids))
+    needed = workers * sum(one.max_payload_bytes(1) for one in coordinator.fragments)
+    enough = workers >= LEAST_CONTRIBUTORS and not coordinator.rules.asynchronous
+    return enough and needed <= coordinator.uploads.capacity_bytes
+
+
+def note_outlier(coordinator: Coordinator, fragment: int, version: int, outlier: Outlier) -> ContributionKey:
+    """A round closed without this one of its contributions."""
+    worker_id, size = outlier.participant.worker_id, outlier.size
+    member = coordinator.members.find(worker_id)
+    if member is not None:
+        member.left_out += 1
+    facts = {"norm": size.norm, "steps": size.steps, "times_usual": round(outlier.times, 2)}
+    coordinator.event("left_out", worker=worker_id, fragment=fragment, version=version, **facts)
+    return ContributionKey(
+        run_id=coordinator.run_id, worker_id=worker_id, fragment=fragment, sequence=outlier.participant.sequence
+    )
+
+
+@contextmanager
+def conflicts_noted(coordinator: Coordinator, member: Member) -> Iterator[None]:
+    """The same key with other bytes is an offence."""
+    try:
+        yield
+    except Conflict as refusal:
+        note_offence(coordinator, member, refusal, coordinator.now)
+        raise
+
+
+def note_offence(coordinator: Coordinator, member: Member, refusal: Refused, now: float) -> None:
+    """Who offends too often is in quarantine: nothing unfinished of it is kept, and nobody waits for it."""
+    if not is_offence(refusal):
+        return
+    one_too_many = member.conduct.offend(refusal, now)
+    coordinator.event("offence", worker=member.worker_id, code=refusal.code, count=member.conduct.total)
+    if one_too_many:
+        left_s = round(member.conduct.until - now)
+        coordinator.event("quarantine", worker=member.worker_id, seconds=left_s, reason=member.conduct.reason)
+        coordinator.set_aside(member, now)
