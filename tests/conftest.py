@@ -5,6 +5,7 @@ of one user on one machine do."""
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,3 +24,13 @@ def _credentials() -> Iterator[None]:
         del os.environ["XDG_CONFIG_HOME"]
     else:
         os.environ["XDG_CONFIG_HOME"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_run_is_left_here() -> Iterator[None]:
+    """A server from the command line keeps its run in the working directory: tests start theirs in a folder of their
+    own, so that none goes on with another's run."""
+    place = Path.cwd() / "outerstep-run"
+    was_there = place.exists()
+    yield
+    assert place.exists() == was_there
