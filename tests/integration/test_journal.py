@@ -131,7 +131,7 @@ def test_late_contributions_to_averaged_buffers_replay_exactly(
             delta = {"weight": torch.randn(3, generator=source), "mean": torch.randn(2, generator=source)}
             base = max(version - 1 - version % 3, 0)
             clients[version % 2].contribute(make_frame(delta), base_version=base, oldest_base=base)
-            wait_until(lambda version=version: server.sync_round == version)
+            wait_until(lambda version=version, server=server: server.sync_round == version)
             hashes.append(server.service.stores[0].newest.agreement.anchor_hash)
             if version in kills:
                 kill(server)
