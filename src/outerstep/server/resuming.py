@@ -114,8 +114,9 @@ def restore(service: ParameterService, saved: SavedState, records: Iterable[Reco
     _check_unchanged(service.config, saved.plan)
     check_kind(service.make_optimizer(service.config, saved.manifest), saved.optimizer)
     stores = make_stores(service, saved.plan, saved.manifest, saved.versions, saved.targets, saved.statistics)
-    remembered, optimizer = _replay(service, saved, stores, records)
-    optimizer = _under(service, saved, optimizer, remembered.facts, said(service.config)["outer"])
+    outer = _OuterOverTime(service, saved)
+    remembered = _replay(saved, stores, outer, records)
+    optimizer = outer.under(said(service.config)["outer"])
     plan = _plan_now(service, remembered.plan, remembered.facts.get("said", {}).get("wishes", {}))
     for store in stores:
         store.max_staleness = plan.max_staleness
@@ -127,12 +128,35 @@ def restore(service: ParameterService, saved: SavedState, records: Iterable[Reco
     log.info("resumed run %s at round %d", saved.run_id, coordinator.sync_round)
 
 
+class _OuterOverTime:
+    """The outer optimizer, as it was under the settings of each record: another learning rate at a later start must not
+    change what came before it."""
+
+    def __init__(self, service: ParameterService, saved: SavedState) -> None:
+        self._service, self._saved = service, saved
+        self._made: Outer | None = None
+        self._settings: dict[str, Any] = {}
+
+    def under(self, settings: dict[str, Any]) -> Outer:
+        """`settings`: {} = from before they were kept: those of now."""
+        if self._made is not None and settings == self._settings:
+            return self._made
+        config, manifest = self._service.config, self._saved.manifest
+        assert manifest is not None
+        if settings:
+            buffer_size = settings["dn_buffer_size"] if config.async_mode else None
+            config = dataclasses.replace(config, **{**settings, "dn_buffer_size": buffer_size})
+        made = self._service.make_optimizer(config, manifest)
+        recall(made, self._saved.optimizer if self._made is None else state_of(self._made))
+        self._made, self._settings = made, settings
+        return made
+
+
 def _replay(
-    service: ParameterService, saved: SavedState, stores: list[FragmentStore], records: Iterable[Record]
-) -> tuple[Remembered, Outer]:
-    """The records into the stores, one by one; what the last of them remembers, and the optimizer as it left it."""
+    saved: SavedState, stores: list[FragmentStore], outer: _OuterOverTime, records: Iterable[Record]
+) -> Remembered:
+    """The records into the stores, one by one; what the last of them remembers."""
     assert saved.plan is not None
-    assert saved.manifest is not None
     remembered = Remembered(
         run_id=saved.run_id,
         plan=saved.plan,
@@ -141,7 +165,6 @@ def _replay(
         totals=saved.totals,
         facts=saved.facts,
     )
-    optimizer: Outer | None = None
     count = rounds = 0
     for record in records:
         head = read(record)
@@ -151,17 +174,17 @@ def _replay(
                 f"{saved.run_id}; {_REMEDY}"
             )
         if head.round is not None:
-            optimizer = _under(service, saved, optimizer, remembered.facts, _outer(head.remembered.facts))
             for store in stores:
                 store.max_staleness = head.remembered.plan.max_staleness
-            _replay_round(head.round, record, stores, optimizer)
+            settings: dict[str, Any] = head.remembered.facts.get("said", {}).get("outer", {})
+            _replay_round(head.round, record, stores, outer.under(settings))
             rounds += 1
         remembered, count = head.remembered, count + 1
     if count:
         log.info("replayed %d journal record(s), %d of them rounds", count, rounds)
     if remembered.versions != tuple(store.newest.version for store in stores):
         raise ModelError(f"the journal's last record is about rounds {remembered.versions}, which it does not hold")
-    return remembered, optimizer or _under(service, saved, None, saved.facts, _outer(remembered.facts))
+    return remembered
 
 
 def _replay_round(round_: RoundRecord, record: Record, stores: list[FragmentStore], optimizer: Outer) -> None:
@@ -182,28 +205,6 @@ def _replay_round(round_: RoundRecord, record: Record, stores: list[FragmentStor
             "machine computes other bits than the one that wrote it, or outer_optimizer_factory has changed; start once"
             f" on a machine, with a version of torch and an outer optimizer as before, and save there; or {_REMEDY}"
         )
-
-
-def _under(
-    service: ParameterService, saved: SavedState, optimizer: Outer | None, held: dict[str, Any], wanted: dict[str, Any]
-) -> Outer:
-    """The optimizer (None = that of the checkpoint) with the settings that a record was made under."""
-    assert saved.manifest is not None
-    if optimizer is not None and _outer(held) in ({}, wanted):
-        return optimizer
-    config = service.config
-    if wanted:
-        buffer_size = wanted["dn_buffer_size"] if config.async_mode else None
-        config = dataclasses.replace(config, **{**wanted, "dn_buffer_size": buffer_size})
-    made = service.make_optimizer(config, saved.manifest)
-    recall(made, saved.optimizer if optimizer is None else state_of(optimizer))
-    return made
-
-
-def _outer(facts: dict[str, Any]) -> dict[str, Any]:
-    """The outer optimizer's settings; {} = from before they were kept."""
-    found: dict[str, Any] = facts.get("said", {}).get("outer", {})
-    return found
 
 
 def _check_unchanged(config: ServerConfig, saved: Plan) -> None:
