@@ -177,12 +177,12 @@ class SmallDisk:
         return self.server
 
     def fill(self) -> None:
-        with (self.inside / "filler").open("wb", buffering=0) as filler:
-            try:
-                while filler.write(bytes(4096)):
-                    pass
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
+        def write_on(filler: Any) -> None:
+            while filler.write(bytes(4096)):
+                pass
+
+        with (self.inside / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
+            write_on(filler)
 
     def make_room(self) -> None:
         (self.inside / "filler").unlink()
