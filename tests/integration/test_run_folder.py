@@ -107,6 +107,18 @@ def test_a_damaged_checkpoint_is_passed_over_by_name_and_nothing_is_lost(
 
 
 @pytest.mark.row("F12")
+def test_after_one_round_there_is_a_second_checkpoint_to_fall_back_on(tmp_path: Path) -> None:
+    run = Ledgers(tmp_path)
+    run.rounds(3)
+    expected = run.cells
+    kill(run.server)
+    assert [state.name for state in run.states()] == ["state-round-00000000", "state-round-00000001"]
+    damage(run.states()[1] / "state.json", "empty")
+    run.restart()
+    assert (run.server.sync_round, run.cells) == (3, expected)
+
+
+@pytest.mark.row("F12")
 def test_without_any_whole_checkpoint_it_refuses_and_names_them(tmp_path: Path) -> None:
     run = Ledgers(tmp_path, save_every=2)
     run.rounds(4)
@@ -148,16 +160,18 @@ def test_a_damaged_record_is_refused_by_name_and_a_state_by_its_path_gives_up_wh
 
 
 def test_what_was_given_up_is_never_mixed_with_what_came_instead(tmp_path: Path) -> None:
-    """Going back writes a checkpoint of its own. If that one is lost, the older ones do not lead to what came later."""
+    """Going back writes a checkpoint of its own. Without those that follow, the older ones lead nowhere."""
     run = Ledgers(tmp_path, keep_saves=9)
     run.rounds(2)
     path = run.server.save_state()
     run.rounds(2)
-    run.server.save_state()
+    given_up = load_state(run.server.save_state()).facts["journal"]
     run.restart(resume=str(path))
     run.rounds(1)
-    newest = max(run.states(), key=lambda state: load_state(state).facts["journal"])
-    shutil.rmtree(newest)
+    kill(run.server)
+    for state in run.states():
+        if load_state(state).facts["journal"] > given_up:
+            shutil.rmtree(state)
     with pytest.raises(ModelError, match=r"journal record \d+ is missing"):
         run.restart()
 
@@ -188,7 +202,7 @@ def test_a_long_journal_is_followed_by_a_checkpoint(tmp_path: Path, monkeypatch:
     run = Ledgers(tmp_path)
     run.rounds(9)
     kill(run.server)
-    assert [state.name for state in run.states()] == [f"state-round-{n:08}" for n in (0, 4, 8)]
+    assert [state.name for state in run.states()] == [f"state-round-{n:08}" for n in (1, 5, 9)]
 
 
 @pytest.mark.parametrize("mode", [{}, {"async_mode": True, "dn_buffer_size": 2}], ids=["synchronous", "asynchronous"])

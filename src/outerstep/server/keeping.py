@@ -6,7 +6,8 @@
 
 A checkpoint is taken between two rounds: θ, T, outer state and ledger of the rounds that have closed. What an open
 round has accepted is not in it; its workers keep what they sent until they hold an agreement, and send it again. The
-journal is kept back to the checkpoint before the last: should the last one be damaged, nothing is lost.
+journal is kept back to the checkpoint before the last: should the last one be damaged, nothing is lost. So that there
+are two, the first round after each start is followed by one.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Keeper:
         if folder is not None and (self.journals or has_journal(folder.place)):
             self.journal = Journal(FolderDisk(folder.journal_place))
         self.base: int | None = None  # the last record that the last checkpoint includes; None = there is none yet
+        self._alone = True  # the last checkpoint, for all we know: if it were lost, so would be all that builds on it
         self.saved_round = 0
         self.saved_versions: tuple[int, ...] = ()
         self.last = ""  # where the last one lies, or why it does not
@@ -80,6 +82,8 @@ class Keeper:
             return True
         if self.journal is None or not self.journals:
             return False
+        if self._alone and sync_round > self.saved_round:
+            return True
         records, size = self.journal.behind(self.base)
         return records >= MOST_RECORDS or size > max(MODELS_IN_JOURNAL * model_bytes, LEAST_JOURNAL_BYTES)
 
@@ -117,6 +121,7 @@ class Keeper:
         self._events.write("save", reason=reason, round=state.round, path=str(path))
         self.last, self.saved_round, self.saved_versions = str(path), state.round, state.versions
         before, self.base = self.base, included
+        self._alone = before is None
         self._cut(included if before is None else before)
         return path
 
