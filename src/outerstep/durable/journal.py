@@ -68,11 +68,11 @@ class Journal:
 
     @property
     def size_bytes(self) -> int:
-        return sum(self._sizes.values())
+        return self.behind(0)[1]
 
     def behind(self, serial: int) -> tuple[int, int]:
-        """How many records there are behind this one, and how many bytes they have."""
-        sizes = [size for number, size in self._sizes.items() if number > serial]
+        """How many records there are behind this one, and how many bytes they have. Also while one is written."""
+        sizes = [size for number, size in self._sizes.copy().items() if number > serial]
         return len(sizes), sum(sizes)
 
     def begin_after(self, serial: int) -> None:
