@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import secrets
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 
 from outerstep.coordination.exchange import Patience
 from outerstep.digest import part_count, part_hash, part_range, payload_hash
+from outerstep.errors import Busy
 from outerstep.types import (
     PROTOCOL_VERSION,
     Agreement,
+    Answer,
     Commit,
     GetPart,
     GetPartAnswer,
@@ -60,7 +63,7 @@ class ThinClient:
         self._held = None
         self._transport = HttpTransport(address)
         join = Join(protocol=PROTOCOL_VERSION, worker_id=self._worker_id, instance=secrets.token_hex(8))
-        answer = self._transport.call(join)
+        answer = self._until_written(join)
         assert isinstance(answer, JoinAnswer)
         self._head: dict[str, Any] = {
             "run_id": answer.run_id,
@@ -72,6 +75,14 @@ class ThinClient:
         self.version = answer.fragments[0].version
         self._sequence = answer.fragments[0].last_sequence
         return answer
+
+    def _until_written(self, join: Join) -> Answer:
+        """A large model takes its time to be on the server's disk; until then nobody has joined."""
+        while True:
+            try:
+                return self._transport.call(join)
+            except Busy as busy:
+                time.sleep(busy.retry_after_s)
 
     def load(self, file: str) -> None:
         """The frame to send, round after round."""

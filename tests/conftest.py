@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,3 +34,13 @@ def _handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_run_is_left_here() -> Iterator[None]:
+    """A server from the command line keeps its run in the working directory: tests start theirs in a folder of their
+    own, so that none goes on with another's run."""
+    place = Path.cwd() / "outerstep-run"
+    was_there = place.exists()
+    yield
+    assert place.exists() == was_there

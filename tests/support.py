@@ -207,6 +207,21 @@ def memory_topology(
     )
 
 
+class Relocatable(MemoryTransport):
+    """A way to the server that can be pointed at another one."""
+
+    def move(self, server: DiLoCoServer) -> None:
+        self._service = server.service
+
+
+def kill(server: DiLoCoServer) -> None:
+    """As if its process had ended between two writes to the disk: nothing more is saved, and its folder is free."""
+    service = server.service
+    service._ended = True
+    service._rounds.stop()
+    service.keeper.close()
+
+
 def memory_worker(
     server: DiLoCoServer,
     worker_id: str,

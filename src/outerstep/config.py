@@ -57,10 +57,11 @@ class ServerConfig:
     norm_screen: float = 2.0  # leave out what is so many times as large as usual (coordination/screen.py); 0 = off
     token_budget: int | None = None  # when so many tokens are in the model, the workers are told to finish
     model_files: str | None = None  # the model's folder: its configuration and tokenizer go with every saved model
-    save_dir: str | None = None
+    save_dir: str | None = None  # the run's folder; what lies there is gone on with
+    durability: Literal["round", "checkpoint", "none"] = "round"  # without a save_dir nothing is kept
     save_every: int = 0  # rounds; 0 = only when asked to
     keep_saves: int = 3
-    resume: str | None = None  # a saved state, or a folder of them
+    resume: str | None = None  # a saved state, or a folder of them; save_dir itself = there must be a run
     event_log: str | None = None  # a file of JSON lines
     drain_timeout_s: float = 600.0  # how long a shutdown waits for the workers to finish
     compat_port: int | None = None  # `outerstep server` serves the documented torch.save endpoints there
@@ -96,6 +97,7 @@ class ServerConfig:
         check_one_of(self, (True, False), "insecure", "remote_control", "deterministic")
         check_one_of(self, (True, False, None), "fragment_carry")
         check_one_of(self, ("log", "weight", None), "staleness_policy")
+        check_one_of(self, ("round", "checkpoint", "none"), "durability")
         check_one_of(self, ("equal", "samples", "tokens"), "weight_by")
         check_one_of(self, ("contiguous", "strided", "counted"), "fragment_strategy")
         if self.min_workers > self.num_workers:
@@ -117,6 +119,10 @@ class ServerConfig:
             raise ConfigError(
                 f"norm_screen must be ≥ 1, or 0 for none, got {self.norm_screen:g}: below 1 the usual size is too large"
             )
+        if self.durability == "checkpoint" and self.save_dir is None:
+            raise ConfigError("durability 'checkpoint' needs save_dir, the folder that the run is kept in")
+        if self.durability == "none" and self.save_every:
+            raise ConfigError(f"save_every ({self.save_every}) saves by itself, durability 'none' does not: choose one")
         _check_security(self)
         if self.compat_port is not None and self.weight_by != "equal":
             raise ConfigError(
@@ -145,6 +151,11 @@ class ServerConfig:
             alpha=self.fragment_alpha,
             carry=self.fragment_carry,
         )
+
+    @property
+    def keeps(self) -> Literal["round", "checkpoint", "none"]:
+        """The durability in force."""
+        return "none" if self.save_dir is None else self.durability
 
     @property
     def delayed_nesterov(self) -> int:

@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "worker": PLAIN | {"config", "settings", "core", "coordination", "security", "topology", "wire"},
     "compat": PLAIN | {"config", "core", "coordination", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
-    "cli": PLAIN | {"compat", "config", "core", "settings", "demo", "model_folder", "security", "server", "wire"},
+    "cli": PLAIN
+    | {"compat", "config", "core", "settings", "demo", "durable", "model_folder", "security", "server", "wire"},
     "__main__": {"cli"},
     "": {"core", "errors", "model_folder", "server", "topology", "worker"},
 }

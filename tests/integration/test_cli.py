@@ -143,6 +143,7 @@ def test_a_server_says_what_to_type_on_the_next_machine(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
     )
     try:
         assert child.stderr is not None

@@ -97,6 +97,6 @@ def test_too_little_room_is_said_when_a_run_is_resumed_too(tmp_path: Any) -> Non
     settings: dict[str, Any] = {"port": 0, "codec": "fp32", "save_dir": str(tmp_path)}
     server = DiLoCoServer(Ledger().state_dict(), 3, **settings)
     HandClient(MemoryTransport(server.service)).join()
-    server.save_state()
+    server.stop()
     with pytest.raises(ConfigError, match="raise spool_bytes"):
-        DiLoCoServer(None, 3, resume=str(tmp_path), deterministic=True, pool_bytes=20, spool_bytes=0, **settings)
+        DiLoCoServer(None, 3, deterministic=True, pool_bytes=20, spool_bytes=0, **settings)

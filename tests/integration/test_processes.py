@@ -66,6 +66,7 @@ class Cluster:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
+                cwd=self.folder,
             )
         self.children.append(child)
         return child

@@ -19,6 +19,7 @@ from outerstep.worker import DiLoCoWorker
 from support import (
     HandClient,
     Ledger,
+    Relocatable,
     assert_same,
     count,
     in_threads,
@@ -53,13 +54,6 @@ def make_server(folder: Path | None, **settings: Any) -> DiLoCoServer:
     server.service.coordinator.run_id = "run"  # rounding at random depends on it
     server.service.start()
     return server
-
-
-class Relocatable(MemoryTransport):
-    """A way to the server that can be pointed at another one."""
-
-    def move(self, server: DiLoCoServer) -> None:
-        self._service = server.service
 
 
 def train_on(transport: Relocatable, server: DiLoCoServer) -> tuple[DiLoCoWorker, Any, Any]:
@@ -145,7 +139,11 @@ def test_saving_every_few_rounds_on_demand_and_at_the_end(tmp_path: Path) -> Non
     events = [json.loads(line) for line in log.read_text().splitlines()]
     saves = [(event["round"], event["reason"]) for event in events if event["event"] == "save"]
     # Nothing has changed between the operator's save and the end: one is enough.
-    assert saves == [(2, "periodic"), (4, "periodic"), (5, "an operator asked for it")]
+    assert saves == [
+        (0, "the run begins here"),
+        *((n, "periodic") for n in (1, 2, 4)),  # the first round after a start, and every second
+        (5, "an operator asked for it"),
+    ]
     assert {"start", "join", "round", "control", "save", "leave", "stop"} <= {event["event"] for event in events}
     again = tiny_model(3)
     load_model(again, tmp_path / "saves" / "latest")
@@ -154,12 +152,12 @@ def test_saving_every_few_rounds_on_demand_and_at_the_end(tmp_path: Path) -> Non
 
 def test_a_save_that_fails_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
     blocked = tmp_path / "saves"
-    server = make_server(blocked, save_every=1)
-    blocked.rmdir()
-    blocked.write_text("a file where the folder should be")
+    server = make_server(blocked, save_every=1, durability="checkpoint")
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with memory_worker(server, "w", model, optimizer):
+        blocked.rename(tmp_path / "moved")
+        blocked.write_text("a file where the folder should be")
         train_steps(model, optimizer, 8, seed=0)
         assert server.sync_round == 2
         assert str(server.status()["last_save"]).startswith("failed: ")

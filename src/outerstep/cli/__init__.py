@@ -68,7 +68,7 @@ def options(
 def main() -> None:
     """Expected errors are one line and a hint, exit code 2; `outerstep --debug …` shows the traceback."""
     try:
-        app()
+        app(args=server.spelled_out(sys.argv[1:]) if "server" in sys.argv[1:3] else None)
     except OuterstepError as error:
         if "--debug" in sys.argv[1:2]:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +15,10 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from ..config import ServerConfig
+from ..durable.run_folder import DEFAULT_PLACE, RUN_FILE
 from ..errors import ConfigError
 from ..security import Credentials, is_loopback
-from ..settings import SERVER, ServerCommand, make_command, make_config, naming_sources
+from ..settings import SERVER, ServerCommand, Sourced, make_command, make_config, naming_sources
 from .options import Found, takes_settings
 from .stopping import Stopping
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..server import DiLoCoServer
+
+RESUME_HERE = "save_dir"  # what --resume means by itself
 
 
 @takes_settings(SERVER)
@@ -35,9 +39,10 @@ def server(found: Found) -> None:
     Every flag can also be an environment variable or a line in outerstep.toml:
     [bold]outerstep config show server[/bold] says what holds and why.
     """
+    found = with_run_folder(found)
     config: ServerConfig = make_config(SERVER, found)
     command: ServerCommand = make_command(SERVER, found)
-    if command.model is None and config.resume is None:
+    if command.model is None and config.resume is None and not _has_run(config.save_dir):
         raise ConfigError("no model to train: give -m MODEL_DIR, or --resume with a saved state")
     console = Console(stderr=True)
     _show_log(console)
@@ -45,7 +50,7 @@ def server(found: Found) -> None:
         made = _make(found, config, command)
         stopping.gently(made.request_stop)
         try:
-            _serve(made, config, console, what=config.resume or str(command.model))
+            _serve(made, config, console, what=config.resume or command.model or str(config.save_dir))
         finally:
             made.stop()
     _check_end(made)
@@ -58,6 +63,32 @@ def _check_end(made: DiLoCoServer) -> None:
     if status["failure"] or saved.startswith("failed"):
         _say(f"error: {status['failure'] or f'the last save {saved}'}")
         raise typer.Exit(1)
+
+
+def with_run_folder(found: Found) -> Found:
+    """What is said, with the folder that a run is kept in unless somebody says otherwise; `--resume` by itself means
+    that one."""
+    place, resume = found["save_dir"], found["resume"]
+    if not place.is_said and found["durability"].value != "none":
+        place = Sourced(DEFAULT_PLACE, place.source)
+    if resume.value == RESUME_HERE:
+        if place.value is None:
+            raise ConfigError("--resume by itself goes on with the run in save_dir, and there is none: name the state")
+        resume = Sourced(place.value, resume.source)
+    return {**found, "save_dir": place, "resume": resume}
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """`--resume` may stand by itself, which the parser of flags cannot be told."""
+    ends = [*arguments[1:], "-"]
+    return [
+        f"{argument}={RESUME_HERE}" if argument == "--resume" and after.startswith("-") else argument
+        for argument, after in zip(arguments, ends, strict=True)
+    ]
+
+
+def _has_run(place: str | None) -> bool:
+    return place is not None and (Path(place) / RUN_FILE).is_file()
 
 
 def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: str) -> None:
@@ -99,7 +130,7 @@ def _say(text: str) -> None:
 
 
 def _expects(made: DiLoCoServer, config: ServerConfig) -> str:
-    if config.resume is not None:
+    if made.is_resumed:
         return f"going on at round {made.sync_round}"
     return f"waiting for {config.num_workers} worker(s)"
 

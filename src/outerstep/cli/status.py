@@ -66,6 +66,8 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
     lines.append(_workers(status["workers"]) if status["workers"] else "no workers at the moment")
     if status["failure"]:
         lines.append(f"[red]{escape(status['failure'])}[/red]")
+    if status.get("trouble"):
+        lines.append(f"[red]{escape(status['trouble'])}[/red]")
     if status.get("last_save"):
         lines.append(f"last save: {escape(status['last_save'])}")
     if status.get("closing"):

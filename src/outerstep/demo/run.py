@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +108,8 @@ def run_demo(settings: DemoSettings, console: Console) -> list[Row]:
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("*.jsonl"), *folder.glob("*.log")]:
         old.unlink()
+    for old in folder.glob("*-run"):  # or the servers would go on with it
+        shutil.rmtree(old)
     model = build_model(settings.seed)
     parameters = sum(p.numel() for p in model.parameters())
     save_model(model, folder / "initial")
@@ -176,6 +179,7 @@ def _server(settings: DemoSettings, name: str, workers: int) -> tuple[Process, s
     command = python_module(
         "outerstep", "server", "-m", settings.folder / "initial", "-n", workers, "--port", port,
         "--sync-every", settings.sync_every, "--outer-lr", OUTER_LR, "--outer-momentum", OUTER_MOMENTUM,
+        "--save-dir", settings.folder / f"{name}-run",
     )  # fmt: skip
     environ = {"OUTERSTEP_CREDENTIALS": str(settings.credentials)}
     return Process(name, command, settings.folder / f"{name}.log", environ=environ), f"127.0.0.1:{port}"

@@ -51,14 +51,19 @@ class FolderDisk:
         descriptor = os.open(self.place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             for piece in pieces:
-                view = memoryview(piece).cast("B")
-                while view:
-                    view = view[os.write(descriptor, view) :]
+                write_all(descriptor, piece)
         finally:
             os.close(descriptor)
 
     def sync(self, name: str) -> None:
-        sync(self.place / name)
+        """What is on the disk is read again at the next start at most: the system need not keep it in memory too."""
+        descriptor = os.open(self.place / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
     def rename(self, old: str, new: str) -> None:
         os.rename(self.place / old, self.place / new)
@@ -80,10 +85,27 @@ def sync(path: Path) -> None:
 
 
 def write_synced(file: Path, data: bytes) -> None:
-    with open(file, "wb") as target:
-        target.write(data)
-        target.flush()
-        os.fsync(target.fileno())
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_synced(file: Path, data: bytes) -> None:
+    """The file holds this or what it held before, whenever the power is cut."""
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    write_synced(unfinished, data)
+    os.replace(unfinished, file)
+    sync(file.parent)
+
+
+def write_all(descriptor: int, data: Buffer) -> None:
+    """A call may write less than it was given, and the next one say why."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def make_folders(place: Path) -> None:

@@ -44,16 +44,18 @@ class Record:
 
 
 class Journal:
-    """Of one folder, which is ours alone. From any thread; one record is written at a time."""
+    """Of one folder. From any thread; one record is written at a time."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Disk, *, ours: bool = True) -> None:
+        """`ours`: we alone write here. Otherwise it is only read, and what is unfinished may yet be finished."""
         self._disk = disk
         self._lock = threading.Lock()
         self._sizes: dict[int, int] = {}  # bytes of each record, in the order of their serial numbers
         self._last = 0
         for name in disk.names():
             if name.endswith(_UNFINISHED):
-                disk.remove(name)
+                if ours:
+                    disk.remove(name)
             elif found := _NAME.match(name):
                 self._sizes[int(found[1])] = len(disk.read(name))
         self._sizes = dict(sorted(self._sizes.items()))
@@ -66,7 +68,12 @@ class Journal:
 
     @property
     def size_bytes(self) -> int:
-        return sum(self._sizes.values())
+        return self.behind(0)[1]
+
+    def behind(self, serial: int) -> tuple[int, int]:
+        """How many records there are behind this one, and how many bytes they have. Also while one is written."""
+        sizes = [size for number, size in self._sizes.copy().items() if number > serial]
+        return len(sizes), sum(sizes)
 
     def begin_after(self, serial: int) -> None:
         """What a checkpoint includes is taken: numbers go on above it."""

@@ -33,7 +33,7 @@ from torch import Tensor
 from ..core.codecs import FP32
 from ..core.codecs.recipe import Recipe
 from ..core.views import fp32_views
-from ..errors import ServerFailed, Superseded
+from ..errors import Busy, ServerFailed, Superseded
 from ..types import MOST_PAYLOADS, Agreement, GetPart, ParameterSpec, Participant, Payload
 from ..wire.frames import layout
 from .motion import Motion, fp32_hash
@@ -41,6 +41,7 @@ from .pool import private_memory
 from .published import Frame, Published, Update
 
 OLDER_HELD = 1  # versions of θ beside the newest, for those in the middle of them: memory must not grow with readers
+MOTION_PATIENCE_S = 5.0  # how long a reader waits for a fragment to come to rest
 OLDER_HELD_IF_EXACT = 2  # then there is no T, and everybody fetches the whole
 
 
@@ -173,9 +174,14 @@ class Downlink:
             self._forget_old(now)
 
     def _wait_for_rest(self) -> None:
-        """Until the newest version is not being moved; then it is another one."""
-        while self._moving is not None:
-            self._lock.wait()
+        """Until the newest version is not being moved; then it is another one. Not for ever: what has moved is shown
+        to nobody before it is on the disk, and that may be full."""
+        if not self._lock.wait_for(lambda: self._moving is None, MOTION_PATIENCE_S):
+            raise Busy(
+                f"fragment {self.index} is on its way from version {self._moving} to the next",
+                hint="ask again; the server's status says what keeps it",
+                retry_after_s=1.0,
+            )
 
     def _chain(self, held: int, held_hash: str) -> list[Update]:
         """The updates from `held` to the newest; none if they do not all lead there, or are no shorter than all."""

@@ -1,13 +1,25 @@
-"""The plan of a run, drawn up when its first worker has joined."""
+"""How a run comes to be: its plan, drawn up when the first worker has joined, and the fragments that hold the model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
 from ..config import ServerConfig
-from ..coordination.plan import Settled
+from ..coordination.fragment import Fragment
+from ..coordination.plan import Settled, settle
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
-from ..errors import ConfigError
-from ..types import Manifest, Plan
+from ..errors import ConfigError, PlanMismatch
+from ..types import Join, Manifest, Plan
+from .outer_state import Outer, recall
+from .pool import Shelf, return_free_memory
+from .store import FragmentStore
+
+if TYPE_CHECKING:
+    from .service import ParameterService
 
 
 def read_codecs(up: str, down: str) -> tuple[Recipe, Recipe]:
@@ -62,3 +74,82 @@ def check_room(config: ServerConfig, plan: Plan, manifest: Manifest) -> None:
             f"deterministic keeps all contributions until their round closes: {config.num_workers} workers with {size} "
             f"bytes each need {needed}, pool_bytes and spool_bytes make {room}; raise spool_bytes"
         )
+
+
+def found_run(service: ParameterService, request: Join) -> None:
+    """The first worker is here: what its model is and what nobody has settled yet is settled now."""
+    config, heritage = service.config, service.heritage
+    settled = settle(
+        config.wishes,
+        request.wishes,
+        request.worker_id,
+        base_sync_every=config.dylu_base_sync_every if config.dylu_enabled else None,
+    )
+    manifest = request.manifest or service.model.manifest()
+    service.model.check(manifest)
+    try:
+        plan = draw_up(config, settled, manifest)
+        optimizer = service.make_optimizer(config, manifest)
+        if heritage is not None:
+            recall(optimizer, heritage.optimizer, {spec.name for spec in manifest.parameters})
+        first = heritage.round if heritage is not None else 0
+        stores = make_stores(service, plan, manifest, (first,) * len(plan.fragments))
+    except ConfigError as error:
+        raise PlanMismatch(str(error)) from error
+    open_run(service, plan, settled, manifest, optimizer, stores)
+    service.heritage = None  # it is in the stores now; a second copy would only take room
+
+
+def make_stores(
+    service: ParameterService,
+    plan: Plan,
+    manifest: Manifest,
+    versions: Sequence[int],
+    targets: Mapping[str, Tensor] | None = None,
+    statistics: Mapping[int, Mapping[str, Tensor]] | None = None,
+) -> list[FragmentStore]:
+    """The model, cut as the plan says, each fragment at its version."""
+    config = service.config
+    check_room(config, plan, manifest)
+    up, down = Recipe.parse(plan.codec), Recipe.parse(plan.down_codec)
+    specs = {spec.name: spec for spec in manifest.parameters}
+    initial, shelf = service.model.initial(manifest), Shelf()
+    return [
+        FragmentStore(
+            i,
+            [specs[name] for name in names],
+            initial,
+            up,
+            down,
+            config.part_size_bytes,
+            version=version,
+            max_staleness=plan.max_staleness,
+            run_id=service.coordinator.run_id,
+            targets=targets,
+            statistics=statistics,
+            shelf=shelf,
+        )
+        for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
+    ]
+
+
+def open_run(
+    service: ParameterService,
+    plan: Plan,
+    settled: Settled,
+    manifest: Manifest,
+    optimizer: Outer,
+    stores: list[FragmentStore],
+) -> None:
+    """From now on there is something to contribute to."""
+    service.optimizer, service.stores = optimizer, stores
+    service.coordinator.fix(
+        plan=plan,
+        settled=settled,
+        manifest=manifest,
+        fragments=[
+            Fragment.at(store.newest.agreement, store.max_payload_bytes, store.max_sections) for store in stores
+        ],
+    )
+    service.model.forget_trained(manifest)
+    return_free_memory()

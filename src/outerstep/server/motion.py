@@ -28,6 +28,7 @@ class Motion:
         """θ from `before` to `frame`, which may be the same; the encoded step goes to `update` (None = θ is T)."""
         self.version, self.frame, self.update = version, frame, update
         self.in_place = frame is before
+        self.mean: Tensor | None = None  # what T moved along, if it is to be kept until this is published
         self._down = down
         self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
         self._anchor = xxhash.xxh3_128()

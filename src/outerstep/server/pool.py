@@ -162,6 +162,11 @@ def private_memory(size_bytes: int) -> memoryview:
     return memoryview(memory)
 
 
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a tensor that has all its values in a row, as bytes."""
+    return memoryview(values.numpy()).cast("B")  # type: ignore[arg-type]  # as above
+
+
 def return_free_memory() -> None:
     """What was freed stays with the process, for the thread that had it: after the model was copied to where it will
     live, that may be as much as the model. (With the C library of Linux; elsewhere nothing happens.)"""

@@ -1,8 +1,11 @@
 """The rounds thread: carries out the coordinator's heavy effects, in the order in which they were decided.
 
-Contributions are added, rounds closed and states saved by this one thread. So a sum never misses a contribution that
-was accepted before its round closed, a round ends in one place, and between two rounds nothing moves. It holds no lock
-while it works; only the end of a round is announced under the lock that guards the coordinator.
+Contributions are added, rounds closed, records and checkpoints written by this one thread. So a sum never misses a
+contribution that was accepted before its round closed, a round ends in one place, and between two rounds nothing moves:
+what is written at a place in the queue holds exactly what was decided before it. It holds no lock while it works; only
+the end of a round is announced under the lock that guards the coordinator.
+
+What cannot be written is tried again until it can: the round has been computed, but nobody is told of it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,15 +21,20 @@ from typing import TYPE_CHECKING
 from ..coordination.effects import Accumulate, CloseRound
 from ..coordination.remembered import Remembered, remember
 from ..core.delayed import DelayedNesterov
-from ..errors import ServerError, ServerFailed
+from ..errors import Busy, ServerError, ServerFailed
 from ..types import ContributionKey
-from .keeping import snapshot
+from . import records
+from .keeping import snapshot, with_settings
+from .motion import Motion
 from .store import Addend
 
 if TYPE_CHECKING:
     from .service import ParameterService
 
 log = logging.getLogger(__name__)
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.25, 5.0  # how often a disk that is full or broken is tried again
+NOTE_PATIENCE_S = 5.0  # how long an answer waits for what it says to be on the disk
 
 
 @dataclass(frozen=True)
@@ -37,21 +46,71 @@ class _Save:
     done: queue.SimpleQueue[Path | ServerError] = field(default_factory=queue.SimpleQueue)
 
 
+@dataclass(frozen=True)
+class _Note:
+    """Somebody joined, or an operator gave an order: to be written, though no round has closed."""
+
+    remembered: Remembered
+
+
+Job = Accumulate | CloseRound | _Note | _Save
+
+
+class _GivenUp(Exception):
+    """The server is to stop, and what was to be written could not be."""
+
+
 class RoundsThread:
     def __init__(self, service: ParameterService) -> None:
         self._service = service
         self._pending: dict[int, list[Accumulate]] = {}  # accepted and not added yet, by fragment
-        self._work: queue.SimpleQueue[Accumulate | CloseRound | _Save | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._carry_out, name="outerstep-rounds", daemon=True)
+        self._asked = 0  # records that were asked for, one after the other
+        self._noted = 0  # the last of them that is a note
+        self._written = 0  # records that are on the disk, or need not be
+        self._progress = threading.Condition()  # guards `_written`
+        self._stopping = threading.Event()
+        self.gave_up = False  # a round was computed and could not be written: memory is ahead of the disk
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, effect: Accumulate | CloseRound) -> None:
-        self._work.put(effect)
+        """With the service's lock held, as it orders the decisions."""
+        if isinstance(effect, CloseRound):
+            self._asked += 1
+        self._work.put((self._asked, effect))
+
+    def note(self) -> int:
+        """With the lock held: write down who is here and what was ordered. Returns what to wait for."""
+        if self._service.keeper.mode == "none":
+            return 0
+        self._asked += 1
+        self._noted = self._asked
+        job = _Note(remember(self._service.coordinator))
+        if self._thread.ident is None:  # nobody works yet
+            self._do(self._asked, job)
+        else:
+            self._work.put((self._asked, job))
+        return self._noted
+
+    @property
+    def noted(self) -> int:
+        """The last note that was asked for: who says something again that was noted waits for it again."""
+        return self._noted
+
+    def wait_for(self, number: int) -> None:
+        """Until what was noted is on the disk. Not for ever: who asks is told why it takes so long, and asks again."""
+        with self._progress:
+            if self._progress.wait_for(lambda: self._written >= number, NOTE_PATIENCE_S):
+                return
+        why = self._service.trouble or self._service.failure or "it is being written"
+        raise Busy(f"not on the server's disk yet: {why}", hint="ask again", retry_after_s=1.0)
 
     def stop(self) -> None:
-        """Finish what was decided, then end."""
+        """Finish what was decided, then end; at once if the disk is in trouble."""
+        self._stopping.set()
         self._work.put(None)
         if self._thread.is_alive():
             self._thread.join()
@@ -61,7 +120,7 @@ class RoundsThread:
         with self._service.changed:  # so that it takes its place among the decisions
             job = _Save(reason, remember(self._service.coordinator))
             if self._thread.is_alive():
-                self._work.put(job)
+                self._work.put((self._asked, job))
         if not self._thread.is_alive():
             return self._save(reason, job.remembered)
         while True:
@@ -70,36 +129,54 @@ class RoundsThread:
             except queue.Empty:
                 if not self._thread.is_alive():
                     return ServerFailed(f"the server has stopped: {self._service.failure or 'it was asked to'}")
+                if self._service.trouble:
+                    return ServerError(f"saving has to wait: {self._service.trouble}")
 
     # --- in the thread --------------------------------------------------------------------------------------------
 
     def _carry_out(self) -> None:
-        while (effect := self._work.get()) is not None:
+        while (taken := self._work.get()) is not None:
+            number, job = taken
             try:
-                match effect:
-                    case Accumulate():
-                        self._pending.setdefault(effect.key.fragment, []).append(effect)
-                    case CloseRound():
-                        self._close(effect)
-                    case _Save():
-                        effect.done.put(self._save(effect.reason, effect.remembered))
+                self._do(number, job)
                 if self._work.empty():
                     self._accumulate()
+            except _GivenUp:
+                log.warning(
+                    "stopping although the disk is in trouble: what it holds is the state before the last round"
+                )
+                self._disappoint(job)
+                return
             except Exception as error:  # the model may be half done: say so to everybody and do nothing more
                 log.exception("the server cannot go on")
-                self._service.fail(f"{type(effect).__name__} failed: {type(error).__name__}: {error}")
-                self._disappoint(effect)
+                self._service.fail(f"{type(job).__name__} failed: {type(error).__name__}: {error}")
+                self._disappoint(job)
                 return
         self._disappoint(None)
 
-    def _disappoint(self, last: Accumulate | CloseRound | _Save | None) -> None:
+    def _do(self, number: int, job: Job) -> None:
+        match job:
+            case Accumulate():
+                self._pending.setdefault(job.key.fragment, []).append(job)
+            case CloseRound():
+                self._close(job, number)
+            case _Note():
+                # A later record says all that this one would; but the first is what all others build on.
+                if number == self._asked or self._service.keeper.base is None:
+                    self._write_note(job.remembered)
+                    self._is_written(number)
+            case _Save():
+                job.done.put(self._save(job.reason, job.remembered))
+
+    def _disappoint(self, last: Job | None) -> None:
         """This thread ends; nobody who asked for a save may go on waiting for it."""
         left = [last]
         while not self._work.empty():
-            left.append(self._work.get())
-        for effect in left:
-            if isinstance(effect, _Save):
-                effect.done.put(ServerFailed(f"the server is stopping: {self._service.failure or 'it was asked to'}"))
+            taken = self._work.get()
+            left.append(taken[1] if taken is not None else None)
+        for job in left:
+            if isinstance(job, _Save):
+                job.done.put(ServerFailed(f"the server is stopping: {self._service.failure or 'it was asked to'}"))
 
     def _accumulate(self) -> None:
         """Nothing else is to be done: add what has come, and free its bytes. Together, so that the sum goes through
@@ -120,25 +197,36 @@ class RoundsThread:
     def _keeps_contributions(self) -> bool:
         """Until their round closes. Delayed Nesterov: its momentum moves with every push, and between two rounds model
         and momentum must belong together. The deterministic mode: their order is known only then."""
-        return self._service.config.deterministic or isinstance(self._service.optimizer, DelayedNesterov)
+        return self._service.config.deterministic or self._takes_pushes
 
-    def _close(self, effect: CloseRound) -> None:
+    @property
+    def _takes_pushes(self) -> bool:
+        return isinstance(self._service.optimizer, DelayedNesterov)
+
+    def _close(self, effect: CloseRound, number: int) -> None:
         service, waiting = self._service, self._pending.pop(effect.fragment, [])
         assert service.optimizer is not None
         if service.config.deterministic:
             waiting.sort(key=lambda accepted: (accepted.key.worker_id, accepted.key.sequence))
         taken = [accepted for accepted in waiting if accepted.key not in effect.left_out]
         store, addends = service.stores[effect.fragment], [self._addend(accepted) for accepted in taken]
-        made = store.close(effect.version, service.optimizer, addends, service.clock())
+        made = store.close(
+            effect.version, service.optimizer, addends, service.clock(), keep_mean=service.keeper.journals
+        )
+        if service.keeper.journals:
+            self._write_round(effect, made, addends)
+        self._is_written(number)
         del addends  # their rooms can be used again
         for accepted in waiting:
             self._free(accepted.key)
         service.announce(store, made, effect.participants)
-        if effect.remembered is not None and service.keeper.is_due(min(effect.remembered.versions)):
+        if effect.remembered is not None and service.keeper.is_due(
+            min(effect.remembered.versions), service.model_bytes
+        ):
             self._save("periodic", effect.remembered)
 
     def _addend(self, accepted: Accumulate) -> Addend:
-        weight = accepted.scale if isinstance(self._service.optimizer, DelayedNesterov) else accepted.weight
+        weight = accepted.scale if self._takes_pushes else accepted.weight
         payload = self._service.intake.payload(accepted.key)
         return Addend(payload, weight, accepted.base_version, accepted.sections)
 
@@ -147,5 +235,43 @@ class RoundsThread:
             self._service.intake.free(key)
             self._service.coordinator.freed(key)
 
+    # --- to the disk ----------------------------------------------------------------------------------------------
+
+    def _write_round(self, effect: CloseRound, made: Motion, addends: list[Addend]) -> None:
+        assert effect.remembered is not None
+        pushes = [addend for addend in addends if addend.weight > 0.0] if self._takes_pushes else None
+        remembered = with_settings(effect.remembered, self._service.config)
+        head, payload = records.of_round(remembered, effect.fragment, made, effect.participants, pushes)
+        self._until_written(lambda: self._service.keeper.append(head, payload))
+
+    def _write_note(self, remembered: Remembered) -> None:
+        """The first one is a checkpoint: nobody hears of a run that is not on the disk."""
+        keeper, noted = self._service.keeper, with_settings(remembered, self._service.config)
+        if keeper.base is None:
+            state = snapshot(self._service, noted)
+            self._until_written(lambda: keeper.checkpoint(state, "the run begins here"))
+        elif keeper.journals:
+            self._until_written(lambda: keeper.append(records.note(noted)))
+
     def _save(self, reason: str, remembered: Remembered) -> Path | ServerError:
-        return self._service.keeper.keep(snapshot(self._service, remembered), reason)
+        state = snapshot(self._service, with_settings(remembered, self._service.config))
+        return self._service.keeper.keep(state, reason)
+
+    def _until_written(self, write: Callable[[], object]) -> None:
+        wait_s = FIRST_RETRY_S
+        while True:
+            try:
+                write()
+                break
+            except OSError as error:
+                self._service.disk_fails(error)
+                if self._stopping.wait(wait_s):
+                    self.gave_up = True
+                    raise _GivenUp from error
+                wait_s = min(2 * wait_s, LAST_RETRY_S)
+        self._service.disk_works()
+
+    def _is_written(self, number: int) -> None:
+        with self._progress:
+            self._written = number
+            self._progress.notify_all()

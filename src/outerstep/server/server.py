@@ -7,13 +7,14 @@ server.run()                      # or start() … stop()
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch import Tensor
 from ..config import DEFAULT_PORT, ServerConfig, build
 from ..core.delayed import DelayedNesterov
 from ..core.fragments import check_cycle
-from ..core.outer import Nesterov, OptimizerFactory, OuterOptimizer, TorchOuter, check_factory
+from ..core.outer import Nesterov, OptimizerFactory, TorchOuter, check_factory
+from ..durable.run_folder import RunFolder
 from ..errors import ConfigError
 from ..security import Access, Credentials, ServerIdentity, TokenGuard, is_loopback, parse_address
 from ..security.access import write_address
@@ -34,7 +36,9 @@ from .audit import Audit
 from .founding import read_codecs
 from .health import HealthMonitor
 from .model_state import ModelState
-from .saved import SavedState, load_state
+from .outer_state import OptimizerMaker, Outer
+from .resuming import find_run
+from .saved import SavedState
 from .service import ParameterService
 
 log = logging.getLogger(__name__)
@@ -69,25 +73,13 @@ class DiLoCoServer:
         )  # what is wrong with them is said now
         if self.config.sync_every is not None and self.config.num_fragments is not None:
             check_cycle(self.config.sync_every, self.config.num_fragments)
-        saved = load_state(self.config.resume) if self.config.resume is not None else None
-        if saved is not None:
-            if model_state_dict is not None:
-                _check_same_model(model_state_dict, saved)
-            model_state_dict = {**saved.rest, **saved.params}
-        if self.config.save_dir is not None:
-            _check_writable(self.config.save_dir)
-        if model_state_dict is None:
-            raise ConfigError("a server needs a model: give model_state_dict, or resume=PATH of a saved state")
-        self.service = ParameterService(
-            self.config,
-            ModelState(model_state_dict),
-            _optimizer_maker(self.config, outer_optimizer_factory),
-            run_id=secrets.token_hex(8),
-            on_change=self._nudge,
-            on_stop=self._stop_soon,
-        )
-        if saved is not None:
-            self.service.restore(saved)
+        folder = _open_folder(self.config.save_dir) if self.config.save_dir is not None else None
+        try:
+            self.service = self._make_service(model_state_dict, folder, outer_optimizer_factory)
+        except BaseException:
+            if folder is not None:
+                folder.close()
+            raise
         self._monitor = HealthMonitor(self.service.tick, self.service.next_wake)
         self._http: HttpService | None = None
         self._identity: ServerIdentity | None = None  # None = insecure, or not started yet
@@ -95,6 +87,34 @@ class DiLoCoServer:
         self._stopping = threading.Lock()
         self._asked_to_stop = threading.Event()
         self._life = threading.Lock()
+
+    def _make_service(
+        self,
+        model_state_dict: Mapping[str, Tensor] | None,
+        folder: RunFolder | None,
+        outer_optimizer_factory: OptimizerFactory | None,
+    ) -> ParameterService:
+        """Of a new run, or going on with the one that lies in save_dir or where `resume` says."""
+        found = find_run(self.config, folder)
+        if found is not None:
+            if model_state_dict is not None:
+                _check_same_model(model_state_dict, found.state, self.config)
+            model_state_dict = {**found.state.rest, **found.state.params}
+        if model_state_dict is None:
+            raise ConfigError("a server needs a model: give model_state_dict, or resume=PATH of a saved state")
+        begun = folder.facts.run_id if folder is not None and folder.facts is not None else secrets.token_hex(8)
+        service = ParameterService(
+            self.config,
+            ModelState(model_state_dict),
+            _optimizer_maker(self.config, outer_optimizer_factory),
+            run_id=begun,
+            folder=folder,
+            on_change=self._nudge,
+            on_stop=self._stop_soon,
+        )
+        if found is not None:
+            service.restore(found)
+        return service
 
     @property
     def address(self) -> str:
@@ -116,6 +136,11 @@ class DiLoCoServer:
         return Access(host, port, self._identity.tokens.load().run, self._identity.fingerprint)
 
     @property
+    def is_resumed(self) -> bool:
+        """Does it go on with a run that was there before?"""
+        return self.service.resumed
+
+    @property
     def run_id(self) -> str:
         return self.service.coordinator.run_id
 
@@ -125,7 +150,10 @@ class DiLoCoServer:
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
         """Go on where a saved run was: a state, a folder of states, or an old `.pt`. Before anybody has joined."""
-        self.service.restore(load_state(path))
+        config = dataclasses.replace(self.config, resume=os.fspath(path))
+        found = find_run(config, self.service.keeper.folder)
+        assert found is not None
+        self.service.restore(found)
 
     @property
     def sync_round(self) -> int:
@@ -136,6 +164,8 @@ class DiLoCoServer:
         with self._life:
             if self._http is not None:
                 raise ConfigError("this server was started before; make a new one")
+            if self.config.save_dir is None:
+                log.info("nothing of this run is kept on disk: give save_dir, and it survives a restart of the server")
             if not self.config.insecure:
                 self._identity = self._credentials.server_identity(self.config.tls_cert, self.config.tls_key)
             http = self._listen()
@@ -189,6 +219,7 @@ class DiLoCoServer:
         self._asked_to_stop.set()
         with self._stopping:  # a second caller waits until it is done
             if self._http is None or self._stopped:
+                self.service.keeper.close()
                 return
             self._stopped = True
             log.info("stopping at round %d", self.sync_round)
@@ -260,9 +291,6 @@ class DiLoCoServer:
         ) from last
 
 
-OptimizerMaker = Callable[[Manifest], OuterOptimizer | DelayedNesterov]
-
-
 def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> OptimizerMaker:
     """How the outer optimizer is made once the model is known. What is wrong with it is said now."""
     buffer_size = config.delayed_nesterov
@@ -271,31 +299,40 @@ def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> 
             "asynchronous, and dn_buffer_size=0: the outer optimizer steps on every push. With momentum this tends to "
             "diverge; leave dn_buffer_size out for Delayed Nesterov."
         )
-    lr, momentum, nesterov = config.outer_lr, config.outer_momentum, config.nesterov
     if factory is not None:
         check_factory(factory)
-        if buffer_size:
-            DelayedNesterov.from_sgd(buffer_size, factory, {"probe": (1,)})
-            return lambda manifest: DelayedNesterov.from_sgd(buffer_size, factory, _shapes(manifest))
-        return lambda manifest: TorchOuter(factory, _shapes(manifest))
-    Nesterov(lr, momentum, nesterov=nesterov)
-    if not buffer_size:
-        return lambda manifest: Nesterov(lr, momentum, nesterov=nesterov)
-    if not nesterov:
+    elif buffer_size and not config.nesterov:
         raise ConfigError(
             "Delayed Nesterov is what its name says: with nesterov=False choose dn_buffer_size=0, or outer_momentum=0"
         )
-    return lambda manifest: DelayedNesterov(buffer_size, lr, momentum)
+    _make_optimizer(config, factory, {"probe": (1,)})
+    return lambda config, manifest: _make_optimizer(config, factory, _shapes(manifest))
+
+
+def _make_optimizer(
+    config: ServerConfig, factory: OptimizerFactory | None, shapes: Mapping[str, tuple[int, ...]]
+) -> Outer:
+    buffer_size, lr, momentum = config.delayed_nesterov, config.outer_lr, config.outer_momentum
+    if factory is not None:
+        return DelayedNesterov.from_sgd(buffer_size, factory, shapes) if buffer_size else TorchOuter(factory, shapes)
+    return (
+        DelayedNesterov(buffer_size, lr, momentum) if buffer_size else Nesterov(lr, momentum, nesterov=config.nesterov)
+    )
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in manifest.parameters if spec.role == "parameter"}
 
 
-def _check_same_model(given: Mapping[str, Tensor], saved: SavedState) -> None:
+def _check_same_model(given: Mapping[str, Tensor], saved: SavedState, config: ServerConfig) -> None:
     held = {**saved.rest, **saved.params}
     odd = [n for n, t in given.items() if n in held and held[n].shape != t.shape]
     odd += [n for n in held if n not in given and n not in (saved.manifest.aliases if saved.manifest else {})]
+    if odd and config.resume is None:
+        raise ConfigError(
+            f"save_dir {config.save_dir!r} holds run {saved.run_id} of another model than the one given: {odd[0]!r} is "
+            "missing or has another shape; give this model a save_dir of its own, or leave the model out to go on there"
+        )
     if odd:
         raise ConfigError(
             f"the saved state is of another model than the one given: {odd[0]!r} is missing or has another shape; "
@@ -303,14 +340,15 @@ def _check_same_model(given: Mapping[str, Tensor], saved: SavedState) -> None:
         )
 
 
-def _check_writable(folder: str) -> None:
-    """Now, rather than after the first rounds."""
+def _open_folder(place: str) -> RunFolder:
+    """Ours from now on, and known to be writable rather than found not to be after the first rounds."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        folder = RunFolder(Path(place))
+        with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        raise ConfigError(f"save_dir {folder!r} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"save_dir {place!r} cannot be written: {error.strerror}") from error
+    return folder
 
 
 def _reason(error: OSError) -> str:

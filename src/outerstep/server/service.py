@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -20,17 +20,13 @@ from ..config import ServerConfig
 from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
 from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer, is_news
-from ..coordination.fragment import Fragment
-from ..coordination.plan import Settled, settle
-from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov
-from ..core.outer import OuterOptimizer
+from ..durable.run_folder import RunFolder
 from ..errors import (
     BadRequest,
     Busy,
     ConfigError,
     Conflict,
-    PlanMismatch,
     Refused,
     ServerError,
     ServerFailed,
@@ -50,10 +46,8 @@ from ..types import (
     Join,
     JoinAnswer,
     Leave,
-    Manifest,
     Offer,
     Participant,
-    Plan,
     Poll,
     PollAnswer,
     PutPart,
@@ -61,12 +55,13 @@ from ..types import (
     Request,
 )
 from ..wire.service import Body
-from .founding import check_room, draw_up
+from .founding import found_run
 from .intake import Intake
-from .keeping import Keeper, recall, restore
+from .keeping import Keeper
 from .model_state import ModelState
 from .motion import Motion
-from .pool import Shelf, return_free_memory
+from .outer_state import OptimizerMaker, Outer
+from .resuming import Found, restore
 from .rounds import RoundsThread
 from .saved import SavedState
 from .status import build_status
@@ -83,9 +78,10 @@ class ParameterService:
         self,
         config: ServerConfig,
         model: ModelState,
-        make_optimizer: Callable[[Manifest], OuterOptimizer | DelayedNesterov],
+        make_optimizer: OptimizerMaker,
         *,
         run_id: str,
+        folder: RunFolder | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
@@ -102,19 +98,22 @@ class ParameterService:
             token_budget=config.token_budget,
             drain_timeout_s=config.drain_timeout_s,
         )
-        self.coordinator.remembers = config.save_dir is not None
+        self.coordinator.remembers = folder is not None
         self.stores: list[FragmentStore] = []
         self.failure = ""
+        self.trouble = ""  # why nothing can be written at the moment; until it can, no round is announced
         self.heritage: SavedState | None = None  # an imported state that waits for the first worker's manifest
-        self._closing = False
+        self.resumed = False
+        self._closing = False  # nobody waits here any longer
+        self._ended = False  # nothing is taken in any more
         self.started_at = clock()
         self.bytes_sent = 0
         self.make_optimizer = make_optimizer
-        self.optimizer: OuterOptimizer | DelayedNesterov | None = None
+        self.optimizer: Outer | None = None
         self._on_change = on_change
         self._on_stop = on_stop
         self.events = EventLog(config.event_log)
-        self.keeper = Keeper(config, self.events)
+        self.keeper = Keeper(config, self.events, folder)
         self.changed = threading.Condition()  # its lock guards the coordinator and everything below
         self.intake = Intake(
             config,
@@ -127,9 +126,12 @@ class ParameterService:
 
     def start(self) -> None:
         coordinator = self.coordinator
-        resumed = coordinator.plan is not None or self.heritage is not None
-        self.events.write("server", run_id=coordinator.run_id, round=coordinator.sync_round, resumed=resumed)
+        self.events.write("server", run_id=coordinator.run_id, round=coordinator.sync_round, resumed=self.resumed)
+        self.keeper.begin(coordinator.run_id)
         self._rounds.start()
+        with self.changed:
+            if coordinator.plan is not None:
+                self._rounds.note()  # under which settings it goes on; and if it went back, from where
 
     def release_polls(self) -> None:
         """Answer everybody who waits: the server is about to stop listening."""
@@ -139,13 +141,18 @@ class ParameterService:
 
     def stop(self) -> None:
         """Finish the rounds that were decided, save, then end."""
+        with self.changed:
+            self._ended = True
+            self.changed.notify_all()
         self._rounds.stop()
         self.intake.close()
         versions = tuple(fragment.published.version for fragment in self.coordinator.fragments)
-        if self.config.save_dir is not None and not self.failure and versions != self.keeper.saved_versions:
+        sound = not self.failure and not self._rounds.gave_up
+        if self.keeper.mode != "none" and sound and versions != self.keeper.saved_versions:
             self._rounds.save("the server stops")
         self.events.write("stop", round=self.coordinator.sync_round)
         self.events.close()
+        self.keeper.close()
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -168,11 +175,11 @@ class ParameterService:
     def _answer(self, request: Request) -> Answer:
         match request:
             case Join():
-                return self._decide(lambda now: self._join(request, now))
+                return self._join(request)
             case Heartbeat():
                 return self._decide(lambda now: self.coordinator.heartbeat(request, now))
             case Leave():
-                return self._decide(lambda now: self.coordinator.leave(request, now))
+                return self._leave(request)
             case Offer():
                 return self._decide(lambda now: self.coordinator.offer(request, now))
             case Commit():
@@ -218,7 +225,11 @@ class ParameterService:
         self.events.write("control", command=request.kind, worker=request.worker_id, reason=request.reason)
         if request.kind == "save":
             return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
-        answer = self._decide(lambda now: carry_out(self.coordinator, request, now))
+        with self.changed:
+            answer = self._decide(lambda now: carry_out(self.coordinator, request, now))
+            outlives = request.kind in ("kick", "plan", "budget", "shutdown") and self.coordinator.plan is not None
+            noted = self._rounds.note() if outlives else 0
+        self._rounds.wait_for(noted)
         assert isinstance(answer, ControlAnswer)
         return answer
 
@@ -235,13 +246,15 @@ class ParameterService:
             raise made
         return made
 
-    def restore(self, saved: SavedState) -> None:
+    def restore(self, found: Found) -> None:
         """Go on where a saved run was. Before anybody has joined."""
         with self.changed:
             if self.coordinator.plan is not None:
                 raise ConfigError("a state is loaded before the first worker joins; make a new server for it")
-            restore(self, saved, self.clock())
-            self.keeper.saved_round = saved.round
+            restore(self, found.state, found.records, self.clock())
+            self.resumed = True
+            if found.in_place:
+                self.keeper.go_on_from(found.state)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -291,79 +304,36 @@ class ParameterService:
         if any(map(is_news, effects)):
             self.changed.notify_all()
 
-    def _join(self, request: Join, now: float) -> JoinAnswer:
-        self.coordinator.check_join(request)
-        if self.coordinator.plan is None:
-            self._fix_plan(request)
-        return self.coordinator.join(request, now)
+    def _join(self, request: Join) -> JoinAnswer:
+        """Who has joined is on the disk before it is told so: its incarnation must not be given away twice."""
 
-    def _fix_plan(self, request: Join) -> None:
-        """The first worker is here: what its model is and what nobody has settled yet is settled now."""
-        settled = settle(
-            self.config.wishes,
-            request.wishes,
-            request.worker_id,
-            base_sync_every=self.config.dylu_base_sync_every if self.config.dylu_enabled else None,
-        )
-        manifest = request.manifest or self.model.manifest()
-        self.model.check(manifest)
-        heritage = self.heritage
-        try:
-            plan = draw_up(self.config, settled, manifest)
-            optimizer = self.make_optimizer(manifest)
-            if heritage is not None:
-                recall(optimizer, heritage.optimizer, {spec.name for spec in manifest.parameters})
-            first = heritage.round if heritage is not None else 0
-            versions = (first,) * len(plan.fragments)
-            self.found(plan=plan, settled=settled, manifest=manifest, versions=versions, optimizer=optimizer)
-            self.heritage = None  # it is in the stores now; a second copy would only take room
-        except ConfigError as error:
-            raise PlanMismatch(str(error)) from error
+        def decide(now: float) -> JoinAnswer:
+            self.coordinator.check_join(request)
+            if self.coordinator.plan is None:
+                found_run(self, request)
+            return self.coordinator.join(request, now)
 
-    def found(
-        self,
-        *,
-        plan: Plan,
-        settled: Settled,
-        manifest: Manifest,
-        versions: Sequence[int],
-        optimizer: OuterOptimizer | DelayedNesterov,
-        targets: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """The model and its fragments come to be."""
-        check_room(self.config, plan, manifest)
-        self.optimizer = optimizer
-        up, down = Recipe.parse(plan.codec), Recipe.parse(plan.down_codec)
-        specs = {spec.name: spec for spec in manifest.parameters}
-        initial, shelf = self.model.initial(manifest), Shelf()
-        self.stores = [
-            FragmentStore(
-                i,
-                [specs[name] for name in names],
-                initial,
-                up,
-                down,
-                self.config.part_size_bytes,
-                version=version,
-                max_staleness=plan.max_staleness,
-                run_id=self.coordinator.run_id,
-                targets=targets,
-                shelf=shelf,
-            )
-            for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
-        ]
-        self.coordinator.fix(
-            plan=plan,
-            settled=settled,
-            manifest=manifest,
-            fragments=[
-                Fragment.at(store.newest.agreement, store.max_payload_bytes, store.max_sections)
-                for store in self.stores
-            ],
-        )
-        del initial
-        self.model.forget_trained(manifest)
-        return_free_memory()
+        with self.changed:
+            before = self._presence(request.worker_id)
+            answer = self._decide(decide)
+            changed = self._presence(request.worker_id) != before
+            noted = self._rounds.note() if changed else self._rounds.noted
+        self._rounds.wait_for(noted)
+        assert isinstance(answer, JoinAnswer)
+        return answer
+
+    def _leave(self, request: Leave) -> Answer:
+        """Noted, so that a restarted server does not wait for who has left; but nobody waits for that."""
+        with self.changed:
+            before = self._presence(request.worker_id)
+            answer = self._decide(lambda now: self.coordinator.leave(request, now))
+            if self._presence(request.worker_id) != before:
+                self._rounds.note()
+        return answer
+
+    def _presence(self, worker_id: str) -> tuple[int, bool]:
+        member = self.coordinator.members.find(worker_id)
+        return (0, False) if member is None else (member.incarnation, member.live)
 
     def _poll(self, request: Poll) -> PollAnswer:
         """With an agreement goes what leads to it, from what the asker holds; a group is told the hash of each
@@ -387,10 +357,11 @@ class ParameterService:
             while True:
                 now = self.clock()
                 answer = self.coordinator.poll(request, now)
-                if answer.agreement is not None or answer.wanted or self.failure or self._closing:
+                if answer.agreement is not None or answer.wanted or self.failure or self._closing or self._ended:
                     return answer
                 if now >= until:
-                    return replace(answer, retry_after_s=0.0)  # it has waited here
+                    waiting_for = self.trouble[:256] or answer.waiting_for
+                    return replace(answer, retry_after_s=0.0, waiting_for=waiting_for)  # it has waited here
                 self.changed.wait(until - now)
 
     def _commit(self, request: Commit) -> CommitAnswer:
@@ -422,6 +393,26 @@ class ParameterService:
             self.coordinator.published(store.publish(made, participants, now).agreement, now)
             self._flush()
 
+    @property
+    def model_bytes(self) -> int:
+        return sum(4 * store.numel for store in self.stores)
+
+    def disk_fails(self, error: OSError) -> None:
+        """Nothing can be written: rounds are computed and not announced, joins wait. It is tried again until it can."""
+        why = f"the server cannot write to {self.config.save_dir}: {error.strerror or error}; rounds wait until it can"
+        with self.changed:
+            if why != self.trouble:
+                log.error("%s (%s)", why, error)
+                self.events.write("disk_fails", why=str(error))
+            self.trouble = why
+
+    def disk_works(self) -> None:
+        with self.changed:
+            if self.trouble:
+                log.info("the server can write to %s again", self.config.save_dir)
+                self.events.write("disk_works")
+            self.trouble = ""
+
     def fail(self, reason: str) -> None:
         """The model may be half done: say so to everybody and do nothing more."""
         with self.changed:
@@ -431,5 +422,7 @@ class ParameterService:
             store.down.abandon()
 
     def _check_health(self) -> None:
+        if self._ended:
+            raise Busy("the server is stopping", hint="ask again when it is back", retry_after_s=1.0)
         if self.failure:
             raise ServerFailed(f"the server has stopped: {self.failure}", hint="restart it; its log has the cause")

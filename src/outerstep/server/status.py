@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..coordination.budget import TokenBudget
 from ..coordination.membership import Member
+from ..durable.journal import Journal
 
 if TYPE_CHECKING:
     from .service import ParameterService
@@ -41,6 +42,13 @@ def _quarantine(member: Member, now: float) -> dict[str, object] | None:
     return {"left_s": round(member.conduct.until - now, 1), "reason": member.conduct.reason}
 
 
+def _journal(journal: Journal | None) -> dict[str, int] | None:
+    if journal is None:
+        return None
+    records, size_bytes = journal.behind(0)
+    return {"last": journal.last, "records": records, "size_bytes": size_bytes}
+
+
 def build_status(service: ParameterService) -> dict[str, object]:
     """Called with the service's lock held."""
     coordinator, config, now = service.coordinator, service.config, service.clock()
@@ -52,6 +60,10 @@ def build_status(service: ParameterService) -> dict[str, object]:
         "mode": coordinator.rules.mode,
         "uptime_s": round(now - service.started_at, 1),
         "failure": service.failure,
+        "trouble": service.trouble,
+        "durability": service.keeper.mode,
+        "save_dir": config.save_dir,
+        "journal": _journal(service.keeper.journal),
         "last_save": service.keeper.last,
         "started": coordinator.started,
         "closing": coordinator.closing,

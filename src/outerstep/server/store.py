@@ -19,6 +19,7 @@ from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov, Push
 from ..core.outer import Nesterov, NesterovStep, OuterOptimizer
 from ..digest import data_hash
+from ..errors import ModelError
 from ..types import GetPart, ParameterSpec, Participant, Payload
 from ..wire.frames import layout
 from ..wire.sections import most_bytes, row_pieces
@@ -26,7 +27,7 @@ from .blocks import BLOCK_VALUES, Block, ahead, cut
 from .decoding import Decoder, UpTensor
 from .downlink import Downlink
 from .motion import Motion
-from .pool import Shelf
+from .pool import Shelf, bytes_of
 from .published import Published
 
 GROUP_SIZES = 8  # kept range hashes per version: nobody can make us remember them for every number of sections
@@ -68,8 +69,10 @@ class FragmentStore:
         max_staleness: int = 0,
         run_id: str = "",
         targets: Mapping[str, Tensor] | None = None,
+        statistics: Mapping[int, Mapping[str, Tensor]] | None = None,
         shelf: Shelf | None = None,
     ) -> None:
+        """`statistics`: averaged buffers of earlier versions (of any fragment), as `self.statistics` had them."""
         self.index = index
         self._shelf = shelf or Shelf()
         self.down = Downlink(
@@ -82,8 +85,11 @@ class FragmentStore:
         self.max_payload_bytes = lru_cache(maxsize=64)(self._most_bytes)
         self._roles = {spec.name: spec.role for spec in specs}
         self._averaged = [name for name, role in self._roles.items() if role == "average"]
-        self._statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
-        self._max_staleness = max_staleness
+        self.statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
+        for earlier, values in (statistics or {}).items():
+            if ours := {name: values[name].clone() for name in self._averaged if name in values}:
+                self.statistics[earlier] = ours
+        self.max_staleness = max_staleness
         self._sums: dict[int, _Sum] = {}
         self._blocks = list(cut(self.down.full))
         self._keep_statistics(version)
@@ -181,7 +187,7 @@ class FragmentStore:
     def _rebase(self, values: Tensor, block: Block, base: int, target: Tensor) -> None:
         """Δ of a buffer against T as it is now, in place: T − l = (T − θ_base) + Δ. Buffers are means of values and not
         sums of steps: a mean of two variances is one, but an old difference taken off a new one need not be."""
-        held = self._statistics.get(base)
+        held = self.statistics.get(base)
         if held is None:
             values.zero_()  # older than anything we know: it says nothing
             return
@@ -195,48 +201,75 @@ class FragmentStore:
         optimizer: OuterOptimizer | DelayedNesterov,
         addends: Sequence[Addend] = (),
         now: float = 0.0,
+        *,
+        keep_mean: bool = False,
     ) -> Motion:
-        """The step from the round's mean, what was accumulated and then `addends`, which were not; to be published."""
+        """The step from the round's mean, what was accumulated and then `addends`, which were not; to be published.
+        `keep_mean`: the motion holds it until then, for whoever writes down what replays the round."""
         counted = [addend for addend in addends if addend.weight > 0.0]
         with torch.no_grad(), self.down.moving(version, now) as motion:
             if isinstance(optimizer, DelayedNesterov):
                 self._close_pushed(motion, optimizer, counted)
             else:
-                self._close_mean(motion, optimizer, counted)
+                self._close_mean(motion, optimizer, counted, keep_mean=keep_mean)
         return motion
+
+    def recall_mean(self, version: int, mean: memoryview) -> None:
+        """What a closed round stepped along, as its motion had it: `close` that round once more."""
+        values = self._shelf.take(self.numel)
+        if len(mean) != 4 * self.numel:
+            raise ModelError(f"the mean of fragment {self.index} must have {4 * self.numel} bytes, got {len(mean)}")
+        bytes_of(values)[:] = mean
+        self._sums[version] = _Sum(values, weight=1.0)  # to divide by one changes no bit
 
     def publish(self, made: Motion, participants: tuple[Participant, ...], now: float = 0.0) -> Published:
         published = self.down.publish(made, participants, now)
         self._keep_statistics(made.version)
+        if made.mean is not None:
+            self._shelf.give_back(made.mean)
+            made.mean = None
         return published
 
-    def _close_mean(self, motion: Motion, optimizer: OuterOptimizer, addends: Sequence[Addend]) -> None:
+    def _close_mean(
+        self, motion: Motion, optimizer: OuterOptimizer, addends: Sequence[Addend], *, keep_mean: bool
+    ) -> None:
         """T ← the optimizer's step from T along the mean."""
         total = self._sums.pop(motion.version, None)
         weight = _with(total.weight if total is not None else 0.0, addends)
+        by_blocks = isinstance(optimizer, Nesterov)
+        mean = total.values if total is not None else None
+        if mean is None and weight and (keep_mean or not by_blocks):
+            mean = self._shelf.take(self.numel)
+        gather = _Gather(self._readers(addends), weight, onto=total is not None)
         if weight == 0.0:  # everybody was there, nobody had trained: what the codec left out can go now
             self._follow(motion)
         elif isinstance(optimizer, Nesterov):
-            self._step_by_blocks(motion, optimizer.begin(), total, addends, weight)
+            self._step_by_blocks(motion, optimizer.begin(), gather, mean, keep_mean=keep_mean)
         else:
-            self._step_whole(motion, optimizer, total, addends, weight)
-        if total is not None:
-            self._shelf.give_back(total.values)
+            assert mean is not None
+            self._step_whole(motion, optimizer, gather, mean, keep_mean=keep_mean)
+        if keep_mean:
+            motion.mean = mean
+        elif mean is not None:
+            self._shelf.give_back(mean)
 
     def _step_by_blocks(
-        self, motion: Motion, step: NesterovStep, total: _Sum | None, addends: Sequence[Addend], weight: float
+        self, motion: Motion, step: NesterovStep, gather: _Gather, mean: Tensor | None, *, keep_mean: bool
     ) -> None:
-        """Everything that happens to a block, while it is in the cache."""
-        targets, readers, scratch = self._by_name(motion.target), self._readers(addends), torch.empty(BLOCK_VALUES)
+        """Everything that happens to a block, while it is in the cache. The step overwrites what it is given: a mean
+        that is to be kept it gets as a copy."""
+        targets, scratch = self._by_name(motion.target), torch.empty(BLOCK_VALUES)
 
         @torch.no_grad()
         def move_target(block: Block) -> None:
-            g = total.values[block.place : block.end] if total is not None else scratch[: block.count]
-            self._gather(block, g, readers, motion.version, onto=total is not None)
-            divide(g, weight)
+            g = mean[block.place : block.end] if mean is not None else scratch[: block.count]
+            self._gather(block, g, gather.readers, motion.version, onto=gather.onto)
+            divide(g, gather.weight)
             role = self._roles[block.name]
             if role == "parameter":
-                step.block(block.name, targets[block.name], g, block.start)
+                step.block(
+                    block.name, targets[block.name], scratch[: block.count].copy_(g) if keep_mean else g, block.start
+                )
             elif role == "average":  # a buffer is not optimized: the mean of the workers' values replaces it
                 motion.target[block.place : block.end].sub_(g)
 
@@ -244,21 +277,18 @@ class FragmentStore:
             motion.follow(block)
 
     def _step_whole(
-        self, motion: Motion, optimizer: OuterOptimizer, total: _Sum | None, addends: Sequence[Addend], weight: float
+        self, motion: Motion, optimizer: OuterOptimizer, gather: _Gather, mean: Tensor, *, keep_mean: bool
     ) -> None:
-        """With an optimizer of which we only know that it steps whole tensors."""
-        mean, readers = total.values if total is not None else self._shelf.take(self.numel), self._readers(addends)
+        """With an optimizer of which we only know that it steps whole tensors. It may change its gradients."""
         for block in self._blocks:
             g = mean[block.place : block.end]
-            self._gather(block, g, readers, motion.version, onto=total is not None)
-            divide(g, weight)
-        params, grads = self._by_name(motion.target), self._by_name(mean)
+            self._gather(block, g, gather.readers, motion.version, onto=gather.onto)
+            divide(g, gather.weight)
+        params, grads = self._by_name(motion.target), self._by_name(mean.clone() if keep_mean else mean)
         trained = [name for name, role in self._roles.items() if role == "parameter"]
         optimizer.step({name: params[name] for name in trained}, {name: grads[name] for name in trained})
         for name in self._averaged:
             params[name].sub_(grads[name])
-        if total is None:
-            self._shelf.give_back(mean)
         self._follow(motion)
 
     def _close_pushed(self, motion: Motion, rule: DelayedNesterov, pushes: Sequence[Addend]) -> None:
@@ -305,8 +335,9 @@ class FragmentStore:
     def _keep_statistics(self, version: int) -> None:
         if self._averaged:
             params = self.params()
-            self._statistics[version] = {name: params[name].clone() for name in self._averaged}
-            self._statistics.pop(version - self._max_staleness - 2, None)
+            self.statistics[version] = {name: params[name].clone() for name in self._averaged}
+            for old in [v for v in self.statistics if v < version - self.max_staleness - 1]:
+                del self.statistics[old]
 
 
 class _Reader:
@@ -319,6 +350,16 @@ class _Reader:
 
     def read(self, block: Block, out: Tensor) -> None:
         self._decoder.read(self._data, block.name, block.start, block.stop, out)
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """What makes a round's mean: contributions that were not added yet, Σ w with theirs, and whether it is `onto` a sum
+    of others."""
+
+    readers: Sequence[_Reader]
+    weight: float
+    onto: bool
 
 
 def _with(weight: float, addends: Sequence[Addend]) -> float:

@@ -353,8 +353,8 @@ class HttpService:
 
     def _health(self) -> _Reply:
         """For whoever asks, so it says no more than that; what is wrong is in the status."""
-        failing = bool(self._service.failure)
-        return _Reply(503 if failing else 200, strict_json.encode({"status": "failing" if failing else "ok"}))
+        health = "failing" if self._service.failure else "waiting for its disk" if self._service.trouble else "ok"
+        return _Reply(200 if health == "ok" else 503, strict_json.encode({"status": health}))
 
     def _probe(self, method: str, query: str, body: HttpBody, turn: Turn) -> Callable[[], _Reply]:
         if method == "GET":

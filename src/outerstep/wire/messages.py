@@ -70,6 +70,12 @@ class ErrorAnswer(Plain, frozen=True):
     error: ErrorBody
 
 
+# msgspec learns a type when it is first used; two threads that are the first at the same moment crash the process
+# (0.22: the second finds what the first has half built). So it learns ours now, while there is one thread.
+for _kind in (*(kind for pair in ROUTES.values() for kind in pair), ErrorAnswer):
+    msgspec.json.Decoder(_kind)
+
+
 def find_route(method: str, path: str) -> type[Request]:
     found = ROUTES.get((method, path))
     if found is not None:

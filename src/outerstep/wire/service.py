@@ -25,6 +25,10 @@ class Service(Protocol):
     def failure(self) -> str:
         """Why it cannot go on; "" while it can."""
 
+    @property
+    def trouble(self) -> str:
+        """Why it has to wait, and goes on by itself when it need not; "" while nothing is wrong."""
+
     def answer(self, request: Request) -> Answer:
         """Everything that travels without a body of bytes."""
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from outerstep import model_folder, server
 from outerstep.cli import app
+from outerstep.cli.server import spelled_out
 from outerstep.cli.worker import training_command
 from outerstep.errors import ConfigError
 from outerstep.security import Access
@@ -196,6 +197,7 @@ class Started:
         Started.last = self
 
     sync_round = 7
+    is_resumed = False
 
     def start(self) -> Started:
         return self
@@ -241,6 +243,37 @@ class TestServer:
     def test_a_saved_state_needs_no_model(self) -> None:
         run("server -n 3 --resume saves")
         assert (Started.last.state, Started.last.settings["resume"]) == (None, "saves")
+
+    @pytest.mark.parametrize(
+        ("line", "save_dir", "resume"),
+        [
+            ("-m folder", "outerstep-run", None),
+            ("-m folder --save-every 5", "outerstep-run", None),
+            ("-m folder --save-dir kept", "kept", None),
+            ("-m folder --durability none", None, None),
+            ("-m folder --durability none --save-dir kept", "kept", None),
+            ("-m folder --save-dir none", None, None),
+            ("--resume", "outerstep-run", "outerstep-run"),
+            ("--resume --save-dir kept", "kept", "kept"),
+            ("--resume old/state --save-dir kept", "kept", "old/state"),
+            ("--resume=old/state", "outerstep-run", "old/state"),
+        ],
+    )
+    def test_where_the_run_is_kept_and_what_is_resumed(
+        self, line: str, save_dir: str | None, resume: str | None
+    ) -> None:
+        run(" ".join(spelled_out(["server", "-n", "3", *line.split()])))
+        assert (Started.last.settings["save_dir"], Started.last.settings["resume"]) == (save_dir, resume)
+
+    def test_resuming_what_is_kept_nowhere_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="--resume by itself goes on with the run in save_dir, and there is none"):
+            run("server -n 3 --durability none --resume=save_dir")
+
+    def test_nor_does_a_folder_that_holds_a_run(self) -> None:
+        Path("outerstep-run").mkdir()
+        Path("outerstep-run/run.json").write_text("{}")
+        run("server -n 3")
+        assert (Started.last.state, Started.last.settings["save_dir"]) == (None, "outerstep-run")
 
     def test_without_either_it_says_what_to_give(self) -> None:
         with pytest.raises(ConfigError, match="no model to train: give -m MODEL_DIR, or --resume"):

@@ -1,7 +1,7 @@
 """A server's state on disk: what is in it, how one state is laid out, a folder of states, and an older layout."""
 
 from .old import import_old
-from .saves import load_state, save_state
+from .saves import has_states, load_state, save_state
 from .state import Acceptance, OptimizerState, SavedState, WorkerRecord
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "OptimizerState",
     "SavedState",
     "WorkerRecord",
+    "has_states",
     "import_old",
     "load_state",
     "save_state",

@@ -3,6 +3,7 @@
     model.safetensors    the whole model as its users know it: tied tensors once, dtypes as in the manifest
     state.safetensors    fp32 values of the trained tensors that the model keeps in another dtype, if there are any
     target.safetensors   where the outer optimizer is, if the workers hold that only as far as their codec carried it
+    statistics.safetensors   averaged buffers of earlier versions, if there are any
     outer.safetensors    the outer optimizer's tensors, if it has any
     state.json           everything else, and size and hash of every other file; it is written last
     config.json, …       what was beside the weights in the model folder, so that `from_pretrained` takes this one
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 EXACT = "state.safetensors"
 TARGET = "target.safetensors"
+STATISTICS = "statistics.safetensors"
 OUTER = "outer.safetensors"
 FORMAT_VERSION = 1
 COPIED = (".json", ".txt", ".model", ".jinja")
@@ -63,7 +65,8 @@ class OptimizerFacts(Plain, frozen=True):
 
 class Facts(Plain, frozen=True):
     """The "state" of state.json. `serial` grows from save to save in a folder; `tied` and `exact` say where a tensor is
-    that is not in model.safetensors under its own name, `targets` where its target is."""
+    that is not in model.safetensors under its own name, `targets` where its target is; `statistics`: version → name →
+    label."""
 
     outerstep: str
     serial: Positive
@@ -81,6 +84,7 @@ class Facts(Plain, frozen=True):
     facts: dict[str, Any]
     files: dict[str, FileFacts]
     targets: dict[str, str] = msgspec.field(default_factory=dict)  # states from before there were any have none
+    statistics: dict[Count, dict[str, str]] = msgspec.field(default_factory=dict)  # likewise
 
 
 class Envelope(Plain, frozen=True):
@@ -100,6 +104,10 @@ def write_folder(state: SavedState, place: Path, *, serial: int, model_files: Pa
     _write_labelled(place / EXACT, {label: state.params[name] for name, label in exact.items()})
     targets = {name: f"{i} {name}" for i, name in enumerate(state.targets)}
     _write_labelled(place / TARGET, {label: state.targets[name] for name, label in targets.items()})
+    statistics = {v: {name: f"{v} {name}" for name in values} for v, values in state.statistics.items()}
+    _write_labelled(
+        place / STATISTICS, {statistics[v][n]: t for v, values in state.statistics.items() for n, t in values.items()}
+    )
     optimizer, tensors = _split(state.optimizer)
     _write_labelled(place / OUTER, tensors)
     if model_files is not None:
@@ -116,6 +124,7 @@ def write_folder(state: SavedState, place: Path, *, serial: int, model_files: Pa
         tied=tied,
         exact=exact,
         targets=targets,
+        statistics=statistics,
         optimizer=optimizer,
         ledger=state.ledger,
         totals=state.totals,
@@ -257,12 +266,14 @@ def read_folder(place: Path) -> SavedState:
     for name in facts.files:
         check_file(place, name, facts.files[name], content=True)
     model, exact, target, outer = (_tensors(place, name, facts) for name in (WEIGHTS, EXACT, TARGET, OUTER))
+    earlier = _tensors(place, STATISTICS, facts)
     try:
         params = {
             name: exact[facts.exact[name]] if name in facts.exact else model[facts.tied.get(name, name)]
             for name in facts.params
         }
         targets = {name: target[label] for name, label in facts.targets.items()}
+        statistics = {v: {n: earlier[label] for n, label in labels.items()} for v, labels in facts.statistics.items()}
         rest = {name: model[facts.tied.get(name, name)] for name in facts.rest}
         by_name = {name: dict(_entry(facts.optimizer, name, outer)) for name in facts.optimizer.tensors}
     except KeyError as error:
@@ -271,6 +282,7 @@ def read_folder(place: Path) -> SavedState:
         run_id=facts.run_id,
         params=params,
         targets=targets,
+        statistics=statistics,
         rest=rest,
         manifest=facts.manifest,
         plan=facts.plan,

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...durable.disk import make_folders, sync
+from ...durable.run_folder import read_run
 from ...errors import ConfigError, ModelError
 from ...model_folder import STATE
 from .folder import Facts, looks_whole, read_facts, read_folder, write_folder
@@ -99,9 +100,11 @@ def _newest(place: Path) -> SavedState:
         except ModelError as error:
             skip(folder.name, error)
     found.sort(key=lambda pair: (pair[0].serial, pair[1].name), reverse=True)
+    run = read_run(place)
+    wanted = run.run_id if run is not None else found[0][0].run_id if found else ""
     for facts, folder in found:
-        if facts.run_id != found[0][0].run_id:
-            skip(folder.name, f"it is of run {facts.run_id}, the newest of run {found[0][0].run_id}")
+        if facts.run_id != wanted:
+            skip(folder.name, f"it is of run {facts.run_id}, the newest of run {wanted}")
             continue
         try:
             state = read_folder(folder)
@@ -113,6 +116,11 @@ def _newest(place: Path) -> SavedState:
     if problems:
         raise ModelError(f"no state in {place} can be used: {'; '.join(problems)}")
     raise ModelError(f"{place} holds no saved state: it must have {STATE}, or folders named state-round-…")
+
+
+def has_states(place: Path) -> bool:
+    """Whatever condition they are in."""
+    return any(_states(place))
 
 
 def _states(place: Path) -> Iterator[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +31,17 @@ class SavedState:
     """A server between two rounds.
 
     `params` are the trained tensors as the workers hold them, fp32, under the names that the manifest keeps; `targets`
-    where the outer optimizer is, as far as that is not the same (server/downlink.py); `rest` is what else the model's
-    state dict holds, as it was given. `versions` is per fragment. With `plan` and `manifest` None nobody had joined;
-    then `versions` is empty, or one number that every fragment of the plan to come starts from. `totals` and `facts`
-    are whatever the server wants back: numbers, and JSON.
+    where the outer optimizer is, as far as that is not the same (server/downlink.py); `statistics` the averaged buffers
+    of earlier versions, for contributions that come late; `rest` is what else the model's state dict holds, as given.
+    `versions` is per fragment. With `plan` and `manifest` None nobody had joined; then `versions` is empty, or one
+    number that every fragment of the plan to come starts from. `totals` and `facts` are whatever the server wants back:
+    numbers, and JSON.
     """
 
     run_id: str
     params: dict[str, Tensor]
     targets: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     rest: dict[str, Tensor] = field(default_factory=dict)
     manifest: Manifest | None = None
     plan: Plan | None = None
@@ -73,13 +75,19 @@ def _contradictions(state: SavedState) -> Iterator[str]:
     unknown = [name for name in state.optimizer.by_name if name not in state.params]
     if unknown:
         yield f"the optimizer's state names {unknown[:3]}, which are not trained"
-    for name, tensor in state.targets.items():
+    yield from _beside(state, "target", state.targets)
+    for values in state.statistics.values():
+        yield from _beside(state, "earlier value", values)
+    yield from _against_versions(state)
+
+
+def _beside(state: SavedState, what: str, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, tensor in tensors.items():
         if name not in state.params:
-            yield f"there is a target for {name!r}, which is not trained"
+            yield f"there is a {what} for {name!r}, which is not trained"
         elif tensor.dtype != torch.float32 or tensor.shape != state.params[name].shape:
             shape = list(state.params[name].shape)
-            yield f"the target of {name!r} must be float32 {shape}, got {tensor.dtype} {list(tensor.shape)}"
-    yield from _against_versions(state)
+            yield f"the {what} of {name!r} must be float32 {shape}, got {tensor.dtype} {list(tensor.shape)}"
 
 
 def _against_manifest(state: SavedState) -> Iterator[str]:

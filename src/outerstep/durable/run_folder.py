@@ -1,0 +1,114 @@
+"""The folder of a run: which run lies in it, and which server it belongs to at the moment.
+
+run.json     the run's id, and whether it has begun: then there is a checkpoint, or something is wrong
+lock         held for as long as a server lives; its content says which server
+journal/     what happened since the last checkpoints (journal.py)
+state-…/     the checkpoints (server/saved)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ..errors import ConfigError, ModelError
+from ..types import Plain, Positive, RunId
+from .disk import make_folders, replace_synced
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+LOCK_FILE = "lock"
+JOURNAL = "journal"
+DEFAULT_PLACE = "outerstep-run"
+FORMAT, VERSION = "outerstep run", 1
+
+
+class RunFacts(Plain, frozen=True):
+    """The content of run.json."""
+
+    run_id: RunId
+    began: bool = False
+    format: str = FORMAT
+    version: Positive = VERSION
+
+
+class RunFolder:
+    """Ours from here to `close`: a second server is refused. Raises OSError if the folder cannot be written."""
+
+    def __init__(self, place: Path) -> None:
+        self._lock: int | None = None
+        self.place = place
+        make_folders(place)
+        self._lock = _lock(place)
+        try:
+            self.facts = read_run(place)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def journal_place(self) -> Path:
+        return self.place / JOURNAL
+
+    def note(self, run_id: str, *, began: bool) -> None:
+        """Which run lies here from now on."""
+        facts = RunFacts(run_id=run_id, began=began)
+        if facts != self.facts:
+            replace_synced(self.place / RUN_FILE, msgspec.json.encode(facts))
+            self.facts = facts
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def read_run(place: Path) -> RunFacts | None:
+    """Which run lies there; None = it was never said."""
+    file = place / RUN_FILE
+    try:
+        facts = msgspec.json.decode(file.read_bytes(), type=RunFacts)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(
+            f"{file} cannot be read: {error}; restore it, or delete it if the newest saved state in {place} is the one "
+            "to go on from"
+        ) from error
+    if (facts.format, facts.version) != (FORMAT, VERSION):
+        raise ModelError(f"{file} must have format {FORMAT!r} {VERSION}, got {facts.format[:80]!r} {facts.version}")
+    return facts
+
+
+def has_journal(place: Path) -> bool:
+    journal = place / JOURNAL
+    return journal.is_dir() and any(journal.iterdir())
+
+
+def _lock(place: Path) -> int:
+    """The descriptor that holds the lock. The system lets go of it when the process ends, however it ends."""
+    descriptor = os.open(place / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(descriptor, 512).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise ConfigError(
+            f"save_dir {str(place)!r} belongs to a server that is running ({holder}); stop that one, or give this one "
+            "a save_dir of its own"
+        ) from error
+    except OSError as error:  # some network file systems have no locks
+        log.warning("%s cannot be locked (%s): see to it that no second server uses it", place, error)
+    with suppress(OSError):  # a full disk: who holds it is only said for people
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+    return descriptor

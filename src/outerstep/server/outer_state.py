@@ -1,0 +1,57 @@
+"""What the outer optimizer remembers: into a saved state, and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..config import ServerConfig
+from ..core.delayed import DelayedNesterov
+from ..core.outer import Nesterov, OuterOptimizer
+from ..errors import ConfigError
+from ..types import Manifest
+from .saved import OptimizerState
+
+log = logging.getLogger(__name__)
+
+Outer = OuterOptimizer | DelayedNesterov
+OptimizerMaker = Callable[[ServerConfig, Manifest], Outer]
+
+
+def recall(optimizer: Outer, saved: OptimizerState, names: set[str] | None = None) -> None:
+    """Give the optimizer back what it remembered (of these names). Another kind of optimizer is refused."""
+    check_kind(optimizer, saved)
+    by_name = {n: entry for n, entry in saved.by_name.items() if names is None or n in names}
+    if isinstance(optimizer, DelayedNesterov):
+        if saved.kind == _kind(optimizer):
+            optimizer.load_state_dict({**saved.facts, "tensors": by_name})  # type: ignore[typeddict-item]
+        elif by_name:
+            log.warning("the imported momentum is of another rule than Delayed Nesterov and was left out")
+        return
+    if isinstance(optimizer, Nesterov):
+        by_name = {name: entry for name, entry in by_name.items() if "momentum_buffer" in entry}
+    optimizer.load_state_dict(by_name)
+
+
+def check_kind(optimizer: Outer, saved: OptimizerState) -> None:
+    kind = _kind(optimizer)
+    if saved.kind not in ("none", "old", kind) and saved.by_name:
+        raise ConfigError(
+            f"the state was saved with the outer optimizer {saved.kind!r}, now it is {kind!r}; "
+            "resume with the same (async_mode, dn_buffer_size, outer_optimizer_factory)"
+        )
+
+
+def state_of(optimizer: Outer | None) -> OptimizerState:
+    """The tensors are the live ones."""
+    if optimizer is None:
+        return OptimizerState("none")
+    if isinstance(optimizer, DelayedNesterov):
+        state = optimizer.state_dict()
+        facts = {"counts": state["counts"], "buffer_size": state["buffer_size"]}
+        return OptimizerState(_kind(optimizer), dict(state["tensors"]), facts)
+    return OptimizerState(_kind(optimizer), optimizer.state_dict())
+
+
+def _kind(optimizer: Outer) -> str:
+    return {"DelayedNesterov": "delayed_nesterov", "Nesterov": "nesterov"}.get(type(optimizer).__name__, "torch")

@@ -1,0 +1,257 @@
+"""From what lies on the disk to a server that goes on: a checkpoint, and the journal replayed on top of it.
+
+A recorded round is closed by the code that closed it the first time, from the same mean or the same contributions, and
+must give the anchor that the workers were told of, bit for bit. If it does not, the start is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from ..config import ServerConfig
+from ..coordination.plan import Settled, changed
+from ..coordination.remembered import LEAP, Remembered, resume
+from ..durable.disk import FolderDisk
+from ..durable.journal import Journal, Record
+from ..durable.run_folder import RunFolder, has_journal
+from ..errors import ConfigError, ModelError, PlanMismatch
+from ..model_folder import STATE
+from ..types import Plan, Wishes
+from .founding import make_stores, open_run, read_codecs
+from .keeping import said
+from .model_state import ModelState
+from .outer_state import Outer, check_kind, recall, state_of
+from .records import RoundRecord, addends, read
+from .saved import SavedState, has_states, load_state
+from .store import FragmentStore
+
+if TYPE_CHECKING:
+    from .service import ParameterService
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, the journal behind it, and whether they are those of `save_dir`, where the run goes on."""
+
+    state: SavedState
+    journal: Journal | None
+    in_place: bool
+
+    @property
+    def records(self) -> Iterable[Record]:
+        return self.journal.after(int(self.state.facts.get("journal", 0))) if self.journal is not None else ()
+
+
+def find_run(config: ServerConfig, folder: RunFolder | None) -> Found | None:
+    """What to go on from; None = nothing, a new run begins. `folder` is that of `save_dir`."""
+    wanted = Path(config.resume) if config.resume is not None else None
+    if folder is not None and (wanted is None or wanted.resolve() == folder.place.resolve()):
+        if holds_run(folder):
+            found = _newest_in(folder.place, in_place=True)
+            log.info(
+                "%s holds run %s: going on with it. (For a new run choose another save_dir, or move this one away.)",
+                folder.place,
+                found.state.run_id,
+            )
+            return found
+        if wanted is not None:
+            raise ConfigError(f"there is nothing to resume in {str(wanted)!r}: leave resume out to begin a run there")
+    if wanted is None:
+        return None
+    if wanted.is_dir() and not (wanted / STATE).is_file():
+        found = _newest_in(wanted, in_place=False)
+    else:
+        found = Found(load_state(wanted), None, in_place=False)
+    if folder is not None and holds_run(folder):
+        _check_gives_up_its_own(folder, found.state, wanted)
+    return found
+
+
+def holds_run(folder: RunFolder) -> bool:
+    """Is there anything that somebody may have been told of?"""
+    begun = folder.facts is not None and folder.facts.began
+    return begun or has_states(folder.place) or has_journal(folder.place)
+
+
+def _newest_in(place: Path, *, in_place: bool) -> Found:
+    journal = Journal(FolderDisk(place / "journal"), ours=in_place) if has_journal(place) else None
+    return Found(load_state(place), journal, in_place)
+
+
+def _check_gives_up_its_own(folder: RunFolder, state: SavedState, wanted: Path) -> None:
+    """A run may go back to an earlier state of its own; another run needs another folder."""
+    held = folder.facts.run_id if folder.facts is not None else load_state(folder.place).run_id
+    if held != state.run_id:
+        raise ConfigError(
+            f"save_dir {str(folder.place)!r} holds run {held}, and {str(wanted)!r} is of run {state.run_id}: leave "
+            "resume out to go on with the first, or choose another save_dir for the second"
+        )
+    log.warning("going back to %s: what came after it in %s is given up", wanted, folder.place)
+
+
+# --- into a service -----------------------------------------------------------------------------------------------
+
+
+def restore(service: ParameterService, saved: SavedState, records: Iterable[Record], now: float) -> None:
+    """Before anybody has joined."""
+    coordinator = service.coordinator
+    coordinator.run_id = saved.run_id
+    service.model = ModelState({**saved.rest, **saved.params})
+    if saved.plan is None or saved.manifest is None:
+        service.heritage = saved  # the first worker to join says which of it is trained
+        coordinator.total_accepted = int(saved.totals.get("total_submissions", 0))
+        return
+    _check_unchanged(service.config, saved.plan)
+    check_kind(service.make_optimizer(service.config, saved.manifest), saved.optimizer)
+    stores = make_stores(service, saved.plan, saved.manifest, saved.versions, saved.targets, saved.statistics)
+    outer = _OuterOverTime(service, saved)
+    remembered = _replay(saved, stores, outer, records)
+    optimizer = outer.under(said(service.config)["outer"])
+    plan = _plan_now(service, remembered.plan, remembered.facts.get("said", {}).get("wishes", {}))
+    for store in stores:
+        store.max_staleness = plan.max_staleness
+    open_run(service, plan, _settled(remembered), saved.manifest, optimizer, stores)
+    if service.config.token_budget == remembered.facts.get("said", {}).get("token_budget"):
+        coordinator.budget.limit = remembered.facts.get("token_budget")  # as an operator may have changed it since
+    expect_back = service.config.heartbeat_timeout > 0
+    resume(coordinator, remembered.ledger, remembered.totals, remembered.facts, now, expect_back=expect_back)
+    log.info("resumed run %s at round %d", saved.run_id, coordinator.sync_round)
+
+
+class _OuterOverTime:
+    """The outer optimizer, as it was under the settings of each record: another learning rate at a later start must not
+    change what came before it."""
+
+    def __init__(self, service: ParameterService, saved: SavedState) -> None:
+        self._service, self._saved = service, saved
+        self._made: Outer | None = None
+        self._settings: dict[str, Any] = {}
+
+    def under(self, settings: dict[str, Any]) -> Outer:
+        """`settings`: {} = from before they were kept: those of now."""
+        if self._made is not None and settings == self._settings:
+            return self._made
+        config, manifest = self._service.config, self._saved.manifest
+        assert manifest is not None
+        if settings:
+            buffer_size = settings["dn_buffer_size"] if config.async_mode else None
+            config = dataclasses.replace(config, **{**settings, "dn_buffer_size": buffer_size})
+        made = self._service.make_optimizer(config, manifest)
+        recall(made, self._saved.optimizer if self._made is None else state_of(self._made))
+        self._made, self._settings = made, settings
+        return made
+
+
+def _replay(
+    saved: SavedState, stores: list[FragmentStore], outer: _OuterOverTime, records: Iterable[Record]
+) -> Remembered:
+    """The records into the stores, one by one; what the last of them remembers."""
+    assert saved.plan is not None
+    remembered = Remembered(
+        run_id=saved.run_id,
+        plan=saved.plan,
+        versions=saved.versions,
+        ledger=saved.ledger,
+        totals=saved.totals,
+        facts=saved.facts,
+    )
+    count = rounds = 0
+    for record in records:
+        head = read(record)
+        if head.remembered.run_id != saved.run_id:
+            raise ModelError(
+                f"journal record {record.serial} is of run {head.remembered.run_id}, the saved state of run "
+                f"{saved.run_id}; {_REMEDY}"
+            )
+        if head.round is not None:
+            for store in stores:
+                store.max_staleness = head.remembered.plan.max_staleness
+            settings: dict[str, Any] = head.remembered.facts.get("said", {}).get("outer", {})
+            _replay_round(head.round, record, stores, outer.under(settings))
+            rounds += 1
+        remembered, count = head.remembered, count + 1
+    if count:
+        log.info("replayed %d journal record(s), %d of them rounds", count, rounds)
+    if remembered.versions != tuple(store.newest.version for store in stores):
+        raise ModelError(f"the journal's last record is about rounds {remembered.versions}, which it does not hold")
+    return remembered
+
+
+def _replay_round(round_: RoundRecord, record: Record, stores: list[FragmentStore], optimizer: Outer) -> None:
+    if round_.fragment >= len(stores) or round_.version != stores[round_.fragment].newest.version + 1:
+        raise ModelError(
+            f"journal record {record.serial} makes version {round_.version} of fragment {round_.fragment}, which does "
+            f"not follow on what is there; {_REMEDY}"
+        )
+    store = stores[round_.fragment]
+    if round_.kind == "mean":
+        store.recall_mean(round_.version, record.payload)
+    made = store.close(round_.version, optimizer, addends(round_, record.payload) if round_.kind == "pushes" else ())
+    published = store.publish(made, round_.participants)
+    if published.agreement.anchor_hash != round_.anchor_hash:
+        raise ModelError(
+            f"replaying journal record {record.serial} makes version {round_.version} of fragment {round_.fragment} "
+            f"with hash {published.agreement.anchor_hash}, and the workers were told {round_.anchor_hash}: this "
+            "machine computes other bits than the one that wrote it, or outer_optimizer_factory has changed; start once"
+            f" on a machine, with a version of torch and an outer optimizer as before, and save there; or {_REMEDY}"
+        )
+
+
+def _check_unchanged(config: ServerConfig, saved: Plan) -> None:
+    """What can never change in a run must be as it was, where the settings state it."""
+    wishes = config.wishes
+    has = {"num_fragments": len(saved.fragments), "codec": saved.codec, "down_codec": saved.down_codec}
+    stated = {**{name: getattr(wishes, name) for name in has}, "part_size_bytes": config.part_size_bytes}
+    if stated["codec"] is not None:
+        stated["codec"] = read_codecs(stated["codec"], "same")[0].name
+    if stated["down_codec"] is not None:
+        stated["down_codec"] = read_codecs(saved.codec, stated["down_codec"])[1].name
+    for name, value in {**has, "part_size_bytes": saved.part_size_bytes}.items():
+        if stated[name] not in (None, value):
+            raise ConfigError(f"the saved run has {name}={value}, which cannot change; the settings say {stated[name]}")
+
+
+def _plan_now(service: ParameterService, saved: Plan, said_before: dict[str, Any]) -> Plan:
+    """The saved plan under today's settings: what is said anew is a change, as far as it can change."""
+    stated = {n: v for n, v in msgspec.to_builtins(service.config.wishes).items() if v is not None}
+    news = {
+        name: value
+        for name, value in stated.items()
+        if name not in ("num_fragments", "codec", "down_codec")
+        and value not in (getattr(saved, name), said_before.get(name))
+    }
+    for name, value in news.items():
+        log.info("the settings change %s of the saved run from %s to %s", name, getattr(saved, name), value)
+    try:
+        plan = changed(saved, Wishes(**news)) if news else saved
+    except PlanMismatch as error:
+        raise ConfigError(f"the settings do not fit the saved run: {error.message}") from error
+    return replace(
+        plan,
+        max_staleness=service.coordinator.rules.max_staleness,
+        heartbeat_timeout_s=service.config.heartbeat_timeout,
+        mode=service.coordinator.rules.mode,
+        weight_by=service.config.weight_by,
+        dylu=service.config.dylu_enabled,
+        revision=plan.revision + LEAP,
+    )
+
+
+def _settled(remembered: Remembered) -> Settled:
+    try:
+        return msgspec.convert(remembered.facts.get("settled", {}), Settled)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"the saved state does not say how its plan was settled: {error}") from error
+
+
+_REMEDY = "resume a saved state by its path to give up what came after it"
