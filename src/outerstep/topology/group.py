@@ -75,6 +75,7 @@ class Facts(msgspec.Struct, frozen=True):
     retries: int = 0
     rejoins: int = 0
     counted_in: int = 0
+    steps_lost: int = 0
     kinds: tuple[Kind, ...] = ()
 
     @classmethod

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from ..coordination.exchange import Outcome
 from ..coordination.fetch import Held
+from ..coordination.sending import Sending
 from ..errors import ExchangeFailed, WorkerError
 from . import Sight
 from .courier import Courier
@@ -40,6 +41,11 @@ class ServerTicket:
     @property
     def failed(self) -> bool:
         return self._crash is not None or self.courier.exchange.outcome is None
+
+    @property
+    def sending(self) -> Sending | None:
+        """The contribution, as far as the server has said what becomes of it."""
+        return self.courier.exchange.outbox.own
 
     def look(self, timeout_s: float) -> Sight:
         done, exchange = self.wait(timeout_s), self.courier.exchange
