@@ -14,7 +14,8 @@ The HTTP client and the simulator drive this same machine.
              └───────┴──────────┴──────────┘ └───────┘ superseded while fetching
 
 Anything lost is asked again under the same key after a back-off with jitter; anything confusing goes back to OFFER,
-whose answer tells what the server has. Without a contribution (a worker that just joined) it begins at POLL.
+whose answer tells what the server has. Without a contribution (a worker that just joined) it begins at POLL. With an
+earlier contribution that is not confirmed yet (sending.py), that one is offered first, in the same way.
 
 The processes of a sharded group carry one contribution together: each runs this machine with a `Share`. It sends its
 own parts, then offers again until the server misses none; only the one that speaks commits. It ends at the agreement,
@@ -30,9 +31,10 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from ..digest import Parts, payload_hash
 from ..errors import (
     Busy,
+    Conflict,
+    Fenced,
     FutureRound,
     HashMismatch,
     MissingParts,
@@ -57,6 +59,7 @@ from ..types import (
     GetPartAnswer,
     Join,
     JoinAnswer,
+    OfContribution,
     Offer,
     OfferAnswer,
     Poll,
@@ -66,27 +69,13 @@ from ..types import (
     Request,
 )
 from .fetch import Fetch, Held, Wanted
+from .patience import Patience as Patience
+from .sending import Outbox, Sending
+from .sending import Outcome as Outcome
+from .sending import Share as Share
 from .session import Session as Session
 
 FIRST_ASK_S, LAST_ASK_S = 0.02, 0.5  # how often a process of a group asks whether the others have sent their parts
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How hard to try. A failed call is repeated after uniform(½, 1)·min(first·2ⁿ, longest) seconds."""
-
-    first_backoff_s: float = 0.5
-    longest_backoff_s: float = 30.0
-    give_up_after_s: float = 900.0  # without any answer at all
-    poll_wait_s: float = 5.0
-    calls_in_flight: int = 4
-    stuck_after_s: float | None = None  # while too few workers are alive for the round to close at all; None = wait
-    stay_for_own_round: bool = False  # even when late, wait for the agreement that holds the contribution
-    damaged_parts: int = 16  # parts that may arrive with a wrong hash before we believe it is not the line
-
-    def backoff_s(self, failures: int, rng: random.Random) -> float:
-        ceiling = min(self.first_backoff_s * 2.0 ** min(failures - 1, 32), self.longest_backoff_s)
-        return ceiling * rng.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -95,26 +84,6 @@ class Call:
 
     id: int
     request: Request
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The newest agreement, its payload complete and checked; whether our contribution is counted, and in which version
-    (a late one: in one still to come); and, if it is not, whether the server called it too old to ever count."""
-
-    agreement: Agreement
-    counted: bool
-    too_old: bool = False
-    counted_in: int = 0
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one process of a group does of an exchange: its own `parts`; and, if it `speaks`, the commit."""
-
-    sections: int
-    parts: range
-    speaks: bool
 
 
 class Step(Enum):
@@ -135,7 +104,8 @@ class Exchange:
         after: int,
         now: float,
         offer: Offer | None = None,
-        part_hashes: tuple[str, ...] | None = None,
+        part_hashes: tuple[str, ...] = (),
+        earlier: Sending | None = None,
         share: Share | None = None,
         fetch: Wanted | None = None,
         held: Held | None = None,
@@ -144,20 +114,20 @@ class Exchange:
     ) -> None:
         """`after`: the version we hold; without an offer, anything newer is fetched. `offer` carries the facts of the
         contribution (its incarnation is replaced by the session's); its parts are sent as far as their hashes are
-        known, all of them or one by one with `part_ready`. With a `share` it ends at the agreement; with
+        known, all of them or one by one with `part_ready`. `earlier`: one of this fragment that no agreement we hold
+        includes; it is confirmed, or lost, when this exchange is over. With a `share` it ends at the agreement; with
         `fetch` it begins there. `held` tells the server what we have, if we do."""
         self._session = session
         self._fragment = fragment
-        self._after = after
-        self._offer = offer
-        self._part_hashes: dict[int, str] = dict(enumerate(part_hashes or ()))
+        self._newer_than = self._after = after
+        own = Sending(offer, dict(enumerate(part_hashes))) if offer is not None else None
+        self.outbox = Outbox(earlier, own)
         self._share = share
         self._wanted_pieces = fetch
         self._held = held
         self._patience = patience
         self._rng = rng or random.Random()
-        self._counted = False
-        self._counted_in = 0
+        self._stays = patience.stay_for_own_round
         self.outcome: Outcome | None = None
         self.failure: OuterstepError | None = None
         self.agreement: Agreement | None = fetch.agreement if fetch else None  # the one being fetched
@@ -166,7 +136,6 @@ class Exchange:
         self.waiting_for = ""  # what the server said the round waits for
         self.wanted: frozenset[tuple[int, int]] = frozenset()  # (fragment, version) of other rounds that wait for us
         self.fetch: Fetch | None = None  # the one under way, or the last
-        self._too_old = False
         self._to_send: list[int] = []  # parts
         self._in_flight: dict[int, Call] = {}
         self._next_id = 0
@@ -184,17 +153,28 @@ class Exchange:
         if self._wanted_pieces is not None:
             self._begin_fetch(Fetch(self._wanted_pieces.agreement, self._wanted_pieces.pieces))
         else:
-            self._go(Step.OFFER if self._offer is not None and not self._counted else Step.POLL)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """To what is next of our contributions; when the server has said of each whether it counts, to the agreement.
+        Asynchronous rounds close at once, so there everybody waits for the one it is in; so does who is leaving."""
+        if self.outbox.current is not None:
+            self._go(Step.OFFER)
+        else:
+            stays = self._stays or self._session.joined.plan.mode == "async"
+            self._after = self.outbox.awaited(self._newer_than, stays=stays)
+            self._go(Step.POLL)
 
     def _begin_fetch(self, fetch: Fetch) -> None:
         self._go(Step.FETCH)
         self.fetch = fetch
         if fetch.is_complete:
-            self.outcome = self._outcome(fetch.agreement)  # it is what we hold
+            self.outcome = self.outbox.outcome(fetch.agreement)  # it is what we hold
 
     def part_ready(self, part: int, part_hash: str) -> None:
         """This part of the contribution is encoded, and may be sent."""
-        self._part_hashes[part] = part_hash
+        assert self.outbox.own is not None
+        self.outbox.own.part_hashes[part] = part_hash
 
     @property
     def done(self) -> bool:
@@ -233,7 +213,7 @@ class Exchange:
             case Step.JOIN:
                 return self._session.join_request
             case Step.OFFER:
-                return self._offer_now()
+                return self.outbox.offer(self._session.joined.incarnation)
             case Step.SEND:
                 return self._next_part_to_send()
             case Step.COMMIT:
@@ -252,34 +232,29 @@ class Exchange:
             case Step.FETCH:
                 return self.fetch.next(self._fragment, self._session) if self.fetch else None
 
-    def _offer_now(self) -> Offer:
-        """The key stays for ever; only the incarnation that speaks for it may be another after a re-join."""
-        assert self._offer is not None
-        return replace(self._offer, incarnation=self._session.joined.incarnation)
+    @property
+    def _part_size_bytes(self) -> int:
+        return self._session.joined.plan.part_size_bytes
 
     def _commit(self) -> Commit | None:
-        offer = self._offer_now()
-        count = self._part_count(offer)
-        if len(self._part_hashes) < count:
+        proof = self.outbox.at.proof(self._part_size_bytes)
+        if proof is None:
             return None
-        proof = payload_hash([self._part_hashes[part] for part in range(count)])
-        return Commit(**self._session.head, fragment=self._fragment, sequence=offer.sequence, payload_hash=proof)
-
-    def _part_count(self, offer: Offer) -> int:
-        return Parts(offer.section_bytes or (offer.size_bytes,), self._session.joined.plan.part_size_bytes).count
+        sequence = self.outbox.at.offer.sequence
+        return Commit(**self._session.head, fragment=self._fragment, sequence=sequence, payload_hash=proof)
 
     def _next_part_to_send(self) -> Request | None:
-        part = next((part for part in self._to_send if part in self._part_hashes), None)
+        hashes = self.outbox.at.part_hashes
+        part = next((part for part in self._to_send if part in hashes), None)
         if part is None:
             return None
         self._to_send.remove(part)
-        offer = self._offer_now()
         return PutPart(
             **self._session.head,
             fragment=self._fragment,
-            sequence=offer.sequence,
+            sequence=self.outbox.at.offer.sequence,
             part=part,
-            hash=self._part_hashes[part],
+            hash=hashes[part],
         )
 
     # --- what came back -------------------------------------------------------------------------------------------
@@ -295,12 +270,12 @@ class Exchange:
                 self._session.answer = answer
                 self._begin()
             case Offer(), OfferAnswer():
-                self._offered(answer, now)
+                self._offered(self.outbox.of(call.request), answer, now)
             case PutPart(), PutPartAnswer():
                 if not self._to_send and not self._in_flight:
                     self._go(Step.COMMIT if self._share is None else Step.OFFER)
             case Commit(), CommitAnswer():
-                self._accepted(answer.version)
+                self._accepted(self.outbox.of(call.request), answer.version)
             case Poll(), PollAnswer():
                 self._polled(answer, now)
             case GetPart(), GetPartAnswer():
@@ -320,21 +295,25 @@ class Exchange:
                 self.rejoins += 1
                 self._go(Step.JOIN)
                 self._back_off(now)
-            case StaleRound() | TooOld():
-                # The round closed without us. Fetch what it agreed on; the worker rebases or discards.
-                self._too_old = isinstance(error, TooOld)
-                self._go(Step.POLL)
-            case FutureRound():
-                # The server was resumed from a state older than what we hold. What it has is what everybody goes on
-                # from; the worker rebases on it.
-                self._after = -1
-                self._go(Step.POLL)
+            case Fenced() if not isinstance(request, Join):
+                # By a newer start; or by ourselves, if another exchange of ours has joined again. The server knows.
+                self._go(Step.JOIN)
+            case StaleRound() | TooOld() | FutureRound() if isinstance(request, OfContribution):
+                self._will_not_count(self.outbox.of(request), error)
+            case Conflict() | Superseded() if isinstance(request, Offer | Commit) and self._is_renamed(request):
+                self._will_not_count(self.outbox.of(request), error)
             case MissingParts():
+                if self.outbox.earlier is not None:
+                    self.outbox.earlier.ask_again()  # if the server was restarted, that is missing too
                 self._go(Step.OFFER)
                 self._back_off(now)
             case Superseded() if isinstance(request, GetPart) and self._wanted_pieces is None:
                 self.retries += 1
                 self._go(Step.POLL)
+            case Superseded() if isinstance(request, OfContribution) and self.outbox.of(request) is self.outbox.earlier:
+                # The next one was accepted after it. Which round it is in is not known, but none after that one's.
+                self._stays = True
+                self._accepted(self.outbox.of(request), 1)
             case HashMismatch() if isinstance(request, PutPart):
                 self._part_damaged(request)
             case ServerFailed():
@@ -344,12 +323,14 @@ class Exchange:
             case _:
                 self._fail(error)
 
-    def _offered(self, answer: OfferAnswer, now: float) -> None:
-        if answer.state == "accepted":
-            self._accepted(answer.version)
+    def _offered(self, sending: Sending, answer: OfferAnswer, now: float) -> None:
+        if answer.state == "accepted" and self._speaks and self._is_renamed(sending.offer):
+            self._go(Step.COMMIT)  # it compares what we have with what it has
+        elif answer.state == "accepted":
+            self._accepted(sending, answer.version)
         elif answer.state == "wait":
             self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
-        elif any(part >= self._part_count(self._offer_now()) for part in answer.missing):
+        elif any(part >= sending.part_count(self._part_size_bytes) for part in answer.missing):
             self._fail(TransportError(f"the server misses parts that do not exist: {answer.missing[-1]}"))
         else:
             self._send(answer.missing, now)
@@ -371,33 +352,40 @@ class Exchange:
     def _speaks(self) -> bool:
         return self._share is None or self._share.speaks
 
-    def _accepted(self, version: int) -> None:
-        """Wait for anything newer than what we hold: on time that is the agreement we are in. A late contribution
-        counts in a later one; its worker takes the newest there is and goes on, for its steps will come back to it.
-        Asynchronous rounds close at once, so there everybody waits for the one it is in; so does who is leaving."""
-        self._counted, self._counted_in = True, version
-        if self._session.joined.plan.mode == "async" or self._patience.stay_for_own_round:
-            self._after = max(self._after, version - 1)
-        self._go(Step.POLL)
+    def _is_renamed(self, request: OfContribution) -> bool:
+        """The server knows this start of the worker by another number than when the contribution was begun: it was
+        resumed from an older state, and may have taken this sequence from another start meanwhile."""
+        return self.outbox.of(request).offer.incarnation != self._session.joined.incarnation
+
+    def _accepted(self, sending: Sending, version: int) -> None:
+        sending.accepted(version, self._session.joined.incarnation)
+        self._go_on()
+
+    def _will_not_count(self, sending: Sending, error: Refused) -> None:
+        """The round closed without it. Fetch what it agreed on; the worker rebases or discards. Or the server was
+        resumed from a state older than what we hold: what it has is what everybody goes on from."""
+        sending.refused, sending.too_old = True, isinstance(error, TooOld)
+        if isinstance(error, FutureRound):
+            self._newer_than = -1
+        self._go_on()
 
     def _polled(self, answer: PollAnswer, now: float) -> None:
-        if self._counted and self._offer is not None and answer.last_sequence < self._offer.sequence:
-            # It said "accepted" and no longer knows: it was restarted. Same key, again.
-            self._counted = False
-            self._after = self._offer.base_version
-            self._go(Step.OFFER)
+        if self.outbox.forgotten(answer.last_sequence):
+            self._go_on()
         elif answer.agreement is None:
             self._check_stuck(answer, now)
             self.wanted = frozenset(answer.wanted)
             self.waiting_for = answer.waiting_for
             pause_s = answer.retry_after_s if self._speaks else self._patience.poll_wait_s
             self._not_before = now + pause_s * self._rng.uniform(0.5, 1.5)
+            if self.outbox.try_again():
+                self._go_on()
         else:
             self.agreement = answer.agreement
             if answer.plan is not None:
                 self._session.answer = replace(self._session.joined, plan=answer.plan)
             if self._share is not None:
-                self.outcome = self._outcome(self.agreement)
+                self.outcome = self.outbox.outcome(self.agreement)
                 return
             self._begin_fetch(Fetch.whole(self.agreement, self._session.joined.plan.part_size_bytes))
 
@@ -424,10 +412,7 @@ class Exchange:
             self._check_damage()
             self._go(Step.POLL)
             return
-        self.outcome = self._outcome(fetch.agreement)
-
-    def _outcome(self, agreement: Agreement) -> Outcome:
-        return Outcome(agreement, self._counted, self._too_old, self._counted_in if self._counted else 0)
+        self.outcome = self.outbox.outcome(fetch.agreement)
 
     # --- trouble --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,10 @@ Three sets that are easily confused, and kept apart:
 A worker id outlives its processes. Each start of the process is an *instance*, and each new instance gets the next
 *incarnation* number; a message from an older incarnation is fenced. The ledger of accepted sequences belongs to the id,
 so it survives restarts, deaths and leaves.
+
+After a restart of the server, who was live is *expected back*: open rounds wait for it for the usual time. That is no
+proof that it lives. So a start on another machine under its id is neither refused (the old machine may have died with
+the server) nor taken (the old one may be about to speak): it is asked to come again until one or the other is known.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from ..errors import Busy, Fenced, IdInUse, Kicked, Superseded, UnknownWorker
+from ..errors import Busy, Fenced, IdInUse, Kicked, MissingParts, Superseded, UnknownWorker
 from ..types import FromMember, Heartbeat, Join, OfContribution, Offer
 from .offences import Conduct
 
@@ -26,6 +30,9 @@ MOST_SPEED_RATIO = 64.0
 
 MAX_KNOWN_WORKERS = 16_384
 """Ids remembered, live and gone. The longest-gone is forgotten first; a live one never."""
+
+RETURN_S = 30.0
+"""After a restart, so long an id is kept for its old holder where nobody is ever declared dead."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Member:
     joined_at: float
     last_seen: float
     live: bool = True
+    expected_back: bool = False  # live before the server was started again, and not heard from since
     step: int = 0
     steps_per_second: float = 0.0
     loss: float | None = None
@@ -74,6 +82,7 @@ class Member:
         """The ledger's entry if this very key was accepted. An older key than the last one is superseded."""
         entry = self.accepted.get(message.fragment)
         if entry is None or message.sequence > entry.sequence:
+            self._check_order(message)
             return None
         if message.sequence < entry.sequence:
             raise Superseded(
@@ -81,6 +90,14 @@ class Member:
                 hint="continue from the sequence that the join answer names",
             )
         return entry
+
+    def _check_order(self, message: OfContribution) -> None:
+        """Nothing is taken before what its worker sent earlier and was told to count."""
+        if isinstance(message, Offer) and message.follows > self.last_sequence(message.fragment):
+            raise MissingParts(
+                f"contribution {message.key} follows #{message.follows}, which is not here: the server was restarted",
+                hint="send that one first",
+            )
 
     def last_sequence(self, fragment: int) -> int:
         entry = self.accepted.get(fragment)
@@ -92,6 +109,7 @@ class Membership:
         self._timeout_s = heartbeat_timeout_s
         self._members: OrderedDict[str, Member] = OrderedDict()
         self.total_deaths = 0
+        self.first_incarnation = 1  # the lowest that is given; higher where others may have been given and forgotten
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -118,13 +136,14 @@ class Membership:
         member = self._members.get(message.worker_id)
         if member is None:
             self._make_room()
-            member = Member(message.worker_id, message.instance, message.hostname, 1, now, now)
+            incarnation = self.first_incarnation
+            member = Member(message.worker_id, message.instance, message.hostname, incarnation, now, now)
             self._members[message.worker_id] = member
             return member, True
         if message.instance == member.instance:
             self._check_kicked(member)
             returned = not member.live
-            member.live, member.last_seen = True, now
+            member.live, member.last_seen, member.expected_back = True, now, False
             return member, returned
         if message.instance in member.retired:
             raise Fenced(
@@ -132,19 +151,31 @@ class Membership:
                 hint="stop this process; the newer start carries on",
             )
         if member.live and member.hostname != message.hostname:
-            raise IdInUse(
-                f"worker id {member.worker_id!r} is in use by a live worker on {member.hostname or 'another host'!r}, "
-                f"heard from {now - member.last_seen:.0f} s ago",
-                hint="choose another --worker-id, or stop that worker first",
-            )
+            self._check_in_use(member, now)
         # Same id, new process, and the old one is gone or ran on the same machine: a restart. The old one is fenced.
         member.retired.append(member.instance)
         member.kicked = ""
         member.conduct.started_anew(now)
         member.instance, member.hostname = message.instance, message.hostname
-        member.incarnation += 1
-        member.live, member.joined_at, member.last_seen = True, now, now
+        member.incarnation = max(member.incarnation + 1, self.first_incarnation)
+        member.live, member.joined_at, member.last_seen, member.expected_back = True, now, now, False
         return member, True
+
+    def _check_in_use(self, member: Member, now: float) -> None:
+        """Is the id taken, by a worker on another machine?"""
+        silent_s, host = now - member.last_seen, member.hostname or "another host"
+        if not member.expected_back:
+            raise IdInUse(
+                f"worker id {member.worker_id!r} is in use by a live worker on {host!r}, "
+                f"heard from {silent_s:.0f} s ago",
+                hint="choose another --worker-id, or stop that worker first",
+            )
+        if silent_s <= (self._timeout_s or RETURN_S):
+            raise Busy(
+                f"worker id {member.worker_id!r} was in use on {host!r} before the server was started again; "
+                "whether that worker comes back is not known yet",
+                retry_after_s=1.0,
+            )
 
     def heard(self, message: FromMember, now: float) -> Member:
         """Check that the sender is the current, live start of its worker, and note the sign of life."""
@@ -163,7 +194,7 @@ class Membership:
                 f"worker {member.worker_id!r} left, or was declared dead after {self._timeout_s:g} s of silence",
                 hint="join again; local progress is kept",
             )
-        member.last_seen = now
+        member.last_seen, member.expected_back = now, False
         if isinstance(message, Heartbeat):
             member.step, member.steps_per_second, member.loss = message.step, message.steps_per_second, message.loss
         return member
@@ -186,6 +217,7 @@ class Membership:
 
     def restore(self, member: Member) -> None:
         """Known from before the server was started again."""
+        member.expected_back = member.live
         self._members[member.worker_id] = member
 
     def round_closed(self, fragment: int, contributors: Iterable[str]) -> None:

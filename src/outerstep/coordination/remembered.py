@@ -97,9 +97,13 @@ def resume(
     now: float,
     *,
     expect_back: bool = True,
+    first_incarnation: int = 1,
 ) -> None:
     """Into a coordinator whose plan and fragments are fixed, and that nobody has joined. `expect_back`: who was here is
-    expected back, and given the usual time: a round must not close with the first to return."""
+    expected back, and given the usual time: a round must not close with the first to return. `first_incarnation`: if
+    joins may have been forgotten, a number above all that were given since (say, the time in seconds): two starts of a
+    worker that hold the same number would not be told apart."""
+    coordinator.members.first_incarnation = first_incarnation
     coordinator.total_accepted = int(totals.get("total_submissions", 0))
     coordinator.members.total_deaths = int(totals.get("total_worker_deaths", 0))
     budget = coordinator.budget

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,15 @@ def restore(service: ParameterService, saved: SavedState, records: Iterable[Reco
     if service.config.token_budget == remembered.facts.get("said", {}).get("token_budget"):
         coordinator.budget.limit = remembered.facts.get("token_budget")  # as an operator may have changed it since
     expect_back = service.config.heartbeat_timeout > 0
-    resume(coordinator, remembered.ledger, remembered.totals, remembered.facts, now, expect_back=expect_back)
+    resume(
+        coordinator,
+        remembered.ledger,
+        remembered.totals,
+        remembered.facts,
+        now,
+        expect_back=expect_back,
+        first_incarnation=int(time.time()),  # joins since the last save may have been forgotten
+    )
     log.info("resumed run %s at round %d", saved.run_id, coordinator.sync_round)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..coordination.rounds import RoundRules
 
@@ -11,12 +12,14 @@ from ..coordination.rounds import RoundRules
 @dataclass(frozen=True)
 class Fault:
     """At `at_s`, for `lasts_s`: crash, pause, replace, cut, cut_up, cut_down (a worker's link), bad_weather; or an
-    operator: kick, drain, sync, new_plan."""
+    operator: kick, drain, sync, new_plan; or the server: server_crash, power_cut (at the operation number `operation`
+    of its disk from then on), disk_full, disk_error, damaged_checkpoint (found at its next start)."""
 
     kind: str
     at_s: float
     lasts_s: float
-    worker: int
+    worker: int = 0
+    operation: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     calm_after_s: float = 0.0  # no fault lasts longer than this
     patient_exit_s: float = 40.0
+    durability: Literal["round", "checkpoint"] = "round"
+    checkpoint_every: int = 4  # rounds
+    restart_s: float = 5.0  # after a power cut
 
     @staticmethod
     def drawn(seed: int) -> Scenario:
@@ -87,4 +93,25 @@ class Scenario:
             damage=rng.choice([0.0, 0.02]),
             faults=faults,
             calm_after_s=max((f.at_s + f.lasts_s for f in faults), default=0.0),
+        ).with_server_faults(seed, storm_s)
+
+    def with_server_faults(self, seed: int, storm_s: float) -> Scenario:
+        """Drawn apart from the rest, which stays what it was: in most runs the server dies, or its disk does not work
+        for a while, or both."""
+        rng = random.Random(f"server {seed}")
+        faults: list[Fault] = []
+        kinds = ["server_crash", "server_crash", "power_cut", "power_cut", "power_cut", "disk_full", "disk_error"]
+        for _ in range(rng.choice([0, 1, 1, 2, 3])):
+            kind = rng.choice(kinds)
+            lasts_s = rng.uniform(60.0, 400.0) if rng.random() < 0.08 else rng.uniform(0.5, 20.0)
+            faults.append(Fault(kind, rng.uniform(0.0, 1.5 * storm_s), lasts_s, operation=rng.randint(1, 24)))
+            if kind == "server_crash" and rng.random() < 0.2:
+                faults.append(Fault("damaged_checkpoint", faults[-1].at_s - 0.01, 0.0))
+        return replace(
+            self,
+            faults=self.faults + tuple(faults),
+            calm_after_s=max((f.at_s + f.lasts_s for f in (*self.faults, *faults)), default=0.0),
+            durability="checkpoint" if rng.random() < 0.1 else "round",
+            checkpoint_every=rng.choice([1, 2, 3, 8, 50]),
+            restart_s=rng.choice([0.5, 5.0, 20.0]),
         )

@@ -4,55 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from ..coordination.exchange import Call, Exchange, Outcome, Patience, Session
+from ..coordination.exchange import Exchange, Outcome, Patience, Session
 from ..coordination.fetch import Held
-from ..errors import Fenced, Kicked, OuterstepError, Refused, RoundStuck, TransportError
+from ..errors import Fenced, Kicked, OuterstepError, RoundStuck, UnknownWorker
 from ..types import (
     PROTOCOL_VERSION,
     Answer,
-    ContributionKey,
-    GetPartAnswer,
     Heartbeat,
     HeartbeatAnswer,
     Join,
+    JoinAnswer,
     Leave,
+    LeaveAnswer,
     Offer,
-    Request,
 )
 from .agenda import Agenda
+from .carrier import CALL_TIMEOUT_S, Carrier
 from .history import History, StepName
 from .network import Network
+from .progress import LocalFragment, Sent, SimFlight
 from .scenario import Scenario
 from .server import PART_BYTES, SimServer, contribution_part
 
-CALL_TIMEOUT_S = 6.0
 RESYNC_TRIES = 2
 EXIT_TRIES = 8
-
-
-@dataclass
-class LocalFragment:
-    """What a worker knows of one fragment: the version it holds, and its own steps that nobody has counted yet."""
-
-    version: int
-    sequence: int
-    unsent: list[StepName]
-    oldest_base: int
-    held: Held | None = None
-
-
-@dataclass
-class SimFlight:
-    """A contribution under way: its steps, when its agreement is to be taken over, and what has become of it."""
-
-    key: ContributionKey
-    steps: list[StepName]
-    land_at: int
-    exchange: Exchange | None = None
-    outcome: Outcome | None = None
-    parked: bool = False
+CIRCLE_S = 10.0
 
 
 class SimWorker:
@@ -82,8 +59,7 @@ class SimWorker:
         self.leaving = False
         self.exchanges_done = 0  # counted in a round, or told to discard
         self._paused_until = 0.0
-        self._scenario, self._agenda, self._network, self._server = scenario, agenda, network, server
-        self._history, self._rng = history, rng
+        self._scenario, self._agenda, self._history, self._rng = scenario, agenda, history, rng
         self._step_s = scenario.step_s[index % len(scenario.step_s)]
         self._cycle_step = 0
         self._link = f"w{index}"
@@ -95,10 +71,11 @@ class SimWorker:
                 hostname=self._link,
             )
         )
-        self._finished: set[Exchange] = set()
+        self._carrier = Carrier(self._link, agenda, network, server, history, self._soon)
         self._flights: dict[int, SimFlight] = {}
         self._waiting: dict[int, int] = {}  # fragments that are waited for -> tries left
         self._then: Callable[[], None] = self._train
+        self._standing_since = 0.0
         self._left_open = 0
         self._sync_every = scenario.sync_every
         self._assigned: int | None = None
@@ -117,7 +94,15 @@ class SimWorker:
         self._paused_until = self._agenda.now + seconds
 
     def leave_when_done(self) -> None:
+        """From now on it does not wait for ever: what is under way is carried on with a limit, under the same key."""
         self.leaving = True
+        for index, flight in list(self._flights.items()):
+            if flight.outcome is None and flight.exchange is not None and flight.exchange.outbox.own is not None:
+                self._carrier.drop(flight.exchange)
+                earlier = self.fragments[index].unconfirmed
+                if earlier is not None and earlier.key == flight.key:
+                    earlier = None
+                self._fly(index, flight, flight.exchange.outbox.own.offer, earlier)
 
     def _soon(self, delay_s: float, action: Callable[[], None]) -> None:
         def act() -> None:
@@ -132,7 +117,7 @@ class SimWorker:
 
     def _joined(self, outcome: Outcome) -> None:
         for i, state in enumerate(self._session.joined.fragments):
-            self.fragments.append(LocalFragment(state.version, state.last_sequence, [], state.version))
+            self.fragments.append(LocalFragment(0, state.last_sequence, [], 0))
             if i == 0:
                 self._adopt(self.fragments[0], outcome)
         self._fetch_rest(1)
@@ -163,7 +148,9 @@ class SimWorker:
         self._soon(self._step_s, self._stepped)
 
     def _is_open(self, index: int) -> bool:
-        return bool(self.fragments[index].unsent) or index in self._flights
+        """Is something of ours in no agreement that we hold?"""
+        fragment = self.fragments[index]
+        return bool(fragment.unsent) or index in self._flights or (self.leaving and fragment.unconfirmed is not None)
 
     def _position(self) -> int:
         """Where in the cycle the others are: the fragment with the lowest version is the next to be sent."""
@@ -209,6 +196,7 @@ class SimWorker:
     def _wait_for(self, due: list[int], tries: int, then: Callable[[], None]) -> None:
         """Contribute to the due fragments, and to whatever else waits for this worker meanwhile; then go on."""
         self._waiting = dict.fromkeys(due, tries)
+        self._standing_since = self._agenda.now
         self._then = then
         for index in due:
             self._take_off(index, land_at=self.steps_taken)
@@ -217,12 +205,13 @@ class SimWorker:
             self._watch_silence(self._waiting)
 
     def _look(self) -> None:
-        """Land what has arrived; when nothing is left to wait for, go on."""
+        """Land what has arrived; when nothing is left to wait for, go on (once)."""
         for index in list(self._waiting):
             flight = self._flights.get(index)
             if flight is None or flight.outcome is None:
                 continue
             landed = self._land(index, flight, flight.outcome)
+            self._standing_since = self._agenda.now
             if landed or self._waiting[index] == 1:
                 del self._waiting[index]
             else:
@@ -254,9 +243,21 @@ class SimWorker:
         if not self._waiting:
             return
         for index, version in sorted(exchange.wanted):
-            if index not in self._waiting and self.fragments[index].version < version:
+            behind = self.fragments[index].version < version
+            if behind and index not in self._waiting and not self._is_on_its_way(index):
                 self._waiting[index] = 1
                 self._take_off(index, land_at=self.steps_taken)
+                if self._flights[index].outcome is not None:
+                    self._soon(0.0, self._look)
+
+    def _is_on_its_way(self, index: int) -> bool:
+        """Sent, and to land when its time comes; unless its round closed without it, or we may stand in a circle."""
+        flight = self._flights.get(index)
+        if flight is None or flight.parked:
+            return False
+        if flight.outcome is None:
+            return True
+        return flight.outcome.counted and self._agenda.now - self._standing_since < CIRCLE_S
 
     # --- one exchange -----------------------------------------------------------------------------------------------
 
@@ -264,27 +265,43 @@ class SimWorker:
         if index in self._flights:
             return
         fragment = self.fragments[index]
-        fragment.sequence += 1
-        steps = list(fragment.unsent)
+        late = fragment.unconfirmed
+        if self.leaving and late is not None and not fragment.unsent:
+            # Nothing more is to be sent: stay for the agreement that holds it.
+            self._send_off(index, late.sending.offer, late.steps, land_at)
+            return
+        fragment.sequence = max(fragment.sequence, self._session.joined.fragments[index].last_sequence) + 1
         offer = Offer(
             **self._session.head,
             fragment=index,
             sequence=fragment.sequence,
             base_version=fragment.version,
             oldest_base=fragment.oldest_base,
-            steps=len(steps),
+            steps=len(fragment.unsent),
             codec="fp32",
             size_bytes=self._scenario.parts * PART_BYTES,
         )
-        flight = self._flights[index] = SimFlight(offer.key, steps, land_at)
+        self._send_off(index, offer, list(fragment.unsent), land_at, late)
 
+    def _send_off(
+        self, index: int, offer: Offer, steps: list[StepName], land_at: int, earlier: Sent | None = None
+    ) -> None:
+        flight = self._flights[index] = SimFlight(offer.key, steps, land_at)
+        self._fly(index, flight, offer, earlier)
+
+    def _fly(self, index: int, flight: SimFlight, offer: Offer, earlier: Sent | None) -> None:
         def arrived(outcome: Outcome) -> None:
             flight.outcome = outcome
             if index in self._waiting:
                 self._look()
 
         flight.exchange = self._begin(
-            fragment=index, after=fragment.version, on_outcome=arrived, offer=offer, steps=steps
+            fragment=index,
+            after=self.fragments[index].version,
+            on_outcome=arrived,
+            offer=offer,
+            steps=flight.steps,
+            earlier=earlier,
         )
 
     def _land(self, index: int, flight: SimFlight, outcome: Outcome) -> bool:
@@ -292,7 +309,7 @@ class SimWorker:
         del self._flights[index]
         self._left_open = 0
         fragment = self.fragments[index]
-        self._history.told(flight.key, flight.steps, counted=outcome.counted)
+        self._settle(index, flight, outcome)
         if outcome.counted:
             sent = set(flight.steps)
             fragment.unsent = [step for step in fragment.unsent if step not in sent]
@@ -303,12 +320,36 @@ class SimWorker:
             held = fragment.version if flight.parked and fragment.unsent else outcome.agreement.version
             fragment.oldest_base = held
         self._adopt(fragment, outcome)  # not counted = a rebase: the unsent steps stay
+        fragment.oldest_base = min(fragment.oldest_base, fragment.version)  # a resumed server may be behind us
         age = fragment.version - fragment.oldest_base
         if outcome.too_old or age > self._scenario.rules.max_staleness:
             self._discard(index)
             fragment.oldest_base = fragment.version
             self.exchanges_done += 1
         return not fragment.unsent
+
+    def _settle(self, index: int, flight: SimFlight, outcome: Outcome) -> None:
+        """What is known for good now: of the contribution before, and of this one unless it is late."""
+        fragment, exchange = self.fragments[index], flight.exchange
+        earlier, fragment.unconfirmed = fragment.unconfirmed, None
+        if earlier is not None and earlier.key != flight.key:
+            self._history.told(earlier.key, earlier.steps, counted=not outcome.earlier_lost)
+            if outcome.earlier_lost:
+                self.discarded |= {(index, step) for step in earlier.steps}
+                self._history.faults["lost_late"] += 1
+        if outcome.counted_in > outcome.agreement.version:
+            assert exchange is not None
+            assert exchange.outbox.own is not None
+            self._keep(fragment, Sent(exchange.outbox.own, flight.steps))
+        else:
+            self._history.told(flight.key, flight.steps, counted=outcome.counted)
+            if earlier is not None and earlier.key == flight.key and not outcome.counted:
+                self.discarded |= {(index, step) for step in flight.steps}
+
+    def _keep(self, fragment: LocalFragment, late: Sent) -> None:
+        """Until it is confirmed: a server that is restarted has forgotten it."""
+        self._history.faults["late"] += 1
+        fragment.unconfirmed = late
 
     def _discard(self, index: int) -> None:
         self.discarded |= {(index, step) for step in self.fragments[index].unsent}
@@ -328,18 +369,21 @@ class SimWorker:
 
     def _goodbye(self) -> None:
         if not self.left:
-            self.abandoned = {(i, step) for i, fragment in enumerate(self.fragments) for step in fragment.unsent}
-            self._fire(Leave(**self._session.head, reason="done"), self._departed)
+            for i, fragment in enumerate(self.fragments):
+                late = fragment.unconfirmed.steps if fragment.unconfirmed is not None else []
+                self.abandoned |= {(i, step) for step in (*fragment.unsent, *late)}
+            self._carrier.fire(Leave(**self._session.head, reason="done"), self._departed)
             self._soon(CALL_TIMEOUT_S, self._goodbye)
 
-    def _departed(self, answer: Answer | Refused) -> None:
-        self.left = True
-        self.alive = False
+    def _departed(self, answer: Answer | OuterstepError) -> None:
+        if isinstance(answer, LeaveAnswer | Fenced | Kicked):
+            self.left = True
+            self.alive = False
 
     def _heartbeat(self) -> None:
         if self._session.answer is not None:
             acknowledged = tuple(sorted(self._obeyed))
-            self._fire(
+            self._carrier.fire(
                 Heartbeat(
                     **self._session.head,
                     step=self.steps_taken,
@@ -350,7 +394,9 @@ class SimWorker:
             )
         self._soon(self._scenario.heartbeat_every_s, self._heartbeat)
 
-    def _ordered(self, answer: Answer | Refused, acknowledged: tuple[int, ...]) -> None:
+    def _ordered(self, answer: Answer | OuterstepError, acknowledged: tuple[int, ...]) -> None:
+        if isinstance(answer, UnknownWorker) and not self.leaving:
+            self._carrier.fire(self._session.join_request, self._rejoined)
         if not isinstance(answer, HeartbeatAnswer):
             return
         self._assigned = answer.sync_every
@@ -362,7 +408,11 @@ class SimWorker:
                 self._sync_now = True
             self._obeyed.add(command.id)
 
-    # --- driving the exchange machine -----------------------------------------------------------------------------
+    def _rejoined(self, answer: Answer | OuterstepError) -> None:
+        if isinstance(answer, JoinAnswer):
+            self._session.answer = answer
+
+    # --- the exchange machine -------------------------------------------------------------------------------------
 
     def _begin(
         self,
@@ -372,9 +422,15 @@ class SimWorker:
         on_outcome: Callable[[Outcome], None],
         offer: Offer | None = None,
         steps: list[StepName] | None = None,
+        earlier: Sent | None = None,
     ) -> Exchange:
-        body = steps or []
-        hashes = tuple(contribution_part(offer.key, body, i) for i in range(self._scenario.parts)) if offer else ()
+        bodies: dict[int, list[StepName]] = {}
+        hashes: tuple[str, ...] = ()
+        if offer is not None:
+            bodies[offer.sequence] = steps or []
+            hashes = tuple(contribution_part(offer.key, steps or [], i) for i in range(self._scenario.parts))
+        if earlier is not None:
+            bodies[earlier.key.sequence] = earlier.steps
         exchange = Exchange(
             self._session,
             fragment=fragment,
@@ -382,6 +438,7 @@ class SimWorker:
             now=self._agenda.now,
             offer=offer,
             part_hashes=hashes,
+            earlier=earlier.sending if earlier is not None else None,
             held=self.fragments[fragment].held if self.fragments else None,
             patience=Patience(
                 longest_backoff_s=8.0,
@@ -393,26 +450,10 @@ class SimWorker:
             ),
             rng=self._rng,
         )
-        # Its first calls go out by the agenda, so that whoever began it has it in hand when the answers come.
-        self._soon(0.0, lambda: self._drive(exchange, body, on_outcome))
+        self._carrier.carry(
+            exchange, bodies, on_outcome=on_outcome, on_failure=self._gave_up, meanwhile=self._also_wanted
+        )
         return exchange
-
-    def _drive(self, exchange: Exchange, body: list[StepName], on_outcome: Callable[[Outcome], None]) -> None:
-        if exchange in self._finished:
-            return
-        if exchange.done:
-            self._finished.add(exchange)
-            if exchange.outcome is not None:
-                on_outcome(exchange.outcome)
-            elif exchange.failure is not None:
-                self._gave_up(exchange.failure)
-            return
-        self._also_wanted(exchange)
-        now = self._agenda.now
-        for call in exchange.calls(now):
-            self._call(exchange, call, body, on_outcome)
-        if exchange.wake_at > now:
-            self._soon(exchange.wake_at - now, lambda: self._drive(exchange, body, on_outcome))
 
     def _gave_up(self, failure: OuterstepError) -> None:
         if isinstance(failure, Fenced | Kicked):
@@ -422,44 +463,6 @@ class SimWorker:
         else:
             self._history.violated(f"{self.worker_id} gave up: {type(failure).__name__}: {failure}")
             self.alive = False
-
-    def _call(
-        self, exchange: Exchange, call: Call, body: list[StepName], on_outcome: Callable[[Outcome], None]
-    ) -> None:
-        def answered(answer: Answer | Refused, damaged: bool) -> None:
-            if isinstance(answer, Refused):
-                exchange.failed(call, answer, self._agenda.now)
-            else:
-                received = None
-                if isinstance(answer, GetPartAnswer):
-                    received = "0" * 16 if damaged else answer.hash
-                exchange.answered(call, answer, self._agenda.now, received_hash=received)
-            self._drive(exchange, body, on_outcome)
-
-        def timed_out() -> None:
-            exchange.failed(call, TransportError("no answer"), self._agenda.now)
-            self._drive(exchange, body, on_outcome)
-
-        self._request(call.request, body, answered)
-        self._soon(CALL_TIMEOUT_S, timed_out)
-
-    def _fire(self, request: Request, on_answer: Callable[[Answer | Refused], None]) -> None:
-        self._request(request, [], lambda answer, damaged: on_answer(answer))
-
-    def _request(
-        self, request: Request, body: list[StepName], on_answer: Callable[[Answer | Refused, bool], None]
-    ) -> None:
-        """There and back again, each way at the network's mercy."""
-
-        def at_server(damaged: bool) -> None:
-            answer = self._server.handle(request, body, damaged=damaged)
-
-            def back(damaged_back: bool) -> None:
-                self._soon(0.0, lambda: on_answer(answer, damaged_back))
-
-            self._network.send("server", self._link, back)
-
-        self._network.send(self._link, "server", at_server)
 
 
 def _nothing() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable
 from typing import Literal
 
-from ..coordination.coordinator import Coordinator
 from ..types import Control, Wishes
 from .agenda import Agenda
 from .history import History
+from .keeping import Machine
 from .network import Conditions, Network
 from .scenario import Fault, Scenario
 from .server import SimServer
@@ -22,10 +23,13 @@ CALM_LIMIT_S = 3_000.0
 def run(
     scenario: Scenario,
     seed: int,
-    coordinator_type: Callable[..., Coordinator] = Coordinator,
+    *,
+    server_type: type[SimServer] = SimServer,
     worker_type: type[SimWorker] = SimWorker,
+    log: list[str] | None = None,
 ) -> History:
-    return World(scenario, seed, coordinator_type, worker_type).run()
+    """`log`: filled with what happens, in words."""
+    return World(scenario, seed, server_type=server_type, worker_type=worker_type, log=log).run()
 
 
 class World:
@@ -33,16 +37,19 @@ class World:
         self,
         scenario: Scenario,
         seed: int,
-        coordinator_type: Callable[..., Coordinator],
-        worker_type: type[SimWorker],
+        *,
+        server_type: type[SimServer] = SimServer,
+        worker_type: type[SimWorker] = SimWorker,
+        log: list[str] | None = None,
     ) -> None:
         self.scenario = scenario
         self.rng = random.Random(f"world {seed}")
         self.agenda = Agenda()
-        self.history = History()
+        self.history = History(may_go_back=scenario.durability == "checkpoint", log=log, clock=lambda: self.agenda.now)
+        self.machine = Machine(random.Random(f"disk {seed}"))
         self.network = Network(self.agenda, self.rng)
         self.network.conditions = self._weather()
-        self.server = SimServer(scenario, self.agenda, self.history, coordinator_type)
+        self.server = server_type(scenario, self.agenda, self.history, self.machine)
         self._worker_type = worker_type
         self._starts = 0
         self.everyone: list[SimWorker] = []
@@ -53,8 +60,7 @@ class World:
     def run(self) -> History:
         agenda, history = self.agenda, self.history
         agenda.run_until(lambda: agenda.now >= self.scenario.calm_after_s, limit_s=self.scenario.calm_after_s + 1.0)
-        self.network.conditions = Conditions()
-        self.network.cut.clear()
+        self._calm()
         before = self._exchanges()
         limit_s = agenda.now + CALM_LIMIT_S
         if not agenda.run_until(lambda: self._all_advanced(before), limit_s=limit_s):
@@ -66,15 +72,25 @@ class World:
         if not agenda.run_until(lambda: all(not w.alive for w in survivors), limit_s=agenda.now + CALM_LIMIT_S):
             history.violated("a clean exit never ended")
         agenda.run_until(lambda: False, limit_s=agenda.now + 2.0)  # an outer step may still be under way
+        self.server.crash(0.0)  # whatever happened before: what was promised is on the disk
+        agenda.run_until(lambda: self.server.is_up, limit_s=agenda.now + 1.0)
         self._check_nothing_lost([worker for worker in self.everyone if worker.left])
-        self.history.check_beliefs(self.server.pending)
+        self.history.check_beliefs()
         return self._close()
+
+    def _calm(self) -> None:
+        """No more faults. (Who is down comes back when its time is over.)"""
+        self.history.say("it is calm")
+        self.network.conditions = Conditions()
+        self.network.cut.clear()
+        self.machine.power.trouble, self.machine.power.operations_left = 0, None
 
     def _close(self) -> History:
         self.history.virtual_s = self.agenda.now
         self.history.faults["lost"] += self.network.lost
         self.history.faults["repeated"] += self.network.repeated
         self.history.faults["damaged"] += self.network.damaged
+        self.history.faults["disk_failed"] += self.machine.power.failed
         return self.history
 
     def _exchanges(self) -> list[int]:
@@ -121,7 +137,10 @@ class World:
                 "cut_down": {("server", link)},
             }
             self.history.faults[fault.kind] += 1
+            self.history.say(f"fault: {fault}")
             match fault.kind:
+                case "server_crash" | "power_cut" | "disk_full" | "disk_error" | "damaged_checkpoint":
+                    self._strike_server(fault)
                 case "crash":
                     worker.kill()
                     self.agenda.after(
@@ -144,6 +163,21 @@ class World:
 
         return act
 
+    def _strike_server(self, fault: Fault) -> None:
+        power = self.machine.power
+        match fault.kind:
+            case "server_crash":
+                self.server.refuses = self.rng.random() < 0.5
+                self.server.crash(fault.lasts_s)
+            case "power_cut":
+                power.operations_left = fault.operation
+            case "damaged_checkpoint":
+                if self.server.is_up and not self.machine.damage_newest():
+                    self.history.faults["damaged_checkpoint"] -= 1
+            case _:
+                power.trouble = errno.ENOSPC if fault.kind == "disk_full" else errno.EIO
+                self.agenda.after(fault.lasts_s, lambda: setattr(power, "trouble", 0))
+
     def _order(self, fault: Fault) -> None:
         """An operator speaks up. Whoever had to go for it is started again."""
         coordinator = self.server.coordinator
@@ -156,9 +190,9 @@ class World:
                 kind = "plan"
         changes = Wishes(sync_every=self.scenario.sync_every + 1) if kind == "plan" else Wishes()
         order = Control(kind=kind, worker_id=None if kind == "plan" else worker_id, changes=changes)
-        if kind != "plan" and worker_id not in coordinator.members.live_ids:
+        if not self.server.is_up or (kind != "plan" and worker_id not in coordinator.members.live_ids):
             return
-        self.server.handle(order, [], damaged=False)
+        self.server.handle(order, [], lambda answer: None)
         if kind in ("kick", "drain"):
             told = self.current[fault.worker]
             self.agenda.after(fault.lasts_s, lambda: self._restart_when_gone(fault.worker, told))
@@ -175,7 +209,7 @@ class World:
     def _check_nothing_lost(self, leavers: list[SimWorker]) -> None:
         """Every step of a process that ended cleanly has been applied, or it is known why not."""
         for worker in leavers:
-            known = worker.discarded | worker.abandoned | self.server.pending
+            known = worker.discarded | worker.abandoned | self.history.gone
             for fragment in range(self.scenario.fragments):
                 for number in range(worker.first_step + 1, worker.steps_taken + 1):
                     step = (worker.worker_id, number)

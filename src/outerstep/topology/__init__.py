@@ -66,6 +66,7 @@ class Agreed:
     plan: Plan  # of the run, as it is now
     counted_in: int = 0  # the version that holds the contribution; above `version` if it was late
     refused: str = ""  # why the contribution never will: what it was made of is to be given up for the anchor
+    steps_lost: int = 0  # of a late contribution that a restarted server had forgotten, and would not have again
 
     @property
     def anchor(self) -> Mapping[str, Tensor]:

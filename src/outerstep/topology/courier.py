@@ -44,8 +44,9 @@ class Ready:
 
 
 class Courier:
-    """One per exchange. `payload` is what to upload, as far as it is written; `frames` is what was downloaded, when it
-    is done: per payload of the agreement, the fetched parts one after the other."""
+    """One per exchange. `payload` is what to upload, as far as it is written, and `earlier` that of the contribution
+    before, which may have to be sent again; `frames` is what was downloaded, when it is done: per payload of the
+    agreement, the fetched parts one after the other."""
 
     def __init__(
         self,
@@ -55,13 +56,15 @@ class Courier:
         part_size_bytes: Callable[[], int],
         memory: Memory,
         payload: Payload | None = None,
+        earlier: Payload | None = None,
         pinned: bool = False,
         max_download_bytes: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
         self.exchange = exchange
-        self._payload = payload
+        self.payload = payload
+        self._earlier = earlier
         self._memory = memory
         self._pinned = pinned
         self._part_size_bytes = part_size_bytes
@@ -89,8 +92,8 @@ class Courier:
 
     def let_go(self) -> None:
         """The contribution will not be sent any more."""
-        if self._payload is not None:
-            self._payload.release()
+        if self.payload is not None:
+            self.payload.release()
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -130,8 +133,7 @@ class Courier:
         """The bytes to send, or the place for those to come."""
         request, size = call.request, self._part_size_bytes
         if isinstance(request, PutPart):
-            assert self._payload is not None
-            return self._payload.read(request.part)
+            return self._source(request).read(request.part)
         if isinstance(request, GetPart):
             fetch = self.exchange.fetch
             assert fetch is not None
@@ -143,6 +145,13 @@ class Courier:
             offset = self.place(piece.payload, begin)
             return self._received[piece.payload][offset : offset + end - begin]
         return None
+
+    def _source(self, request: PutPart) -> Payload:
+        earlier = self.exchange.outbox.earlier
+        is_earlier = earlier is not None and earlier.offer.sequence == request.sequence
+        payload = self._earlier if is_earlier else self.payload
+        assert payload is not None
+        return payload
 
     def _new_buffers(self, fetch: Fetch) -> list[memoryview]:
         """A fresh one per payload and attempt: late bytes of an abandoned attempt must not land in this one."""
@@ -182,6 +191,6 @@ class Courier:
         except Exception as unexpected:  # a bug in this thread must not leave the exchange waiting for ever
             log.exception("%s failed", type(call.request).__name__)
             error = OuterstepError(f"{type(call.request).__name__}: {type(unexpected).__name__}: {unexpected}")
-        if isinstance(call.request, PutPart) and self._payload is not None:
-            self._payload.done_reading()
+        if isinstance(call.request, PutPart):
+            self._source(call.request).done_reading()
         self._deliveries.put(Delivery(call, answer, received_hash, error))

@@ -76,6 +76,7 @@ class Facts(msgspec.Struct, frozen=True):
     rejoins: int = 0
     counted_in: int = 0
     refused: str = ""
+    steps_lost: int = 0
     kinds: tuple[Kind, ...] = ()
 
     @classmethod

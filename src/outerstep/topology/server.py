@@ -76,6 +76,7 @@ class ServerTopology:
         self._loaded_run_id: str | None = None
         self._held: dict[int, Held] = {}  # per fragment, the anchor as it is now, if it was proven
         self._sequence: list[int] = []
+        self._unconfirmed: dict[int, ServerTicket] = {}  # per fragment, a late one that no agreement we hold includes
         self._leaving = threading.Lock()
         self._left = False
         self._asked = NO_ORDERS
@@ -227,10 +228,12 @@ class ServerTopology:
         write_frame(payload, layout, sender)
 
     def make_offer(self, contribution: Contribution, section_bytes: tuple[int, ...]) -> Offer:
-        """The next one of its fragment: its key is fixed here."""
+        """The next one of its fragment: its key is fixed here. (A resumed server that had forgotten us may have taken
+        later ones from another start of this worker; it said so when we joined again.)"""
         _check_reported(contribution, self.session.joined.plan.weight_by)
         fragment = contribution.fragment
-        self._sequence[fragment] += 1
+        known = self.session.joined.fragments[fragment].last_sequence
+        self._sequence[fragment] = max(self._sequence[fragment], known) + 1
         return Offer(
             **self.session.head,
             fragment=fragment,
@@ -254,13 +257,14 @@ class ServerTopology:
         self, offer: Offer, payload: Payload, stuck_after_s: float | None, share: Share | None = None
     ) -> ServerTicket:
         """Send what was offered, or our share of it; wait for the agreement, and fetch it unless it is shared."""
-        held = self._held.get(offer.fragment)
+        held, earlier = self._held.get(offer.fragment), self._before(offer)
         exchange = Exchange(
             self.session,
             fragment=offer.fragment,
             after=offer.base_version,
             now=time.monotonic(),
             offer=offer,
+            earlier=earlier.sending if earlier is not None else None,
             share=share,
             held=held,
             patience=_with_limit(self._patience, self._patience.give_up_after_s, stuck_after_s),
@@ -270,7 +274,20 @@ class ServerTopology:
         def again(stuck_after_s: float | None) -> ServerTicket:
             return self.carry(offer, payload, stuck_after_s, share)
 
-        return self._start(exchange, offer.fragment, payload=payload, held=held, sequence=offer.sequence, again=again)
+        return self._start(
+            exchange,
+            offer.fragment,
+            payload=payload,
+            earlier=earlier.courier.payload if earlier is not None else None,
+            held=held,
+            sequence=offer.sequence,
+            again=again,
+        )
+
+    def _before(self, offer: Offer) -> ServerTicket | None:
+        """The contribution before this one, if it is not confirmed (coordination/sending.py)."""
+        late = self._unconfirmed.get(offer.fragment)
+        return late if late is not None and late.sending is not None and late.sending.offer.key != offer.key else None
 
     def fetch(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket:
         """Some pieces of an agreement."""
@@ -290,15 +307,17 @@ class ServerTopology:
         ticket.join()
         if reload and ticket.useless is not None:
             return self._reload(ticket, ticket.useless)
-        outcome = ticket.outcome()
+        outcome, steps_lost = ticket.outcome(), self.steps_lost(ticket)
         self.settle(ticket, counted=outcome.counted)
         agreed = self._agreed(ticket)
         if agreed is not None:
             self.let_go(ticket, agreed)
-            return agreed
+            return dataclasses.replace(agreed, steps_lost=steps_lost)
         whole, courier = self._whole(ticket.fragment), ticket.courier
+        self.let_go(ticket, dataclasses.replace(whole, counted_in=outcome.counted_in))
         return dataclasses.replace(
             whole,
+            steps_lost=steps_lost,
             counted=outcome.counted,
             too_old=outcome.too_old,
             counted_in=outcome.counted_in,
@@ -320,12 +339,25 @@ class ServerTopology:
         if ticket.sequence is not None:
             self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
 
-    @staticmethod
-    def let_go(ticket: ServerTicket, agreed: Agreed) -> None:
+    def let_go(self, ticket: ServerTicket, agreed: Agreed) -> None:
         """What was sent is not needed any more, unless it counts in a round still to come: a server that is restarted
-        before that would have to be sent it again."""
-        if agreed.counted_in <= agreed.version:
+        before that has to be sent it again, before the next one. What became of the one before this is known."""
+        before = self._unconfirmed.pop(ticket.fragment, None)
+        if before is not None and before.courier.payload is not ticket.courier.payload:
+            before.courier.let_go()
+        if agreed.counted_in > agreed.version:
+            self._unconfirmed[ticket.fragment] = ticket
+        else:
             ticket.courier.let_go()
+
+    def steps_lost(self, ticket: ServerTicket) -> int:
+        """In a late contribution that was said to count, and does not after all."""
+        late, outcome = self._unconfirmed.get(ticket.fragment), ticket.outcome()
+        if late is None or late.sending is None or ticket.sending is None:
+            return 0
+        is_this = late.sending.offer.key == ticket.sending.offer.key
+        lost = not outcome.counted if is_this else outcome.earlier_lost
+        return late.sending.offer.steps if lost else 0
 
     def told(self, fragment: int) -> Held | None:
         """The anchor that the server was told of. What it is, is not known from here on until it is confirmed."""
@@ -398,6 +430,7 @@ class ServerTopology:
         fragment: int,
         *,
         payload: Payload | None = None,
+        earlier: Payload | None = None,
         held: Held | None = None,
         sequence: int | None = None,
         again: Callable[[float | None], ServerTicket] | None = None,
@@ -410,6 +443,7 @@ class ServerTopology:
             part_size_bytes=lambda: session.joined.plan.part_size_bytes,
             memory=self._memory,
             payload=payload,
+            earlier=earlier,
             pinned=payload is not None and payload.data.is_pinned(),
             max_download_bytes=lambda: self.forms[fragment].full.size_bytes if self.forms else None,
         )

@@ -68,6 +68,7 @@ class Settled(msgspec.Struct, frozen=True):
     too_old: bool
     plan: Plan
     counted_in: int = 0
+    steps_lost: int = 0
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -225,7 +226,8 @@ class ShardedTopology:
             return None
         outcome = own.outcome()
         plan = self._inner.session.joined.plan
-        return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in)
+        lost = self._inner.steps_lost(own)
+        return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in, lost)
 
     def _take(self, settled: Settled) -> Agreed:
         """Fetch our rows of the agreement. If that does not lead on from the anchor that we hold (which is the same for
@@ -246,6 +248,7 @@ class ShardedTopology:
                     settled.plan,
                     bytes_received=fetched.bytes_received,
                     counted_in=settled.counted_in,
+                    steps_lost=settled.steps_lost,
                 ).with_news(fetched.news)
             agreement = self._ranks.tell(lambda: self._newest(agreement.fragment), Agreement)  # noqa: B023
             fits = leads_on(agreement, None)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from ..coordination.exchange import Outcome
 from ..coordination.fetch import Held
+from ..coordination.sending import Sending
 from ..errors import Absurd, ExchangeFailed, NotFinite, Quarantined, Refused, WorkerError
 from . import Sight
 from .courier import Courier
@@ -50,6 +51,11 @@ class ServerTicket:
         """Why the server has no use for the contribution, if that is how it ended."""
         failure = self.courier.exchange.failure
         return failure if isinstance(failure, USELESS) else None
+
+    @property
+    def sending(self) -> Sending | None:
+        """The contribution, as far as the server has said what becomes of it."""
+        return self.courier.exchange.outbox.own
 
     def look(self, timeout_s: float) -> Sight:
         done, exchange = self.wait(timeout_s), self.courier.exchange

@@ -29,6 +29,7 @@ from .signals import Interrupts, OutOfTime
 log = logging.getLogger(__name__)
 
 LOOK_AROUND_S = 0.2  # how often a waiting worker checks whether another fragment's round waits for it
+LOOKS_IN_A_CIRCLE = 50  # after so many in vain, what waits for us may wait in a circle
 SAY_SO_S = 5.0  # who waits longer than this says for whom
 TRIES = 2
 EXIT_TRIES = 8
@@ -183,14 +184,16 @@ class Synchronizer:
         if not tries_left:
             return
         began_at = time.monotonic()
-        said = False
+        said, looks = False, 0  # (counted, not timed: the processes of a group must decide alike)
         with self._accounted(began_at):
             for fragment in tries_left:
                 self._take_off(fragment, stuck_after_s)
             while tries_left:
+                looks += 1
                 sights = {f: self._flights[f].ticket.look(LOOK_AROUND_S / len(tries_left)) for f in tries_left}
                 said = said or _say_so(sights.values(), time.monotonic() - began_at)
                 for fragment in [f for f, sight in sights.items() if sight.done]:
+                    looks = 0
                     if self._land(fragment) or tries_left[fragment] == 1:
                         del tries_left[fragment]
                     else:
@@ -206,15 +209,19 @@ class Synchronizer:
                     raise OutOfTime("no time is left to wait for the agreement")
                 for fragment, version in sorted({wanted for sight in sights.values() for wanted in sight.wanted}):
                     behind = self.fragments[fragment].version < version
-                    if behind and fragment not in tries_left and not self._is_on_its_way(fragment):
+                    if behind and fragment not in tries_left and not self._is_on_its_way(fragment, looks):
                         tries_left[fragment] = 1
                         self._take_off(fragment, stuck_after_s)
 
-    def _is_on_its_way(self, fragment: int) -> bool:
+    def _is_on_its_way(self, fragment: int, looks: int) -> bool:
         """It was sent, and lands when its time comes, not before; unless its round closed without it, for then nothing
-        of ours is in the one that waits."""
+        of ours is in the one that waits. Nor is it if the agreement is here already: if we have stood still for long,
+        somebody may wait there for what we send next, and we, directly or not, for that somebody."""
         flight = self._flights.get(fragment)
-        return flight is not None and not flight.parked and not flight.ticket.look(0.0).missed
+        if flight is None or flight.parked:
+            return False
+        sight = flight.ticket.look(0.0)
+        return not sight.missed and not (sight.done and looks > LOOKS_IN_A_CIRCLE)
 
     @contextmanager
     def _accounted(self, began_at: float) -> Iterator[None]:
@@ -291,6 +298,7 @@ class Synchronizer:
         if agreed.refused:
             self._reload(agreed)
             return True
+        self.fragments[fragment].late = flight.ticket if agreed.counted_in > agreed.version else None
         if agreed.counted:
             return self._take_over(fragment, flight, agreed)
         self.metrics.missed_rounds += 1
@@ -303,7 +311,7 @@ class Synchronizer:
         progress.oldest_base = min(progress.oldest_base, agreed.version)
         self._hold(agreed, self._replica.rebase(agreed.news))
         log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
-        return False
+        return unsent == 0
 
     def _take_over(self, fragment: int, flight: Flight, agreed: Agreed) -> bool:
         """What we sent is in the agreement (or in a round still open). The steps taken since then are kept, mixed or
@@ -312,7 +320,6 @@ class Synchronizer:
         sent = (flight.work - progress.counted).steps
         progress.counted = flight.work
         progress.oldest_base = agreed.version
-        progress.late = flight.ticket if agreed.counted_in > agreed.version else None
         self.metrics.sync_count += 1
         since = (self.work - flight.work).steps
         if sent and any(p.worker_id == self._worker_id and not p.weight for p in agreed.participants):
@@ -356,7 +363,7 @@ class Synchronizer:
         self.metrics.steps_discarded += unsent
         log.warning("%d local steps were older than max_staleness=%d and are lost", unsent, self.plan.max_staleness)
         progress.version = progress.oldest_base = agreed.version
-        progress.counted, progress.late = self.work, None
+        progress.counted = self.work
         self._hold(agreed, self._replica.adopt(agreed.news))
 
     def _reload(self, agreed: Agreed) -> None:
@@ -373,7 +380,7 @@ class Synchronizer:
             if fragment in self._flights:
                 self._flights[fragment].overtaken = True
             else:
-                progress.counted, progress.late = self.work, None
+                progress.counted = self.work
         self._on_reload()
 
     def _hold(self, agreed: Agreed, intact: bool) -> None:
@@ -402,6 +409,13 @@ class Synchronizer:
         metrics.bytes_received += agreed.bytes_received
         metrics.sync_retries += agreed.retries
         metrics.reconnections += agreed.rejoins
+        if agreed.steps_lost:
+            metrics.steps_discarded += agreed.steps_lost
+            log.warning(
+                "%d steps are lost: the server was restarted before the round that they were late for, and they are "
+                "too old for it now",
+                agreed.steps_lost,
+            )
         if agreed.plan.revision != self.plan.revision:
             log.info("the plan changed: sync_every=%d, delay=%d", agreed.plan.sync_every, agreed.plan.delay)
             self.plan = agreed.plan

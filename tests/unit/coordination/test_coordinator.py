@@ -212,6 +212,22 @@ class TestExactlyOnce:
         assert traces(desk) == before
 
 
+class TestOrder:
+    """A worker that was told "accepted" of an earlier one says so; a restarted server must be sent that one first."""
+
+    def test_one_that_follows_what_is_not_here_is_refused_until_that_is_sent(self) -> None:
+        desk = Desk("ab", quorum=1)
+        with pytest.raises(MissingParts, match=r"a/fragment 0/#4 follows #3, which is not here.*send that one first"):
+            desk.offer("a", 4, follows=3)
+        desk.contribute("a", 3)
+        assert desk.offer("a", 4, follows=3, base_version=1, oldest_base=1).state == "send"
+
+    def test_one_that_was_accepted_is_accepted_whatever_it_follows(self) -> None:
+        desk = Desk("ab")
+        desk.contribute("a", 4)
+        assert desk.offer("a", 4, follows=3).state == "accepted"
+
+
 class TestWhoMaySpeak:
     @saying(SPEAKING)
     def test_an_unregistered_worker_gets_nothing_accepted(self, say: Speak) -> None:

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from outerstep.coordination.exchange import Call, Exchange, Patience, Session, Step
+from outerstep.coordination.sending import Sending
 from outerstep.digest import payload_hash
 from outerstep.errors import (
     Busy,
@@ -114,6 +115,7 @@ class Talk:
             rng=random.Random(seed),
         )
         self._made: list[Call] = []
+        self.earlier: Sending | None = None
 
     def next(self) -> Call:
         """The next call, as soon as the machine wants to make one."""
@@ -340,7 +342,7 @@ class TestGivingUp:
         assert talk.exchange.failure is None
 
     @pytest.mark.parametrize(
-        "kind", [Fenced, Conflict, IdInUse, OtherRun, PlanMismatch, NotFinite, Superseded], ids=lambda kind: kind.code
+        "kind", [Conflict, IdInUse, OtherRun, PlanMismatch, NotFinite, Superseded], ids=lambda kind: kind.code
     )
     def test_a_refusal_that_trying_again_cannot_mend_ends_it_with_that_refusal(self, kind: type[Refused]) -> None:
         refusal = kind("no")
@@ -426,8 +428,145 @@ class TestMissedRounds:
         talk = Talk()
         talk.say(StaleRound("the round closed"))
         talk.say(nothing_yet(last_sequence=0))
+        assert isinstance(talk.say(StaleRound("the round closed")), Offer)
         assert isinstance(talk.say(agreed(last_sequence=0)), Poll)
         assert talk.exchange.step is Step.FETCH
+
+    def test_a_round_that_died_with_the_server_before_it_was_published_takes_the_contribution_after_all(self) -> None:
+        """Else the worker would wait for the round, and the restarted server for the worker."""
+        talk = Talk()
+        talk.say(StaleRound("the round closed"))
+        talk.say(nothing_yet(last_sequence=0))
+        assert talk.say(send(0, 1)) == make_offer("a")
+        talk.say(STORED, STORED, ACCEPTED)
+        talk.say(agreed())
+        talk.hand_over(make_agreement(1))
+        assert talk.exchange.outcome is not None
+        assert talk.exchange.outcome.counted
+
+
+class TestAnEarlierContribution:
+    """It counted in a round after the version that its worker holds; then the next one is due."""
+
+    def talk(self, **patience: Any) -> Talk:
+        """#1 counts in version 3, version 2 is held; now it is #2's turn."""
+        talk = Talk(**patience)
+        talk.earlier = Sending(make_offer("a"), dict(enumerate(talk.hashes)), counted_in=3)
+        key = make_key("a", sequence=2)
+        talk.hashes = tuple(contribution_hashes(key, 2 * PART_BYTES))
+        talk.exchange = Exchange(
+            talk.session,
+            fragment=0,
+            after=2,
+            now=talk.now,
+            offer=make_offer("a", sequence=2, base_version=2, oldest_base=2),
+            part_hashes=talk.hashes,
+            earlier=talk.earlier,
+            patience=Patience(**patience),
+            rng=random.Random(0),
+        )
+        return talk
+
+    def test_it_is_asked_about_first_and_its_agreement_is_waited_for(self) -> None:
+        talk = self.talk()
+        asked = talk.say(OfferAnswer(state="accepted", version=4))
+        assert isinstance(asked, Offer)
+        assert (asked.sequence, asked.follows) == (1, 0)
+        offered = talk.say(send(0, 1))
+        assert isinstance(offered, Offer)
+        assert (offered.sequence, offered.follows) == (2, 1)
+        talk.say(STORED, STORED, CommitAnswer(version=5))
+        polled = talk.say(agreed(4, last_sequence=2))
+        assert isinstance(polled, Poll)
+        assert polled.after == 3
+        talk.hand_over(make_agreement(4))
+        assert talk.exchange.outcome is not None
+        assert (talk.exchange.outcome.counted_in, talk.exchange.outcome.earlier_lost) == (5, False)
+
+    def test_a_restarted_server_is_sent_it_again_before_the_next(self) -> None:
+        talk = self.talk()
+        talk.say(send(0, 1))
+        for _ in range(2):
+            part = talk.say(STORED)
+            assert isinstance(part, PutPart)
+            assert part.sequence == 1
+        committed = talk.say(CommitAnswer(version=3))
+        assert isinstance(committed, Commit)
+        assert committed.payload_hash == payload_hash(contribution_hashes(make_key("a"), 2 * PART_BYTES))
+        offered = talk.say(send(0, 1))
+        assert isinstance(offered, Offer)
+        assert offered.sequence == 2
+
+    def test_a_restart_between_the_two_is_noticed(self) -> None:
+        """The server that said "accepted" to the earlier one is not the one that is offered the next."""
+        talk = self.talk()
+        talk.say(OfferAnswer(state="accepted", version=3))
+        talk.say(MissingParts("#2 follows #1, which is not here"))
+        again = talk.say(send(0, 1))
+        assert isinstance(again, Offer)
+        assert again.sequence == 1
+
+    def test_a_restart_after_both_sends_both_again_in_order(self) -> None:
+        talk = self.talk()
+        talk.say(OfferAnswer(state="accepted", version=3), send(0, 1), STORED, STORED, CommitAnswer(version=3))
+        talk.say(nothing_yet(last_sequence=0))
+        first = talk.say(OfferAnswer(state="accepted", version=3))
+        second = talk.say(OfferAnswer(state="accepted", version=3))
+        assert isinstance(first, Offer)
+        assert isinstance(second, Offer)
+        assert (first.sequence, second.sequence) == (1, 2)
+
+    def test_one_that_became_too_old_meanwhile_is_reported_as_lost(self) -> None:
+        talk = self.talk()
+        talk.say(TooOld("it is"))
+        offered = talk.say(send(0, 1))
+        assert isinstance(offered, Offer)
+        assert (offered.sequence, offered.follows) == (2, 0)
+        talk.say(STORED, STORED, CommitAnswer(version=6), agreed(6, last_sequence=2))
+        talk.hand_over(make_agreement(6))
+        assert talk.exchange.outcome is not None
+        assert (talk.exchange.outcome.counted, talk.exchange.outcome.earlier_lost) == (True, True)
+
+    def test_one_that_the_next_has_superseded_is_in_its_round_or_before(self) -> None:
+        """The exchange was begun anew after both were accepted."""
+        talk = self.talk()
+        talk.say(Superseded("#2 is there"), OfferAnswer(state="accepted", version=7))
+        polled = talk.say(nothing_yet(last_sequence=2))
+        assert isinstance(polled, Poll)
+        assert polled.after == 6
+
+
+class TestAServerThatWentBack:
+    """It was resumed from an older state, and has forgotten who joined since."""
+
+    def test_a_sequence_that_another_start_has_taken_is_found_out_by_its_hash(self) -> None:
+        talk = Talk()
+        talk.say(UnknownWorker("who?"), joined(incarnation=1000))
+        talk.say(OfferAnswer(state="accepted", version=4))
+        assert isinstance(talk.say(Conflict("other bytes")), Commit)
+        talk.say(agreed(4, last_sequence=1))
+        talk.hand_over(make_agreement(4))
+        assert talk.exchange.outcome is not None
+        assert not talk.exchange.outcome.counted
+
+    def test_one_of_our_own_is_confirmed(self) -> None:
+        talk = Talk()
+        talk.say(UnknownWorker("who?"), joined(incarnation=1000))
+        talk.say(OfferAnswer(state="accepted", version=4), CommitAnswer(version=4), agreed(4))
+        talk.hand_over(make_agreement(4))
+        assert talk.exchange.outcome is not None
+        assert talk.exchange.outcome.counted
+
+    def test_who_was_fenced_by_its_own_re_join_asks_before_it_gives_up(self) -> None:
+        talk = Talk()
+        talk.say(Fenced("incarnation 1000"))
+        assert isinstance(talk.say(joined(incarnation=1000)), Join)
+        assert talk.say(send(0, 1)) == make_offer("a", incarnation=1000)
+
+    def test_who_is_fenced_for_good_gives_up(self) -> None:
+        talk = Talk()
+        talk.say(Fenced("incarnation 2"), Fenced("started again elsewhere"))
+        assert isinstance(talk.exchange.failure, Fenced)
 
 
 class TestUnknownWorker:
@@ -654,10 +793,10 @@ class TestLateAnswers:
     def test_nothing_changes_after_the_end(self) -> None:
         talk = Talk().brought_to(Step.FETCH)
         calls = [talk.next(), talk.next()]
-        talk.reply(calls[0], Fenced("a newer start has taken over"))
+        talk.reply(calls[0], Conflict("other bytes"))
         failure = talk.exchange.failure
         talk.reply(calls[1], LOST)
-        assert isinstance(failure, Fenced)
+        assert isinstance(failure, Conflict)
         assert (talk.exchange.failure, talk.exchange.outcome) == (failure, None)
 
 
