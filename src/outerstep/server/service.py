@@ -105,6 +105,7 @@ class ParameterService:
         self.failure = ""
         self.heritage: SavedState | None = None  # an imported state that waits for the first worker's manifest
         self._closing = False
+        self._ended = False  # what would be decided now, nobody would carry out
         self.started_at = clock()
         self.bytes_sent = 0
         self.delta_norms: dict[str, float] = {}  # of each worker's last contribution
@@ -138,6 +139,9 @@ class ParameterService:
 
     def stop(self) -> None:
         """Finish the rounds that were decided, save, then end."""
+        with self.changed:
+            self._ended = True
+            self.changed.notify_all()
         self._rounds.stop()
         self.intake.close()
         versions = tuple(fragment.published.version for fragment in self.coordinator.fragments)
@@ -259,6 +263,7 @@ class ParameterService:
 
     def _decide(self, decide: Callable[[float], Answer]) -> Answer:
         with self.changed:
+            self._check_health()  # it may have stopped since the message came in
             try:
                 return decide(self.clock())
             finally:
@@ -423,5 +428,7 @@ class ParameterService:
             store.down.abandon()
 
     def _check_health(self) -> None:
+        if self._ended:
+            raise Busy("the server is stopping", hint="ask again when it is back", retry_after_s=1.0)
         if self.failure:
             raise ServerFailed(f"the server has stopped: {self.failure}", hint="restart it; its log has the cause")
