@@ -139,13 +139,15 @@ class Exchange:
         share: Share | None = None,
         fetch: Wanted | None = None,
         held: Held | None = None,
+        claim: int | None = None,
         patience: Patience = Patience(),  # noqa: B008 - frozen
         rng: random.Random | None = None,
     ) -> None:
         """`after`: the version we hold; without an offer, anything newer is fetched. `offer` carries the facts of the
         contribution (its incarnation is replaced by the session's); its parts are sent as far as their hashes are
         known, all of them or one by one with `part_ready`. With a `share` it ends at the agreement; with
-        `fetch` it begins there. `held` tells the server what we have, if we do."""
+        `fetch` it begins there. `held` tells the server what we have, if we do. `claim`, instead of an offer: the
+        sequence of a contribution that the server has accepted from an earlier start of this worker."""
         self._session = session
         self._fragment = fragment
         self._after = after
@@ -154,6 +156,7 @@ class Exchange:
         self._share = share
         self._wanted_pieces = fetch
         self._held = held
+        self._claim = claim
         self._patience = patience
         self._rng = rng or random.Random()
         self._counted = False
@@ -386,6 +389,9 @@ class Exchange:
             self._counted = False
             self._after = self._offer.base_version
             self._go(Step.OFFER)
+        elif self._claim is not None and answer.last_sequence < self._claim:
+            # So it is with a claim, but there is nothing to send again: whatever is newest will do.
+            self._claim, self._after = None, -1
         elif answer.agreement is None:
             self._check_stuck(answer, now)
             self.wanted = frozenset(answer.wanted)
@@ -427,7 +433,8 @@ class Exchange:
         self.outcome = self._outcome(fetch.agreement)
 
     def _outcome(self, agreement: Agreement) -> Outcome:
-        return Outcome(agreement, self._counted, self._too_old, self._counted_in if self._counted else 0)
+        counted = self._counted or self._claim is not None
+        return Outcome(agreement, counted, self._too_old, self._counted_in if counted else 0)
 
     # --- trouble --------------------------------------------------------------------------------------------------
 

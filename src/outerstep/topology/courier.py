@@ -61,7 +61,7 @@ class Courier:
     ) -> None:
         self._transport = transport
         self.exchange = exchange
-        self._payload = payload
+        self.payload = payload
         self._memory = memory
         self._pinned = pinned
         self._part_size_bytes = part_size_bytes
@@ -89,8 +89,8 @@ class Courier:
 
     def let_go(self) -> None:
         """The contribution will not be sent any more."""
-        if self._payload is not None:
-            self._payload.release()
+        if self.payload is not None:
+            self.payload.release()
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -130,8 +130,8 @@ class Courier:
         """The bytes to send, or the place for those to come."""
         request, size = call.request, self._part_size_bytes
         if isinstance(request, PutPart):
-            assert self._payload is not None
-            return self._payload.read(request.part)
+            assert self.payload is not None
+            return self.payload.read(request.part)
         if isinstance(request, GetPart):
             fetch = self.exchange.fetch
             assert fetch is not None
@@ -182,6 +182,6 @@ class Courier:
         except Exception as unexpected:  # a bug in this thread must not leave the exchange waiting for ever
             log.exception("%s failed", type(call.request).__name__)
             error = OuterstepError(f"{type(call.request).__name__}: {type(unexpected).__name__}: {unexpected}")
-        if isinstance(call.request, PutPart) and self._payload is not None:
-            self._payload.done_reading()
+        if isinstance(call.request, PutPart) and self.payload is not None:
+            self.payload.done_reading()
         self._deliveries.put(Delivery(call, answer, received_hash, error))

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from ..coordination.exchange import Outcome
 from ..coordination.fetch import Held
 from ..errors import ExchangeFailed, WorkerError
+from ..types import Offer
 from . import Sight
 from .courier import Courier
 
 
 class ServerTicket:
-    """Carried by a thread of its own. `sequence`: of the contribution, if there is one; `held`: the anchor that the
-    server was told of."""
+    """Carried by a thread of its own. `offer`: of the contribution, if there is one; `claim`: the sequence of one that
+    an earlier start of this worker made; `held`: the anchor that the server was told of."""
 
     def __init__(
         self,
@@ -24,13 +25,15 @@ class ServerTicket:
         courier: Courier,
         *,
         held: Held | None,
-        sequence: int | None,
+        offer: Offer | None,
         again: Callable[[float | None], ServerTicket],
+        claim: int | None = None,
     ) -> None:
         self.fragment = fragment
         self.courier = courier
         self.held = held
-        self.sequence = sequence
+        self.offer = offer
+        self.claim = claim
         self.again = again  # the same exchange, from the beginning, with this stuck_after_s
         self._done = threading.Event()
         self._crash: BaseException | None = None

@@ -27,12 +27,13 @@ class Work:
 @dataclass
 class Progress:
     """One fragment: the version we hold, how much of our work is in it, and where our oldest unsent step began. `late`:
-    the exchange that counts in a round after that version, if our last one does."""
+    the exchange that counts in a round after that version (`late_in`), if our last one does."""
 
     version: int
     counted: Work
     oldest_base: int
     late: Ticket | None = None
+    late_in: int = 0
 
 
 @dataclass
@@ -40,13 +41,23 @@ class Flight:
     """An exchange under way: what was done when it was sent, and the step at which its agreement is to be taken over.
 
     `sent` is what was sent, kept if training goes on before it lands. `parked`: the wait for it was given up or
-    interrupted; it is settled when its fragment is due again."""
+    interrupted; it is settled when its fragment is due again. `catches_up`: it brings no contribution, but what a
+    worker that goes on from its saved state has missed."""
 
     ticket: Ticket
     work: Work
     land_at: int
     sent: dict[str, Tensor] | None = None
     parked: bool = False
+    catches_up: bool = False
+
+
+@dataclass(frozen=True)
+class Offline:
+    """What to do when nobody answers: after `after_s` train on, and leave at most `exchanges` open like that."""
+
+    after_s: float = 30.0
+    exchanges: int = 4
 
 
 @dataclass
