@@ -108,7 +108,9 @@ class Plan(Plain, frozen=True):
 
 
 class Join(Plain, frozen=True):
-    """A worker introduces itself. `instance` is drawn at each start of the process; a re-join names its `run_id`."""
+    """A worker introduces itself. `instance` is drawn at each start of the process; a re-join names its `run_id`.
+    `continues`: it goes on from a saved state of its own, with the steps it had taken; so the rounds that waited for
+    the process before it wait for this one."""
 
     protocol: Count
     worker_id: WorkerId
@@ -117,13 +119,16 @@ class Join(Plain, frozen=True):
     manifest: Manifest | None = None  # None = as the run has it
     wishes: Wishes = Wishes()
     run_id: RunId | None = None
+    continues: bool = False
 
 
 class FragmentState(Plain, frozen=True):
-    """Where a fragment stands: its newest version, and the last sequence accepted from the worker that asks."""
+    """Where a fragment stands: its newest version, and the last sequence accepted from the worker that asks, with the
+    version that it counts in (which may be still to come)."""
 
     version: Count
     last_sequence: Count
+    counted_in: Count = 0
 
 
 class JoinAnswer(Plain, frozen=True):

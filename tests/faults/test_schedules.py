@@ -153,7 +153,7 @@ class ForgivesFences(Coordinator):
 class LeaksRoom(Coordinator):
     """Keeps the room of uploads that can never be accepted any more."""
 
-    def _drop(self, key: Any) -> None:
+    def drop(self, key: Any) -> None:
         self.uploads._by_key.pop(key, None)
 
 

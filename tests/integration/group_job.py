@@ -1,4 +1,6 @@
-"""One rank of a torchrun job: `torchrun … group_job.py KIND ADDRESS FOLDER STEPS`, started by test_groups.py."""
+"""One rank of a torchrun job: `torchrun … group_job.py KIND ADDRESS FOLDER STEPS [DIES_AT]`, started by test_groups.py.
+
+With DIES_AT every rank saves its checkpoint after that step, and is gone; the next job of that kind goes on from it."""
 
 from __future__ import annotations
 
@@ -89,14 +91,17 @@ def check_evaluation(worker: DiLoCoWorker, model: nn.Module) -> None:
         assert not torch.equal(inside, before)
 
 
-def train(kind: str, address: str, folder: Path, steps: int) -> None:
+def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> None:
     rank = dist.get_rank()
     (folder / f"{kind}-{rank}.pid").write_text(str(os.getpid()))
     model = wrap(kind, make_model(seed=100 + rank))  # whatever it begins with is replaced
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     source = torch.Generator().manual_seed(rank)
     history: list[tuple[int, int, str]] = []
-    with DiLoCoWorker(model, optimizer, address, worker_id=kind) as worker:
+    worker = DiLoCoWorker(model, optimizer, address, worker_id=kind)
+    checkpoint = folder / f"{kind}-{rank}.pt"
+    first = load(checkpoint, worker, source) if checkpoint.exists() else 0
+    with worker:
         plan, anchors = worker.plan, worker._replica.anchors
         known = [-1] * len(plan.fragments)
 
@@ -108,7 +113,7 @@ def train(kind: str, address: str, folder: Path, steps: int) -> None:
                     history.append((fragment, version, found))
 
         note()
-        for step in range(steps):
+        for step in range(first, steps):
             worker.count(samples=8)
             train_step(model, optimizer, source)
             note()
@@ -120,10 +125,28 @@ def train(kind: str, address: str, folder: Path, steps: int) -> None:
                 break
             if (folder / "slowly").exists():
                 time.sleep(0.01)
+            if step + 1 == dies_at:
+                save(checkpoint, worker, source, dies_at)
+                dist.barrier()
+                os._exit(9)
     note()
     final = [p.to_local() if isinstance(p, DTensor) else p for p in optimizer.param_groups[0]["params"]]
     facts = {"history": history, "final": anchor_hash(p.detach() for p in final), **worker.sync_metrics}
     (folder / f"{kind}-{rank}.json").write_text(json.dumps(facts))
+
+
+def save(file: Path, worker: DiLoCoWorker, source: torch.Generator, step: int) -> None:
+    """What this rank holds: its rows, its state, and where it is in its data."""
+    rows = {name: tensor.detach().clone() for name, tensor in worker._replica.tensors.items()}
+    torch.save({"model": rows, "worker": worker.state_dict(), "source": source.get_state(), "step": step}, file)
+
+
+def load(file: Path, worker: DiLoCoWorker, source: torch.Generator) -> int:
+    saved = torch.load(file, weights_only=True)
+    worker._replica.restore(saved["model"])
+    worker.load_state_dict(saved["worker"])
+    source.set_state(saved["source"])
+    return int(saved["step"])
 
 
 def refuse(address: str, folder: Path) -> None:
@@ -153,7 +176,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "refuse":
         refuse(sys.argv[2], Path(sys.argv[3]))
     else:
-        train(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+        train(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
     dist.destroy_process_group()
     # Not an ordinary exit: with gloo some versions of torch abort in it now and then ("terminate called without an
     # active exception"), in a script without outerstep too.

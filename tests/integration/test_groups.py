@@ -22,7 +22,7 @@ from outerstep.server.store import FragmentStore
 from outerstep.topology.news import anchor_hash
 from outerstep.wire.sections import rows_of
 from outerstep.worker import DiLoCoWorker
-from support import in_threads, wait_until
+from support import assert_same, in_threads, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +34,11 @@ PARAMETERS = [name for name, _ in make_model(0).named_parameters()]
 class Job:
     """A torchrun job; its ranks end with it."""
 
-    def __init__(self, folder: Path, kind: str, address: str, *, ranks: int = 2, steps: int = STEPS) -> None:
+    def __init__(
+        self, folder: Path, kind: str, address: str, *, ranks: int = 2, steps: int = STEPS, dies_at: int = 0
+    ) -> None:
         self.folder, self.kind, self.ranks = folder, kind, ranks
-        script = [str(JOB), kind, address, str(folder), str(steps)]
+        script = [str(JOB), kind, address, str(folder), str(steps), str(dies_at)]
         runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
@@ -95,9 +97,8 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Versions:
 
 
 def make_server(**settings: Any) -> DiLoCoServer:
-    return DiLoCoServer(
-        make_model(0).state_dict(), port=0, part_size_bytes=64, codec="fp32", sync_every=SYNC_EVERY, **settings
-    )
+    facts = {"part_size_bytes": 64, "codec": "fp32", "sync_every": SYNC_EVERY, **settings}
+    return DiLoCoServer(make_model(0).state_dict(), port=0, **facts)
 
 
 def expected_hash(params: dict[str, Tensor], sections: int, section: int) -> str:
@@ -217,6 +218,29 @@ def test_a_notice_to_one_rank_lets_all_of_them_leave_at_the_same_step(tmp_path: 
         assert first["versions"] == second["versions"] == [server.sync_round]
         assert server.status()["workers"] == {}
         assert server.status()["total_worker_deaths"] == 0
+
+
+@pytest.mark.row("F29")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_group_goes_on_from_its_checkpoints_bit_for_bit(tmp_path: Path, jobs: list[Job], kind: str) -> None:
+    """Each rank from its own, with a contribution under way."""
+
+    def run(folder: Path, *deaths: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+        folder.mkdir()
+        streaming = {"num_fragments": 2, "fragment_delay": 2, "fragment_carry": True, "codec": "int4+feedback"}
+        with make_server(num_workers=1, **streaming) as server:
+            for step in deaths:
+                jobs.append(Job(folder, kind, server.address, dies_at=step))
+                assert jobs[-1].process.wait(120) != 0
+            jobs.append(Job(folder, kind, server.address))
+            return jobs[-1].results(), server.get_global_params()
+
+    results, found = run(tmp_path / "killed", SYNC_EVERY // 2 + 1, 3 * SYNC_EVERY + 1)
+    straight, expected = run(tmp_path / "straight")
+    assert_same(found, expected)
+    for result, usual in zip(results, straight, strict=True):
+        for fact in ("final", "local_step", "samples", "sync_count", "missed_rounds", "anchor_repairs", "versions"):
+            assert result[fact] == usual[fact], fact
 
 
 def test_what_cannot_be_exchanged_is_refused_by_name_on_every_rank(tmp_path: Path, jobs: list[Job]) -> None:

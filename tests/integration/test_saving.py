@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from outerstep import load_model
-from outerstep.errors import BadRequest, ConfigError, Kicked, ServerFailed
+from outerstep.coordination.uploads import Upload
+from outerstep.errors import BadRequest, Busy, ConfigError, Kicked, ServerFailed
 from outerstep.server import DiLoCoServer
 from outerstep.topology import Contribution
 from outerstep.types import Control, ControlAnswer, Wishes
@@ -356,3 +358,35 @@ def test_a_save_is_answered_even_if_the_server_fails_before_it_comes_to_it(tmp_p
     client.contribute(make_frame({"cells": torch.full((2,), 1e10)}))  # its outer step overflows
     with pytest.raises(ServerFailed):
         in_threads(server.save_state, timeout_s=20.0)
+
+
+def test_what_arrives_while_the_server_stops_is_not_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that was decided then would be in the ledger, and not in the model: its steps would be lost."""
+    server = DiLoCoServer(Ledger().state_dict(), 1, port=0, codec="fp32", save_dir=str(tmp_path))
+    server.service.start()
+    client = HandClient(MemoryTransport(server.service), "w")
+    client.join()
+    frame = make_frame({"cells": torch.ones(2)})
+    client.sequence = 1
+    client.offer(len(frame))
+    client.put(frame, 0)
+    intake = server.service.intake
+    conclude = intake.conclude
+
+    def stopping(upload: Upload) -> Callable[[], float]:
+        """It stops after the contribution was looked at, and before it is accepted."""
+        check = conclude(upload)
+
+        def last() -> float:
+            norm = check()
+            server.service.stop()
+            return norm
+
+        return last
+
+    monkeypatch.setattr(intake, "conclude", stopping)
+    with pytest.raises(Busy, match="the server is stopping"):
+        client.commit(frame)
+    second = DiLoCoServer(None, 1, resume=str(tmp_path), port=0)
+    assert second.service.coordinator.fragments[0].published.version == second.sync_round == 0
+    assert second.service.coordinator.members.find("w").last_sequence(0) == 0  # type: ignore[union-attr]

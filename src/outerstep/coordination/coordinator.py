@@ -23,7 +23,6 @@ from ..types import (
     Commit,
     CommitAnswer,
     ContributionKey,
-    FragmentState,
     FromMember,
     GetPart,
     Heartbeat,
@@ -133,9 +132,10 @@ class Coordinator:
         member, arrived = self.members.join(message, now)
         if arrived:
             if member.worker_id in before:
-                # The old process is fenced; what it had in hand or was told is lost, and nobody waits for it now.
+                # The old process is fenced; what it had in hand or was told is lost. Nobody waits for it now, unless
+                # the new one has its steps.
                 self.commands.forget(member.worker_id)
-                self._forget(member)
+                self._forget(member, still_expected=message.continues)
             self._first_join_at = now if self._first_join_at is None else self._first_join_at
             self.event("join", worker=member.worker_id, host=member.hostname, incarnation=member.incarnation)
             for fragment in self.fragments:
@@ -151,10 +151,7 @@ class Coordinator:
             incarnation=member.incarnation,
             plan=self.plan,
             manifest=self.manifest,
-            fragments=tuple(
-                FragmentState(version=f.published.version, last_sequence=member.last_sequence(i))
-                for i, f in enumerate(self.fragments)
-            ),
+            fragments=tuple(member.state_of(i, f.published.version) for i, f in enumerate(self.fragments)),
         )
 
     def heartbeat(self, message: Heartbeat, now: float) -> HeartbeatAnswer:
@@ -459,12 +456,12 @@ class Coordinator:
         self._forget(member)
         self._evaluate_all(now)
 
-    def _forget(self, member: Member) -> None:
+    def _forget(self, member: Member, *, still_expected: bool = False) -> None:
         """Keep nothing unfinished of this worker, and let no open round wait for it. What was accepted stays."""
         for upload in self.uploads.of_worker(member.worker_id):
             self.drop(upload.offer.key)
         self.uploads.unqueue(member.worker_id)
-        for fragment in self.fragments:
+        for fragment in () if still_expected else self.fragments:
             fragment.round.expected.discard(member.worker_id)
 
     def drop(self, key: ContributionKey) -> None:

@@ -109,6 +109,7 @@ class Exchange:
         share: Share | None = None,
         fetch: Wanted | None = None,
         held: Held | None = None,
+        claim: int | None = None,
         patience: Patience = Patience(),  # noqa: B008 - frozen
         rng: random.Random | None = None,
     ) -> None:
@@ -116,12 +117,13 @@ class Exchange:
         contribution (its incarnation is replaced by the session's); its parts are sent as far as their hashes are
         known, all of them or one by one with `part_ready`. `earlier`: one of this fragment that no agreement we hold
         includes; it is confirmed, or lost, when this exchange is over. With a `share` it ends at the agreement; with
-        `fetch` it begins there. `held` tells the server what we have, if we do."""
+        `fetch` it begins there. `held` tells the server what we have, if we do. `claim`, instead of an offer: the
+        sequence of a contribution that the server has accepted from an earlier start of this worker."""
         self._session = session
         self._fragment = fragment
         self._newer_than = self._after = after
         own = Sending(offer, dict(enumerate(part_hashes))) if offer is not None else None
-        self.outbox = Outbox(earlier, own)
+        self.outbox = Outbox(earlier, own, claim)
         self._share = share
         self._wanted_pieces = fetch
         self._held = held
@@ -371,6 +373,9 @@ class Exchange:
 
     def _polled(self, answer: PollAnswer, now: float) -> None:
         if self.outbox.forgotten(answer.last_sequence):
+            self._go_on()
+        elif self.outbox.claim_forgotten(answer.last_sequence):
+            self._newer_than = -1  # there is nothing to send again: whatever is newest will do
             self._go_on()
         elif answer.agreement is None:
             self._check_stuck(answer, now)

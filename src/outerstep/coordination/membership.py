@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from ..errors import Busy, Fenced, IdInUse, Kicked, MissingParts, Superseded, UnknownWorker
-from ..types import FromMember, Heartbeat, Join, OfContribution, Offer
+from ..types import FragmentState, FromMember, Heartbeat, Join, OfContribution, Offer
 from .offences import Conduct
 
 MOST_SPEED_RATIO = 64.0
@@ -102,6 +102,11 @@ class Member:
     def last_sequence(self, fragment: int) -> int:
         entry = self.accepted.get(fragment)
         return entry.sequence if entry else 0
+
+    def state_of(self, fragment: int, version: int) -> FragmentState:
+        entry = self.accepted.get(fragment)
+        counted_in = entry.version if entry else 0
+        return FragmentState(version=version, last_sequence=self.last_sequence(fragment), counted_in=counted_in)
 
 
 class Membership:

@@ -54,10 +54,12 @@ class Sending:
 
 
 class Outbox:
-    """What one exchange has to send, in order: an earlier contribution that is not confirmed, and its own."""
+    """What one exchange has to send, in order: an earlier contribution that is not confirmed, and its own. Or, instead,
+    the sequence that it `claims`: of a contribution that was accepted from an earlier start of this worker."""
 
-    def __init__(self, earlier: Sending | None, own: Sending | None) -> None:
+    def __init__(self, earlier: Sending | None, own: Sending | None, claim: int | None = None) -> None:
         self.earlier, self.own = earlier, own
+        self._claim = claim
         self._all = [sending for sending in (earlier, own) if sending is not None]
         if earlier is not None:
             earlier.ask_again()
@@ -102,6 +104,13 @@ class Outbox:
             sending.ask_again()
         return bool(lost)
 
+    def claim_forgotten(self, last_sequence: int) -> bool:
+        """So it may be with what we claim; but that, we cannot send again."""
+        forgotten = self._claim is not None and last_sequence < self._claim
+        if forgotten:
+            self._claim = None
+        return forgotten
+
     def try_again(self) -> bool:
         """Ours was refused because of a round that is not there: that is about to be published, or the server was
         killed before, has forgotten it, and waits for our contribution while we wait for the round."""
@@ -115,7 +124,7 @@ class Outbox:
         own = self.own
         return Outcome(
             agreement,
-            counted=own is not None and own.counted_in > 0,
+            counted=own.counted_in > 0 if own is not None else self._claim is not None,
             too_old=own is not None and own.too_old,
             counted_in=own.counted_in if own is not None else 0,
             earlier_lost=self.earlier is not None and self.earlier.refused,

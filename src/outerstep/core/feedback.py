@@ -7,14 +7,17 @@ over all rounds, Σ applied + e + unsent = Σ local steps. β < 1 lets what has 
 
 The new e is tentative until it is known what became of the contribution:
 
-    counted                                             e ← e′ − decode(C(e′))
-    not counted, and the local weights keep their steps     e stays: the next Δ contains those steps
-    not counted, and the process was started anew           e ← e + Δ: here alone it lives on
+    counted         e ← e′ − decode(C(e′))
+    not counted     e stays: the local weights keep their steps, and the next Δ contains them
+
+A worker that is started anew from its own state goes on exactly so: it has its local weights back, and its pending
+contribution too. If instead the server holds later contributions than the state knows of, e was sent with those: it is
+forgotten, for to send it again would count it twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,12 +55,10 @@ def send(codec: Codec, wanted: Tensor, out: Tensor, dither: Dither | None = None
 
 @dataclass
 class Pending:
-    """What the codec left out of a contribution, by tensor, flat. `deltas` is what the contribution was made of; only
-    a pending one of an earlier start of this worker has it."""
+    """What the codec left out of a contribution, by tensor, flat."""
 
     sequence: int
     left_over: dict[str, Tensor] = field(default_factory=dict)
-    deltas: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ErrorFeedback:
@@ -116,39 +117,31 @@ class ErrorFeedback:
             if unused is not self._residuals.get(name):
                 self._spare[name] = unused
 
-    @torch.no_grad()
-    def resume(self, last_sequences: Sequence[int]) -> None:
-        """After a restart: what was pending then has counted if the server knows of it. If not, the steps it was made
-        of are nowhere else any more."""
-        for fragment, pending in list(self._pending.items()):
-            counted = fragment < len(last_sequences) and pending.sequence <= last_sequences[fragment]
-            self.settle(fragment, pending.sequence, counted=counted)
-            for name, delta in pending.deltas.items() if not counted else ():
-                e = self._residuals.get(name)
-                self._residuals[name] = delta.clone() if e is None else e + delta
+    def forget(self, fragment: int, names: Iterable[str]) -> None:
+        """Nothing is owed of this fragment any more."""
+        self._pending.pop(fragment, None)
+        for name in names:
+            self._residuals.pop(name, None)
 
     def residual(self, name: str) -> Tensor | None:
         """e of a tensor, flat; None while nothing has been left out."""
         return self._residuals.get(name)
 
-    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
-        """Plain tensors, numbers and text; the live tensors. `sent`: of each fragment under way, the Δ."""
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
+        """Plain tensors, numbers and text; the live tensors. `under_way`: the fragments whose contribution the state
+        holds too. (One that was refused may still be pending here. It never counted.)"""
         pending = {
-            fragment: {
-                "sequence": self._pending[fragment].sequence,
-                "left_over": dict(self._pending[fragment].left_over),
-                "deltas": {name: deltas[name] for name in self._pending[fragment].left_over},
-            }
-            for fragment, deltas in sent.items()
-            if fragment in self._pending
+            str(fragment): {"sequence": one.sequence, "left_over": dict(one.left_over)}
+            for fragment, one in self._pending.items()
+            if fragment in under_way
         }
         return {"residuals": dict(self._residuals), "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces everything, by copies. What was pending is settled by `resume`."""
+        """Replaces everything, by copies."""
         self._residuals = _copies(state["residuals"])
         self._pending = {
-            fragment: Pending(one["sequence"], _copies(one["left_over"]), _copies(one["deltas"]))
+            int(fragment): Pending(one["sequence"], _copies(one["left_over"]))
             for fragment, one in state["pending"].items()
         }
 

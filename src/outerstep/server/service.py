@@ -278,6 +278,7 @@ class ParameterService:
 
     def _decide(self, decide: Callable[[float], Answer]) -> Answer:
         with self.changed:
+            self._check_health()  # it may have stopped since the message came in
             try:
                 return decide(self.clock())
             finally:

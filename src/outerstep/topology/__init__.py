@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,7 +90,8 @@ class Joined:
     worker_id: str
     plan: Plan
     manifest: Manifest  # the run's
-    anchors: tuple[Agreed, ...]  # per fragment
+    anchors: tuple[Agreed, ...]  # per fragment; none with a loaded state (`Topology.catch_up`)
+    overtaken: frozenset[int] = frozenset()  # fragments with later contributions than the loaded state knows of
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,23 @@ class Topology(Protocol):
 
     def leave(self, reason: str) -> None: ...
 
-    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
-        """What this process must not forget if it is started anew; `sent`: the Δ of each fragment under way."""
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
+        """What this process must not forget if it is started anew, beside the contributions under way (`pack`): of
+        these fragments there is one that is awaited."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before it joins."""
+
+    def pack(self, ticket: Ticket) -> dict[str, Any]:
+        """A contribution under way, as plain values."""
+
+    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> Ticket:
+        """Carry it on in another process, under the same key and with the same bytes. After it has joined. `late`: it
+        was said to count in a round to come, so it goes along with the fragment's next exchange."""
+
+    def catch_up(self, fragment: int) -> Ticket:
+        """With a loaded state: what leads from its anchor to the newest. Where the state is overtaken, the agreement
+        that holds the last contribution is waited for, and said to be counted."""
 
 
 __all__ = ["Agreed", "Contribution", "Deltas", "Joined", "Orders", "Sight", "Ticket", "Topology"]

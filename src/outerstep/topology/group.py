@@ -8,12 +8,11 @@ sharded.py is the same for ranks that hold different rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from ..digest import data_hash
 from ..errors import ModelError
@@ -33,11 +32,13 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class GroupTicket:
-    """An exchange of the group; `own` is this rank's part in it."""
+    """An exchange of the group; `own` is this rank's part in it. `claims`: it is about a contribution that an earlier
+    start of the group made."""
 
-    def __init__(self, fragment: int, ranks: Ranks, own: Ticket | None) -> None:
+    def __init__(self, fragment: int, ranks: Ranks, own: Ticket | None, *, claims: bool = False) -> None:
         self.fragment = fragment
         self.own = own
+        self.claims = claims
         self.failed = False
         self._ranks = ranks
 
@@ -95,6 +96,7 @@ class Welcome(msgspec.Struct, frozen=True):
     plan: Plan
     manifest: Manifest
     facts: tuple[Facts, ...]
+    overtaken: tuple[int, ...]
 
 
 class Amount(msgspec.Struct, frozen=True):
@@ -123,13 +125,14 @@ class GroupTopology:
         self._forms = forms_of(welcome.plan, welcome.manifest)
         news = [agreed.news for agreed in joined[0].anchors] if joined else [None] * len(welcome.facts)
         anchors = tuple(self._hand_on(facts, one) for facts, one in zip(welcome.facts, news, strict=True))
-        return Joined(welcome.worker_id, welcome.plan, welcome.manifest, anchors)
+        return Joined(welcome.worker_id, welcome.plan, welcome.manifest, anchors, frozenset(welcome.overtaken))
 
     def _join(self, manifest: Manifest, wishes: Wishes, joined: list[Joined]) -> Welcome:
         assert self._speaker is not None
         joined.append(self._speaker.join(manifest, wishes))
         one = joined[0]
-        return Welcome(one.worker_id, one.plan, one.manifest, tuple(map(Facts.of, one.anchors)))
+        facts = tuple(map(Facts.of, one.anchors))
+        return Welcome(one.worker_id, one.plan, one.manifest, facts, tuple(sorted(one.overtaken)))
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
         """Rank 0's parameters are everybody's; the samples and tokens are everybody's own."""
@@ -200,13 +203,27 @@ class GroupTopology:
         self._orders = self._ranks.tell(lambda: speaker.orders(at_exchange=True) if speaker else Orders(), Orders)
         return self._orders
 
-    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         """Rank 0's; the others have nothing to remember."""
-        return self._speaker.state_dict(sent) if self._speaker is not None else {}
+        return self._speaker.state_dict(under_way) if self._speaker is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._speaker is not None:
             self._speaker.load_state_dict(state)
+
+    def pack(self, ticket: Ticket) -> dict[str, Any]:
+        assert isinstance(ticket, GroupTicket)
+        return self._speaker.pack(ticket.own) if self._speaker is not None and ticket.own is not None else {}
+
+    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> GroupTicket:
+        speaker = self._speaker
+        own = self._ranks.check(lambda: speaker.unpack(fragment, packed, late=late) if speaker else None)
+        return GroupTicket(fragment, self._ranks, own)
+
+    def catch_up(self, fragment: int) -> GroupTicket:
+        speaker = self._speaker
+        own = self._ranks.check(lambda: speaker.catch_up(fragment) if speaker else None)
+        return GroupTicket(fragment, self._ranks, own)
 
     def leave(self, reason: str) -> None:
         if self._speaker is not None:

@@ -86,9 +86,13 @@ class Proof:
             self._state.update(bytes_of(values))
 
     @property
-    def holds(self) -> bool:
+    def found(self) -> str:
         self._copies.flush()
-        return self._state.hexdigest() == self.expected
+        return self._state.hexdigest()
+
+    @property
+    def holds(self) -> bool:
+        return self.found == self.expected
 
 
 @dataclass(frozen=True)
@@ -252,3 +256,13 @@ def release(news: News, form: Form, memory: Memory) -> None:
 def anchor_hash(tensors: Iterable[Tensor]) -> str:
     """The identity of an anchor: over its fp32 values in the fragment's order."""
     return data_hash(bytes_of(tensor) for tensor in tensors if tensor.numel())
+
+
+def values_hash(tensors: Iterable[Tensor]) -> str:
+    """Of these tensors' values, in whatever dtype and wherever they are."""
+    proof = Proof("")
+    for tensor in tensors:
+        flat = tensor.reshape(-1).view(torch.uint8)
+        for start, stop in cuts(flat.numel(), flat.device):
+            proof.feed(flat[start:stop])
+    return proof.found

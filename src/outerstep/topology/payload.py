@@ -100,6 +100,12 @@ class Payload:
         if self._error is not None:
             raise self._error
 
+    @property
+    def known_hashes(self) -> dict[int, str]:
+        """Of ours, and of what others have told of theirs."""
+        with self._lock:
+            return dict(self._hashes)
+
     def hashes(self, parts: range) -> tuple[str, ...]:
         return tuple(self._hashes[part] for part in parts)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..coordination.fetch import Held, Piece, Wanted
 from ..coordination.session import Session
 from ..core.codecs import Dither
 from ..core.feedback import ErrorFeedback
-from ..errors import ConfigError, ExchangeFailed, OuterstepError, Refused, UnknownWorker, UntrustedServer, WorkerError
+from ..errors import ExchangeFailed, OtherRun, OuterstepError, Refused, UnknownWorker, UntrustedServer, WorkerError
 from ..types import (
     PROTOCOL_VERSION,
     Agreement,
@@ -36,19 +35,23 @@ from ..wire.frames import Layout
 from ..wire.transport import Transport
 from . import Agreed, Contribution, Deltas, Joined, Orders, Ticket
 from .courier import Courier
+from .door import LEAVE_TIMEOUT_S, Door
 from .encode import Excerpt, Sender, as_deltas, write_frame
 from .forms import Form, forms_of
 from .memory import Memory
 from .news import leads_on, read_news, release
+from .orders import OrderBook
 from .payload import Payload
+from .saved import SavedTopology, pack, unpack_offer, unpack_payload, write_fragments
 from .ticket import ServerTicket
+from .unconfirmed import Unconfirmed
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 5.0
-LEAVE_TIMEOUT_S = 3.0
 EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worker waits for a silent server
-NO_ORDERS = Orders()
+HEAR = Share(1, range(0), speaks=True)  # of an agreement, and fetch nothing
+FORGET_STATE = "the loaded state is of that run: resume its server, or start without load_state_dict to join this one"
 
 
 class ServerTopology:
@@ -65,6 +68,7 @@ class ServerTopology:
     ) -> None:
         """`memory`: where frames are kept; None = nothing is kept for the next one."""
         self._transport = transport
+        self._door = Door(transport)
         self._worker_id, self._instance, self._hostname = worker_id, instance, hostname
         self._patience = patience
         self._join_timeout_s = join_timeout_s
@@ -73,16 +77,12 @@ class ServerTopology:
         self._session: Session | None = None
         self.forms: list[Form] = []
         self._feedback = ErrorFeedback()
-        self._loaded_run_id: str | None = None
+        self._restored: SavedTopology | None = None
+        self.overtaken: frozenset[int] = frozenset()
         self._held: dict[int, Held] = {}  # per fragment, the anchor as it is now, if it was proven
         self._sequence: list[int] = []
-        self._unconfirmed: dict[int, ServerTicket] = {}  # per fragment, a late one that no agreement we hold includes
-        self._leaving = threading.Lock()
-        self._left = False
-        self._asked = NO_ORDERS
-        self._asked_lock = threading.Lock()
-        self._seen: set[int] = set()  # commands that were passed on
-        self._obeyed: set[int] = set()  # and those the server has not been told about yet
+        self.unconfirmed = Unconfirmed()
+        self._orders = OrderBook()
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -90,10 +90,13 @@ class ServerTopology:
         """Introduce ourselves and fetch the newest anchor of every fragment."""
         tickets = self.introduce(manifest, wishes)
         anchors = tuple(self.finish(ticket) for ticket in tickets)
-        return Joined(self._worker_id, self.session.joined.plan, self.session.joined.manifest, anchors)
+        answer = self.session.joined
+        return Joined(self._worker_id, answer.plan, answer.manifest, anchors, self.overtaken)
 
     def introduce(self, manifest: Manifest | None, wishes: Wishes, share: Share | None = None) -> list[ServerTicket]:
-        """Join, and ask for the newest agreement of every fragment; with a `share`, ask only and fetch nothing."""
+        """Join, and ask for the newest agreement of every fragment; with a `share`, ask only and fetch nothing. With a
+        loaded state it is only joined: what to ask for then depends on what is under way."""
+        restored = self._restored
         join = Join(
             protocol=PROTOCOL_VERSION,
             worker_id=self._worker_id,
@@ -101,18 +104,25 @@ class ServerTopology:
             hostname=self._hostname,
             manifest=manifest,
             wishes=wishes,
+            run_id=restored.run_id if restored is not None else None,
+            continues=restored is not None,
         )
         self._session = Session(join)
         # The first fetch does the joining; only then is it known how many fragments there are.
-        first = self._ask(0, share, _with_limit(self._patience, self._join_timeout_s))
+        patience = _with_limit(self._patience, self._join_timeout_s)
+        first = self._ask(0, share if restored is None else HEAR, patience, self._held.get(0))
         first.join()
         try:
             first.outcome()
         except ExchangeFailed as failure:
+            if isinstance(failure.__cause__, OtherRun) and restored is not None:
+                raise OtherRun(failure.__cause__.message, hint=FORGET_STATE) from None
             if isinstance(failure.__cause__, Refused | UntrustedServer):
                 raise failure.__cause__ from None  # "no" at join is said as the server said it
             raise
         self._adopt_plan(self.session.joined)
+        if restored is not None:
+            return []
         return [first, *(self._ask(fragment, share, self._patience) for fragment in range(1, len(self.forms)))]
 
     def follow(self, join: Join, answer: JoinAnswer) -> None:
@@ -125,10 +135,11 @@ class ServerTopology:
         """The newest agreement, as if we held nothing; with nothing fetched."""
         return self._ask(fragment, share, self._patience)
 
-    def _ask(self, fragment: int, share: Share | None, patience: Patience) -> ServerTicket:
+    def _ask(self, fragment: int, share: Share | None, patience: Patience, held: Held | None = None) -> ServerTicket:
         assert self._session is not None
+        now = time.monotonic()
         exchange = Exchange(
-            self._session, fragment=fragment, after=-1, now=time.monotonic(), share=share, patience=patience
+            self._session, fragment=fragment, after=-1, now=now, share=share, held=held, patience=patience
         )
         return self._start(exchange, fragment)
 
@@ -136,55 +147,39 @@ class ServerTopology:
         """A stalled heartbeat must not keep the next one waiting, so it is not given long."""
         self._memory.rest()
         session = self.session
+        acknowledged = self._orders.acknowledged
         message = Heartbeat(
-            **session.head, step=step, steps_per_second=steps_per_second, loss=loss, acknowledged=tuple(self._obeyed)
+            **session.head, step=step, steps_per_second=steps_per_second, loss=loss, acknowledged=acknowledged
         )
         try:
-            answer = self._transport.call(message, timeout_s=HEARTBEAT_TIMEOUT_S)
+            answer = self._door.call(message, timeout_s=HEARTBEAT_TIMEOUT_S)
             assert isinstance(answer, HeartbeatAnswer)
-            self._heard(answer, message.acknowledged)
+            self._orders.heard(answer, acknowledged)
         except UnknownWorker:
-            with self._leaving:  # a heartbeat that arrives after our own goodbye must not bring us back
-                if self._left:
-                    return
-                log.warning("the server had given this worker up; joining again, local progress is kept")
-                joined = self._transport.call(session.join_request, timeout_s=HEARTBEAT_TIMEOUT_S)
-                assert isinstance(joined, JoinAnswer)
-                session.answer = joined
-
-    def _heard(self, answer: HeartbeatAnswer, acknowledged: tuple[int, ...]) -> None:
-        """Remember what is asked of us. A command comes again until our "got it" arrives, and is obeyed once."""
-        with self._asked_lock:
-            self._asked = dataclasses.replace(self._asked, sync_every=answer.sync_every)
-            self._obeyed -= set(acknowledged)
-            for command in answer.commands:
-                if command.id not in self._seen:
-                    self._seen.add(command.id)
-                    reason = command.reason or command.kind
-                    if command.kind == "drain":
-                        self._asked = dataclasses.replace(self._asked, drain=reason)
-                    else:
-                        self._asked = dataclasses.replace(self._asked, sync=reason)
-                self._obeyed.add(command.id)
+            if self._door.is_shut:  # it arrived after our own goodbye
+                return
+            log.warning("the server had given this worker up; joining again, local progress is kept")
+            joined = self._door.call(session.join_request, timeout_s=HEARTBEAT_TIMEOUT_S)
+            assert isinstance(joined, JoinAnswer)
+            session.answer = joined
 
     def orders(self, *, at_exchange: bool) -> Orders:
-        if self._asked is not NO_ORDERS:
-            with self._asked_lock:
-                asked = self._asked
-                self._asked = dataclasses.replace(asked, drain="", sync="")
-                return asked
-        return NO_ORDERS
+        return self._orders.take()
 
     def leave(self, reason: str) -> None:
         """Best effort, and short: a server that does not hear it finds out by itself."""
-        with self._leaving:
-            self._left = True
+        self._door.is_shut = True
         if self._session is not None and self._session.answer is not None:
             printable = reason.encode("utf-8", "replace").decode("utf-8")[:256]
             try:
-                self._transport.call(Leave(**self._session.head, reason=printable), timeout_s=LEAVE_TIMEOUT_S)
+                self._door.call(Leave(**self._session.head, reason=printable), timeout_s=LEAVE_TIMEOUT_S)
             except OuterstepError as error:
                 log.info("the server was not told that this worker leaves: %s", error)
+        self._transport.close()
+
+    def close(self) -> None:
+        """Without a word to the server: another process speaks for this worker."""
+        self._door.is_shut = True
         self._transport.close()
 
     # --- exchanges ------------------------------------------------------------------------------------------------
@@ -257,7 +252,7 @@ class ServerTopology:
         self, offer: Offer, payload: Payload, stuck_after_s: float | None, share: Share | None = None
     ) -> ServerTicket:
         """Send what was offered, or our share of it; wait for the agreement, and fetch it unless it is shared."""
-        held, earlier = self._held.get(offer.fragment), self._before(offer)
+        held, earlier = self._held.get(offer.fragment), self.unconfirmed.before(offer)
         exchange = Exchange(
             self.session,
             fragment=offer.fragment,
@@ -280,14 +275,27 @@ class ServerTopology:
             payload=payload,
             earlier=earlier.courier.payload if earlier is not None else None,
             held=held,
-            sequence=offer.sequence,
+            offer=offer,
             again=again,
         )
 
-    def _before(self, offer: Offer) -> ServerTicket | None:
-        """The contribution before this one, if it is not confirmed (coordination/sending.py)."""
-        late = self._unconfirmed.get(offer.fragment)
-        return late if late is not None and late.sending is not None and late.sending.offer.key != offer.key else None
+    def catch_up(self, fragment: int, share: Share | None = None) -> ServerTicket:
+        """What has been agreed since the anchor of the loaded state; if the server has accepted later contributions
+        than that knows of, the agreement that holds the last of them."""
+        held, state = self._held.get(fragment), self.session.joined.fragments[fragment]
+        claim = state.last_sequence if fragment in self.overtaken else None
+        exchange = Exchange(
+            self.session,
+            fragment=fragment,
+            after=-1 if claim is None else state.counted_in - 1,
+            now=time.monotonic(),
+            share=share,
+            held=held,
+            claim=claim,
+            patience=self._patience,
+            rng=self._rng,
+        )
+        return self._start(exchange, fragment, held=held, claim=claim, again=lambda _: self.catch_up(fragment, share))
 
     def fetch(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket:
         """Some pieces of an agreement."""
@@ -307,14 +315,14 @@ class ServerTopology:
         ticket.join()
         if reload and ticket.useless is not None:
             return self._reload(ticket, ticket.useless)
-        outcome, steps_lost = ticket.outcome(), self.steps_lost(ticket)
+        outcome, steps_lost = ticket.outcome(), self.unconfirmed.steps_lost(ticket)
         self.settle(ticket, counted=outcome.counted)
         agreed = self._agreed(ticket)
         if agreed is not None:
-            self.let_go(ticket, agreed)
+            self.unconfirmed.settle(ticket, agreed)
             return dataclasses.replace(agreed, steps_lost=steps_lost)
         whole, courier = self._whole(ticket.fragment), ticket.courier
-        self.let_go(ticket, dataclasses.replace(whole, counted_in=outcome.counted_in))
+        self.unconfirmed.settle(ticket, dataclasses.replace(whole, counted_in=outcome.counted_in))
         return dataclasses.replace(
             whole,
             steps_lost=steps_lost,
@@ -336,28 +344,14 @@ class ServerTopology:
 
     def settle(self, ticket: ServerTicket, *, counted: bool) -> None:
         """What became of a contribution is known: what its codec left out is owed from now on, or it is not."""
-        if ticket.sequence is not None:
-            self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
+        if ticket.offer is not None:
+            self._feedback.settle(ticket.fragment, ticket.offer.sequence, counted=counted)
+        elif ticket.claim is not None and counted:
+            self.owe_nothing(ticket.fragment)
 
-    def let_go(self, ticket: ServerTicket, agreed: Agreed) -> None:
-        """What was sent is not needed any more, unless it counts in a round still to come: a server that is restarted
-        before that has to be sent it again, before the next one. What became of the one before this is known."""
-        before = self._unconfirmed.pop(ticket.fragment, None)
-        if before is not None and before.courier.payload is not ticket.courier.payload:
-            before.courier.let_go()
-        if agreed.counted_in > agreed.version:
-            self._unconfirmed[ticket.fragment] = ticket
-        else:
-            ticket.courier.let_go()
-
-    def steps_lost(self, ticket: ServerTicket) -> int:
-        """In a late contribution that was said to count, and does not after all."""
-        late, outcome = self._unconfirmed.get(ticket.fragment), ticket.outcome()
-        if late is None or late.sending is None or ticket.sending is None:
-            return 0
-        is_this = late.sending.offer.key == ticket.sending.offer.key
-        lost = not outcome.counted if is_this else outcome.earlier_lost
-        return late.sending.offer.steps if lost else 0
+    def owe_nothing(self, fragment: int) -> None:
+        """What was owed went with contributions of which nothing is known here."""
+        self._feedback.forget(fragment, self.forms[fragment].rules)
 
     def told(self, fragment: int) -> Held | None:
         """The anchor that the server was told of. What it is, is not known from here on until it is confirmed."""
@@ -403,18 +397,39 @@ class ServerTopology:
 
     # --- what must not be forgotten -------------------------------------------------------------------------------
 
-    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
-        run_id = self.session.joined.run_id
-        return {"worker_id": self._worker_id, "run_id": run_id, "feedback": self._feedback.state_dict(sent)}
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
+        return {
+            "worker_id": self._worker_id,
+            "run_id": self.session.joined.run_id,
+            "fragments": write_fragments(self._sequence, self._held),
+            "feedback": self._feedback.state_dict(under_way),
+            "sync_every": self._orders.sync_every or 0,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["worker_id"] != self._worker_id and state["feedback"]["pending"]:
-            raise ConfigError(
-                f"the state is of worker {state['worker_id']!r}, with a contribution under way, and this is "
-                f"{self._worker_id!r}, who cannot ask what became of it: start with worker_id={state['worker_id']!r}"
-            )
-        self._feedback.load_state_dict(state["feedback"])
-        self._loaded_run_id = state["run_id"]
+        saved = SavedTopology.read(state)
+        self._worker_id = saved.worker_id
+        self._held = saved.held
+        self._orders.sync_every = saved.sync_every or None
+        self._feedback.load_state_dict(saved.feedback)
+        self._restored = saved
+
+    def pack(self, ticket: Ticket) -> dict[str, Any]:
+        assert isinstance(ticket, ServerTicket)
+        offer, courier = ticket.offer, ticket.courier
+        assert offer is not None, "only a contribution can be carried on elsewhere"
+        assert courier.payload is not None
+        return pack(offer, courier.payload)
+
+    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ServerTicket:
+        offer = unpack_offer(packed, self.session.head, fragment)
+        ticket = self.carry(offer, self.unpack_payload(packed, self.forms[fragment].up), None)
+        if late:
+            self.unconfirmed.put_off(ticket)
+        return ticket
+
+    def unpack_payload(self, packed: Mapping[str, Any], layout: Layout | None, first_part: int = 0) -> Payload:
+        return unpack_payload(packed, layout, self.session.joined.plan.part_size_bytes, first_part, self._memory)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -432,13 +447,14 @@ class ServerTopology:
         payload: Payload | None = None,
         earlier: Payload | None = None,
         held: Held | None = None,
-        sequence: int | None = None,
+        offer: Offer | None = None,
+        claim: int | None = None,
         again: Callable[[float | None], ServerTicket] | None = None,
     ) -> ServerTicket:
         session = self._session
         assert session is not None
         courier = Courier(
-            self._transport,
+            self._door,
             exchange,
             part_size_bytes=lambda: session.joined.plan.part_size_bytes,
             memory=self._memory,
@@ -448,15 +464,16 @@ class ServerTopology:
             max_download_bytes=lambda: self.forms[fragment].full.size_bytes if self.forms else None,
         )
         again = again or (lambda _: self._start(exchange, fragment))
-        return ServerTicket(fragment, courier, held=held, sequence=sequence, again=again)
+        return ServerTicket(fragment, courier, held=held, offer=offer, claim=claim, again=again)
 
     def _adopt_plan(self, answer: JoinAnswer) -> None:
         self.forms = forms_of(answer.plan, answer.manifest)
-        if self._loaded_run_id not in (None, answer.run_id):
-            log.warning("the loaded state is of run %s, this is %s: it is not used", self._loaded_run_id, answer.run_id)
-            self._feedback = ErrorFeedback()
-        self._feedback.resume([state.last_sequence for state in answer.fragments])
-        self._sequence = [state.last_sequence for state in answer.fragments]
+        last = [state.last_sequence for state in answer.fragments]
+        if self._restored is None:
+            self._sequence = last
+            return
+        self.overtaken = self._restored.overtaken(last)
+        self._sequence = [max(pair) for pair in zip(last, self._restored.sequences, strict=True)]
 
 
 def _check_reported(contribution: Contribution, unit: WeightBy) -> None:

@@ -14,7 +14,7 @@ Nothing gathers the whole model. Every rank has its own way to the server and sp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..coordination.fetch import Piece
 from ..core.codecs import FP32, Codec
 from ..digest import Parts
 from ..errors import ExchangeFailed, ModelError, Superseded
-from ..types import Agreement, Join, JoinAnswer, Manifest, Plan, Wishes
+from ..types import Agreement, Join, JoinAnswer, Manifest, Offer, Plan, Wishes
 from ..wire.frames import Entry, Layout
 from ..wire.sections import rows_of, section_layout
 from . import Agreed, Contribution, Joined, Orders, Ticket
@@ -37,6 +37,7 @@ from .group import Amount, Facts, GroupTicket, GroupTopology, check_same_model, 
 from .news import Cutter, Extent, News, Updates, Whole, covering, leads_on
 from .payload import Payload
 from .ranks import Ranks
+from .saved import unpack_offer
 from .server import ServerTopology
 from .ticket import ServerTicket
 
@@ -99,7 +100,7 @@ class ShardedTopology:
         plan = entered.answer.plan
         settled = [Settled(agreement, counted=False, too_old=False, plan=plan) for agreement in entered.agreements]
         anchors = tuple(self._take(one) for one in settled)
-        return Joined(entered.join.worker_id, plan, entered.answer.manifest, anchors)
+        return Joined(entered.join.worker_id, plan, entered.answer.manifest, anchors, self._inner.overtaken)
 
     def _enter(self, manifest: Manifest, wishes: Wishes) -> Entered:
         tickets = self._inner.introduce(manifest, wishes, self._listening)
@@ -116,48 +117,96 @@ class ShardedTopology:
 
     def leave(self, reason: str) -> None:
         self._speaker.leave(reason)
+        if self._ranks.rank != 0:
+            self._inner.close()
 
-    def state_dict(self, sent: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Any]:
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         """This rank's own."""
-        return self._inner.state_dict({fragment: self._cut(fragment, deltas) for fragment, deltas in sent.items()})
+        return self._inner.state_dict(under_way)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
 
+    def pack(self, ticket: Ticket) -> dict[str, Any]:
+        """What this rank sends of it; a rank that sends nothing remembers nothing."""
+        assert isinstance(ticket, GroupTicket)
+        return self._inner.pack(ticket.own) if ticket.own is not None else {}
+
+    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> GroupTicket:
+        made = self._ranks.check(lambda: self._unpack(fragment, packed) if self._takes_part else None)
+        offer, payload = made or (None, None)
+        ticket = self._carry(fragment, offer, payload, None, lambda payload, up: None)
+        if late and isinstance(ticket.own, ServerTicket):
+            self._inner.unconfirmed.put_off(ticket.own)
+        return ticket
+
+    def _unpack(self, fragment: int, packed: Mapping[str, Any]) -> tuple[Offer, Payload]:
+        offer = unpack_offer(packed, self._inner.session.head, fragment)
+        return offer, self._inner.unpack_payload(packed, self._up(fragment), self._ours(offer).start)
+
+    def catch_up(self, fragment: int) -> GroupTicket:
+        """Rank 0 hears of it; each fetches its rows."""
+        speaks = self._ranks.rank == 0
+        own = self._ranks.check(lambda: self._inner.catch_up(fragment, self._listening) if speaks else None)
+        return GroupTicket(fragment, self._ranks, own, claims=fragment in self._inner.overtaken)
+
     # --- contributing ---------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
-        """Everybody offers the same at once, and sends its rows while it encodes them. Then all know all hashes."""
+        """Everybody offers the same at once, and sends its rows while it encodes them."""
         fragment = contribution.fragment
         amounts = self._ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
-        layouts = [self._layout(fragment, section) for section in range(self._shards.sections)]
-        offer = self._inner.make_offer(of_all(contribution, amounts), tuple(layout.size_bytes for layout in layouts))
-        parts = Parts(offer.section_bytes, self._inner.session.joined.plan.part_size_bytes)
-        ours = parts.of_section(self._shards.section) if self._owns else range(0)
-        share = Share(self._shards.sections, ours, speaks=self._ranks.rank == 0)
-        if not self._owns and not share.speaks:
+        sizes = tuple(self._layout(fragment, section).size_bytes for section in range(self._shards.sections))
+        offer = self._inner.make_offer(of_all(contribution, amounts), sizes)
+        payload = None
+        if self._takes_part:
+            payload = self._inner.new_payload(contribution.deltas, self._up(fragment), self._ours(offer).start)
+
+        def encode(payload: Payload, up: Layout) -> None:
+            self._inner.encode(contribution, offer.sequence, payload, up, self._excerpts(fragment))
+
+        return self._carry(fragment, offer, payload, stuck_after_s, encode)
+
+    def _carry(
+        self,
+        fragment: int,
+        offer: Offer | None,
+        payload: Payload | None,
+        stuck_after_s: float | None,
+        write: Callable[[Payload, Layout], None],
+    ) -> GroupTicket:
+        """This rank's part of it, if it has one; then all know all hashes."""
+        if offer is None or payload is None:
             self._ranks.gather(tuple, tuple[str, ...])
             return GroupTicket(fragment, self._ranks, None)
-        up = layouts[self._shards.section] if self._owns else None
-        payload = self._inner.new_payload(contribution.deltas, up, ours.start)
+        share = Share(self._shards.sections, self._ours(offer), speaks=self._ranks.rank == 0)
         own = self._inner.carry(offer, payload, stuck_after_s if share.speaks else None, share)
         with own.cancelled_on_error():
-            told = self._ranks.gather(
-                lambda: self._encode(contribution, offer.sequence, payload, up, ours), tuple[str, ...]
-            )
+            told = self._ranks.gather(lambda: self._write(fragment, payload, share.parts, write), tuple[str, ...])
+        parts = self._parts(offer)
         for section, owner in enumerate(self._owners):
             for part, part_hash in zip(parts.of_section(section), told[owner], strict=True):
                 payload.tell(part, part_hash)
         return GroupTicket(fragment, self._ranks, own)
 
-    def _encode(
-        self, contribution: Contribution, sequence: int, payload: Payload, up: Layout | None, parts: range
+    def _write(
+        self, fragment: int, payload: Payload, parts: range, write: Callable[[Payload, Layout], None]
     ) -> tuple[str, ...]:
-        """Write our section, and say its parts' hashes."""
+        """Our section; says its parts' hashes."""
+        up = self._up(fragment)
         if up is not None:
-            self._inner.encode(contribution, sequence, payload, up, self._excerpts(contribution.fragment))
+            write(payload, up)
             payload.wait()
         return payload.hashes(parts)
+
+    def _parts(self, offer: Offer) -> Parts:
+        return Parts(offer.section_bytes, self._inner.session.joined.plan.part_size_bytes)
+
+    def _ours(self, offer: Offer) -> range:
+        return self._parts(offer).of_section(self._shards.section) if self._owns else range(0)
+
+    def _up(self, fragment: int) -> Layout | None:
+        return self._layout(fragment, self._shards.section) if self._owns else None
 
     def _layout(self, fragment: int, section: int) -> Layout:
         """Of a section's frame. A tensor that every rank holds whole is sent in shares all the same."""
@@ -171,15 +220,6 @@ class ShardedTopology:
             first = rows_of(entry.shape, self._shards.sections, self._shards.section).first_value
             found[entry.name] = Excerpt(whole=first, held=0 if entry.name in self._shards.names else first)
         return found
-
-    def _cut(self, fragment: int, deltas: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What we send of each."""
-        excerpts, entries = self._excerpts(fragment), self._layout(fragment, self._shards.section).entries
-        cut: dict[str, Tensor] = {}
-        for entry in entries:
-            first = excerpts[entry.name].held
-            cut[entry.name] = deltas[entry.name].reshape(-1)[first : first + math.prod(entry.shape)]
-        return cut
 
     def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
         assert isinstance(ticket, GroupTicket)
@@ -196,10 +236,12 @@ class ShardedTopology:
         if ticket.own is not None:
             assert isinstance(ticket.own, ServerTicket)
             self._inner.settle(ticket.own, counted=settled.counted)
+        elif ticket.claims and settled.counted:
+            self._inner.owe_nothing(ticket.fragment)
         agreed = self._take(settled)
         if ticket.own is None:
             return agreed
-        self._inner.let_go(ticket.own, agreed)
+        self._inner.unconfirmed.settle(ticket.own, agreed)
         courier = ticket.own.courier
         return replace(
             agreed, bytes_sent=courier.bytes_sent, retries=courier.exchange.retries, rejoins=courier.exchange.rejoins
@@ -226,7 +268,7 @@ class ShardedTopology:
             return None
         outcome = own.outcome()
         plan = self._inner.session.joined.plan
-        lost = self._inner.steps_lost(own)
+        lost = self._inner.unconfirmed.steps_lost(own)
         return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in, lost)
 
     def _take(self, settled: Settled) -> Agreed:
@@ -327,6 +369,10 @@ class ShardedTopology:
     def _owns(self) -> bool:
         """Do we send our section? (Of several ranks that hold the same rows, the lowest does.)"""
         return self._owners[self._shards.section] == self._ranks.rank
+
+    @property
+    def _takes_part(self) -> bool:
+        return self._owns or self._ranks.rank == 0
 
     @property
     def _listening(self) -> Share:

@@ -11,6 +11,7 @@ from ..coordination.exchange import Outcome
 from ..coordination.fetch import Held
 from ..coordination.sending import Sending
 from ..errors import Absurd, ExchangeFailed, NotFinite, Quarantined, Refused, WorkerError
+from ..types import Offer
 from . import Sight
 from .courier import Courier
 
@@ -20,8 +21,8 @@ weights does."""
 
 
 class ServerTicket:
-    """Carried by a thread of its own. `sequence`: of the contribution, if there is one; `held`: the anchor that the
-    server was told of."""
+    """Carried by a thread of its own. `offer`: of the contribution, if there is one; `claim`: the sequence of one that
+    an earlier start of this worker made; `held`: the anchor that the server was told of."""
 
     def __init__(
         self,
@@ -29,13 +30,15 @@ class ServerTicket:
         courier: Courier,
         *,
         held: Held | None,
-        sequence: int | None,
+        offer: Offer | None,
         again: Callable[[float | None], ServerTicket],
+        claim: int | None = None,
     ) -> None:
         self.fragment = fragment
         self.courier = courier
         self.held = held
-        self.sequence = sequence
+        self.offer = offer
+        self.claim = claim
         self.again = again  # the same exchange, from the beginning, with this stuck_after_s
         self._done = threading.Event()
         self._crash: BaseException | None = None

@@ -17,7 +17,7 @@ from ..core.manifest import BufferPolicy, describe
 from ..core.pseudogradient import adopt, carry, mix, pseudo_gradient, rebase
 from ..errors import ModelError
 from ..topology import Deltas
-from ..topology.news import News, cuts
+from ..topology.news import News, cuts, values_hash
 from ..topology.sharded import Shards
 
 
@@ -150,6 +150,14 @@ class Replica:
         moved = partial(_mix, alpha=alpha)
         return self._take_over(news, moved, moved, in_place=True)
 
+    def prove(self, news: News) -> bool:
+        """Nothing moves: is our anchor the agreed one?"""
+        for name in news.names:
+            anchor = self._anchor(name)
+            for start, stop in cuts(anchor.numel(), anchor.device):
+                news.theta(name, start, stop, anchor[start:stop])
+        return news.is_proven
+
     def _take_over(self, news: News, move: Move, move_statistic: Move, *, in_place: bool = False) -> bool:
         """One pass over the memory, in blocks; `in_place` if θ is not needed any more to move the local weights. (A
         statistic forgets by itself, and l + (θ′ − θ) of a variance may be negative, so it is never carried along but
@@ -183,6 +191,15 @@ class Replica:
             device = torch.device("cpu") if self._on_host else local.device
             self.anchors[name] = torch.empty(local.shape, device=device, pin_memory=self._on_host and local.is_cuda)
         return self.anchors[name].view(-1)
+
+    def load_anchors(self, saved: Mapping[str, Tensor]) -> None:
+        """Copies, in fp32 as they were."""
+        for name in self.tensors:
+            self._anchor(name).copy_(saved[name].reshape(-1))
+
+    def local_hash(self) -> str:
+        """Of the local weights, as they are."""
+        return values_hash(local.detach() for local in self.tensors.values())
 
     def adopt_anchor(self) -> None:
         """local = anchor, all of it."""

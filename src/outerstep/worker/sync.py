@@ -14,34 +14,25 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-
-from torch import Tensor
+from dataclasses import replace
 
 from ..core.fragments import due_fragment, send_step
 from ..errors import ExchangeFailed, Refused, RoundStuck, ServerError, ServerUnreachable
 from ..topology import Agreed, Contribution, Joined, Sight, Topology
 from ..types import Plan
-from .progress import Flight, Metrics, Progress, Work
+from .interrupts import deferred
+from .progress import Flight, Metrics, Offline, Progress, Work, say_so
 from .replica import Replica
+from .saved import SavedFragment, SavedState, check_plan
 from .signals import Interrupts, OutOfTime
 
 log = logging.getLogger(__name__)
 
 LOOK_AROUND_S = 0.2  # how often a waiting worker checks whether another fragment's round waits for it
 LOOKS_IN_A_CIRCLE = 50  # after so many in vain, what waits for us may wait in a circle
-SAY_SO_S = 5.0  # who waits longer than this says for whom
 TRIES = 2
 EXIT_TRIES = 8
 REPAIRS = 3
-
-
-@dataclass(frozen=True)
-class Offline:
-    """What to do when nobody answers: after `after_s` train on, and leave at most `exchanges` open like that."""
-
-    after_s: float = 30.0
-    exchanges: int = 4
 
 
 class Synchronizer:
@@ -53,8 +44,9 @@ class Synchronizer:
         offline: Offline = Offline(),  # noqa: B008 - frozen
         interrupts: Interrupts | None = None,
         on_reload: Callable[[], None] = lambda: None,
+        saved: SavedState | None = None,
     ) -> None:
-        """`on_reload`: the local weights were given up for the agreed ones."""
+        """`on_reload`: the local weights were given up for the agreed ones. `saved`: go on from there."""
         self._topology = topology
         self._replica = replica
         self._offline = offline
@@ -65,14 +57,74 @@ class Synchronizer:
         self.metrics = Metrics()
         self.work = Work()
         self.fragments = [Progress(a.version, self.work, a.version) for a in joined.anchors]
-        self._flights: dict[int, Flight] = {}
+        self.flights: dict[int, Flight] = {}
         self._left_open = 0  # exchanges since the server was last heard from
-        self._assigned: int | None = None  # this worker's own H
+        self.assigned: int | None = None  # this worker's own H
         self.sync_every = self.plan.sync_every
-        self._cycle_step = 0
+        self.cycle_step = 0
+        if saved is not None:
+            self._go_on(saved, joined.overtaken)
+            return
         for agreed in joined.anchors:
             self._hold(agreed, replica.adopt(agreed.news))
-        self._cycle_step = self._position()
+        self.cycle_step = self._position()
+
+    # --- after a restart (saved.py) -------------------------------------------------------------------------------
+
+    def _go_on(self, saved: SavedState, overtaken: frozenset[int]) -> None:
+        check_plan(saved, self.plan)
+        self.work, cycle = saved.work, saved.cycle
+        self.cycle_step, self.sync_every, self.assigned = cycle.step, cycle.sync_every, cycle.assigned or None
+        known = {name: value for name, value in saved.metrics.items() if name in Metrics.__dataclass_fields__}
+        self.metrics = replace(self.metrics, **known)  # type: ignore[arg-type]
+        self.fragments = [Progress(f.version, f.counted, f.oldest_base) for f in saved.fragments]
+        self._replica.load_anchors(saved.anchors)
+        behind = {i for i, fragment in enumerate(saved.fragments) if fragment.awaited is None} | overtaken
+        for i in range(len(self.fragments)):
+            if i in behind:
+                self.flights[i] = Flight(self._topology.catch_up(i), self.work, self.work.steps, catches_up=True)
+            else:
+                self._go_on_with(i, saved.fragments[i])
+        self.sync(sorted(behind), tries=1)
+        # (The server may have been restarted meanwhile, and forgotten what overtook us.)
+        dropped = {i for i in overtaken if self.fragments[i].counted == self.work}
+        for i in sorted(behind - dropped):
+            self._go_on_with(i, saved.fragments[i])
+        if dropped:
+            self._new_cycle()
+            self.cycle_step = self._position()
+
+    def _go_on_with(self, index: int, saved: SavedFragment) -> None:
+        """Carry on with what was sent and is in no agreement that we hold, in the order in which it was."""
+        flight, late, progress = saved.awaited, saved.late, self.fragments[index]
+        if late is not None and late.counted_in > progress.version:
+            progress.late, progress.late_in = self._topology.unpack(index, late.exchange, late=True), late.counted_in
+        if flight is not None:
+            ticket = self._topology.unpack(index, flight.exchange)
+            self.flights[index] = Flight(ticket, flight.work, flight.land_at, flight.sent or None, flight.parked)
+
+    def _catch_up(self, agreed: Agreed) -> bool:
+        """What was agreed while this worker was away. Says whether the anchor is now the agreed one."""
+        fragment, progress = agreed.fragment, self.fragments[agreed.fragment]
+        held, unsent = progress.version, (self.work - progress.counted).steps
+        if agreed.counted:
+            log.warning(
+                "fragment %d: the server has later steps of this worker than its saved state knows of; the state's %d "
+                "unsent steps are among them and are dropped. Going on from version %d",
+                fragment,
+                unsent,
+                agreed.version,
+            )
+            return self._begin_at(agreed)
+        if not agreed.news.kinds:
+            return self._replica.prove(agreed.news)
+        if unsent and self._too_old(agreed):
+            return self._discard(agreed)
+        log.info("fragment %d: from version %d to %d, with %d unsent steps", fragment, held, agreed.version, unsent)
+        intact = self._move_along(agreed)
+        if not unsent:
+            progress.oldest_base = agreed.version
+        return intact
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -81,16 +133,16 @@ class Synchronizer:
 
     def assign(self, sync_every: int | None) -> None:
         """This worker's own H, from its next cycle on; None = the plan's."""
-        self._assigned = sync_every
+        self.assigned = sync_every
 
     def stepped(self) -> bool:
         """One optimizer step was taken. Lands what is to land, sends what is due; says whether it did either."""
         self.work += Work(steps=1)
-        self._cycle_step += 1
-        due = due_fragment(self._cycle_step, self.sync_every, len(self.fragments))
-        if self._cycle_step >= self.sync_every:
+        self.cycle_step += 1
+        due = due_fragment(self.cycle_step, self.sync_every, len(self.fragments))
+        if self.cycle_step >= self.sync_every:
             self._new_cycle()
-        landing = [f for f, flight in self._flights.items() if not flight.parked and self.work.steps >= flight.land_at]
+        landing = [f for f, flight in self.flights.items() if not flight.parked and self.work.steps >= flight.land_at]
         if landing:
             self.sync(landing, tries=1, may_park=True)
         if due is not None:
@@ -133,22 +185,17 @@ class Synchronizer:
         """What counts in a round after the version we hold is worth having, where nothing more is to be sent anyway."""
         for fragment, progress in enumerate(self.fragments):
             if progress.late is not None and progress.counted.steps == self.work.steps:
-                self._flights[fragment] = Flight(progress.late, self.work, self.work.steps)
+                self.flights[fragment] = Flight(progress.late, self.work, self.work.steps)
                 self.metrics.sync_count -= 1  # it was counted before
-
-    @property
-    def sent(self) -> dict[int, dict[str, Tensor]]:
-        """What is under way, by fragment."""
-        return {fragment: flight.sent for fragment, flight in self._flights.items() if flight.sent is not None}
 
     def cancel(self) -> None:
         """Stop sending; nothing more will be adopted."""
-        for flight in self._flights.values():
+        for flight in self.flights.values():
             flight.ticket.cancel()
 
     def _new_cycle(self) -> None:
-        self._cycle_step = 0
-        self.sync_every = self._assigned or self.plan.sync_every
+        self.cycle_step = 0
+        self.sync_every = self.assigned or self.plan.sync_every
 
     @property
     def _delay(self) -> int:
@@ -159,12 +206,12 @@ class Synchronizer:
         if self._delay == 0:
             # Who missed the only fragment's round sends again at once; with several, the next slot comes soon enough.
             # What was left open is settled first, which is no try of this exchange.
-            tries = (TRIES if len(self.fragments) == 1 else 1) + (fragment in self._flights)
+            tries = (TRIES if len(self.fragments) == 1 else 1) + (fragment in self.flights)
             self.sync([fragment], tries=tries, may_park=True)
             return
-        if fragment in self._flights:  # parked
+        if fragment in self.flights:  # parked
             self.sync([fragment], tries=1, may_park=True)
-        if fragment not in self._flights:
+        if fragment not in self.flights:
             self._take_off(fragment, None, land_at=self.work.steps + self._delay)
 
     # --- waiting --------------------------------------------------------------------------------------------------
@@ -183,15 +230,15 @@ class Synchronizer:
         tries_left = dict.fromkeys(due, tries)
         if not tries_left:
             return
-        began_at = time.monotonic()
-        said, looks = False, 0  # (counted, not timed: the processes of a group must decide alike)
+        began_at, said = time.monotonic(), False
+        looks = 0  # counted, not timed: the processes of a group must decide alike
         with self._accounted(began_at):
             for fragment in tries_left:
                 self._take_off(fragment, stuck_after_s)
             while tries_left:
                 looks += 1
-                sights = {f: self._flights[f].ticket.look(LOOK_AROUND_S / len(tries_left)) for f in tries_left}
-                said = said or _say_so(sights.values(), time.monotonic() - began_at)
+                sights = {f: self.flights[f].ticket.look(LOOK_AROUND_S / len(tries_left)) for f in tries_left}
+                said = said or say_so(sights.values(), time.monotonic() - began_at)
                 for fragment in [f for f, sight in sights.items() if sight.done]:
                     looks = 0
                     if self._land(fragment) or tries_left[fragment] == 1:
@@ -217,7 +264,7 @@ class Synchronizer:
         """It was sent, and lands when its time comes, not before; unless its round closed without it, for then nothing
         of ours is in the one that waits. Nor is it if the agreement is here already: if we have stood still for long,
         somebody may wait there for what we send next, and we, directly or not, for that somebody."""
-        flight = self._flights.get(fragment)
+        flight = self.flights.get(fragment)
         if flight is None or flight.parked:
             return False
         sight = flight.ticket.look(0.0)
@@ -229,7 +276,7 @@ class Synchronizer:
         try:
             yield
         except BaseException:
-            self._leave_open(self._flights)
+            self._leave_open(self.flights)
             raise
         finally:
             self.metrics.last_sync_s = time.monotonic() - began_at
@@ -238,7 +285,7 @@ class Synchronizer:
     def _leave_open(self, fragments: Iterable[int]) -> None:
         """Training goes on without their agreements. (The weights are still those that were sent.)"""
         for fragment in fragments:
-            flight = self._flights[fragment]
+            flight = self.flights[fragment]
             flight.parked = True
             if flight.sent is None:
                 flight.sent = self._replica.deltas(self.plan.fragments[fragment])
@@ -262,7 +309,7 @@ class Synchronizer:
 
     def _take_off(self, fragment: int, stuck_after_s: float | None, land_at: int | None = None) -> None:
         """Send what is unsent; or carry on with what is under way already."""
-        flight = self._flights.get(fragment)
+        flight = self.flights.get(fragment)
         if flight is not None:
             if stuck_after_s is not None or (flight.ticket.look(0.0).done and flight.ticket.failed):
                 flight.ticket = self._topology.resume(flight.ticket, stuck_after_s=stuck_after_s)
@@ -280,38 +327,52 @@ class Synchronizer:
             deltas=deltas,
         )
         ticket = self._topology.begin(contribution, stuck_after_s=stuck_after_s)
-        self._flights[fragment] = Flight(ticket, self.work, self.work.steps if land_at is None else land_at, sent)
+        self.flights[fragment] = Flight(ticket, self.work, self.work.steps if land_at is None else land_at, sent)
 
     def _land(self, fragment: int) -> bool:
         """Take an agreement over. False: some of our steps are not in it, and are kept for the next round."""
-        flight = self._flights[fragment]
+        flight = self.flights[fragment]
         try:
             agreed = self._topology.finish(flight.ticket, reload=True)
         except ExchangeFailed as failure:
             cause = failure.__cause__
             if isinstance(cause, Refused) and not isinstance(cause, ServerError):
-                del self._flights[fragment]  # it never counted, and never will: nothing is in doubt
+                del self.flights[fragment]  # it never counted, and never will: nothing is in doubt
             raise
-        del self._flights[fragment]
         self._left_open = 0
         self._note(agreed)
+        progress = self.fragments[fragment]
         if agreed.refused:
+            del self.flights[fragment]
             self._reload(agreed)
             return True
-        self.fragments[fragment].late = flight.ticket if agreed.counted_in > agreed.version else None
+        with deferred():  # half taken over, steps that were sent would be sent again
+            del self.flights[fragment]
+            progress.late = flight.ticket if agreed.counted_in > agreed.version else None
+            progress.late_in = agreed.counted_in
+            intact = self._settle(flight, agreed)
+        self._hold(agreed, intact)
+        return progress.counted.steps == self.work.steps
+
+    def _settle(self, flight: Flight, agreed: Agreed) -> bool:
+        """Books and weights, both. Says whether the anchor is now the agreed one."""
+        if flight.catches_up:
+            return self._catch_up(agreed)
         if agreed.counted:
-            return self._take_over(fragment, flight, agreed)
+            return self._take_over(agreed.fragment, flight, agreed)
         self.metrics.missed_rounds += 1
         if self._too_old(agreed):
-            self._discard(agreed)
-            return True
-        progress = self.fragments[fragment]
-        unsent = (self.work - progress.counted).steps
+            return self._discard(agreed)
+        unsent = (self.work - self.fragments[agreed.fragment].counted).steps
+        log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
+        return self._move_along(agreed)
+
+    def _move_along(self, agreed: Agreed) -> bool:
+        """It came about without us."""
+        progress = self.fragments[agreed.fragment]
         progress.version = agreed.version
         progress.oldest_base = min(progress.oldest_base, agreed.version)
-        self._hold(agreed, self._replica.rebase(agreed.news))
-        log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
-        return unsent == 0
+        return self._replica.rebase(agreed.news)
 
     def _take_over(self, fragment: int, flight: Flight, agreed: Agreed) -> bool:
         """What we sent is in the agreement (or in a round still open). The steps taken since then are kept, mixed or
@@ -333,8 +394,7 @@ class Synchronizer:
         if since and flight.parked and not flight.overtaken:
             progress.oldest_base = progress.version  # they were taken on the version we held all the while
             if self._too_old(agreed):
-                self._discard(agreed)
-                return True
+                return self._discard(agreed)
         progress.version = agreed.version
         if since and (self.plan.carry or flight.parked) and not flight.overtaken:
             assert flight.sent is not None
@@ -345,7 +405,6 @@ class Synchronizer:
             intact = self._replica.adopt(agreed.news)
             progress.counted = self.work
             self.metrics.steps_overwritten += since
-        self._hold(agreed, intact)
         log.info(
             "fragment %d version %d: %s; %.1f MB up, %.1f MB down",
             fragment,
@@ -354,17 +413,22 @@ class Synchronizer:
             agreed.bytes_sent / 1e6,
             agreed.bytes_received / 1e6,
         )
-        return progress.counted.steps == self.work.steps
+        return intact
 
-    def _discard(self, agreed: Agreed) -> None:
+    def _discard(self, agreed: Agreed) -> bool:
         """Our unsent steps are of an age at which they would do harm: start anew from what was agreed."""
         progress = self.fragments[agreed.fragment]
         unsent = (self.work - progress.counted).steps
         self.metrics.steps_discarded += unsent
         log.warning("%d local steps were older than max_staleness=%d and are lost", unsent, self.plan.max_staleness)
+        return self._begin_at(agreed)
+
+    def _begin_at(self, agreed: Agreed) -> bool:
+        """What was agreed, and nothing of our own."""
+        progress = self.fragments[agreed.fragment]
         progress.version = progress.oldest_base = agreed.version
         progress.counted = self.work
-        self._hold(agreed, self._replica.adopt(agreed.news))
+        return self._replica.adopt(agreed.news)
 
     def _reload(self, agreed: Agreed) -> None:
         """The server has no use for what we sent, and what is wrong with one fragment seldom stops there: give the
@@ -377,8 +441,8 @@ class Synchronizer:
         self._replica.adopt_anchor()
         for fragment, progress in enumerate(self.fragments):
             progress.oldest_base = progress.version
-            if fragment in self._flights:
-                self._flights[fragment].overtaken = True
+            if fragment in self.flights:
+                self.flights[fragment].overtaken = True
             else:
                 progress.counted = self.work
         self._on_reload()
@@ -397,29 +461,19 @@ class Synchronizer:
             self.metrics.anchor_repairs += 1
             self._note(whole)
             progress = self.fragments[whole.fragment]
-            progress.version = whole.version
-            if progress.counted.steps == self.work.steps:
-                progress.oldest_base = whole.version
-            agreed, intact = whole, self._replica.rebase(whole.news)
+            with deferred():
+                progress.version = whole.version
+                if progress.counted.steps == self.work.steps:
+                    progress.oldest_base = whole.version
+                agreed, intact = whole, self._replica.rebase(whole.news)
         raise ExchangeFailed(f"fragment {agreed.fragment}: even whole, what the server sends has not the hash it names")
 
     def _note(self, agreed: Agreed) -> None:
-        metrics = self.metrics
-        metrics.bytes_sent += agreed.bytes_sent
-        metrics.bytes_received += agreed.bytes_received
-        metrics.sync_retries += agreed.retries
-        metrics.reconnections += agreed.rejoins
-        if agreed.steps_lost:
-            metrics.steps_discarded += agreed.steps_lost
-            log.warning(
-                "%d steps are lost: the server was restarted before the round that they were late for, and they are "
-                "too old for it now",
-                agreed.steps_lost,
-            )
+        self.metrics.note(agreed)
         if agreed.plan.revision != self.plan.revision:
             log.info("the plan changed: sync_every=%d, delay=%d", agreed.plan.sync_every, agreed.plan.delay)
             self.plan = agreed.plan
-            if self._cycle_step == 0:
+            if self.cycle_step == 0:
                 self._new_cycle()
 
     def _too_old(self, agreed: Agreed) -> bool:
@@ -429,18 +483,9 @@ class Synchronizer:
     def _unsent(self) -> list[int]:
         """Fragments with steps that no agreement holds, or with an exchange still open."""
         behind = {i for i, progress in enumerate(self.fragments) if progress.counted.steps < self.work.steps}
-        return sorted(behind | set(self._flights))
+        return sorted(behind | set(self.flights))
 
     def _position(self) -> int:
         """Where in the cycle the others are: the fragment with the lowest version is the next to be sent."""
         versions = [progress.version for progress in self.fragments]
         return send_step(versions.index(min(versions)) - 1, self.plan.sync_every, len(versions))
-
-
-def _say_so(sights: Iterable[Sight], waited_s: float) -> bool:
-    """Tell the user for whom we wait, once it takes long."""
-    reasons = {sight.waiting_for for sight in sights} - {""}
-    if not reasons or waited_s <= SAY_SO_S:
-        return False
-    log.info("waiting for %s", " and ".join(sorted(reasons)))
-    return True

@@ -31,16 +31,18 @@ from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..security import redact
 from ..topology import Orders, Topology
 from ..types import Plan
+from . import saved
 from .connect import connect, find_ranks, make_identity
+from .progress import Offline
 from .reload import forget_non_finite
 from .replica import Replica
+from .saved import SavedState
 from .signals import Interrupts
-from .sync import Offline, Synchronizer
+from .sync import Synchronizer
 
 log = logging.getLogger(__name__)
 
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
-STATE_FORMAT = 1
 SPEED_MEMORY = 0.95  # of the running mean of a step's duration
 
 
@@ -84,9 +86,10 @@ class DiLoCoWorker:
             raise ModelError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.model = model
         self.optimizer = _innermost(optimizer)
-        ranks = find_ranks(self.config) if topology is None else None
+        self._ranks = ranks = find_ranks(self.config) if topology is None else None
         make_replica = partial(Replica, model, self.config.buffers, anchor=self.config.anchor)
         self._replica = make_replica() if ranks is None else ranks.check(make_replica)
+        self._saved: SavedState | None = None
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
         self._topology = topology or connect(self.config, identity, self._replica.shards, ranks)
@@ -115,6 +118,7 @@ class DiLoCoWorker:
             raise WorkerError("this worker was started before; make a new one")
         if self.optimizer in _attached:
             raise ModelError("this optimizer already has a DiLoCoWorker attached; stop that one first")
+        self._check_saved()
         self._sync = Synchronizer(
             self._topology,
             self._replica,
@@ -122,7 +126,9 @@ class DiLoCoWorker:
             Offline(self.config.offline_after_s, self.config.offline_rounds),
             self._interrupts if self._ranks is None else None,  # a group leaves together, by no clock of one process
             on_reload=lambda: forget_non_finite(self.optimizer),
+            saved=self._saved,
         )
+        self._saved = None  # its tensors are in place
         _attached.add(self.optimizer)
         self._hook = self.optimizer.register_step_post_hook(self._after_step)
         self._resumed_at = self._clock()
@@ -213,18 +219,41 @@ class DiLoCoWorker:
         return self._replica.global_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a restart must not forget, beside the model and the optimizer: what the codec has left out so far (none
-        with most codecs), and the contributions under way. Plain tensors, numbers and text, the live ones: save them
-        before the next step. In a group each process has its own."""
-        return {"format": STATE_FORMAT, "topology": self._topology.state_dict(self._started.sent)}
+        """What a restart needs beside the model and the optimizer, to go on exactly: where in the cycle it is, the
+        anchor, what the codec owes, the contributions under way. Plain tensors, numbers and text; the live tensors, so
+        save them before the next step. In a group each process has its own. worker/saved.py says what a restart does
+        with it."""
+        return saved.write(self.worker_id, self._started, self._replica, self._topology)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the start, under the same worker_id: the server knows by it which contributions have counted."""
+        """Before the start, into a worker of the same run and worker_id (a worker that was given no id takes it from
+        the state), whose model and optimizer have been loaded from the same checkpoint."""
         if self._sync is not None:
             raise WorkerError("load_state_dict comes before the worker is started: build, load, then start it")
-        if state.get("format") != STATE_FORMAT:
-            raise ConfigError(f"a worker's state has format {STATE_FORMAT}, got {state.get('format')!r}")
-        self._topology.load_state_dict(state["topology"])
+        loaded = saved.read(state, self._replica)
+        if self.config.worker_id not in (None, loaded.worker_id):
+            raise ConfigError(
+                f"the state is of worker {loaded.worker_id!r}, this is {self.config.worker_id!r}, of whom the server "
+                f"cannot tell what it has contributed; start with worker_id={loaded.worker_id!r}, or without the state"
+            )
+        self._topology.load_state_dict(loaded.topology)
+        self._saved, self.worker_id = loaded, loaded.worker_id
+
+    def _check_saved(self) -> None:
+        """On every rank alike: either all go on from what they saved together, or none."""
+        if self._ranks is not None:
+            if len(set(self._ranks.gather(lambda: saved.signature(self._saved), str))) > 1:
+                raise ConfigError(
+                    "the processes of this group were given states of different moments, or some of them none; each "
+                    "loads the state that it saved, of the same step"
+                )
+            self._ranks.check(self._check_local)
+        else:
+            self._check_local()
+
+    def _check_local(self) -> None:
+        if self._saved is not None:
+            saved.check_local(self._saved, self._replica)
 
     @property
     def plan(self) -> Plan:

@@ -458,6 +458,30 @@ class TestDroppedUploads:
         desk.contribute("c")
         assert desk.closed == [(1, "abc")]
 
+    def test_a_restart_that_goes_on_from_its_own_state_is_still_waited_for(self) -> None:
+        desk = Desk("ab", fragments=2)
+        desk.offer("a")
+        desk.contribute("b")
+        desk.join("a", start=2, continues=True)
+        assert desk.dropped == [make_key("a")], "what it had in hand is sent again"
+        assert desk.closed == []
+        desk.contribute("a")
+        assert desk.closed == [(1, "ba")]
+
+    def test_a_restart_that_begins_anew_is_not(self) -> None:
+        desk = Desk("ab")
+        desk.contribute("b")
+        desk.join("a", start=2)
+        assert desk.closed == [(1, "b")]
+
+    def test_the_join_answer_says_in_which_version_the_last_contribution_counts(self) -> None:
+        desk = Desk("ab")
+        desk.contribute("a")
+        [state] = desk.join("a", start=2, continues=True).fragments
+        assert (state.version, state.last_sequence, state.counted_in) == (0, 1, 1)
+        [state] = desk.join("b", start=2, continues=True).fragments
+        assert (state.version, state.last_sequence, state.counted_in) == (0, 0, 0)
+
     def test_who_comes_back_sends_all_parts_again(self) -> None:
         desk = Desk("ab")
         desk.offer("a")

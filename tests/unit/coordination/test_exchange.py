@@ -96,7 +96,14 @@ class Talk:
     """An exchange and the test that plays the server: each `say` takes the next call and answers it."""
 
     def __init__(
-        self, *, contributes: bool = True, is_joined: bool = True, parts: int = 2, seed: int = 0, **patience: Any
+        self,
+        *,
+        contributes: bool = True,
+        is_joined: bool = True,
+        parts: int = 2,
+        seed: int = 0,
+        claim: int | None = None,
+        **patience: Any,
     ) -> None:
         self.now = 1000.0
         self.session = Session(make_join("a"))
@@ -107,8 +114,9 @@ class Talk:
         self.exchange = Exchange(
             self.session,
             fragment=0,
-            after=0 if contributes else -1,
+            after=0 if contributes or claim is not None else -1,
             now=self.now,
+            claim=claim,
             offer=make_offer("a", size_bytes=size_bytes) if contributes else None,
             part_hashes=self.hashes if contributes else (),
             patience=Patience(**patience),
@@ -168,6 +176,30 @@ class Talk:
     @property
     def waits_s(self) -> float:
         return self.exchange.wake_at - self.now
+
+
+class TestClaim:
+    """A worker that was started anew asks for the agreement that holds what its earlier start contributed."""
+
+    def test_it_waits_for_the_agreement_and_counts(self) -> None:
+        talk = Talk(contributes=False, claim=3)
+        polled = talk.say(nothing_yet(last_sequence=3))
+        assert isinstance(polled, Poll)
+        assert polled.after == 0
+        talk.say(agreed(last_sequence=4))
+        talk.hand_over(make_agreement(1))
+        assert talk.exchange.outcome is not None
+        assert talk.exchange.outcome.counted
+
+    def test_what_the_server_has_forgotten_is_not_waited_for_and_does_not_count(self) -> None:
+        talk = Talk(contributes=False, claim=3)
+        talk.say(nothing_yet(last_sequence=2))
+        polled = talk.say(agreed(version=0, last_sequence=2))
+        assert isinstance(polled, Poll)
+        assert polled.after == -1
+        talk.hand_over(make_agreement(0))
+        assert talk.exchange.outcome is not None
+        assert not talk.exchange.outcome.counted
 
 
 class TestHappyPath:

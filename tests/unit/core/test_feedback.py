@@ -28,7 +28,7 @@ def pieces(numel: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class Book:
-    """One worker's account, tensor by tensor: applied + e + unsent + lost = all local steps."""
+    """One worker's account, tensor by tensor: applied + e + unsent = all local steps."""
 
     def __init__(
         self,
@@ -39,11 +39,8 @@ class Book:
     ) -> None:
         self.codec, self.shapes, self.fragments, self.block = codec, shapes, fragments, block
         self.feedback = ErrorFeedback()
-        self.steps, self.applied, self.unsent, self.lost = (
-            {n: torch.zeros(s) for n, s in shapes.items()} for _ in range(4)
-        )
+        self.steps, self.applied, self.unsent = ({n: torch.zeros(s) for n, s in shapes.items()} for _ in range(3))
         self.sequence = dict.fromkeys(fragments, 0)
-        self.accepted = dict.fromkeys(fragments, 0)
         self.sent: dict[int, dict[str, Tensor]] = {}
 
     def step(self, seed: int) -> None:
@@ -71,7 +68,6 @@ class Book:
 
     def count(self, fragment: int, arrived: dict[str, Tensor]) -> None:
         """The server accepts it."""
-        self.accepted[fragment] = self.sequence[fragment]
         for name, values in arrived.items():
             self.applied[name] += values
 
@@ -83,23 +79,15 @@ class Book:
                 self.unsent[name] -= delta  # the steps taken since stay in the local weights
 
     def restart(self) -> None:
-        """The process is started anew with its last state, and the local weights are replaced by the global ones."""
+        """The process is started anew with its last state: its local weights, and what is under way."""
         state = saved(self.feedback.state_dict(self.sent))
         self.feedback = ErrorFeedback()
         self.feedback.load_state_dict(state)
-        self.feedback.resume([self.accepted[fragment] for fragment in self.fragments])
-        for deltas in self.sent.values():  # counted, or moved into e; either way not in the local weights any more
-            for name, delta in deltas.items():
-                self.unsent[name] -= delta
-        for name, unsent in self.unsent.items():  # what was in nobody's hands
-            self.lost[name] += unsent
-            unsent.zero_()
-        self.sent = {}
 
     def difference(self, name: str) -> Tensor:
         e = self.feedback.residual(name)
         held = torch.zeros(self.shapes[name]) if e is None else e.view(self.shapes[name])
-        return self.applied[name] + held + self.unsent[name] + self.lost[name] - self.steps[name]
+        return self.applied[name] + held + self.unsent[name] - self.steps[name]
 
 
 def saved(state: Any) -> Any:
@@ -140,8 +128,8 @@ def test_every_step_is_applied_kept_or_unsent_exactly_once(actions: list[tuple[s
                 book.count(fragment, arrived)
             if action.endswith("restarted"):
                 book.restart()
-            elif action != "begun":
-                book.settle(fragment, counted=action == "counted")
+            if action != "begun":
+                book.settle(fragment, counted=action.startswith("counted"))
         for name in SHAPES:
             # (While it is pending e is the old one, and the steps are in the local weights.)
             assert (book.difference(name) == 0).all(), (action, name)
@@ -158,8 +146,7 @@ def test_it_holds_with_every_codec_to_rounding(codec: Codec, monkeypatch: pytest
             book.count(0, arrived)
         if i % 4 == 3:
             book.restart()
-        else:
-            book.settle(0, counted=i % 4 != 1)
+        book.settle(0, counted=i % 4 != 1)
     for name in book.shapes:
         assert (book.difference(name).abs() < 1e-2).all()
     assert (book.applied["w"] != 0).any()
@@ -229,16 +216,15 @@ def test_an_outcome_is_heard_once_and_of_the_right_one() -> None:
     assert residual(feedback) == [-3.0]
 
 
-def test_work_that_a_restart_threw_away_lives_on_in_e_undecayed() -> None:
+def test_what_others_have_sent_is_not_owed_any_more() -> None:
     feedback = ErrorFeedback()
-    pending = {"sequence": 3, "left_over": {"w": torch.tensor([7.0])}, "deltas": {"w": torch.tensor([20.0])}}
-    state = {"residuals": {"w": torch.tensor([2.0])}, "pending": {0: pending}}
-    feedback.load_state_dict(state)
-    feedback.resume([2])
-    assert residual(feedback) == [22.0]
-    feedback.load_state_dict(state)
-    feedback.resume([3])
-    assert residual(feedback) == [7.0]
+    pending = {"sequence": 3, "left_over": {"w": torch.tensor([7.0])}}
+    residuals = {"w": torch.tensor([2.0]), "other": torch.tensor([1.0])}
+    feedback.load_state_dict({"residuals": residuals, "pending": {"0": pending}})
+    feedback.forget(0, ["w"])
+    feedback.settle(0, 3, counted=True)
+    assert feedback.residual("w") is None
+    assert feedback.residual("other") is not None
 
 
 def test_decay_lets_the_old_fade() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 from typing import Any
 
@@ -10,20 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from outerstep.core.codecs import CODECS
+from outerstep.errors import ConfigError
 from outerstep.server import DiLoCoServer
-from outerstep.topology import Agreed, Contribution
+from outerstep.topology import Agreed, Contribution, Ticket
 from outerstep.topology.group import GroupTopology
 from outerstep.topology.ranks import Ranks
 from outerstep.topology.server import ServerTopology
 from outerstep.topology.sharded import ShardedTopology, Shards
-from outerstep.types import Manifest, ParameterSpec, Wishes
+from outerstep.types import Join, Manifest, ParameterSpec, Request, Wishes
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.sections import rows_of
 from outerstep.wire.transport import Transport
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica
 from support import EAGER, Eights, assert_same, params_of
-from thread_ranks import in_ranks
+from thread_ranks import failures, in_ranks
 from unit.topology.one_fragment import OneFragment
 
 SHAPES = {"a": (71, 160), "b": (1, 4), "c": (5000,), "whole": (60, 20)}
@@ -38,21 +40,76 @@ def topology_of(transport: Transport, instance: str) -> ServerTopology:
 class TestWhole:
     def run(self, ranks: Ranks, server: OneFragment, steps: int, spoil: int | None = None) -> DiLoCoWorker:
         """A worker of three ranks that hold the same; at step `spoil`, one of them loses a bit of its anchor."""
+        with self.build(ranks, server) as worker:
+            self.train(worker, range(steps), spoil if ranks.rank == 1 else None)
+        return worker
+
+    def build(self, ranks: Ranks, server: OneFragment) -> DiLoCoWorker:
         model = nn.Sequential(nn.Linear(50, 30), nn.Linear(30, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         speaker = topology_of(server, secrets.token_hex(8)) if ranks.rank == 0 else None
         worker = DiLoCoWorker(
             model, optimizer, "none:1", topology=GroupTopology(ranks, speaker), heartbeat_interval=0.0
         )
-        with worker:
-            source = torch.Generator().manual_seed(1)
-            for step in range(steps):
-                for param in model.parameters():
-                    param.grad = torch.randn(param.shape, generator=source)
-                if step == spoil and ranks.rank == 1:
-                    worker._replica.anchors["0.weight"][0, 0] += 1.0
-                optimizer.step()
+        worker._ranks = ranks
         return worker
+
+    def train(self, worker: DiLoCoWorker, steps: range, spoil: int | None = None) -> None:
+        for step in steps:
+            source = torch.Generator().manual_seed(step)
+            for param in worker.model.parameters():
+                param.grad = torch.randn(param.shape, generator=source)
+            if step == spoil:
+                worker._replica.anchors["0.weight"][0, 0] += 1.0
+            worker.optimizer.step()
+
+    @pytest.mark.parametrize("whose", ["its own", "rank 0's"])
+    def test_it_goes_on_from_its_checkpoints(self, whose: str) -> None:
+        """Each rank from its own state, or all from rank 0's: here they hold the same."""
+        straight, server = self.server("int4+feedback"), self.server("int4+feedback")
+        in_ranks(2, lambda ranks: self.run(ranks, straight, 6))
+        states: dict[int, dict[str, Any]] = {}
+
+        def job(ranks: Ranks) -> DiLoCoWorker:
+            first = self.build(ranks, server).start()
+            self.train(first, range(3))
+            state = {"model": params_of(first.model), "worker": first.state_dict()}
+            ranks.check(lambda: states.update({ranks.rank: copy.deepcopy(state)}))
+            first.abandon("killed")
+            again = self.build(ranks, server)
+            saved = states[ranks.rank if whose == "its own" else 0]
+            again.model.load_state_dict(saved["model"])
+            again.load_state_dict(saved["worker"])
+            again.start()
+            self.train(again, range(3, 6))
+            again.stop()
+            return again
+
+        for worker in in_ranks(2, job):
+            assert_same(worker._replica.anchors, straight.theta)
+            assert_same(params_of(worker.model), straight.theta)
+        assert server.last_sequence == straight.last_sequence == 6
+
+    def test_states_of_different_moments_are_refused_on_every_rank(self) -> None:
+        server = self.server()
+        heard: list[Request] = []
+
+        def job(ranks: Ranks) -> None:
+            worker = self.build(ranks, server).start()
+            self.train(worker, range(2))
+            state = worker.state_dict()
+            worker.abandon("killed")
+            again = self.build(ranks, server)
+            again.model.load_state_dict(params_of(worker.model))
+            if ranks.rank == 0:
+                again.load_state_dict(state)
+            ranks.check(lambda: setattr(server, "before", heard.append))
+            again.start()
+
+        for error in failures(2, job):
+            assert isinstance(error, ConfigError)
+            assert "states of different moments, or some of them none" in str(error)
+        assert not any(isinstance(request, Join) for request in heard)
 
     def server(self, codec: str = "bf16") -> OneFragment:
         torch.manual_seed(0)
@@ -114,11 +171,27 @@ class Rank:
     def contribute(self, whole: dict[str, Tensor]) -> Agreed | None:
         version = self.agreed.version
         ticket = self.topology.begin(Contribution(0, version, version, 1, 0, 0, self.cut(whole)))
+        mended = self.settle(ticket)
+        assert self.agreed.counted
+        return mended
+
+    def settle(self, ticket: Ticket) -> Agreed | None:
         while not ticket.look(0.05).done:
             pass
         self.agreed = self.topology.finish(ticket)
-        assert self.agreed.counted
         return self.take(self.agreed)
+
+    def again(self, ranks: Ranks, transport: Transport, state: dict[str, Any]) -> Rank:
+        """Another start of it, which holds the same rows of the anchor; not joined yet."""
+        made = Rank.__new__(Rank)
+        made.sections, made.section = self.sections, self.section
+        made.anchors = {name: anchor.clone() for name, anchor in self.anchors.items()}
+        instance = ranks.tell(lambda: secrets.token_hex(8), str)
+        made.topology = ShardedTopology(
+            ranks, topology_of(transport, instance), Shards(self.sections, self.section, SHARDED)
+        )
+        made.topology.load_state_dict(state)
+        return made
 
 
 def some(seed: int) -> dict[str, Tensor]:
@@ -131,7 +204,27 @@ def sharded_server(**settings: Any) -> OneFragment:
     return OneFragment(some(0), MANIFEST, **{**usual, **settings})
 
 
+class Closable(MemoryTransport):
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+        super().close()
+
+
 class TestSharded:
+    def test_every_rank_closes_its_own_way_when_it_leaves(self) -> None:
+        settings = {"codec": "bf16", "sync_every": 1, "heartbeat_timeout": 0.0}
+        with DiLoCoServer(some(0), num_workers=1, port=0, **settings) as server:
+
+            def job(ranks: Ranks) -> int:
+                transport = Closable(server.service)
+                Rank(ranks, transport).topology.leave("done")
+                return transport.closed
+
+            assert in_ranks(2, job) == [1, 1]
+            assert not server.service.coordinator.members.live_ids
+
     @pytest.mark.parametrize("size", [2, 3])
     @pytest.mark.parametrize("down_codec", ["int8", "int4", "bf16"])
     def test_each_rank_fetches_the_blocks_that_cover_its_rows(self, size: int, down_codec: str) -> None:
@@ -224,8 +317,13 @@ class TestSharded:
 
         in_ranks(2, job)
 
-    def test_each_owner_owes_for_its_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Together the same as one process would, on whole numbers; and a restart finds out what became of the last."""
+    @pytest.mark.parametrize("size", [2, 3])
+    @pytest.mark.parametrize("arrived", [False, True])
+    def test_a_restart_carries_on_with_its_rows(
+        self, size: int, arrived: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each owner owes for its rows, together the same as one process would, on whole numbers; what was under way is
+        sent again from every rank, and counts once."""
         monkeypatch.setitem(CODECS, "eights", Eights())
         server = sharded_server(codec="eights+feedback", down_codec="fp32")
         total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -238,21 +336,42 @@ class TestSharded:
             for i in range(3):
                 assert rank.contribute(some(i)) is None
             version = rank.agreed.version
-            rank.topology.begin(Contribution(0, version, version, 1, 0, 0, rank.cut(some(3)))).cancel()
-            state = rank.topology.state_dict({0: rank.cut(some(3))})
-            ranks.check(lambda: None)
-            again = Rank.__new__(Rank)
-            again.sections, again.section = rank.sections, rank.section
-            instance = ranks.tell(lambda: secrets.token_hex(8), str)
-            inner = topology_of(server, instance)
-            again.topology = ShardedTopology(ranks, inner, Shards(ranks.size, ranks.rank, SHARDED))
-            again.topology.load_state_dict(state)
-            again.topology.join(MANIFEST, Wishes())
-            found = {name: inner._feedback.residual(name) for name in SHAPES}
+            ticket = rank.topology.begin(Contribution(0, version, version, 1, 0, 0, rank.cut(some(3))))
+            while arrived and not ticket.look(0.05).done:
+                pass
+            ticket.cancel()
+            state, packed = rank.topology.state_dict([0]), rank.topology.pack(ticket)
+            again = rank.again(ranks, server, state)
+            assert not again.topology.join(MANIFEST, Wishes()).overtaken
+            again.settle(again.topology.unpack(0, packed))
+            ranks.check(lambda: assert_same(again.anchors, again.cut(server.theta)))
+            again.settle(again.topology.catch_up(0))
+            assert again.agreed.news.kinds == ()
+            assert not again.agreed.counted
+            found = {name: again.topology._inner._feedback.residual(name) for name in SHAPES}
             return {name: e for name, e in found.items() if e is not None}
 
-        residuals = in_ranks(2, job)
+        residuals = in_ranks(size, job)
+        assert len(server.applied) == server.last_sequence == 4
         for name in SHAPES:
             applied = sum((one[name] for one in server.applied), torch.zeros(SHAPES[name]))
             e = torch.cat([found[name].view(-1) for found in residuals if name in found])
             assert torch.equal(applied.view(-1) + e, total[name].view(-1)), name
+
+    def test_a_state_that_was_overtaken_owes_nothing_on_any_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(CODECS, "eights", Eights())
+        server = sharded_server(codec="eights+feedback", down_codec="fp32")
+
+        def job(ranks: Ranks) -> None:
+            rank = Rank(ranks, server)
+            assert rank.contribute(some(1)) is None
+            state = rank.topology.state_dict([])
+            assert rank.contribute(some(2)) is None
+            again = rank.again(ranks, server, state)
+            assert again.topology.join(MANIFEST, Wishes()).overtaken == {0}
+            again.settle(again.topology.catch_up(0))
+            assert again.agreed.counted
+            ranks.check(lambda: assert_same(again.anchors, again.cut(server.theta)))
+            assert not again.topology._inner._feedback._residuals
+
+        in_ranks(2, job)

@@ -20,9 +20,17 @@ from torch import Tensor, nn
 
 from outerstep.coordination.exchange import Patience
 from outerstep.core.codecs import CODECS
-from outerstep.errors import BadTensors, ConfigError, ExchangeFailed, TransportError, WorkerError
+from outerstep.errors import (
+    BadTensors,
+    ConfigError,
+    ExchangeFailed,
+    ModelError,
+    OtherRun,
+    TransportError,
+    WorkerError,
+)
 from outerstep.topology.server import ServerTopology
-from outerstep.types import Commit, Offer, Poll, PutPart, Request
+from outerstep.types import Commit, Join, Offer, Poll, PutPart, Request
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica
 from support import Eights, params_of, wait_until
@@ -49,14 +57,14 @@ class Cells(nn.Module):
 
 
 class Book:
-    """Trains one worker and audits it. `lost`: steps that nobody promises to keep (unsent ones at a restart)."""
+    """Trains one worker and audits it."""
 
     def __init__(self, codec: str = "eights+feedback", seed: int = 0, **plan: Any) -> None:
         self.source = torch.Generator().manual_seed(seed)
         self.server = OneFragment(
             params_of(Cells()), Replica(Cells()).manifest, codec=codec, down_codec="fp32", part_size_bytes=64, **plan
         )
-        self.steps, self.lost, self.elsewhere = (self.zeros() for _ in range(3))
+        self.steps, self.elsewhere = self.zeros(), self.zeros()
         self.start()
 
     def zeros(self) -> dict[str, Tensor]:
@@ -64,13 +72,22 @@ class Book:
 
     def start(self, state: dict[str, Any] | None = None, worker_id: str = "w") -> None:
         self.model = Cells()
+        if state is not None:
+            self.model.load_state_dict(state["model"])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.topology = ServerTopology(
             self.server, worker_id=worker_id, instance=secrets.token_hex(8), hostname="test", patience=QUICK
         )
-        self.worker = DiLoCoWorker(self.model, self.optimizer, "none:1", topology=self.topology, heartbeat_interval=0.0)
+        self.worker = DiLoCoWorker(
+            self.model,
+            self.optimizer,
+            "none:1",
+            worker_id=worker_id,
+            topology=self.topology,
+            heartbeat_interval=0.0,
+        )
         if state is not None:
-            self.worker.load_state_dict(state)
+            self.worker.load_state_dict(state["worker"])
         self.worker.start()
 
     def step(self, count: int = 1) -> None:
@@ -87,17 +104,19 @@ class Book:
             self.elsewhere[name] += move
         self.server.move(moves)
 
-    def restart(self) -> None:
-        """With the state that was saved now. What was under way has counted, or lives on in e; what no contribution
-        held is lost with the local weights."""
+    def save(self) -> dict[str, Any]:
+        """As it comes back from a file."""
         file = io.BytesIO()
-        torch.save(self.worker.state_dict(), file)
+        torch.save({"model": self.model.state_dict(), "worker": self.worker.state_dict()}, file)
         file.seek(0)
-        under_way = self.worker._started.sent.get(0, self.zeros())
-        for name, unsent in self.unsent().items():
-            self.lost[name] += unsent - under_way[name]
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+        return state
+
+    def restart(self) -> None:
+        """With the state that was saved now: nothing is lost."""
+        state = self.save()
         self.worker.abandon("to be started anew")
-        self.start(torch.load(file, weights_only=True))
+        self.start(state)
 
     @contextmanager
     def no_line(self, *, from_poll: bool = False) -> Iterator[None]:
@@ -134,13 +153,13 @@ class Book:
 
     def audit(self) -> None:
         """When nothing is under way: what the server has counted and the worker not heard of is applied and unsent."""
-        assert not self.worker._started.sent
+        assert not self.worker._started.flights
         unsent = self.unsent()
         for name, total in self.steps.items():
             applied = sum((one[name] for one in self.server.applied), torch.zeros(total.shape))
             e = self.topology._feedback.residual(name)
             owed = torch.zeros(total.shape) if e is None else e.view(total.shape)
-            assert torch.equal(applied + owed + unsent[name] + self.lost[name], total), name
+            assert torch.equal(applied + owed + unsent[name], total), name
             assert torch.equal(self.server.theta[name], self.elsewhere[name] - applied)
 
     @property
@@ -210,7 +229,7 @@ def test_a_contribution_left_open_is_settled_later(arrived: bool) -> None:
     book.step()
     with book.no_line(from_poll=arrived):
         book.step()
-        assert book.worker._started.sent
+        assert book.worker._started.flights
         book.step(2)
     book.step()
     book.audit()
@@ -225,11 +244,11 @@ def test_a_restart_finds_out_whether_its_last_contribution_counted(arrived: bool
     with book.no_line(from_poll=arrived):
         book.step(2)
     book.restart()
+    book.step()  # settles it, and sends what was done since then
     book.audit()
-    assert len(book.server.applied) == 2 + arrived
-    book.step()
-    book.audit()
-    assert book.server.last_sequence == 3 + arrived
+    assert len(book.server.applied) == 4
+    assert book.server.last_sequence == 4
+    assert book.worker.sync_metrics["offline_exchanges"] == 2, "the metrics go on"
 
 
 def test_a_restart_with_nothing_under_way_keeps_e() -> None:
@@ -248,7 +267,7 @@ def test_with_a_delay_and_what_was_done_meanwhile_carried_along(missed: bool) ->
     for _ in range(4):
         book.step(3)  # sent
         if missed:
-            wait_until(lambda: book.worker._started._flights[0].ticket.look(0.0).done)
+            wait_until(lambda: book.worker._started.flights[0].ticket.look(0.0).done)
             book.move_on()
         book.step(2)  # landed
         book.audit()
@@ -261,8 +280,11 @@ def test_a_restart_between_sending_and_landing() -> None:
     book.step(4)
     wait_until(lambda: book.server.last_sequence == 1)
     book.restart()
+    assert book.worker._started.flights[0].land_at == 5
+    book.step()
     book.audit()
     assert book.owed > 0
+    assert book.server.last_sequence == 1
 
 
 def test_a_sparse_codec_keeps_its_books_with_decay() -> None:
@@ -299,7 +321,7 @@ def test_whatever_happens_in_whatever_order(seed: int) -> None:
             with suppress(AssertionError), book.no_line(from_poll=event == "gone"):
                 book.step(rng.randint(1, 3))
         book.step(rng.randint(0, 2))
-        if not book.worker._started.sent:
+        if not book.worker._started.flights:
             book.audit()
     book.worker.force_sync()
     book.audit()
@@ -317,32 +339,108 @@ def test_a_state_is_loaded_before_the_start() -> None:
 def test_a_state_of_another_form_is_refused() -> None:
     book = Book()
     fresh = DiLoCoWorker(Cells(), torch.optim.SGD(Cells().parameters()), "none:1", topology=book.topology)
-    with pytest.raises(ConfigError, match="format 1, got 2"):
-        fresh.load_state_dict({"format": 2})
+    with pytest.raises(ConfigError, match="format 2, got 1"):
+        fresh.load_state_dict({"format": 1})
+    state = book.save()["worker"]
+    with pytest.raises(ConfigError, match=r"not the state of a worker: .*work.steps"):
+        fresh.load_state_dict({**state, "work": {"steps": "many"}})
+    with pytest.raises(ConfigError, match=r"not the state of a worker: .*run_id"):
+        fresh.load_state_dict({**state, "topology": {**state["topology"], "run_id": 3}})
     with pytest.raises(WorkerError, match="has not been started"):
         fresh.state_dict()
 
 
-def test_only_the_same_worker_can_settle_what_was_under_way() -> None:
+def test_a_state_of_another_worker_is_refused_and_without_an_id_it_names_this_one() -> None:
     book = Book()
     book.step()
-    state = book.worker.state_dict()
+    state = book.save()
+    book.worker.abandon("gone")
+    with pytest.raises(ConfigError, match="start with worker_id='w'"):
+        book.start(state, worker_id="another")
+    model = Cells()
+    model.load_state_dict(state["model"])
+    topology = ServerTopology(
+        book.server, worker_id="made-up", instance=secrets.token_hex(8), hostname="test", patience=QUICK
+    )
+    nameless = DiLoCoWorker(model, torch.optim.SGD(model.parameters()), "none:1", topology=topology)
+    nameless.load_state_dict(state["worker"])
+    nameless.start()
+    assert nameless.worker_id == topology.session.worker_id == "w"
+
+
+def test_a_state_of_another_model_is_refused_by_name() -> None:
+    book = Book()
+    state = book.save()["worker"]
+    state["anchors"]["first"] = torch.zeros(3, 6)
+    fresh = DiLoCoWorker(Cells(), torch.optim.SGD(Cells().parameters()), "none:1", topology=book.topology)
+    with pytest.raises(ModelError, match=r"another model: 'first' is \[3, 6\] in it, \[3, 5\] here"):
+        fresh.load_state_dict(state)
+    del state["anchors"]["first"]
+    with pytest.raises(ModelError, match=r"'first' is missing in it, \[3, 5\] here"):
+        fresh.load_state_dict(state)
+
+
+def test_a_model_that_was_not_loaded_is_noticed_before_anybody_is_told() -> None:
+    book = Book()
+    book.step()
+    state = book.save()
+    book.worker.abandon("gone")
+    joins: list[Request] = []
+    book.server.before = joins.append
+    with pytest.raises(ModelError, match="load model, optimizer and worker from the same checkpoint"):
+        book.start({**state, "model": Cells().state_dict()})
+    assert not joins
+
+
+def test_a_state_of_another_run_is_refused_by_name() -> None:
+    book = Book()
+    book.step()
+    state = book.save()
+    book.worker.abandon("gone")
+    runs = []
+
+    def refuse(request: Request) -> None:
+        if isinstance(request, Join) and request.run_id != "two":
+            runs.append(request.run_id)
+            raise OtherRun("this server holds run two, not one")
+
+    book.server.before = refuse
+    with pytest.raises(OtherRun, match=r"holds run two, not one.*start without load_state_dict"):
+        book.start(state)
+    assert runs == ["one"]
+
+
+def test_a_state_of_other_fragments_is_refused_by_name() -> None:
+    book = Book()
+    state = book.save()
+    book.worker.abandon("gone")
+    state["worker"]["fragments"][0]["names"] = ["first"]
+    with pytest.raises(ConfigError, match="1 fragments that are not those of the run"):
+        book.start(state)
+    state["worker"]["topology"]["fragments"] *= 2
+    with pytest.raises(ConfigError, match="the state has 2 fragments, the run has 1"):
+        book.start(state)
+
+
+def test_a_contribution_that_is_not_one_of_this_run_is_refused_by_name() -> None:
+    book = Book()
+    book.step()
     with book.no_line():
         book.step()
-        under_way = book.worker.state_dict()
+        state = book.save()
     book.worker.abandon("gone")
-    book.start(state, worker_id="another")  # nothing was under way: what is owed is owed by whoever goes on
-    assert book.owed > 0
-    with pytest.raises(ConfigError, match="start with worker_id='w'"):
-        book.start(under_way, worker_id="another")
-
-
-def test_a_state_of_another_run_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    book = Book()
-    book.step()
-    state = book.worker.state_dict()
-    state["topology"]["run_id"] = "older"
-    book.worker.abandon("gone")
+    [contribution] = state["worker"]["fragments"][0]["contributions"]
+    good = contribution["exchange"]
+    for bad, message in (
+        ({**good, "bytes": good["bytes"][:-8]}, r"\(eights\+feedback, \d+ bytes\) is not one of this run"),
+        ({**good, "bytes": good["bytes"].clone().fill_(7)}, "is not one of this run"),
+        ({**good, "steps": -1}, "cannot be sent again: .*steps"),
+        ({}, "cannot be sent again: .*each process loads the state that it saved"),
+    ):
+        contribution["exchange"] = bad
+        with pytest.raises(ConfigError, match=message):
+            book.start(state)
+    contribution["exchange"] = good
     book.start(state)
-    assert "is of run older" in caplog.text
-    assert book.owed == 0
+    book.step()
+    book.audit()
