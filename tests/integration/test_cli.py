@@ -44,6 +44,7 @@ def test_the_version_is_printed() -> None:
     assert outerstep("--version").stdout.startswith("outerstep 0.")
 
 
+@pytest.mark.row("B21")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,10 +52,7 @@ def server(found: Found) -> None:
 
 def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: str) -> None:
     made.start()
-    console.print(
-        f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {_expects(made, config)}.",
-        highlight=False,
-    )
+    _tell(console, f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {_expects(made, config)}.")
     if config.insecure:
         _say(f"On each worker:\n\n    outerstep worker --server http://{made.address} -- python train.py\n")
     else:
@@ -65,7 +63,7 @@ def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: 
     from ..compat import CompatServer
 
     with CompatServer(made, config.compat_port, config.compat_host) as compat:
-        console.print(f"The older protocol on [bold]{escape(compat.address)}[/bold].\n", highlight=False)
+        _tell(console, f"The older protocol on [bold]{escape(compat.address)}[/bold].\n")
         made.wait()
 
 
@@ -82,9 +80,16 @@ def _invite(made: DiLoCoServer, config: ServerConfig) -> None:
         _say(f"On another machine first, once: `outerstep join -`, and send it the line in {file}")
 
 
+def _tell(console: Console, text: str) -> None:
+    """If nobody reads it, or the disk under a log file is full, that is no reason to stop."""
+    with suppress(OSError, SystemExit):  # rich would end the program
+        console.print(text, highlight=False)
+
+
 def _say(text: str) -> None:
     """Not through rich, which would break a long line in two."""
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _expects(made: DiLoCoServer, config: ServerConfig) -> str:
