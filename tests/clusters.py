@@ -89,6 +89,7 @@ class Cluster:
                 [sys.executable, *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                cwd=self.folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
             )
         self.children.append(child)

@@ -180,6 +180,7 @@ def test_a_server_whose_log_cannot_be_written_goes_on(tmp_path: Path, where: str
             [sys.executable, "-m", "outerstep", *words, "--port", cluster.address.split(":")[1]],
             stdout=said,
             stderr=said,
+            cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         os.close(said)
