@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,13 +82,13 @@ def _invite(made: DiLoCoServer, config: ServerConfig) -> None:
 
 def _tell(console: Console, text: str) -> None:
     """If nobody reads it, or the disk under a log file is full, that is no reason to stop."""
-    with suppress(OSError, SystemExit):  # rich would end the program
+    with contextlib.suppress(OSError, SystemExit):  # rich would end the program
         console.print(text, highlight=False)
 
 
 def _say(text: str) -> None:
     """Not through rich, which would break a long line in two."""
-    with suppress(OSError):
+    with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
