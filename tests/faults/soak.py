@@ -181,19 +181,26 @@ class Storm:
 
     def _strike(self) -> None:
         worker = self.random.choice(self.workers)
-        strikes = {
-            "worker killed": lambda: worker.end(signal.SIGKILL),
-            "worker told to end": lambda: worker.end(signal.SIGTERM),
-            "worker frozen": lambda: self._freeze(worker),
-            "worker replaced": worker.replace,
+        assert worker.process is not None
+        strikes: dict[str, Callable[[], None]] = {
             "line cut": worker.line.cut_all,
             "line closed": lambda: self._close(worker),
             "line flapping": lambda: self._flap(worker),
             "line stalled": lambda: self._stall(worker),
-            "server killed": lambda: self._end_server(signal.SIGKILL),
-            "server told to end": lambda: self._end_server(signal.SIGTERM),
-            "server frozen": self._freeze_server,
         }
+        if worker.process.poll() is None:
+            strikes |= {
+                "worker killed": lambda: worker.end(signal.SIGKILL),
+                "worker told to end": lambda: worker.end(signal.SIGTERM),
+                "worker frozen": lambda: self._freeze(worker),
+                "worker replaced": worker.replace,
+            }
+        if self.server.poll() is None:
+            strikes |= {
+                "server killed": lambda: self._end_server(signal.SIGKILL),
+                "server told to end": lambda: self._end_server(signal.SIGTERM),
+                "server frozen": self._freeze_server,
+            }
         kind = self.random.choice(sorted(strikes))
         strikes[kind]()
         self.done[kind] += 1
