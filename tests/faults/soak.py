@@ -39,7 +39,7 @@ CALM_S = 300.0  # until then they must have been made
 STOP_S = 120.0
 
 TRAIN = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 sys.path.insert(0, {tests!r})
 import torch, outerstep
 from outerstep.topology.news import anchor_hash
@@ -57,7 +57,7 @@ with open(f"{{name}}.seen", "a", buffering=1) as seen, outerstep.attach(model, o
             known = version
             with worker.global_weights():
                 facts = {{"hash": anchor_hash([model.cells.detach()]), "cells": model.cells.tolist()}}
-            print(json.dumps({{"version": version, **facts}}), file=seen)
+            print(json.dumps({{"version": version, "pid": os.getpid(), **facts}}), file=seen)
         time.sleep(0.01)
 """
 
@@ -78,6 +78,13 @@ class Worker:
         environ = {f"OUTERSTEP_{name.upper()}": str(value) for name, value in settings.items()}
         environ |= {"DILOCO_SERVER": self.line.address, "DILOCO_WORKER_ID": self.name}
         self.process = self.storm.spawn(self.name, script, **environ)
+
+    @property
+    def is_at_work(self) -> bool:
+        """It runs, and has joined: a process that joins after its replacement would be taken for the newer one."""
+        if self.process is None or self.process.poll() is not None:
+            return False
+        return any(fact["pid"] == self.process.pid for fact in read_lines(self.storm.folder / f"{self.name}.seen"))
 
     def end(self, how: signal.Signals) -> None:
         assert self.process is not None
@@ -171,36 +178,42 @@ class Storm:
     # --- the storm ------------------------------------------------------------------------------------------------
 
     def rage(self, seconds: float) -> None:
-        """One misfortune after the other; what has ended is started again a little later."""
+        """One misfortune after the other, to whoever is up; what has ended is started again a little later."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._strike()
-            time.sleep(self.random.uniform(0.2, 1.5))
+            time.sleep(self.random.uniform(0.2, 3.0))
             self._do_what_is_due()
             self._restart_what_ended()
 
     def _strike(self) -> None:
         worker = self.random.choice(self.workers)
-        assert worker.process is not None
-        strikes: dict[str, Callable[[], None]] = {
-            "line cut": worker.line.cut_all,
-            "line closed": lambda: self._close(worker),
-            "line flapping": lambda: self._flap(worker),
-            "line stalled": lambda: self._stall(worker),
-        }
-        if worker.process.poll() is None:
-            strikes |= {
-                "worker killed": lambda: worker.end(signal.SIGKILL),
-                "worker told to end": lambda: worker.end(signal.SIGTERM),
-                "worker frozen": lambda: self._freeze(worker),
-                "worker replaced": worker.replace,
+        kinds: list[dict[str, Callable[[], None]]] = [
+            {
+                "line cut": worker.line.cut_all,
+                "line closed": lambda: self._close(worker),
+                "line flapping": lambda: self._flap(worker),
+                "line stalled": lambda: self._stall(worker),
             }
-        if self.server.poll() is None:
-            strikes |= {
-                "server killed": lambda: self._end_server(signal.SIGKILL),
-                "server told to end": lambda: self._end_server(signal.SIGTERM),
-                "server frozen": self._freeze_server,
-            }
+        ]
+        if worker.is_at_work:
+            kinds.append(
+                {
+                    "worker killed": lambda: worker.end(signal.SIGKILL),
+                    "worker told to end": lambda: worker.end(signal.SIGTERM),
+                    "worker frozen": lambda: self._freeze(worker),
+                    "worker replaced": worker.replace,
+                }
+            )
+        if self.status() is not None:
+            kinds.append(
+                {
+                    "server killed": lambda: self._end_server(signal.SIGKILL),
+                    "server told to end": lambda: self._end_server(signal.SIGTERM),
+                    "server frozen": self._freeze_server,
+                }
+            )
+        strikes = self.random.choice(kinds)
         kind = self.random.choice(sorted(strikes))
         strikes[kind]()
         self.done[kind] += 1

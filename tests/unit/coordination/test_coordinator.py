@@ -654,4 +654,5 @@ class TestEffects:
     def test_a_published_round_is_told(self) -> None:
         desk = Desk("ab")
         full_rounds(desk, 1)
-        assert desk.events("round") == [{"fragment": 0, "version": 1, "workers": ["a", "b"], "staleness": [0, 0]}]
+        [told] = desk.events("round")
+        assert told == {"fragment": 0, "version": 1, "workers": ["a", "b"], "sequences": [1, 1], "staleness": [0, 0]}
