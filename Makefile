@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Several torch processes with default threads on few cores stall each other: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick check format bench clean
+.PHONY: help demo test quick check format bench soak clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/'
@@ -51,6 +51,9 @@ bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/round.py --quick
 	$(BIN)/python bench/memory.py --quick
 	$(BIN)/python bench/journal.py --quick
+
+soak: $(READY)  ## A storm of kills and cuts over a real run, then what its histories say (MINUTES=60 SEED=7)
+	$(BIN)/python tests/faults/soak.py --minutes $(or $(MINUTES),1) --seed $(or $(SEED),0)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
 """One torch thread per test process: several on few cores stall each other, and sums keep one order. And one folder for
 the credentials of all servers of a session: they make their certificate once, and their clients find it there, as those
-of one user on one machine do. And signals as they were after each test."""
+of one user on one machine do. Signals are as they were after each test, and drawn cases the same each time, unless a
+profile says otherwise."""
 
 import os
 import signal
@@ -10,8 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+settings.register_profile("ci", derandomize=True, print_blob=True)
+settings.register_profile("deep", max_examples=10_000, print_blob=True)  # by hand: --hypothesis-profile deep
+settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session", autouse=True)

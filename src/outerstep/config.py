@@ -17,6 +17,7 @@ from .security import parse_address, redact
 from .types import Wishes, WorkerId
 
 DEFAULT_HOST = "127.0.0.1"
+LABEL = 256  # characters: what a message carries of a name
 MOST = 1 << 53  # no setting is larger; JSON numbers are exact up to here
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class ServerConfig:
     weight_by: Literal["equal", "samples", "tokens"] = "equal"
     max_weight_ratio: float = 10.0  # no weight further than this factor from the usual one
     norm_screen: float = 2.0  # leave out what is so many times as large as usual (coordination/screen.py); 0 = off
+    tokenizer: str | None = None  # its name or hash, which every worker that names one must share
     token_budget: int | None = None  # when so many tokens are in the model, the workers are told to finish
     model_files: str | None = None  # the model's folder: its configuration and tokenizer go with every saved model
     save_dir: str | None = None  # the run's folder; what lies there is gone on with
@@ -91,8 +93,10 @@ class ServerConfig:
         _number(self, 0.0, "norm_screen")
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
         _number(self, 0.0, "fragment_alpha", optional=True)
-        check_text(self, "host", "codec", "down_codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
-        check_text(self, "compat_host", "credentials", "tls_cert", "tls_key", "advertise")
+        check_text(self, "host", optional=False)
+        check_text(self, "codec", "down_codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
+        check_text(self, "compat_host", "credentials", "tls_cert", "tls_key", "advertise", "tokenizer")
+        _check_label(self, "tokenizer")
         check_one_of(self, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu_enabled")
         check_one_of(self, (True, False), "insecure", "remote_control", "deterministic")
         check_one_of(self, (True, False, None), "fragment_carry")
@@ -150,6 +154,7 @@ class ServerConfig:
             delay=self.fragment_delay,
             alpha=self.fragment_alpha,
             carry=self.fragment_carry,
+            tokenizer=self.tokenizer,
         )
 
     @property
@@ -206,6 +211,7 @@ class WorkerConfig:
     fragment_alpha: float | None = None
     fragment_carry: bool | None = None
     dylu: bool | None = None  # let the server set this worker's sync_every by its speed; None = if the run does so
+    tokenizer: str | None = None  # its name or hash, which must be the run's
     buffers: Literal["average", "local", "server"] = "average"  # persistent floating-point buffers (BatchNorm's, …)
     anchor: Literal["device", "host"] = "device"  # where the anchor is kept: beside the model, or in host memory
     group: Literal["auto", "off"] = "auto"  # the processes of a torchrun job are one worker; off = each is its own
@@ -232,7 +238,9 @@ class WorkerConfig:
         check_one_of(self, (True, False, None), "fragment_carry", "dylu")
         check_one_of(self, ("average", "local", "server"), "buffers")
         _check_mixing(self)
-        check_text(self, "server_addr", "credentials")
+        check_text(self, "server_addr", optional=False)
+        check_text(self, "credentials", "tokenizer")
+        _check_label(self, "tokenizer")
         check_one_of(self, (None, True, False), "bf16_comm")
         check_one_of(self, (True, False), "handle_signals")
         check_one_of(self, ("global", "local"), "on_exit")
@@ -263,6 +271,7 @@ class WorkerConfig:
             delay=self.fragment_delay,
             alpha=self.fragment_alpha,
             carry=self.fragment_carry,
+            tokenizer=self.tokenizer,
         )
 
 
@@ -337,11 +346,17 @@ def _shown(value: float) -> str:
     return f"{value}, which is too large" if value > MOST else f"{value}"
 
 
-def check_text(config: object, *names: str) -> None:
+def check_text(config: object, *names: str, optional: bool = True) -> None:
     for name in names:
         value = getattr(config, name)
-        if value is not None and not isinstance(value, str):
+        if not isinstance(value, str) and not (value is None and optional):
             raise ConfigError(f"{name} must be text, got {value!r}")
+
+
+def _check_label(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if value is not None and not 1 <= len(value) <= LABEL:
+        raise ConfigError(f"{name} must be 1 to {LABEL} characters, got {len(value)}; a hash of it will do")
 
 
 def check_one_of(config: object, allowed: tuple[object, ...], *names: str) -> None:

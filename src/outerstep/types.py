@@ -79,6 +79,7 @@ class Wishes(Plain, frozen=True):
     delay: Count | None = None
     alpha: Share | None = None
     carry: bool | None = None
+    tokenizer: Label | None = None
 
 
 class Plan(Plain, frozen=True):
@@ -101,6 +102,7 @@ class Plan(Plain, frozen=True):
     carry: bool = False
     weight_by: WeightBy = "equal"
     dylu: bool = False
+    tokenizer: Label = ""  # its name or hash, if somebody named it: for comparing
     revision: Count = 0
 
 

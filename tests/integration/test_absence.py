@@ -131,6 +131,7 @@ class Run:
 # --- coming back ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("F06")
 def test_two_rounds_away_and_back_without_undoing_or_repeating_anything() -> None:
     run = Run()
     run.cut()
@@ -165,6 +166,7 @@ def test_what_went_through_before_the_line_was_cut_is_not_sent_again() -> None:
     run.stop()
 
 
+@pytest.mark.row("F06")
 def test_a_quorum_takes_the_late_contribution_and_the_steps_since_travel_in_the_next() -> None:
     run = Run(quorum=1, staleness_policy="log", num_fragments=1)
     run.cut()
@@ -230,6 +232,7 @@ def test_streaming_fragments_come_back_too(when: str) -> None:
 # --- too old --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("F06")
 def test_beyond_the_age_limit_its_steps_are_discarded_and_counted() -> None:
     run = Run(max_staleness=1)
     run.cut()
@@ -264,6 +267,7 @@ def test_steps_taken_while_an_answer_was_lost_grow_old_too() -> None:
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("F09")
 def test_after_so_many_exchanges_left_open_it_waits() -> None:
     run = Run(offline_rounds=2)
     run.cut()

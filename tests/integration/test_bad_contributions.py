@@ -109,6 +109,7 @@ def wrong_codec_inside() -> memoryview:
     return make_frame(ones(), "bf16")
 
 
+@pytest.mark.row("B07", "B09", "B10")
 @pytest.mark.parametrize(
     ("payload", "kind", "message"),
     [
@@ -162,6 +163,7 @@ def test_a_bad_offer_is_refused(
     check_unharmed(server, client)
 
 
+@pytest.mark.row("B13")
 def test_an_unregistered_worker_never_moves_the_model(server: DiLoCoServer, client: HandClient) -> None:
     stranger = HandClient(HttpTransport(server.address), "stranger")
     stranger.session.answer = client.session.answer  # it knows everything but has not joined
@@ -177,6 +179,7 @@ def test_an_unregistered_worker_never_moves_the_model(server: DiLoCoServer, clie
     check_unharmed(server, client)
 
 
+@pytest.mark.row("F21")
 def test_a_flipped_byte_costs_one_part(server: DiLoCoServer, client: HandClient) -> None:
     payload = make_frame(ones())
     client.sequence += 1
@@ -194,6 +197,7 @@ def test_a_flipped_byte_costs_one_part(server: DiLoCoServer, client: HandClient)
     assert client.commit(payload).version == 1
 
 
+@pytest.mark.row("B11")
 def test_a_commit_with_missing_parts_lists_them(server: DiLoCoServer, client: HandClient) -> None:
     payload = make_frame(ones())
     client.sequence += 1
@@ -228,6 +232,7 @@ def test_the_same_key_with_other_bytes_is_refused(server: DiLoCoServer, client: 
     assert server.status()["total_submissions"] == 1
 
 
+@pytest.mark.row("B12")
 def test_a_contribution_to_a_closed_round_is_stale(server: DiLoCoServer, client: HandClient) -> None:
     client.contribute(make_frame(ones()))
     with pytest.raises(StaleRound, match="round 1 of fragment 0 closed without this contribution; it is at version 1"):

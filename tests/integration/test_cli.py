@@ -86,6 +86,24 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(arguments: list[str], said:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.row("B21")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sevrer"], "No such command 'sevrer'. Did you mean 'server'?"),
+        (["token", "rotat"], "Did you mean 'rotate'?"),
+        (["server", "--sync-evry", "3"], "No such option: --sync-evry (Possible options: "),
+        (["worker", "--server", "127.0.0.1:9"], "Missing argument 'COMMAND…'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_slip_of_the_finger_gets_a_suggestion_and_the_usage_line(arguments: list[str], said: str) -> None:
+    done = outerstep(*arguments)
+    assert done.returncode == 2
+    assert "Usage: python -m outerstep" in done.stderr
+    assert said in done.stderr
+
+
 def test_debug_shows_the_traceback() -> None:
     done = outerstep("--debug", "status", "--server", "127.0.0.1:9")
     assert "Traceback" in done.stderr

@@ -56,6 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.row("F05")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_arrival_makes_no_difference(kind: str) -> None:
     some = list(permutations(WORKERS))

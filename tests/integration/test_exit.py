@@ -251,6 +251,7 @@ class Lossy(MemoryTransport):
         return answer
 
 
+@pytest.mark.row("F04")
 @pytest.mark.parametrize("mode", EXACT, ids=lambda mode: mode.name)
 def test_a_contribution_whose_answer_is_lost_is_applied_once(mode: Mode) -> None:
     server = mode.server(2)

@@ -140,6 +140,7 @@ def test_a_heartbeat_after_the_goodbye_does_not_bring_a_worker_back() -> None:
     assert server.status()["workers"] == {}
 
 
+@pytest.mark.row("F25")
 def test_a_hung_loop_stops_beating_and_the_others_go_on() -> None:
     with DiLoCoServer(Ledger().state_dict(), num_workers=2, port=0, sync_every=2, heartbeat_timeout=0.6) as server:
         hung, model = Ledger(), Ledger()
@@ -383,6 +384,7 @@ def test_workers_at_different_fragments_do_not_wait_in_a_circle() -> None:
     assert min(second) >= 2
 
 
+@pytest.mark.row("F23")
 def test_a_failed_exchange_names_its_cause_and_leaves_the_weights_alone() -> None:
     server = ledger_server(1, sync_every=1)
 

@@ -135,11 +135,13 @@ def test_bad_requests_get_an_error_in_one_form(server: DiLoCoServer, message: by
     assert server.status()["sync_round"] == 0
 
 
+@pytest.mark.row("B16")
 def test_a_wrong_method_names_the_right_ones(server: DiLoCoServer) -> None:
     _, _, head = raw(server, request("POST", "/v1/part", b"{}"))
     assert b"Allow: PUT, GET" in head
 
 
+@pytest.mark.row("B05")
 def test_a_body_shorter_than_announced_is_not_stored(server: DiLoCoServer) -> None:
     client, payload, head = begun_upload(server)
     status, error, _ = raw(server, head + bytes(payload[:-10]), half_close=True)

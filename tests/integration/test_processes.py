@@ -2,99 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from outerstep.demo.processes import free_port
-from outerstep.errors import TransportError
-from outerstep.model_folder import load_state_dict, save_model
+from clusters import Cluster
+from outerstep.model_folder import load_state_dict
 from outerstep.topology.news import anchor_hash
-from outerstep.wire.http_transport import HttpTransport
 from support import tiny_model, wait_until
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-import pathlib, sys, time, torch, outerstep
-sys.path.insert(0, {tests!r})
-from support import tiny_model, train_steps
-torch.set_num_threads(1)
-folder = pathlib.Path({folder!r})
-model = tiny_model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with outerstep.attach(model, optimizer) as worker:
-    step = 0
-    while not (folder / "stop").exists():
-        train_steps(model, optimizer, 1, seed=step)
-        step += 1
-        time.sleep(0.01)
-outerstep.save_model(model, folder / sys.argv[1])
-"""
 
-
-class Cluster:
-    """A server process and worker processes; everything is ended by its id."""
-
-    def __init__(self, folder: Path, *server_flags: str) -> None:
-        self.folder = folder
-        save_model(tiny_model(), folder / "initial")
-        (folder / "train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), folder=str(folder)))
-        self.address = f"127.0.0.1:{free_port()}"
-        port = self.address.split(":")[1]
-        self.children: list[subprocess.Popen[bytes]] = []
-        self.server = self._spawn("server", "server", "-m", str(folder / "initial"), "--port", port, *server_flags)
-        self.transport = HttpTransport(self.address)
-        wait_until(self._answers)
-
-    def _answers(self) -> bool:
-        assert self.server.poll() is None, (self.folder / "server.log").read_text()
-        try:
-            return bool(self.status())
-        except TransportError:
-            return False
-
-    def _spawn(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "outerstep", *arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                cwd=self.folder,
-            )
-        self.children.append(child)
-        return child
-
-    def worker(self, name: str) -> subprocess.Popen[bytes]:
-        script = [sys.executable, str(self.folder / "train.py"), name]
-        return self._spawn(name, "worker", "--server", self.address, "--worker-id", name, "--", *script)
-
-    def status(self) -> dict[str, Any]:
-        return self.transport.status()
-
-    def round(self) -> int:
-        return int(self.status()["sync_round"])
-
-    def participants(self) -> list[str]:
-        return sorted(self.status()["fragments"][0]["last_participants"])
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
-
-    def close(self) -> None:
-        self.transport.close()
-        for child in self.children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-
-
+@pytest.mark.row("F01")
 def test_a_killed_worker_is_left_behind_and_its_restart_joins_the_next_round(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "-n", "2", "--sync-every", "20", "--heartbeat-timeout", "3")
     try:
@@ -131,6 +52,7 @@ def test_a_killed_worker_is_left_behind_and_its_restart_joins_the_next_round(tmp
         cluster.close()
 
 
+@pytest.mark.row("F01")
 def test_a_frozen_worker_does_not_hold_up_the_round_beyond_its_deadline(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "-n", "2", "--sync-every", "20", "--round-deadline", "0.5", "--heartbeat-timeout", "0")
     try:

@@ -25,12 +25,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+@pytest.mark.row("F22")
 def test_a_different_plan_is_refused_showing_both(server: DiLoCoServer) -> None:
     model = tiny_model()
     with pytest.raises(PlanMismatch, match=r"wants sync_every=7, but the run has sync_every=5 \(said by the server\)"):
         memory_worker(server, "w", model, sgd(model), sync_every=7).start()
 
 
+@pytest.mark.row("F22")
 def test_what_the_server_left_open_the_first_worker_fixes() -> None:
     server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0)
     server.service.start()
@@ -47,6 +49,7 @@ def test_what_the_server_left_open_the_first_worker_fixes() -> None:
     follower.abandon("over")
 
 
+@pytest.mark.row("B14")
 def test_a_different_model_is_refused_by_name(server: DiLoCoServer) -> None:
     torch.manual_seed(0)
     other = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -60,6 +63,7 @@ def test_a_different_model_is_refused_by_name(server: DiLoCoServer) -> None:
     first.abandon("over")
 
 
+@pytest.mark.row("B20")
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
@@ -73,6 +77,7 @@ def test_a_model_that_cannot_be_trained_is_refused(model: nn.Module, problem: st
         DiLoCoWorker(model, optimizer, "127.0.0.1:9")
 
 
+@pytest.mark.row("B20")
 def test_an_optimizer_has_one_worker_at_a_time(server: DiLoCoServer) -> None:
     model = tiny_model()
     optimizer = sgd(model)

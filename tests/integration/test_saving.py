@@ -173,6 +173,7 @@ def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) 
         make_server(tmp_path / "file" / "saves")
 
 
+@pytest.mark.row("B19")
 def test_another_model_than_the_saved_one_is_refused(tmp_path: Path) -> None:
     server = make_server(tmp_path)
     HandClient(MemoryTransport(server.service)).join()

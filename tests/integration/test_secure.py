@@ -5,7 +5,6 @@ Every row of the table of bad inputs that concerns tokens, fingerprints and plai
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import logging
 import re
@@ -14,7 +13,6 @@ import ssl
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from outerstep.errors import (
     ConfigError,
     Forbidden,
     NoCredentials,
+    ProtocolMismatch,
     TlsRequired,
     TransportError,
     Unauthorized,
@@ -37,62 +36,8 @@ from outerstep.server import DiLoCoServer
 from outerstep.types import Control, Wishes
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.worker import DiLoCoWorker
+from sites import Site, answer
 from support import HandClient, Ledger, count, in_threads, make_frame, params_of, tiny_model, wait_until
-
-
-class Site:
-    """A server with credentials and an event log of its own, and what its clients would have been given."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.credentials = Credentials(folder / "credentials")
-        self.events_file = folder / "events.jsonl"
-        self.server = DiLoCoServer(
-            tiny_model().state_dict(),
-            port=0,
-            credentials=str(self.credentials.folder),
-            event_log=str(self.events_file),
-            **{"num_workers": 1, "codec": "fp32", **settings},
-        ).start()
-        self.address = self.server.address
-        self.tokens = self.credentials.tokens
-
-    @property
-    def run_token(self) -> str:
-        return self.tokens.load().run
-
-    def transport(self) -> HttpTransport:
-        return HttpTransport(self.address, credentials=self.credentials.folder)
-
-    def with_token(self, token: str) -> HttpTransport:
-        return HttpTransport(Access(*parse_address(self.address), token, self.server.access.fingerprint).join_string)
-
-    def ask(self, method: str, path: str, authorization: str | bytes | None = None) -> tuple[int, dict[str, Any]]:
-        """One request by hand, over TLS: status and body."""
-        with self.connection() as sock:
-            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n".encode()
-            if authorization is not None:
-                value = authorization if isinstance(authorization, bytes) else authorization.encode()
-                head += b"Authorization: " + value + b"\r\n"
-            sock.sendall(head + b"\r\n{}")
-            return answer(sock)
-
-    @contextlib.contextmanager
-    def connection(self) -> Iterator[ssl.SSLSocket]:
-        with (
-            socket.create_connection(parse_address(self.address), timeout=20) as plain,
-            pinning_context().wrap_socket(plain) as secured,
-        ):
-            yield secured
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        found = [json.loads(line) for line in self.events_file.read_text().splitlines()]
-        return [event for event in found if event["event"] == kind]
-
-
-def answer(sock: socket.socket) -> tuple[int, dict[str, Any]]:
-    response = http.client.HTTPResponse(sock)
-    response.begin()
-    return response.status, json.loads(response.read())
 
 
 @pytest.fixture
@@ -129,6 +74,7 @@ WRONG = {
 }
 
 
+@pytest.mark.row("B01")
 @pytest.mark.parametrize("authorization", WRONG.values(), ids=WRONG.keys())
 def test_without_a_valid_token_the_answer_is_401_and_says_what_to_do(
     site: Site, authorization: str | bytes | None
@@ -170,6 +116,7 @@ def test_a_token_given_twice_is_none(site: Site) -> None:
     assert site.ask("GET", "/status", f"Bearer {site.run_token}")[0] == 200
 
 
+@pytest.mark.row("B02")
 def test_a_token_of_one_worker_does_not_speak_for_another(site: Site) -> None:
     transport = site.with_token(site.tokens.give_worker("left"))
     left, right = HandClient(transport, "left"), HandClient(transport, "right")
@@ -210,6 +157,7 @@ def test_status_is_for_every_token_and_control_for_the_admins(site: Site) -> Non
 # --- rotation -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("F26")
 def test_a_rotated_token_is_refused_without_a_restart(site: Site) -> None:
     old = site.with_token(site.run_token)
     old.status()
@@ -226,6 +174,7 @@ def parse_token(transport: HttpTransport) -> str:
     return transport._access.token
 
 
+@pytest.mark.row("F26")
 def test_a_running_worker_goes_on_when_its_machine_has_been_told_the_new_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +227,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
 # --- certificates and plain text ------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("B03")
 def test_another_certificate_is_refused_with_both_fingerprints_before_a_byte_is_sent(
     site: Site, tmp_path: Path
 ) -> None:
@@ -298,6 +248,7 @@ def test_a_worker_says_so_at_once(site: Site) -> None:
         worker.start()
 
 
+@pytest.mark.row("F26")
 def test_a_certificate_that_changes_under_a_running_worker_is_an_outage_not_a_trap(tmp_path: Path) -> None:
     """Somebody puts another server in its place: nothing goes to it, and the worker trains on to its limit."""
     site = Site(tmp_path, sync_every=2)
@@ -314,6 +265,7 @@ def test_a_certificate_that_changes_under_a_running_worker_is_an_outage_not_a_tr
         assert "refused" not in (other / "events").read_text()
 
 
+@pytest.mark.row("B03")
 def test_plain_http_to_the_tls_port_is_told_so_in_the_clear(site: Site) -> None:
     with socket.create_connection(parse_address(site.address), timeout=20) as sock:
         sock.sendall(b"GET /status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n")
@@ -321,6 +273,7 @@ def test_plain_http_to_the_tls_port_is_told_so_in_the_clear(site: Site) -> None:
         assert sock.recv(1) == b""
     assert (status, body["error"]["code"]) == (400, "tls_required")
     assert "this port speaks TLS" in body["error"]["message"]
+    assert body["error"]["request_id"]
     with pytest.raises(TlsRequired, match="use the join string"):
         HttpTransport(f"http://{site.address}").status()
 
@@ -343,6 +296,7 @@ def test_an_older_tls_is_not_spoken(site: Site) -> None:
         context.wrap_socket(sock)
 
 
+@pytest.mark.row("F26")
 def test_a_server_in_plain_text_is_not_spoken_with_unless_asked_by_name() -> None:
     with DiLoCoServer(tiny_model().state_dict(), 1, port=0, insecure=True) as server:
         access = Access(*parse_address(server.address), new_token("run"), "ab" * 32)
@@ -353,6 +307,7 @@ def test_a_server_in_plain_text_is_not_spoken_with_unless_asked_by_name() -> Non
             _ = server.access
 
 
+@pytest.mark.row("F26")
 def test_who_listens_in_plain_text_hears_a_handshake_and_no_token() -> None:
     token, heard = new_token("run"), []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -415,6 +370,26 @@ def test_a_certificate_from_an_authority_is_pinned_or_checked_as_browsers_do(
                 HttpTransport(elsewhere).status()
     finally:
         site.server.stop()
+
+
+@pytest.mark.row("F26")
+@pytest.mark.parametrize("ahead", ["server", "worker"])
+def test_another_version_of_the_protocol_is_refused_saying_what_to_do(
+    site: Site, ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {"server": "outerstep.coordination.coordinator", "worker": "outerstep.topology.server"}
+    monkeypatch.setattr(f"{ends[ahead]}.PROTOCOL_VERSION", 2)
+    model = tiny_model()
+    worker = DiLoCoWorker(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        site.address,
+        credentials=str(site.credentials.folder),
+    )
+    with pytest.raises(ProtocolMismatch, match=r"this worker speaks protocol \d, the server speaks \d") as refused:
+        worker.start()
+    assert "the same version of outerstep on both" in refused.value.hint
+    assert site.server.status()["workers"] == {}
 
 
 # --- finding a server -----------------------------------------------------------------------------------------------

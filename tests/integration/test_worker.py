@@ -252,6 +252,7 @@ def test_at_the_start_deadline_the_run_begins_with_min_workers() -> None:
         assert server.sync_round == 1
 
 
+@pytest.mark.row("F18")
 def test_a_worker_that_joins_in_the_middle_of_a_round_counts_from_the_next() -> None:
     server = DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, sync_every=5, **PLAIN)
     server.service.start()
@@ -278,6 +279,7 @@ def test_a_worker_that_joins_in_the_middle_of_a_round_counts_from_the_next() -> 
         joiner.abandon("test over")
 
 
+@pytest.mark.row("F06")
 def test_a_missed_round_keeps_the_steps_and_undoes_nobodys_work() -> None:
     """An exact ledger on whole numbers: what each worker did is in the model once, whichever round it travelled in."""
     server = DiLoCoServer(Ledger().state_dict(), num_workers=1, port=0, sync_every=4, **PLAIN)
@@ -338,6 +340,7 @@ class Lossy(MemoryTransport):
         return answer
 
 
+@pytest.mark.row("F04")
 def test_lost_answers_are_asked_again_and_applied_once(server: DiLoCoServer) -> None:
     transport = Lossy(server.service)
     model = tiny_model()
@@ -366,6 +369,7 @@ def test_an_evicted_worker_joins_again_by_itself(server: DiLoCoServer) -> None:
         assert server.status()["total_worker_deaths"] == 1
 
 
+@pytest.mark.row("F07")
 def test_a_replacement_fences_the_old_start(server: DiLoCoServer) -> None:
     old = tiny_model()
     old_optimizer = sgd(old)
@@ -389,6 +393,7 @@ def test_a_server_that_never_answers_ends_in_one_clear_error() -> None:
         worker.start()
 
 
+@pytest.mark.row("F23")
 def test_a_bug_in_a_background_thread_surfaces_in_the_training_thread(server: DiLoCoServer) -> None:
     class Broken(MemoryTransport):
         def call(self, request: Request, **buffers: memoryview | None) -> Answer:

@@ -62,6 +62,7 @@ def worker(**settings: Any) -> WorkerConfig:
 
 
 class TestUnknownSettings:
+    @pytest.mark.row("B17")
     @pytest.mark.parametrize(
         ("kind", "wrong", "meant"),
         [
@@ -123,6 +124,7 @@ class TestNumbers:
         with pytest.raises(ConfigError, match=rf"{name} must be ≥ 0, got {value}"):
             make(**{name: value})
 
+    @pytest.mark.row("B18")
     @pytest.mark.parametrize(("name", "range_"), SERVER_RANGES.items())
     @pytest.mark.parametrize("value", [True, False, "3", "80", [3], b"3", 3j], ids=repr)
     def test_neither_truth_values_nor_text_are_numbers_to_a_server(self, name: str, range_: str, value: object) -> None:
@@ -157,6 +159,7 @@ class TestNumbers:
 
 
 class TestServer:
+    @pytest.mark.row("B18")
     @pytest.mark.parametrize("name", ["min_workers", "quorum"])
     def test_more_than_the_number_of_workers_cannot_be_asked_for(self, name: str) -> None:
         assert getattr(server(**{name: 4}), name) == 4
@@ -221,6 +224,18 @@ class TestServer:
             server(tls_cert="a.pem")
         with pytest.raises(ConfigError, match="insecure is plain HTTP, tls_cert is TLS"):
             server(tls_cert="a.pem", tls_key="b.pem", insecure=True)
+
+    @pytest.mark.parametrize("make", [server, worker])
+    def test_a_tokenizer_is_named_in_a_few_words(self, make: Any) -> None:
+        assert make(tokenizer="sha256:12ab").wishes.tokenizer == "sha256:12ab"
+        for wrong in ("", "x" * 300):
+            with pytest.raises(ConfigError, match=rf"tokenizer must be 1 to 256 characters, got {len(wrong)}"):
+                make(tokenizer=wrong)
+
+    @pytest.mark.parametrize(("make", "name"), [(server, "host"), (worker, "server_addr")])
+    def test_an_address_that_must_be_there_is_text(self, make: Any, name: str) -> None:
+        with pytest.raises(ConfigError, match=f"{name} must be text, got None"):
+            make(**{name: None})
 
     @pytest.mark.parametrize("advertise", ["", "a b", "host:port", "host:70000", "https://host"])
     def test_what_the_join_string_is_to_name_is_an_address(self, advertise: str) -> None:

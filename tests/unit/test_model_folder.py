@@ -200,6 +200,7 @@ class TestShards:
         save_file({"new": torch.ones(1)}, tmp_path / WEIGHTS)
         assert load_state_dict(tmp_path).keys() == {"new"}
 
+    @pytest.mark.row("B19")
     @pytest.mark.parametrize("where", ["../stolen.safetensors", "{absolute}", "sub/x.safetensors", "..", ".", ""])
     def test_an_index_that_points_outside_its_folder_is_refused_by_name(self, tmp_path: Path, where: str) -> None:
         folder = tmp_path / "model"
@@ -301,6 +302,7 @@ class TestShards:
 
 
 class TestRefused:
+    @pytest.mark.row("B19")
     def test_a_missing_folder_is_named_with_the_remedy(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"no model at .*/nowhere: .*save_model writes one"):
             load_state_dict(tmp_path / "nowhere")

@@ -203,6 +203,7 @@ class TestTheFile:
         Path("outerstep.toml").write_text(text)
         return resolve(role, {}, environ={})
 
+    @pytest.mark.row("B17")
     def test_an_unknown_key_is_answered_with_file_line_and_the_nearest_known_one(self) -> None:
         text = "# a comment: sync_evry = 3\n[worker]\n\nsync_evry = 5\n"
         with pytest.raises(
@@ -230,6 +231,7 @@ class TestTheFile:
         with pytest.raises(ConfigError, match=r"outerstep\.toml:4: unknown key"):
             self.read("[server]\nsync_every = 3\n[worker]\nzzz = 1\n", SERVER)
 
+    @pytest.mark.row("B18")
     @pytest.mark.parametrize("value", ["0", "-3", '"5"', "1.5", "true", "[5]", "1979-05-27"])
     def test_a_bad_value_names_field_value_range_and_line(self, value: str) -> None:
         found = self.read(f"[server]\nnum_workers = 2\n\nsync_every = {value}\n")
@@ -249,6 +251,7 @@ class TestTheFile:
         with pytest.raises(ConfigError, match=rf"^{message} \({line.split()[0]}: outerstep\.toml:3\)$"):
             make_command(role, found)
 
+    @pytest.mark.row("B18")
     def test_two_values_that_contradict_each_other_are_both_placed(self) -> None:
         found = self.read("[server]\nnum_workers = 2\nquorum = 3\n")
         message = r"\(num_workers: outerstep\.toml:2, quorum: outerstep\.toml:3\)$"

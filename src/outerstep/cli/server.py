@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -93,10 +94,7 @@ def _has_run(place: str | None) -> bool:
 
 def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: str) -> None:
     made.start()
-    console.print(
-        f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {_expects(made, config)}.",
-        highlight=False,
-    )
+    _tell(console, f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {_expects(made, config)}.")
     if config.insecure:
         _say(f"On each worker:\n\n    outerstep worker --server http://{made.address} -- python train.py\n")
     else:
@@ -107,7 +105,7 @@ def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: 
     from ..compat import CompatServer
 
     with CompatServer(made, config.compat_port, config.compat_host) as compat:
-        console.print(f"The older protocol on [bold]{escape(compat.address)}[/bold].\n", highlight=False)
+        _tell(console, f"The older protocol on [bold]{escape(compat.address)}[/bold].\n")
         made.wait()
 
 
@@ -124,9 +122,16 @@ def _invite(made: DiLoCoServer, config: ServerConfig) -> None:
         _say(f"On another machine first, once: `outerstep join -`, and send it the line in {file}")
 
 
+def _tell(console: Console, text: str) -> None:
+    """If nobody reads it, or the disk under a log file is full, that is no reason to stop."""
+    with contextlib.suppress(OSError, SystemExit):  # rich would end the program
+        console.print(text, highlight=False)
+
+
 def _say(text: str) -> None:
     """Not through rich, which would break a long line in two."""
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _expects(made: DiLoCoServer, config: ServerConfig) -> str:

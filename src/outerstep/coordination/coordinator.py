@@ -313,6 +313,7 @@ class Coordinator:
             fragment=agreement.fragment,
             version=agreement.version,
             workers=[p.worker_id for p in agreement.participants],
+            sequences=[p.sequence for p in agreement.participants],
             staleness=[p.staleness for p in agreement.participants],
         )
         self._evaluate(fragment, now)

@@ -16,7 +16,7 @@ from ..types import Manifest, ParameterSpec, Plan, Wishes
 
 T = TypeVar("T")
 
-DEFAULTS: Final = {"sync_every": 500, "codec": "bf16", "down_codec": "same", "num_fragments": 1}
+DEFAULTS: Final = {"sync_every": 500, "codec": "bf16", "down_codec": "same", "num_fragments": 1, "tokenizer": ""}
 NAMES: Final = (*DEFAULTS, "delay", "alpha", "carry")
 USUAL_DELAY = 5  # steps: published results lose less than 0.2 % up to here
 CARRY_BEYOND = 0.1  # of H: with a longer delay the steps taken meanwhile are worth keeping
@@ -28,12 +28,14 @@ _FLAGS: Final = {
     "delay": "--fragment-delay",
     "alpha": "--fragment-alpha",
     "carry": "--fragment-carry",
+    "tokenizer": "--tokenizer",
 }
 
 
 @dataclass(frozen=True)
 class Settled:
-    """The values in force, and who said so. `down_codec` "same": the one that goes with `codec`."""
+    """The values in force, and who said so. `down_codec` "same": the one that goes with `codec`; `tokenizer` "": none
+    is named."""
 
     sync_every: int
     codec: str
@@ -43,6 +45,7 @@ class Settled:
     alpha: float
     carry: bool
     said_by: dict[str, str]
+    tokenizer: str = ""  # runs from before it could be named have none
 
 
 def settle(server: Wishes, worker: Wishes, worker_id: str, *, base_sync_every: int | None = None) -> Settled:
@@ -95,8 +98,9 @@ def _check_streaming(sync_every: int, delay: int, alpha: float, carry: bool) -> 
 
 
 def changed(plan: Plan, changes: Wishes) -> Plan:
-    """The next revision of the plan. What the wire's form depends on stays: codecs and fragments."""
-    for name in ("codec", "down_codec", "num_fragments"):
+    """The next revision of the plan. What the wire's form depends on stays: codecs and fragments; so does what the
+    workers' data are made of."""
+    for name in ("codec", "down_codec", "num_fragments", "tokenizer"):
         if getattr(changes, name) is not None:
             raise PlanMismatch(f"{name} cannot change during a run", hint="save, and start the server with another")
     made = replace(
@@ -124,12 +128,12 @@ def check_wishes(settled: Settled, plan: Plan, wishes: Wishes) -> None:
         wanted = getattr(wishes, name)
         now = len(plan.fragments) if name == "num_fragments" else getattr(plan, name)
         if wanted is not None and wanted not in (now, getattr(settled, name)):
-            raise _mismatch(name, now, settled.said_by[name], wanted)
+            raise _mismatch(name, now, settled.said_by.get(name, "the default"), wanted)
 
 
 def _mismatch(name: str, has: object, said_by: str, wanted: object) -> PlanMismatch:
     return PlanMismatch(
-        f"this worker wants {name}={wanted}, but the run has {name}={has} (said by {said_by})",
+        f"this worker wants {name}={wanted}, but the run has {name}={'none' if has == '' else has} (said by {said_by})",
         hint=f"leave {name} out to follow the run, or start the server with {_FLAGS[name]} {wanted}",
     )
 

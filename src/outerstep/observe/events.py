@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -55,7 +56,8 @@ class EventLog:
         with self._lock:
             if self._file is not None:
                 self._write_suppressed(everything=True)
-                self._file.close()
+                with suppress(OSError):  # what a full disk has not taken so far, it does not take now
+                    self._file.close()
 
     def _write_suppressed(self, *, everything: bool = False) -> None:
         """How many refusals of a minute that is over were too many to be written."""

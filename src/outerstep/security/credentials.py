@@ -106,7 +106,7 @@ class Credentials:
             return {}
         except OSError as error:
             raise ConfigError(f"{self.known_file} cannot be read: {error.strerror}") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"{self.known_file} is not a file of known servers: {error}; delete it, and join the servers again"
             ) from error

@@ -82,7 +82,7 @@ class TokenFile:
         data = read_secret(self.path)
         try:
             return msgspec.json.decode(data, type=Tokens)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"{self.path} is not a file of tokens: {error}; delete it, and the next start of the server makes new "
                 "ones (every worker then needs the new join string)"

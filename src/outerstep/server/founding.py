@@ -58,6 +58,7 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
         delay=settled.delay,
         alpha=settled.alpha,
         carry=settled.carry,
+        tokenizer=settled.tokenizer,
         weight_by=config.weight_by,
         dylu=config.dylu_enabled,
     )

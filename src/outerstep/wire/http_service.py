@@ -47,6 +47,7 @@ from .messages import (
     MAX_JOIN_BYTES,
     MAX_JSON_BYTES,
     MAX_PART_BYTES,
+    decode_request,
     encode_error,
     find_route,
     parse_query,
@@ -209,10 +210,11 @@ class HttpService:
     def _turn_away_plain(self, connection: Connection) -> None:
         """Somebody speaks HTTP without TLS. That much can be said in the clear; what they sent is not looked at."""
         refusal = TlsRequired("this port speaks TLS", hint="use the join string, or https:// for /healthz")
-        self._on_refusal(RefusedRequest(refusal, peer_of(connection.sock), "", "", ""))
+        request_id = _new_id()
+        self._on_refusal(RefusedRequest(refusal, peer_of(connection.sock), "", "", request_id))
         self._connections.refusals.note(connection.address)
         line = Line(connection, None, self._limits.stall_s)
-        self._send(line, h11.Connection(h11.SERVER), _error_reply(refusal, ""), close=True)
+        self._send(line, h11.Connection(h11.SERVER), _error_reply(refusal, request_id), close=True)
         _linger(line)
         raise Gone("it spoke plain HTTP")
 
@@ -281,16 +283,19 @@ class HttpService:
     def _refuse_head(self, error: h11.RemoteProtocolError, peer: str) -> _Reply:
         refusal: Refused = BadRequest(f"not HTTP/1.1 as we take it: {error}")
         status = error.error_status_hint or 400
+        if status == 501:  # a Transfer-Encoding that h11 does not know; here none is taken
+            status = 411
         if status == 431:
             try:
                 self._guard.admit(None)  # a head too long to be read has no token in it
             except Unauthorized as unauthorized:
                 refusal, status = unauthorized, unauthorized.status
-        self._on_refusal(RefusedRequest(refusal, peer, "", "", ""))
-        return dataclasses.replace(_error_reply(refusal, ""), status=status)
+        request_id = _new_id()
+        self._on_refusal(RefusedRequest(refusal, peer, "", "", request_id))
+        return dataclasses.replace(_error_reply(refusal, request_id), status=status)
 
     def _reply(self, head: h11.Request, headers: dict[str, str], body: HttpBody, line: Line) -> _Reply:
-        request_id = secrets.token_hex(6)
+        request_id = _new_id()
         method = head.method.decode("latin-1")
         path, _, query = head.target.decode("latin-1").partition("?")
         by_service = False
@@ -335,7 +340,7 @@ class HttpService:
         if issubclass(kind, PutPart):
             put = _for(caller, parse_query(query, kind))
             assert isinstance(put, PutPart)
-            _check_size(body, MAX_PART_BYTES, "a part")
+            _check_size(body, MAX_PART_BYTES, "a part", hint="a run's parts have part_size_bytes, as its plan says")
             return kind, partial(self._take_part, put, body, turn)
         if issubclass(kind, GetPart):
             get = _for(caller, parse_query(query, kind))
@@ -345,11 +350,21 @@ class HttpService:
         with turn.away():
             data = body.read()
         with self._one_large if len(data) > MAX_JSON_BYTES else contextlib.nullcontext():
-            request = strict_json.decode(data, kind)  # of a large one, many times its size for a moment
+            request = self._decode(data, kind)  # of a large one, many times its size for a moment
         return kind, partial(self._answer, _for(caller, request), turn)
 
     def _status(self) -> _Reply:
         return _Reply(200, strict_json.encode({**self._service.status(), "connections": self.connections}))
+
+    def _decode(self, data: bytes | bytearray, kind: type[Request]) -> Request:
+        """Who offers something on top of a version that cannot be is told where the run stands."""
+        try:
+            return decode_request(data, kind)
+        except BadRequest as error:
+            if kind is Offer and "base" in error.message:
+                hint = f"the run has completed round {self._service.status()['sync_round']}"
+                raise BadRequest(error.message, hint=hint) from error
+            raise
 
     def _health(self) -> _Reply:
         """For whoever asks, so it says no more than that; what is wrong is in the status."""
@@ -416,9 +431,14 @@ def _for(caller: Caller, request: Request) -> Request:
     return request
 
 
-def _check_size(body: HttpBody, limit_bytes: int, what: str) -> None:
+def _check_size(body: HttpBody, limit_bytes: int, what: str, hint: str = "this limit is the protocol's") -> None:
     if body.length > limit_bytes:
-        raise TooLarge(f"{what} has {body.length} bytes; at most {limit_bytes} are taken")
+        raise TooLarge(f"{what} has {body.length} bytes; at most {limit_bytes} are taken", hint=hint)
+
+
+def _new_id() -> str:
+    """By which a refusal is found in the server's log."""
+    return secrets.token_hex(6)
 
 
 def _error_reply(refusal: Refused, request_id: str) -> _Reply:

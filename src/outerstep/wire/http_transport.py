@@ -88,7 +88,7 @@ class HttpTransport:
             return GetPartAnswer(hash=headers.get(HASH_HEADER, ""))
         try:
             return msgspec.json.decode(data, type=answer_type)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransportError(f"{self.address} answered {target} with something else: {error}") from error
 
     def status(self) -> dict[str, object]:

@@ -7,8 +7,9 @@ from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
-from ..errors import BY_CODE, BadRequest, MethodNotAllowed, NotFound, Refused, ServerError
+from ..errors import BY_CODE, BadRequest, MethodNotAllowed, NotFound, ProtocolMismatch, Refused, ServerError
 from ..types import (
+    PROTOCOL_VERSION,
     Answer,
     Commit,
     CommitAnswer,
@@ -92,6 +93,27 @@ def address_of(request: Request) -> tuple[str, str, type[Answer]]:
     if isinstance(request, PutPart | GetPart):
         path = f"{path}?{urlencode(msgspec.to_builtins(request))}"
     return method, path, answer
+
+
+def decode_request(data: bytes | bytearray | memoryview, kind: type[Request]) -> Request:
+    """What a worker of another version says may have fields that we do not know: then the version is what is wrong."""
+    try:
+        return strict_json.decode(data, kind)
+    except BadRequest as error:
+        if kind is Join and (spoken := _protocol(data)) not in (None, PROTOCOL_VERSION):
+            raise ProtocolMismatch(
+                f"this worker speaks protocol {spoken}, the server speaks {PROTOCOL_VERSION}",
+                hint="install the same version of outerstep on both",
+            ) from error
+        raise
+
+
+def _protocol(data: bytes | memoryview) -> int | None:
+    try:
+        spoken = strict_json.decode(data, dict).get("protocol")
+    except BadRequest:
+        return None
+    return spoken if type(spoken) is int else None
 
 
 def parse_query(query: str, kind: type[Request]) -> Request:

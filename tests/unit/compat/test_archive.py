@@ -171,6 +171,7 @@ def test_what_is_no_archive_is_refused(data: bytes) -> None:
         describe(memoryview(data), max_tensors=MANY)
 
 
+@pytest.mark.row("B06")
 def test_a_zip_bomb_is_refused_by_what_it_declares() -> None:
     zeros = bytes(64 << 20)
     bomb = rewritten(saved({"a": torch.ones(4)}), lambda r: r.update({"archive/data/0": zeros}), zipfile.ZIP_DEFLATED)

@@ -100,6 +100,7 @@ class TestExactlyOnce:
         states = [desk.coordinator.part_arrived(message, desk.now).state for _ in range(2)]
         assert states == ["stored", "duplicate"]
 
+    @pytest.mark.row("F04", "F05")
     @pytest.mark.parametrize("closed", [False, True])
     def test_a_repeated_commit_gets_the_same_answer_and_is_applied_once(self, closed: bool) -> None:
         desk = Desk("ab")
@@ -122,6 +123,7 @@ class TestExactlyOnce:
         assert (answer.state, answer.version) == ("accepted", 1)
         assert desk.put("a", 1).state == "duplicate"
 
+    @pytest.mark.row("F05")
     def test_two_commits_that_cross_are_applied_once(self) -> None:
         desk = Desk("ab")
         desk.offer("a")
@@ -134,6 +136,7 @@ class TestExactlyOnce:
         assert answers[0] == answers[1]
         assert len(accumulated(desk)) == 1
 
+    @pytest.mark.row("F03")
     def test_who_was_killed_after_its_contribution_was_accepted_is_counted_once(self) -> None:
         desk = Desk("ab")
         desk.contribute("a")
@@ -248,6 +251,7 @@ class TestWhoMaySpeak:
             say(desk, "a")
         assert traces(desk) == before
 
+    @pytest.mark.row("F07")
     @saying({**SPEAKING, "leave": lambda desk, worker: desk.leave(worker)})
     def test_an_older_start_is_fenced(self, say: Speak) -> None:
         desk = Desk("ab")
@@ -336,6 +340,7 @@ class TestAge:
         with pytest.raises(StaleRound, match=r"round 2 of fragment 0 closed.*at version 2.*rebase"):
             desk.offer("a", 3, base_version=1)
 
+    @pytest.mark.row("F06")
     def test_with_a_quorum_a_late_one_counts_in_the_next_round_with_its_staleness(self) -> None:
         desk = Desk("abc", quorum=2, max_staleness=4)
         desk.contribute("a")
@@ -440,6 +445,7 @@ class TestShape:
 
 
 class TestDroppedUploads:
+    @pytest.mark.row("F02")
     @pytest.mark.parametrize("how", ["death", "leave", "restart"])
     def test_a_worker_gone_loses_what_was_unfinished_and_keeps_what_was_accepted(self, how: str) -> None:
         desk = Desk("abc", fragments=2)
@@ -715,4 +721,5 @@ class TestEffects:
     def test_a_published_round_is_told(self) -> None:
         desk = Desk("ab")
         full_rounds(desk, 1)
-        assert desk.events("round") == [{"fragment": 0, "version": 1, "workers": ["a", "b"], "staleness": [0, 0]}]
+        [told] = desk.events("round")
+        assert told == {"fragment": 0, "version": 1, "workers": ["a", "b"], "sequences": [1, 1], "staleness": [0, 0]}

@@ -237,6 +237,7 @@ class TestHappyPath:
         assert outcome is not None
         assert (outcome.agreement.version, outcome.counted) == (7, False)
 
+    @pytest.mark.row("F02")
     def test_only_the_missing_parts_are_sent(self) -> None:
         talk = Talk(parts=4)
         talk.say(send(3, 1))
@@ -306,6 +307,7 @@ class TestLostAnswers:
         assert all(0.5 * top - 1e-6 <= wait <= top + 1e-6 for wait, top in zip(waits, ceilings, strict=True))
         assert len(set(waits[-20:])) == 20
 
+    @pytest.mark.row("F09")
     def test_two_workers_do_not_come_back_at_the_same_moment(self) -> None:
         waits = set()
         for seed in range(10):
@@ -682,6 +684,7 @@ def damage_coming_down(talk: Talk, call: Call) -> None:
     ("step", "damage"), [(Step.SEND, damage_going_up), (Step.FETCH, damage_coming_down)], ids=["upload", "download"]
 )
 class TestDamage:
+    @pytest.mark.row("F21")
     def test_a_damaged_part_travels_again_alone(self, step: Step, damage: Callable[[Talk, Call], None]) -> None:
         talk = Talk().brought_to(step)
         first, second = talk.next(), talk.next()

@@ -94,6 +94,7 @@ class TestStarts:
             members.heard(make_heartbeat("a", incarnation=1), 9.0)
         assert members.next_death() == 1.0 + TIMEOUT_S
 
+    @pytest.mark.row("B13")
     def test_the_id_of_a_live_worker_on_another_host_is_in_use_with_the_remedy(self) -> None:
         members = members_with("a")
         with pytest.raises(IdInUse, match=r"'a'.*'home'.*3 s ago.*choose another --worker-id, or stop that worker"):

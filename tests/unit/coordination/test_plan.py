@@ -10,8 +10,13 @@ from outerstep.errors import ManifestMismatch, PlanMismatch
 from outerstep.types import Manifest, ParameterSpec, Plan, Wishes
 from unit.coordination.builders import MANIFEST
 
-ONE_AND_ANOTHER = [("sync_every", 40, 50), ("codec", "fp32", "int8"), ("num_fragments", 2, 3)]
-FLAGS = {"sync_every": "--sync-every", "codec": "--codec", "num_fragments": "--fragments"}
+ONE_AND_ANOTHER = [
+    ("sync_every", 40, 50),
+    ("codec", "fp32", "int8"),
+    ("num_fragments", 2, 3),
+    ("tokenizer", "t1", "t2"),
+]
+FLAGS = {"sync_every": "--sync-every", "codec": "--codec", "num_fragments": "--fragments", "tokenizer": "--tokenizer"}
 
 
 def plan_of(settled: Settled) -> Plan:
@@ -25,6 +30,7 @@ def plan_of(settled: Settled) -> Plan:
         delay=settled.delay,
         alpha=settled.alpha,
         carry=settled.carry,
+        tokenizer=settled.tokenizer,
     )
 
 

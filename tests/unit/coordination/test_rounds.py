@@ -90,6 +90,7 @@ class TestDeadline:
 
 
 class TestFloor:
+    @pytest.mark.row("F18")
     @pytest.mark.parametrize("expected", ["", "abc"])
     @pytest.mark.parametrize(
         ("min_workers", "contributions"), [(0, ""), (1, ""), (2, ""), (2, "a"), (2, "aaa"), (3, "ab"), (3, "abab")]
@@ -112,6 +113,7 @@ class TestFloor:
         assert not answer.stuck
         assert answer.waiting_for == "contributions of b"
 
+    @pytest.mark.row("F13")
     def test_a_stuck_round_says_how_many_it_needs_and_has(self) -> None:
         assert verdict("ab", "a", min_workers=3).waiting_for == (
             "at least 3 (min_workers): 1 contributed, 1 more alive"
@@ -225,6 +227,7 @@ class TestComingAndGoing:
         assert desk.closed == [(1, "a")]
         assert desk.expected() == {"a", "b"}
 
+    @pytest.mark.row("F01", "F18")
     @pytest.mark.parametrize("how", ["leave", "death"])
     def test_leave_and_death_shrink_the_barrier_at_once(self, how: str) -> None:
         desk = Desk("abc")
@@ -235,6 +238,7 @@ class TestComingAndGoing:
         assert desk.closed == [(1, "ab")]
         assert desk.expected() == {"a", "b"}
 
+    @pytest.mark.row("F13")
     @pytest.mark.parametrize("how", ["leave", "death"])
     def test_below_min_workers_the_round_stays_open_and_closes_when_the_worker_is_back(self, how: str) -> None:
         desk = Desk("ab", min_workers=2, round_deadline_s=3.0)
@@ -246,6 +250,7 @@ class TestComingAndGoing:
         desk.contribute("b")
         assert desk.closed == [(1, "ab")]
 
+    @pytest.mark.row("F18")
     @pytest.mark.parametrize("how", ["leave", "death"])
     @pytest.mark.parametrize("start", [1, 2])
     def test_all_die_and_return_without_a_step_from_nothing(self, how: str, start: int) -> None:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from outerstep.observe import EventLog
 from outerstep.observe.events import REFUSALS_PER_MINUTE
 from outerstep.observe.per_minute import PerMinute
@@ -30,6 +32,16 @@ def test_a_flood_of_refusals_is_cut_off_and_counted(tmp_path: Path) -> None:
         for _ in range(100):
             events.write("refused", code="unauthorized")
     assert lines(tmp_path / "events")[-1]["count"] == 101 - REFUSALS_PER_MINUTE
+
+
+@pytest.mark.row("F27")
+def test_a_full_disk_is_said_once_and_counted_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    events = EventLog("/dev/full")
+    for i in range(3):
+        events.write("round", version=i)
+    events.close()
+    assert events.lost == 3
+    assert caplog.text.count("the event log cannot be written") == 1
 
 
 def test_a_clock_that_jumps_back_begins_a_new_minute() -> None:

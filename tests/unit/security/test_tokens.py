@@ -81,6 +81,7 @@ def test_anything_else_is_refused_and_never_shown(file: TokenFile) -> None:
         assert run[4:] not in str(refused.value)
 
 
+@pytest.mark.row("B01")
 def test_the_same_is_compared_whatever_is_presented(file: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Constant time: a digest of 32 bytes against every digest there is, right or wrong, early or late."""
     for name in ("a", "b", "c"):

@@ -387,6 +387,7 @@ def damage_fifo(file: Path) -> None:
 
 
 class TestDamage:
+    @pytest.mark.row("F12")
     @pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_empty, damage_fifo, Path.unlink])
     @pytest.mark.parametrize("name", [WEIGHTS, EXACT, TARGET, OUTER, STATE, "config.json"])
     def test_the_previous_state_is_used_and_the_damaged_one_named(
@@ -417,6 +418,7 @@ class TestDamage:
                 refused += 1
         assert refused == len(data)
 
+    @pytest.mark.row("F12")
     def test_if_no_state_is_whole_each_is_named(self, tmp_path: Path) -> None:
         for round_ in (1, 2):
             damage_flip(save_state(make_state(versions=(3, round_)), tmp_path) / WEIGHTS)
@@ -426,12 +428,14 @@ class TestDamage:
         for round_ in (1, 2, 3):
             assert f"state-round-0000000{round_}" in str(refusal.value)
 
+    @pytest.mark.row("B19")
     def test_another_runs_state_does_not_step_in(self, tmp_path: Path) -> None:
         save_state(make_state(run_id="other"), tmp_path)
         damage_flip(save_state(make_state(), tmp_path) / WEIGHTS)
         with pytest.raises(ModelError, match="it is of run other, the newest of run run-1"):
             load_state(tmp_path)
 
+    @pytest.mark.row("B19")
     @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "", "sub/x", "a\0b"])
     def test_a_list_that_points_outside_its_folder_is_refused(self, tmp_path: Path, name: str) -> None:
         place = save_state(make_state(), tmp_path)

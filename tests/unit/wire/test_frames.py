@@ -130,6 +130,7 @@ def replaced(index: int, **changes: object) -> list[Row]:
 
 
 class TestBrokenOffsets:
+    @pytest.mark.row("B08")
     @pytest.mark.parametrize(
         ("frame", "message"),
         [
@@ -280,6 +281,7 @@ class TestBrokenHeaders:
 
 
 class TestOtherTensors:
+    @pytest.mark.row("B09")
     @pytest.mark.parametrize(
         ("frame", "message"),
         [
@@ -316,6 +318,7 @@ def saved_by_torch() -> bytes:
 
 
 class TestOtherFormats:
+    @pytest.mark.row("B07")
     @pytest.mark.parametrize(
         "payload",
         [

@@ -95,6 +95,7 @@ class TestAccepted:
 
 
 class TestRefused:
+    @pytest.mark.row("B15")
     @pytest.mark.parametrize(
         ("data", "message"),
         [
@@ -127,6 +128,7 @@ class TestRefused:
         with pytest.raises(BadRequest, match=message):
             strict_json.decode(data, Note)
 
+    @pytest.mark.row("B15")
     @pytest.mark.parametrize(
         "data",
         [

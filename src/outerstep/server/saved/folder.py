@@ -243,7 +243,7 @@ def read_facts(place: Path) -> Facts:
         raise ModelError(f"{file} is missing; {_REMEDY}")
     try:
         envelope = msgspec.json.decode(file.read_bytes(), type=Envelope)
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:  # ValueError: not UTF-8
         raise ModelError(f"{file} cannot be read: {error}; {_REMEDY}") from error
     if envelope.format != STATE_FORMAT:
         raise ModelError(f"{file} must have the format {STATE_FORMAT!r}, got {envelope.format[:80]!r}; {_REMEDY}")
@@ -256,7 +256,7 @@ def read_facts(place: Path) -> Facts:
         raise ModelError(f"{file} is damaged: its content does not have the hash written in it; {_REMEDY}")
     try:
         return msgspec.json.decode(envelope.state, type=Facts)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ModelError(f"{file} does not hold what this version of outerstep expects: {error}") from error
 
 
