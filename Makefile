@@ -49,6 +49,7 @@ bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/connections.py --quick
 	$(BIN)/python bench/round.py --quick
 	$(BIN)/python bench/memory.py --quick
+	$(BIN)/python bench/allreduce.py --quick
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

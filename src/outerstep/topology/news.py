@@ -86,9 +86,14 @@ class Proof:
             self._state.update(bytes_of(values))
 
     @property
-    def holds(self) -> bool:
+    def digest(self) -> str:
+        """Of all blocks so far."""
         self._copies.flush()
-        return self._state.hexdigest() == self.expected
+        return self._state.hexdigest()
+
+    @property
+    def holds(self) -> bool:
+        return self.digest == self.expected
 
 
 @dataclass(frozen=True)

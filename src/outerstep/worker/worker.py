@@ -86,7 +86,7 @@ class DiLoCoWorker:
         self._replica = make_replica() if ranks is None else ranks.check(make_replica)
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
-        self._topology = topology or connect(self.config, identity, self._replica.shards, ranks)
+        self._topology = topology or connect(self.config, identity, self._replica, ranks)
         self._sync: Synchronizer | None = None
         self._hook: RemovableHandle | None = None
         self._heart: threading.Thread | None = None
