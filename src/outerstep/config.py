@@ -18,6 +18,7 @@ from .types import Wishes, WorkerId
 
 DEFAULT_HOST = "127.0.0.1"
 LABEL = 256  # characters: what a message carries of a name
+ALLREDUCE = "allreduce"  # instead of a server's address: the ranks of the job agree among themselves
 MOST = 1 << 53  # no setting is larger; JSON numbers are exact up to here
 
 T = TypeVar("T")
@@ -197,9 +198,9 @@ class ServerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    """Everything a worker can be told. None = follow the plan of the run."""
+    """Everything a worker can be told. None = follow the plan of the run, or without a server the usual."""
 
-    server_addr: str  # host:port, a join string, or http://host:port for a server that was started insecure
+    server_addr: str  # host:port, a join string, http://host:port for an insecure server; "allreduce" = none at all
     credentials: str | None = (
         None  # the folder that `outerstep join` stored what it knows in; None = ~/.config/outerstep
     )
@@ -207,6 +208,8 @@ class WorkerConfig:
     sync_every: int | None = None
     num_fragments: int | None = None
     bf16_comm: bool | None = None  # True = bf16, False = fp32 on the wire
+    codec: str | None = None  # of contributions, for more than those two; core/codecs/recipe.py
+    down_codec: str | None = None  # of agreements
     fragment_delay: int | None = None  # τ, as in ServerConfig
     fragment_alpha: float | None = None
     fragment_carry: bool | None = None
@@ -226,6 +229,13 @@ class WorkerConfig:
     exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close; ten times for no server
     handle_signals: bool = True  # on SIGTERM, SIGUSR1 or Ctrl-C: contribute and leave
     preempt_patience_s: float = 20.0  # after such a signal: be gone within so many seconds, or at the next step
+    # Without a server (docs/concepts/allreduce.md), what a server would say; all ranks must say the same.
+    outer_lr: float | None = None  # 0.7
+    outer_momentum: float | None = None  # 0.9
+    nesterov: bool | None = None  # True
+    weight_by: Literal["equal", "samples", "tokens"] | None = None  # equal
+    peer_timeout_s: float = 1800.0  # how long to wait for a rank that is alive and does not exchange
+    on_divergence: Literal["stop", "repair"] = "stop"  # anchors that differ end the run, or rank 0's is taken
 
     def __post_init__(self) -> None:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
@@ -234,13 +244,19 @@ class WorkerConfig:
         _whole(self, 1, "connections")
         _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "offline_after_s")
         _number(self, 0.0, "exit_patience_s", "stalled_after_s", "preempt_patience_s")
+        _number(self, 1.0, "peer_timeout_s")
+        _number(self, 0.0, "outer_lr", "outer_momentum", optional=True)
+        check_one_of(self, ("stop", "repair"), "on_divergence")
+        check_one_of(self, ("equal", "samples", "tokens", None), "weight_by")
+        check_one_of(self, (True, False, None), "nesterov")
         _number(self, 0.0, "fragment_alpha", optional=True)
         check_one_of(self, (True, False, None), "fragment_carry", "dylu")
         check_one_of(self, ("average", "local", "server"), "buffers")
         _check_mixing(self)
         check_text(self, "server_addr", optional=False)
-        check_text(self, "credentials", "tokenizer")
+        check_text(self, "credentials", "tokenizer", "codec", "down_codec")
         _check_label(self, "tokenizer")
+        _check_who_says(self)
         check_one_of(self, (None, True, False), "bf16_comm")
         check_one_of(self, (True, False), "handle_signals")
         check_one_of(self, ("global", "local"), "on_exit")
@@ -262,11 +278,16 @@ class WorkerConfig:
         return f"WorkerConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
+    def has_server(self) -> bool:
+        return self.server_addr != ALLREDUCE
+
+    @property
     def wishes(self) -> Wishes:
-        codec = None if self.bf16_comm is None else ("bf16" if self.bf16_comm else "fp32")
+        cast = None if self.bf16_comm is None else ("bf16" if self.bf16_comm else "fp32")
         return Wishes(
             sync_every=self.sync_every,
-            codec=codec,
+            codec=self.codec or cast,
+            down_codec=self.down_codec,
             num_fragments=self.num_fragments,
             delay=self.fragment_delay,
             alpha=self.fragment_alpha,
@@ -315,6 +336,21 @@ def _check_mixing(config: ServerConfig | WorkerConfig) -> None:
         raise ConfigError(
             f"fragment_carry keeps the local steps whole, fragment_alpha={alpha:g} mixes them: choose one"
         )
+
+
+def _check_who_says(config: WorkerConfig) -> None:
+    """What a server decides is not a worker's to say; without one, somebody must, and some things cannot be had."""
+    if config.codec is not None and config.bf16_comm is not None:
+        raise ConfigError(f"bf16_comm is short for codec, got both (codec={config.codec!r}): leave one of the two out")
+    if config.has_server:
+        for name in ("outer_lr", "outer_momentum", "nesterov", "weight_by"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"{name} is the server's to say, got {getattr(config, name)!r} for a worker: start the server with "
+                    f"it, or train without one (server_addr={ALLREDUCE!r})"
+                )
+    elif config.dylu:
+        raise ConfigError(f"dylu needs a server: without one (server_addr={ALLREDUCE!r}) all take the same steps")
 
 
 def _whole(config: object, least: int, *names: str, optional: bool = False) -> None:

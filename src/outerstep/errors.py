@@ -7,6 +7,9 @@
     ├── WorkerError              the worker cannot go on
     │   ├── ServerUnreachable        no answer for longer than the limit
     │   ├── RoundStuck               too few workers are alive for the round to close
+    │   ├── PeerLost                 a rank of a run without a server died, hangs, failed or has left
+    │   ├── OutOfStep                the ranks of such a run do not exchange the same thing at the same step
+    │   ├── AnchorsDiffer            they should hold the same bits, and do not
     │   └── ExchangeFailed           an exchange ended in a way that more tries cannot mend; its cause says why
     ├── TransportError           a request got no answer (refused connection, reset, timeout); it may be tried again
     ├── UntrustedServer          not the server known here: another certificate, or no encryption; nothing was sent
@@ -79,6 +82,18 @@ class ServerUnreachable(WorkerError):
 
 class RoundStuck(WorkerError):
     """Too few workers are alive for the round to close, and this one will not wait any longer."""
+
+
+class PeerLost(WorkerError):
+    """A rank of a run without a server is not there any more."""
+
+
+class OutOfStep(WorkerError):
+    """The ranks of a run without a server do not exchange the same thing at the same step."""
+
+
+class AnchorsDiffer(WorkerError):
+    """The ranks of a run without a server should hold the same bits, and do not."""
 
 
 class ExchangeFailed(WorkerError):

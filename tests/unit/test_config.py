@@ -312,6 +312,24 @@ class TestWorker:
             worker(worker_id=worker_id)
         assert str(e.value).endswith(f"got {worker_id!r}")
 
+    @pytest.mark.parametrize(
+        ("name", "value"), [("outer_lr", 0.5), ("outer_momentum", 0.0), ("nesterov", False), ("weight_by", "tokens")]
+    )
+    def test_what_a_server_decides_a_worker_says_only_without_one(self, name: str, value: object) -> None:
+        assert getattr(WorkerConfig(server_addr="allreduce", **{name: value}), name) == value
+        with pytest.raises(ConfigError, match=f"{name} is the server's to say, got {value!r} for a worker"):
+            WorkerConfig(server_addr="allreduce:8512", **{name: value})
+
+    def test_a_codec_is_a_wish_and_bf16_comm_is_short_for_one(self) -> None:
+        wishes = WorkerConfig(server_addr="h:1", codec="int8", down_codec="bf16").wishes
+        assert (wishes.codec, wishes.down_codec) == ("int8", "bf16")
+        with pytest.raises(ConfigError, match="bf16_comm is short for codec, got both"):
+            WorkerConfig(server_addr="h:1", codec="int8", bf16_comm=True)
+
+    def test_without_a_server_nobody_has_steps_of_its_own(self) -> None:
+        with pytest.raises(ConfigError, match="dylu needs a server"):
+            WorkerConfig(server_addr="allreduce", dylu=True)
+
     def test_it_follows_the_plan_unless_told_otherwise(self) -> None:
         wishes = worker().wishes
         assert (wishes.sync_every, wishes.codec, wishes.num_fragments) == (None, None, None)

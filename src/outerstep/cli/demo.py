@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,18 +10,28 @@ import typer
 from rich.console import Console
 
 
+class Among(StrEnum):
+    """Who the workers agree with."""
+
+    SERVER = "server"
+    ALLREDUCE = "allreduce"
+
+
 def demo(
     workers: Annotated[int, typer.Option(min=1, help="Worker processes, each with its own data.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each worker.")] = 600,
     sync_every: Annotated[int, typer.Option(min=1, help="H: steps between exchanges.")] = 25,
     seed: Annotated[int, typer.Option(help="Of the initial weights and the data order.")] = 0,
+    topology: Annotated[
+        Among, typer.Option(help="The workers agree through a server, or without one among themselves.")
+    ] = Among.SERVER,
     folder: Annotated[Path, typer.Option(help="Where logs, model, plot and results go.")] = Path("outerstep-demo"),
 ) -> None:
-    """Train one small GPT with a server and workers as real processes, and compare.
+    """Train one small GPT with workers, and as a rule a server, as real processes, and compare.
 
     Nothing is downloaded: the text is the Python standard library's own source. By default it takes a few minutes
     on two cores, and ends with a table, a plot and a model that loads.
     """
     from ..demo.run import DemoSettings, run_demo
 
-    run_demo(DemoSettings(folder, workers, steps, sync_every, seed), Console())
+    run_demo(DemoSettings(folder, workers, steps, sync_every, seed, topology.value), Console())

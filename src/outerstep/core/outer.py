@@ -102,6 +102,23 @@ class NesterovStep:
         return found
 
 
+@torch.no_grad()
+def portable_step(theta: Tensor, buf: Tensor, g: Tensor, lr: float, momentum: float, *, nesterov: bool = True) -> None:
+    """The rule of `Nesterov` where everybody steps its own copy: the same bits on every machine.
+
+        buf ← μ·buf + g;    θ ← θ − η·(g + μ·buf)         every product and every sum rounded by itself
+
+    `add(…, alpha=…)` and fused optimizers may round the two at once, and do so or not by the width of a processor's
+    vectors. With μ and η powers of two the products are exact, and this has the bits of `Nesterov` too.
+
+    theta, buf, g: fp32 of one shape and device; θ and buf (zeros at first) move in place, g is overwritten.
+    """
+    if momentum:
+        buf.mul_(momentum).add_(g)
+        g = g.add_(buf * momentum) if nesterov else g.copy_(buf)
+    theta.sub_(g.mul_(lr))
+
+
 class TorchOuter:
     """Any `torch.optim` optimizer as the outer one: `factory(parameters)` builds it, once, over all parameters.
 

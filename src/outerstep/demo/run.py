@@ -1,8 +1,8 @@
 """The demo: two workers and a server train one model together, next to three runs to compare with.
 
-    1. a server and k workers, each a process of its own        the thing itself
+    1. a server and k workers, each a process of its own        the thing itself (or k workers and no server)
     2. one worker alone, at its own best learning rate          what each had without the others
-    3. the same worker with the outer step (a server, k = 1)    how much the outer step does by itself
+    3. the same worker with the outer step (k = 1)              how much the outer step does by itself
     4. data-parallel with the tokens of all workers             what a data centre would do
 
 Rows 2 to 4 run after row 1, two processes at a time.
@@ -16,7 +16,7 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -45,6 +45,7 @@ class DemoSettings:
     steps: int = 600
     sync_every: int = 25
     seed: int = 0
+    topology: Literal["server", "allreduce"] = "server"
 
     @property
     def credentials(self) -> Path:
@@ -145,24 +146,28 @@ def run_demo(settings: DemoSettings, console: Console) -> list[Row]:
 
 
 def _together(settings: DemoSettings) -> Team:
-    server, address = _server(settings, "server", settings.workers)
     workers = [
         _worker(settings, f"worker-{i}", i, WORKER_LR, save="trained" if i == 0 else None)
         for i in range(settings.workers)
     ]
-    return Team(f"{settings.workers} workers, outer model", WORKER_LR, workers, server, address, settings.credentials)
+    return _team(settings, f"{settings.workers} workers, outer model", WORKER_LR, workers, "server")
 
 
 def _alone_with_outer_step(settings: DemoSettings) -> Team:
-    server, address = _server(settings, "server-of-one", 1)
-    return Team(
-        "one worker, with the outer step",
-        LONE_OUTER_LR,
-        [_worker(settings, "alone-outer", 0, LONE_OUTER_LR)],
-        server,
-        address,
-        settings.credentials,
-    )
+    workers = [_worker(settings, "alone-outer", 0, LONE_OUTER_LR)]
+    return _team(settings, "one worker, with the outer step", LONE_OUTER_LR, workers, "server-of-one")
+
+
+def _team(settings: DemoSettings, label: str, learning_rate: float, workers: list[Process], server_name: str) -> Team:
+    """With a server of that name, or as ranks that find each other as those of a torchrun job do."""
+    if settings.topology == "server":
+        server, address = _server(settings, server_name, len(workers))
+        return Team(label, learning_rate, workers, server, address, settings.credentials)
+    port = str(free_port())
+    for rank, worker in enumerate(workers):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(len(workers)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        worker.environ |= place
+    return Team(label, learning_rate, workers)
 
 
 def _plain(settings: DemoSettings, name: str, label: str, learning_rate: float, shards: list[int]) -> Team:
@@ -191,7 +196,11 @@ def _worker(settings: DemoSettings, name: str, shard: int, learning_rate: float,
     script = python_module("outerstep.demo.train", *_train_options(settings, [shard], learning_rate, progress))
     if save:
         script += ["--save", str(folder / save)]
-    command = python_module("outerstep", "worker", "--worker-id", name, "--", *script)
+    alone: list[object] = []
+    if settings.topology == "allreduce":  # what a server would be told
+        alone = ["--server", "allreduce", "--sync-every", settings.sync_every]
+        alone += ["--outer-lr", OUTER_LR, "--outer-momentum", OUTER_MOMENTUM]
+    command = python_module("outerstep", "worker", "--worker-id", name, *alone, "--", *script)
     return Process(name, command, folder / f"{name}.log", progress, _threads(settings.workers))
 
 

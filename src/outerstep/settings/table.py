@@ -103,7 +103,7 @@ class Role:
 
 ROUNDS, ASYNC, STREAMING, OUTER = "Rounds", "Asynchronous", "Streaming", "Outer step"
 MODEL, SAVING, NETWORK, SECURITY, LIMITS = "Model", "Saving", "Network", "Security", "Limits"
-JOINING, EXCHANGES, PATIENCE = "Joining", "Exchanges", "Patience"
+JOINING, EXCHANGES, PATIENCE, NO_SERVER = "Joining", "Exchanges", "Patience", "Without a server"
 
 FIRST_WORKER = "the first worker's wish, else"
 AS_THE_RUN = "as the run has it"
@@ -213,7 +213,8 @@ SERVER_SETTINGS = (
 
 WORKER_SETTINGS = (
     Setting("server_addr", "--server", JOINING,
-            "The server's host:port, or its whole join string; http://host:port for one that was started --insecure."),
+            "The server's host:port, or its whole join string; http://host:port for one that was started --insecure; "
+            "\"allreduce\" = none, the ranks of the job agree among themselves."),
     Setting("credentials", "--credentials", JOINING,
             "Folder that `outerstep join` stored what it knows in.", "~/.config/outerstep"),
     Setting("worker_id", "--worker-id", JOINING, "A name that survives restarts.", "made from host and process"),
@@ -226,6 +227,9 @@ WORKER_SETTINGS = (
     Setting("num_fragments", "--num-fragments --fragments", EXCHANGES,
             "Exchange the model in so many pieces.", AS_THE_RUN),
     Setting("bf16_comm", "--bf16", EXCHANGES, "Send bf16, or with --no-bf16 fp32.", AS_THE_RUN),
+    Setting("codec", "--codec", EXCHANGES,
+            "How contributions travel, if more is to be said than --bf16 can.", AS_THE_RUN),
+    Setting("down_codec", "--down-codec", EXCHANGES, "How agreements travel.", AS_THE_RUN),
     Setting("fragment_delay", "--fragment-delay", EXCHANGES,
             "τ: steps between sending a fragment and taking its agreement over.", AS_THE_RUN),
     Setting("fragment_alpha", "--fragment-alpha", EXCHANGES,
@@ -254,6 +258,17 @@ WORKER_SETTINGS = (
             "On SIGTERM, SIGUSR1 or Ctrl-C: contribute what is left at the next step, and leave."),
     Setting("preempt_patience_s", "--preempt-patience", PATIENCE,
             "Be gone within so many seconds of such a signal, or at the next step if that is later."),
+    Setting("outer_lr", "--outer-lr", NO_SERVER, "η of the outer step.", "0.7, with a server as it says"),
+    Setting("outer_momentum", "--outer-momentum", NO_SERVER,
+            "μ of the outer step.", "0.9, with a server as it says"),
+    Setting("nesterov", "--nesterov", NO_SERVER,
+            "Nesterov or plain momentum.", "Nesterov, with a server as it says"),
+    Setting("weight_by", "--weight-by", NO_SERVER,
+            "What a contribution's weight is: equal for all, or its size.", "equal, with a server as it says"),
+    Setting("peer_timeout_s", "--peer-timeout", NO_SERVER,
+            "Seconds to wait for a rank that is alive and does not come to an exchange."),
+    Setting("on_divergence", "--on-divergence", NO_SERVER,
+            "If anchors differ that should be the same: stop, or go on with rank 0's."),
 )  # fmt: skip
 
 SERVER = Role("server", ServerConfig, ServerCommand, SERVER_SETTINGS, {})

@@ -161,9 +161,10 @@ class Topology(Protocol):
     def pack(self, ticket: Ticket) -> dict[str, Any]:
         """A contribution under way, as plain values."""
 
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> Ticket:
+    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> Ticket | None:
         """Carry it on in another process, under the same key and with the same bytes. After it has joined. `late`: it
-        was said to count in a round to come, so it goes along with the fragment's next exchange."""
+        was said to count in a round to come, so it goes along with the fragment's next exchange. None: it never counted
+        and never will; its steps are unsent."""
 
     def catch_up(self, fragment: int) -> Ticket:
         """With a loaded state: what leads from its anchor to the newest. Where the state is overtaken, the agreement

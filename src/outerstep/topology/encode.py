@@ -109,6 +109,31 @@ def write_frame(payload: Payload, layout: Layout, sender: Sender) -> None:
         writer.close()
 
 
+@dataclass
+class OnDevice:
+    """A frame that a GPU has written at that event; what a Payload is where nothing leaves the GPU."""
+
+    data: Tensor
+    encoded: torch.cuda.Event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.data.device).wait_event(self.encoded)
+
+    def release(self) -> None:
+        """Its memory goes with it."""
+
+
+def write_on_device(layout: Layout, sender: Sender, device: torch.device) -> OnDevice:
+    """The frame of deltas that are on this GPU, there."""
+    frame = torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
+    for entry in layout.entries:
+        codec, first = sender.codec(entry.name), layout.data_begin + entry.begin
+        for start, stop in cuts(math.prod(entry.shape), device):
+            out = frame[first + codec.encoded_bytes(start) : first + codec.encoded_bytes(stop)]
+            sender.encode(entry, start, stop, out)
+    return OnDevice(frame, torch.cuda.current_stream(device).record_event())
+
+
 def encode_frame(tensors: Mapping[str, Tensor], layout: Layout, codecs: Mapping[str, Codec]) -> memoryview:
     """The frame of these tensors, in host memory, all at once."""
     payload = Payload(layout, layout.size_bytes, memory=Memory())

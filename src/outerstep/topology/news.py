@@ -86,13 +86,14 @@ class Proof:
             self._state.update(bytes_of(values))
 
     @property
-    def found(self) -> str:
+    def digest(self) -> str:
+        """Of all blocks so far."""
         self._copies.flush()
         return self._state.hexdigest()
 
     @property
     def holds(self) -> bool:
-        return self.found == self.expected
+        return self.digest == self.expected
 
 
 @dataclass(frozen=True)
@@ -265,4 +266,4 @@ def values_hash(tensors: Iterable[Tensor]) -> str:
         flat = tensor.reshape(-1).view(torch.uint8)
         for start, stop in cuts(flat.numel(), flat.device):
             proof.feed(flat[start:stop])
-    return proof.found
+    return proof.digest

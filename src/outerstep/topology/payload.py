@@ -37,7 +37,10 @@ class Payload:
         *,
         memory: Memory,
         pinned: bool = False,
+        hashed: bool = True,
     ) -> None:
+        """Not `hashed`: nobody will listen for its parts."""
+        self._is_hashed = hashed
         self._memory = memory
         self._view = memory.take(layout.size_bytes if layout is not None else 0, pinned=pinned)
         self.data = torch.frombuffer(self._view, dtype=torch.uint8) if self._view else NOTHING
@@ -60,7 +63,7 @@ class Payload:
     def written(self, end: int) -> None:
         """Everything before byte number `end` is there, for good."""
         size = self._part_size_bytes
-        while self._written < end:
+        while self._is_hashed and self._written < end:
             part, within = divmod(self._written, size)
             stop = min(self._written + size - within, end)
             self._hash.update(self._view[self._written : stop])

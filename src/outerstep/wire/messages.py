@@ -108,7 +108,7 @@ def decode_request(data: bytes | bytearray | memoryview, kind: type[Request]) ->
         raise
 
 
-def _protocol(data: bytes | memoryview) -> int | None:
+def _protocol(data: bytes | bytearray | memoryview) -> int | None:
     try:
         spoken = strict_json.decode(data, dict).get("protocol")
     except BadRequest:

@@ -1,4 +1,5 @@
-"""Who a worker is, and its way to the server: its own, or that of the group of processes it is one of."""
+"""Who a worker is, and its way to the others: to a server, its own or that of the group of processes it is one of; or
+without a server, to the other ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from ..topology.group import GroupTopology
 from ..topology.memory import KEPT, Memory
 from ..topology.ranks import Ranks
 from ..topology.server import ServerTopology
-from ..topology.sharded import ShardedTopology, Shards
+from ..topology.sharded import ShardedTopology
 from ..wire.http_transport import HttpTransport
+from .replica import Replica
 
 OTHER_CONNECTIONS = 4  # heartbeats, and other fragments' exchanges, beside the one that sends its parts
 
@@ -35,7 +37,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 def find_ranks(config: WorkerConfig, environ: Mapping[str, str] = os.environ) -> Ranks | None:
     """The job whose processes are this worker, if there is one."""
-    if config.group == "off":
+    if config.group == "off" or not config.has_server:  # without a server every rank is a worker of its own
         return None
     ranks = Ranks.find()
     started = environ.get("WORLD_SIZE", "1")
@@ -49,12 +51,19 @@ def find_ranks(config: WorkerConfig, environ: Mapping[str, str] = os.environ) ->
 
 def make_identity(config: WorkerConfig, ranks: Ranks | None) -> Identity:
     def make() -> Identity:
-        return Identity(config.worker_id or _make_worker_id(), secrets.token_hex(8), socket.gethostname())
+        worker_id = config.worker_id or _make_worker_id()
+        if not config.has_server:  # all ranks may have been given the same name
+            _begin_to_talk()
+            worker_id = f"{config.worker_id or 'rank'}-{dist.get_rank()}"
+        return Identity(worker_id, secrets.token_hex(8), socket.gethostname())
 
     return make() if ranks is None else ranks.tell(make, Identity)
 
 
-def connect(config: WorkerConfig, identity: Identity, shards: Shards, ranks: Ranks | None) -> Topology:
+def connect(config: WorkerConfig, identity: Identity, replica: Replica, ranks: Ranks | None) -> Topology:
+    shards = replica.shards
+    if not config.has_server:
+        return _allreduce_topology(config, identity, replica)
     if ranks is None:
         if shards.sections > 1:
             raise ModelError(
@@ -65,6 +74,55 @@ def connect(config: WorkerConfig, identity: Identity, shards: Shards, ranks: Ran
     if shards.sections > 1:
         return ShardedTopology(ranks, _server_topology(config, identity), shards)
     return GroupTopology(ranks, _server_topology(config, identity) if ranks.rank == 0 else None)
+
+
+def _begin_to_talk(environ: Mapping[str, str] = os.environ) -> None:
+    """Make sure that there is a process group: the user's, or one from torchrun's variables."""
+    if not dist.is_available():
+        raise ConfigError("server_addr='allreduce' needs torch.distributed, which this build of torch does not have")
+    if dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"server_addr='allreduce' needs the other ranks, and {missing[0]} is not set: start this script with "
+            "torchrun, or call torch.distributed.init_process_group() first"
+        )
+    dist.init_process_group("gloo")
+
+
+def _allreduce_topology(config: WorkerConfig, identity: Identity, replica: Replica) -> Topology:
+    if replica.shards.sections > 1:
+        raise ModelError(
+            f"this model is sharded over {replica.shards.sections} processes, which can only be one worker together; "
+            "with server_addr='allreduce' every rank is a worker: give each the whole model, or use a server"
+        )
+    if replica.is_data_parallel:
+        raise ModelError(
+            "this model is wrapped in DistributedDataParallel: its ranks train in step and are one worker; with "
+            "server_addr='allreduce' every rank is a worker of its own: leave the wrapper away"
+        )
+    from ..topology.allreduce import AllReduceSettings, AllReduceTopology  # a build of torch may lack what it needs
+    from ..topology.stepped import OuterRule
+
+    usual = OuterRule()
+    rule = OuterRule(
+        lr=usual.lr if config.outer_lr is None else config.outer_lr,
+        momentum=usual.momentum if config.outer_momentum is None else config.outer_momentum,
+        nesterov=usual.nesterov if config.nesterov is None else config.nesterov,
+    )
+    return AllReduceTopology(
+        worker_id=identity.worker_id,
+        hostname=identity.hostname,
+        tensors=replica.tensors,
+        anchors=replica.anchors,
+        settings=AllReduceSettings(
+            outer=rule,
+            weight_by=config.weight_by or "equal",
+            timeout_s=config.peer_timeout_s,
+            on_divergence=config.on_divergence,
+        ),
+    )
 
 
 def _server_topology(config: WorkerConfig, identity: Identity) -> ServerTopology:

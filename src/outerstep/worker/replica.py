@@ -77,6 +77,9 @@ class Replica:
     def __init__(
         self, model: nn.Module, buffers: BufferPolicy = "local", *, anchor: Literal["device", "host"] = "device"
     ) -> None:
+        self.is_data_parallel = any(
+            isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()
+        )
         model = _unwrapped(model)
         self.shards = Shards(1, 0, frozenset())
         self._reshard: Callable[[], None] = lambda: None

@@ -101,7 +101,8 @@ class Synchronizer:
             progress.late, progress.late_in = self._topology.unpack(index, late.exchange, late=True), late.counted_in
         if flight is not None:
             ticket = self._topology.unpack(index, flight.exchange)
-            self.flights[index] = Flight(ticket, flight.work, flight.land_at, flight.sent or None, flight.parked)
+            if ticket is not None:
+                self.flights[index] = Flight(ticket, flight.work, flight.land_at, flight.sent or None, flight.parked)
 
     def _catch_up(self, agreed: Agreed) -> bool:
         """What was agreed while this worker was away. Says whether the anchor is now the agreed one."""

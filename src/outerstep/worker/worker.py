@@ -92,8 +92,7 @@ class DiLoCoWorker:
         self._saved: SavedState | None = None
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
-        self._topology = topology or connect(self.config, identity, self._replica.shards, ranks)
-        self._ranks = ranks
+        self._topology = topology or connect(self.config, identity, self._replica, ranks)
         self._interrupts = Interrupts(self.config.preempt_patience_s)
         self._sync: Synchronizer | None = None
         self._hook: RemovableHandle | None = None

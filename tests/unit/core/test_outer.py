@@ -1,5 +1,9 @@
 """The outer step: the built-in rule, and any torch optimizer in its place."""
 
+import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from outerstep.core.outer import Nesterov, OptimizerFactory, OuterOptimizer, State, TorchOuter, check_factory
+from outerstep.core.outer import (
+    Nesterov,
+    OptimizerFactory,
+    OuterOptimizer,
+    State,
+    TorchOuter,
+    check_factory,
+    portable_step,
+)
 from outerstep.errors import ConfigError
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 7), "b": (33,), "c": ()}
@@ -341,3 +353,51 @@ class TestTorchOuter:
     @every_factory
     def test_a_good_factory_passes_the_check(self, factory: OptimizerFactory) -> None:
         check_factory(factory)
+
+
+class TestPortable:
+    """The form for ranks that each step their own copy."""
+
+    @staticmethod
+    def run(lr: float, momentum: float, nesterov: bool, portable: bool) -> Tensor:
+        """Ten steps of half a million values, made from integers alone."""
+        index = torch.arange(500_000)
+        theta, buf = (index * 2654435761 % 2**24).float() * 2.0**-24, torch.zeros(len(index))
+        rule = Nesterov(lr, momentum, nesterov=nesterov)
+        for i in range(10):
+            g = ((index + i) * 40503 % 2**20 - 2**19).float() * 2.0**-22
+            if portable:
+                portable_step(theta, buf, g, lr, momentum, nesterov=nesterov)
+            else:
+                rule.step({"theta": theta}, {"theta": g})
+        return theta
+
+    @pytest.mark.parametrize("nesterov", [True, False])
+    @pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.5), (0.5, 0.25), (2.0, 0.0)])
+    def test_with_powers_of_two_it_has_the_bits_of_the_usual_form(
+        self, lr: float, momentum: float, nesterov: bool
+    ) -> None:
+        assert torch.equal(self.run(lr, momentum, nesterov, True), self.run(lr, momentum, nesterov, False))
+
+    @pytest.mark.parametrize("nesterov", [True, False])
+    def test_else_it_differs_by_roundings_only(self, nesterov: bool) -> None:
+        usual, portable = self.run(0.7, 0.9, nesterov, False), self.run(0.7, 0.9, nesterov, True)
+        assert (usual - portable).abs().max() <= 1e-6 * usual.abs().max()
+
+    @pytest.mark.parametrize("capability", ["default", "avx2"])
+    def test_neither_vectors_nor_threads_change_a_bit(self, capability: str) -> None:
+        code = (
+            "import sys, torch, hashlib; sys.path.insert(0, sys.argv[1]); import test_outer as t\n"
+            "for n in (1, 2):\n    torch.set_num_threads(n)\n"
+            "    print(hashlib.sha256(t.TestPortable.run(0.7, 0.9, True, True).numpy().tobytes()).hexdigest())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, os.path.dirname(__file__)],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        here = hashlib.sha256(self.run(0.7, 0.9, True, True).numpy().tobytes()).hexdigest()
+        assert done.stdout.split() == [here, here]

@@ -39,8 +39,12 @@ class CastCodec:
     def decode(self, data: Tensor, out: Tensor) -> None:
         out.copy_(data.view(self.dtype))
 
+    @torch.no_grad()
     def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        add_decoded(self, data, out, weight)
+        if weight == 1.0:
+            out.add_(data.view(self.dtype))  # a bf16 number is an fp32 number: nothing is rounded but the sum
+        else:
+            add_decoded(self, data, out, weight)
 
     def check(self, data: Tensor, numel: int) -> str:
         return ""

@@ -1,0 +1,174 @@
+"""From everybody's contribution to one mean, the same bytes on every rank: reduce-scatter and all-gather, by hand.
+
+    1. rank r sends slice j of its encoded Δ to rank j                        (n−1)/n of a contribution
+    2. rank j decodes slice j of everybody's, and sums in fp32 in the order of the ranks
+                g = Σ w_r·Δ_r / Σ w_r
+    3. it encodes that mean, once, and sends the bytes to all others          (n−1)/n of the mean
+
+What is applied is what was encoded, so the bits are equal on all ranks whatever a processor's vectors do to a sum. A
+collective of torch would add bf16 in bf16 and could not add int4 at all; for fp32 it would move as many bytes as this
+(times: bench/allreduce.py), but add in another order than a server does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.aggregate import divide
+from ..core.codecs import FP32, Dither
+from ..core.codecs.recipe import Rule
+from ..core.feedback import compensate, decay_of, send
+from ..errors import WorkerError
+from .forms import Form
+from .links import Links
+from .news import cuts
+from .peers import Peers
+from .slices import Piece, Slice, slices_of
+
+
+@dataclass
+class Mean:
+    """What was agreed on: the mean's frame, on the links' device. `bytes_*`: what it took."""
+
+    frame: Tensor
+    bytes_sent: int
+    bytes_received: int
+
+
+class Reducer:
+    """One fragment's. Keeps what the mean's codec left out of this rank's slice, where the recipe wants feedback."""
+
+    def __init__(self, fragment: int, form: Form, down_rules: Mapping[str, Rule], links: Links, peers: Peers) -> None:
+        self.fragment, self.form = fragment, form
+        self._down = down_rules
+        self._links, self._peers = links, peers
+        self._slices = slices_of(form, peers.size)
+        self._up_begins = {entry.name: entry.begin for entry in form.up.entries}
+        self._down_begins = {entry.name: entry.begin for entry in form.update.entries}
+        self.left_out: dict[str, Tensor] = {}  # by tensor, this rank's piece of it
+
+    def reduce(self, frame: Tensor, weights: Sequence[float], dither: Callable[[str], Dither]) -> Mean:
+        """`frame`: this rank's contribution, on the links' device. `weights`: of all, in the order of the ranks."""
+        links, rank = self._links, self._peers.rank
+        sent, received = links.bytes_sent, links.bytes_received
+        own, others = self._slices[rank], [r for r in range(self._peers.size) if r != rank]
+        room, rooms = self._rooms(own, others)
+        links.swap({r: frame[slice(*self._slices[r].up)] for r in others}, rooms)
+        mean = links.take(self.form.update.size_bytes)
+        contributions = [frame[slice(*own.up)] if r == rank else rooms[r] for r in range(self._peers.size)]
+        self._sum(own, contributions, weights, mean, dither)
+        links.swap({r: mean[slice(*own.down)] for r in others}, {r: mean[slice(*self._slices[r].down)] for r in others})
+        if links.device.type == "cuda":
+            torch.cuda.current_stream(links.device).synchronize()
+        links.give_back(room)
+        return Mean(mean, links.bytes_sent - sent, links.bytes_received - received)
+
+    def _rooms(self, own: Slice, others: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        """For this rank's slice of everybody else's contribution: some memory, and by rank its part of that. Each is
+        aligned as in its frame, so that it can be decoded as it lies."""
+        begin, end = own.up
+        stride = -(-(begin % 8 + end - begin) // 8) * 8
+        room = self._links.take(stride * len(others))
+        starts = {r: i * stride + begin % 8 for i, r in enumerate(others)}
+        return room, {r: room[start : start + end - begin] for r, start in starts.items()}
+
+    @torch.no_grad()
+    def _sum(
+        self,
+        own: Slice,
+        contributions: Sequence[Tensor],
+        weights: Sequence[float],
+        mean: Tensor,
+        dither: Callable[[str], Dither],
+    ) -> None:
+        total = sum(weights)
+        finite = torch.ones((), dtype=torch.bool, device=mean.device)  # there, so that a GPU is asked once
+        for piece in own.pieces:
+            for start, stop in _blocks(piece, mean.device):
+                encoded = mean[self._begin_down(piece.name, start) : self._begin_down(piece.name, stop)]
+                exact = self._down[piece.name].codec is FP32
+                g = encoded.view(torch.float32) if exact else torch.empty(stop - start, device=mean.device)
+                self._gather(piece.name, start, stop, own.up[0], contributions, weights, g)
+                divide(g, total)
+                finite.logical_and_(_is_finite(g))
+                if not exact:
+                    self._encode(piece, start, stop, g, encoded, dither)
+        if not bool(finite):
+            raise self._not_finite(own, contributions)
+
+    def _gather(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        first_byte: int,
+        contributions: Sequence[Tensor],
+        weights: Sequence[float],
+        g: Tensor,
+    ) -> None:
+        """g = Σ w·Δ of these values, product by product and sum by sum in the order of the ranks."""
+        codec = self.form.rules[name].codec
+        begin, end = (self._begin_up(name, value) - first_byte for value in (start, stop))
+        for r, (data, weight) in enumerate(zip(contributions, weights, strict=True)):
+            if r > 0:
+                codec.decode_add(data[begin:end], g, weight)
+                continue
+            codec.decode(data[begin:end], g)
+            if weight != 1.0:
+                g.mul_(weight)
+
+    def _encode(
+        self, piece: Piece, start: int, stop: int, g: Tensor, out: Tensor, dither: Callable[[str], Dither]
+    ) -> None:
+        """The mean, and what is owed of earlier ones."""
+        name, rule = piece.name, self._down[piece.name]
+        noise = dither(name).after(start) if rule.stochastic else None
+        if not self.form.rules[name].feedback:
+            rule.codec.encode(g, out, noise)
+            return
+        if name not in self.left_out:
+            self.left_out[name] = torch.zeros(piece.stop - piece.start, device=g.device)
+        owed = self.left_out[name][start - piece.start : stop - piece.start]
+        compensate(owed, g, decay_of(rule.codec), owed)
+        send(rule.codec, owed, out, noise)
+
+    def _begin_up(self, name: str, value: int) -> int:
+        """Where the bytes of this value begin in a contribution's frame."""
+        return self.form.up.data_begin + self._up_begins[name] + self.form.rules[name].codec.encoded_bytes(value)
+
+    def _begin_down(self, name: str, value: int) -> int:
+        """The same in the mean's frame."""
+        return self.form.update.data_begin + self._down_begins[name] + self._down[name].codec.encoded_bytes(value)
+
+    def _not_finite(self, own: Slice, contributions: Sequence[Tensor]) -> WorkerError:
+        """Who sent what."""
+        for rank, data in enumerate(contributions):
+            for piece in own.pieces:
+                begin, end = (self._begin_up(piece.name, value) - own.up[0] for value in (piece.start, piece.stop))
+                values = torch.empty(piece.stop - piece.start, device=data.device)
+                self.form.rules[piece.name].codec.decode(data[begin:end], values)
+                if not bool(values.isfinite().all()):
+                    return WorkerError(
+                        f"{self._peers.labels[rank]} contributed NaN or Inf in tensor {piece.name!r}: its training has "
+                        "diverged, or its weights were damaged; lower the learning rate, or clip the gradients"
+                    )
+        return WorkerError(f"the mean of fragment {self.fragment} overflows fp32: the contributions are far too large")
+
+
+def _blocks(piece: Piece, device: torch.device) -> list[tuple[int, int]]:
+    return [(piece.start + a, piece.start + b) for a, b in cuts(piece.stop - piece.start, device)]
+
+
+def _is_finite(values: Tensor) -> Tensor:
+    """On a CPU a sum of squares is many times cheaper than isfinite(), and not finite if one of its values is not."""
+    if values.device.type == "cpu" and math.isfinite(torch.dot(values, values)):
+        return torch.ones((), dtype=torch.bool)
+    return values.isfinite().all()
+
+
+__all__ = ["Mean", "Reducer"]

@@ -1,0 +1,161 @@
+"""What the ranks of a run without a server must agree on, before they begin and before each exchange.
+
+Nobody is there to be asked. So each draws up the run from its own settings and model, all say what they drew up, and
+the first difference is refused by name, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from ..coordination.plan import check_manifest, settle
+from ..core.codecs.recipe import Recipe
+from ..core.fragments import FragmentManager, check_cycle
+from ..errors import ConfigError, ManifestMismatch, OutOfStep, PlanMismatch, WorkerError
+from ..types import Manifest, Plan, WeightBy, Wishes
+
+MAX_STALENESS = 4  # rounds that a worker's own steps may wait, after a wait that was interrupted
+PART_SIZE_BYTES = 16 << 20
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """How a rank introduces itself."""
+
+    worker_id: str
+    hostname: str
+    pid: int
+    run_id: str  # rank 0's is the run's
+    size: int
+    manifest: Manifest
+    plan: Plan
+    outer: dict[str, float | bool]  # the settings of the outer step, by name
+    versions: tuple[int, ...]  # of each fragment: 0, or where a loaded state goes on
+    momentum_hash: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.worker_id} (process {self.pid} on {self.hostname})"
+
+
+def draw_up(wishes: Wishes, weight_by: WeightBy, manifest: Manifest, worker_id: str) -> Plan:
+    """The plan of a run that only workers have a say in. Raises ConfigError or PlanMismatch if it cannot be."""
+    settled = settle(Wishes(), wishes, worker_id)
+    codec = Recipe.parse(settled.codec)
+    down = codec.downlink() if settled.down_codec == "same" else Recipe.parse(settled.down_codec)
+    for rule in down.rules:
+        if rule.codec.needs_feedback:
+            raise ConfigError(f"down_codec must send every value, got {rule.codec.name}; int4 is the smallest")
+        if rule.feedback:
+            raise ConfigError(f"down_codec {settled.down_codec!r}: say +feedback in codec, it holds for both ways")
+    check_cycle(settled.sync_every, settled.num_fragments)
+    odd = next((spec.name for spec in manifest.parameters if spec.role == "server"), None)
+    if odd is not None:
+        raise ConfigError(
+            f"buffers='server' needs a server, and {odd!r} is a buffer: use buffers='average' or buffers='local'"
+        )
+    return Plan(
+        sync_every=settled.sync_every,
+        codec=codec.name,
+        down_codec=down.name,
+        fragments=tuple(map(tuple, FragmentManager(manifest.parameters, settled.num_fragments).fragments)),
+        part_size_bytes=PART_SIZE_BYTES,
+        max_staleness=MAX_STALENESS,
+        heartbeat_timeout_s=0.0,
+        delay=settled.delay,
+        alpha=settled.alpha,
+        carry=settled.carry,
+        weight_by=weight_by,
+    )
+
+
+def check_loaded(plan: Plan, versions: Sequence[int], names: Collection[str]) -> None:
+    """Is a loaded state, with these versions and tensors, of this model and cut in the same way?"""
+    missing = [name for fragment in plan.fragments for name in fragment if name not in names]
+    if missing or len(versions) != len(plan.fragments):
+        raise ConfigError(
+            f"the loaded state has {len(versions)} fragments and this run {len(plan.fragments)}; of this model it "
+            f"lacks {', '.join(missing[:3]) or 'nothing'}: load a state of the same model and num_fragments"
+        )
+
+
+def check_terms(ranks: Sequence[Rank]) -> None:
+    """Refuse what is not the same everywhere, naming the first rank that differs from rank 0, and in what."""
+    first = ranks[0]
+    for number, other in enumerate(ranks[1:], 1):
+        try:
+            check_manifest(first.manifest, other.manifest)
+        except ManifestMismatch as error:
+            raise ManifestMismatch(
+                f"ranks 0 and {number} hold different models; rank {number} against rank 0: "
+                + error.message.partition(": ")[2],
+                hint="all ranks must build the same model, in the same dtype",
+            ) from None
+        for what, ours, theirs in _differences(first, other):
+            raise PlanMismatch(
+                f"ranks 0 and {number} want different runs: {what} is {ours} on rank 0, {theirs} on rank {number}",
+                hint=f"give every rank the same {what}",
+            )
+
+
+def _differences(first: Rank, other: Rank) -> list[tuple[str, object, object]]:
+    ours, theirs = (
+        {
+            **msgspec.structs.asdict(one.plan),
+            **one.outer,
+            "versions (of the loaded state)": one.versions,
+            "momentum (of the loaded state)": one.momentum_hash,
+        }
+        for one in (first, other)
+    )
+    return [(what, ours[what], theirs[what]) for what in ours if ours[what] != theirs.get(what)]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a rank is about to exchange. `last`: it is at the end of its training."""
+
+    fragment: int
+    base_version: int
+    steps: int
+    samples: int
+    tokens: int
+    last: bool
+
+
+def check_headers(headers: Sequence[Header]) -> None:
+    """Is everybody about to exchange the same?"""
+    for rank, other in enumerate(headers):
+        if _subject(other) != _subject(headers[0]):
+            raise OutOfStep(
+                f"the ranks are not at the same step: rank 0 offers {_shown(headers[0])}, rank {rank} {_shown(other)}; "
+                "all ranks must take the same number of optimizer steps, and force_sync() and the end of training must "
+                "come after the same one"
+            )
+
+
+def _subject(header: Header) -> tuple[object, ...]:
+    """What must be the same on all ranks. (At the end a rank may have skipped steps, whose gradients overflowed.)"""
+    return header.fragment, header.base_version, header.last, None if header.last else header.steps
+
+
+def _shown(header: Header) -> str:
+    end = " at the end of its training" if header.last else ""
+    return f"fragment {header.fragment} after {header.steps} steps on version {header.base_version}{end}"
+
+
+def weights_of(headers: Sequence[Header], unit: WeightBy) -> tuple[float, ...]:
+    """How much the contribution of each rank counts."""
+    if unit == "equal":
+        return tuple(1.0 for _ in headers)
+    weights = tuple(float(getattr(header, unit)) for header in headers)
+    if not all(weights):
+        rank = weights.index(0.0)
+        raise WorkerError(
+            f"the run weighs contributions by {unit}, and rank {rank} reported none in {headers[rank].steps} steps: "
+            f"call worker.count({unit}=…) at each step"
+        )
+    return weights
+
+
+__all__ = ["Header", "Rank", "check_headers", "check_loaded", "check_terms", "draw_up", "weights_of"]
