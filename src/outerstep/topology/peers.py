@@ -11,6 +11,7 @@ or stuck. Who fails or leaves says so in its pulse, so the others neither wait f
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -54,7 +55,9 @@ class Peers:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._set_pulse(self._own)
-        threading.Thread(target=self._beat, name="outerstep-pulse", daemon=True).start()
+        self._heart = threading.Thread(target=self._beat, name="outerstep-pulse", daemon=True)
+        self._heart.start()
+        atexit.register(self._still)
 
     # --- meeting ----------------------------------------------------------------------------------------------------
 
@@ -145,6 +148,8 @@ class Peers:
         """Nothing more is to come from here. Who holds the store waits a while for the others to say so too: they may
         still have to hear the last words."""
         self._end("left", reason)
+        atexit.unregister(self._still)
+        self._still()
         try:
             self._store.set(f"farewell/{self.rank}", b"")  # type: ignore[arg-type]
             give_up_at = time.monotonic() + FAREWELL_S
@@ -164,6 +169,11 @@ class Peers:
                 self._over.set()
                 with contextlib.suppress(RuntimeError, OSError):  # the store is gone: they will see that, too
                     self._set_pulse(self._own)
+
+    def _still(self) -> None:
+        """The process ends. A thread that is in the store just then would take all of it down with an abort."""
+        self._over.set()
+        self._heart.join(PULSE_S + SILENT_S)
 
     def _beat(self) -> None:
         while not self._over.wait(PULSE_S):
