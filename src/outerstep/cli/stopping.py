@@ -12,6 +12,7 @@ first, so it can be ended at any moment.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -71,4 +72,6 @@ class Stopping:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """If anybody can hear it: a log that is full or closed must not keep a server from stopping."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
