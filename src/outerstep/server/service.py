@@ -25,6 +25,7 @@ from ..durable.run_folder import RunFolder
 from ..errors import (
     BadRequest,
     Busy,
+    Closing,
     ConfigError,
     Conflict,
     Refused,
@@ -423,6 +424,8 @@ class ParameterService:
             store.down.abandon()
 
     def _check_health(self) -> None:
+        if self._ended and self.coordinator.closing:
+            raise Closing(f"the run has come to its end: {self.coordinator.closing}", hint="start the server again")
         if self._ended:
             raise Busy("the server is stopping", hint="ask again when it is back", retry_after_s=1.0)
         if self.failure:
