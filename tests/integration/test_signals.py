@@ -102,6 +102,7 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
+                cwd=self.folder,
                 preexec_fn=_interruptible,
             )
         self.children.append(child)
