@@ -4,7 +4,6 @@ third time; and nobody else notices."""
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -277,12 +276,13 @@ with outerstep.attach(model, optimizer) as worker:
 
 @pytest.mark.slow
 @pytest.mark.row("F20")
-@pytest.mark.skipif("OUTERSTEP_HANGS" not in os.environ, reason="one run of three did not end; the cause is not known")
 def test_a_process_that_sends_nan_is_put_aside_and_the_others_finish(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
     events = tmp_path / "events.jsonl"
-    with DiLoCoServer(tiny_model().state_dict(), num_workers=3, port=0, sync_every=5, event_log=str(events)) as server:
+    # The bad one may be through with all it does before the others have joined: they must not wait for three.
+    settings = {"sync_every": 5, "event_log": str(events), "start_deadline_s": 1.0}
+    with DiLoCoServer(tiny_model().state_dict(), num_workers=3, port=0, **settings) as server:
         workers = {
             name: subprocess.Popen(
                 [*COMMAND, "--server", server.address, "--worker-id", name, "--", sys.executable, str(script), name],
