@@ -1,0 +1,224 @@
+"""Which block a peer would propose, and whether it is for one that another proposes.
+
+    Round    when all members that are worth waiting for have contributed, or its deadline is over: of those that
+             started from the same anchor, at least `min_peers` and more than half of the members
+    Change   when a member is proven to lie, is silent or wants to leave, or somebody wants to come; it goes first
+
+A peer is for a round if all its contributions are here and can be used; for a change if it has seen the reason itself,
+or holds the proof. Where it cannot tell yet it waits, and the ballot's timer decides for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...statements import Beat, Block, ChainState, Change, Member, Offered, Round
+from . import chain
+from .acquaintances import Acquaintance, Acquaintances
+from .ballot import Verdict
+from .book import Book
+from .offers import Offers, digests_of, offered_in
+from .rules import GossipRules
+
+
+class Self(Protocol):
+    """The peer whose view it is."""
+
+    state: ChainState
+    member: Member
+    wants: str
+    anchors: dict[int, tuple[int, str]]
+
+
+@dataclass
+class Blocks:
+    peer: Self
+    rules: GossipRules
+    book: Book
+    offers: Offers
+    others: Acquaintances
+    now: float
+
+    def make(self, now: float) -> Block | None:
+        self.now = now
+        if self.is_short_of_peers(now) and len(self.peer.state.members) >= self.rules.min_peers:
+            return None
+        return self._make_change(now) or self._make_round(now)
+
+    def _make_change(self, now: float) -> Change | None:
+        gone = {m.key for m in self.peer.state.members if self._should_go(m, now)}
+        stay = {m.peer_id: m for m in self.peer.state.members if m.key not in gone}
+        applied = []
+        for key, known in sorted(self.others.items(), key=lambda item: item[1].beat.peer_id):
+            newcomer = Member(peer_id=known.beat.peer_id, key=key)
+            if self._may_come(newcomer, known, now) and newcomer.peer_id not in stay:
+                stay[newcomer.peer_id] = newcomer
+                applied.append(known.signed)
+        members = chain.in_order(stay.values())
+        if members == self.peer.state.members or not members:
+            return None
+        liars = [key for key in sorted(gone) if key in self.book.proofs]
+        return Change(
+            height=self.peer.state.height + 1,
+            parent=self.peer.state.tip,
+            members=members,
+            applied=tuple(applied),
+            proofs=tuple(self.book.proofs[key] for key in liars),
+        )
+
+    def _should_go(self, member: Member, now: float) -> bool:
+        if member.key in self.book.proofs:
+            return True
+        if member.key == self.peer.member.key:
+            return self.peer.wants == "leave"
+        known = self.others.get(member.key)
+        return self.is_silent(member.key, now) or (known is not None and known.beat.wants == "leave")
+
+    def _may_come(self, newcomer: Member, known: Acquaintance, now: float) -> bool:
+        if newcomer.key in self._member_keys or known.beat.wants != "belong":
+            return False
+        if any(m.key == newcomer.key or m.peer_id == newcomer.peer_id for m in self.peer.state.expelled):
+            return False
+        return now - known.heard_at <= self.rules.heartbeat_timeout_s and newcomer.key not in self.book.proofs
+
+    def _make_round(self, now: float) -> Round | None:
+        by_age = sorted(range(len(self.peer.state.versions)), key=lambda f: (self.peer.state.versions[f], f))
+        for fragment in by_age:
+            block = self._make_round_of(fragment, now)
+            if block is not None:
+                return block
+        return None
+
+    def _make_round_of(self, fragment: int, now: float) -> Round | None:
+        version = self.peer.state.versions[fragment] + 1
+        offers = self.offers.of_round(fragment, version, self.peer.state.members)
+        usable = {k: o for k, o in offers.items() if o.condition == "good" and k not in self.book.proofs}
+        base_hash = self._base_hash(fragment, version, [o.says.base_hash for o in usable.values()])
+        usable = {k: o for k, o in usable.items() if o.says.base_hash == base_hash}
+        if len(usable) < self._least_contributions():
+            return None
+        first_at = min(o.heard_at for o in offers.values())
+        deadline_s = self.rules.round_deadline_s
+        is_late = deadline_s is not None and now - first_at > deadline_s
+        if not is_late and any(
+            self._is_awaited(m, offers.keys() - usable.keys(), usable, now) for m in self.peer.state.members
+        ):
+            return None
+        in_order = [usable[m.key].signed for m in self.peer.state.members if m.key in usable]
+        return Round(
+            height=self.peer.state.height + 1,
+            parent=self.peer.state.tip,
+            fragment=fragment,
+            version=version,
+            base_hash=base_hash,
+            offers=tuple(in_order),
+        )
+
+    def _base_hash(self, fragment: int, version: int, offered: list[str]) -> str:
+        """Of the anchor that most started from; our own breaks a tie."""
+        own = self.peer.anchors.get(fragment)
+        mine = own[1] if own is not None and own[0] == version - 1 else ""
+        return max(sorted(set(offered)), key=lambda h: (offered.count(h), h == mine), default="")
+
+    def _least_contributions(self) -> int:
+        return max(self.rules.min_peers, len(self.peer.state.members) // 2 + 1)
+
+    def _is_awaited(self, member: Member, unusable: set[str], usable: Mapping[str, object], now: float) -> bool:
+        """Is this member's contribution worth waiting for? Not if it is silent, proven to lie, or what it offered is of
+        no use or cannot be got hold of."""
+        if member.key in usable or member.key in self.book.proofs or self.is_silent(member.key, now):
+            return False
+        if member.key not in unusable:
+            known = self.others.get(member.key)
+            return known is None or known.beat.wants != "leave"
+        offers = [o for o in self.offers if o.signed.author == member.key and o.condition == "missing"]
+        return any(now - o.tried_at <= self.rules.heartbeat_timeout_s for o in offers)
+
+    def judge(self, block: Block) -> Verdict:
+        if not chain.follows(block, self.peer.state):
+            return "bad"
+        return self._judge_round(block) if isinstance(block, Round) else self._judge_change(block)
+
+    def _judge_round(self, block: Round) -> Verdict:
+        ids: list[str] = []
+        by_key = {member.key: member.peer_id for member in self.peer.state.members}
+        for signed in block.offers:
+            says = self.book.read(signed)
+            fits = isinstance(says, Offered) and (says.fragment, says.version, says.base_hash) == (
+                block.fragment,
+                block.version,
+                block.base_hash,
+            )
+            if not fits or signed.author not in by_key or signed.author in self.book.proofs:
+                return "bad"
+            ids.append(by_key[signed.author])
+        if ids != sorted(set(ids)) or len(ids) < self._least_contributions():
+            return "bad"
+        own = self.peer.anchors.get(block.fragment)
+        if own is not None and own[0] == block.version - 1 and own[1] != block.base_hash:
+            return "bad"  # we hold another anchor; if it is we who are wrong, the others decide without us
+        conditions = [self._condition_of(says) for says in offered_in(block)]
+        return "bad" if "bad" in conditions else "unknown" if "missing" in conditions else "good"
+
+    def _condition_of(self, says: Offered) -> str:
+        return self.offers.condition(says.digest) if says.size_bytes == self.offers.sizes[says.fragment] else "bad"
+
+    def has_all_of(self, block: Block) -> bool:
+        return isinstance(block, Change) or all(self.offers.condition(d) == "good" for d in digests_of(block))
+
+    def _judge_change(self, block: Change) -> Verdict:
+        members = block.members
+        ids, keys = [m.peer_id for m in members], {m.key for m in members}
+        if ids != sorted(set(ids)) or len(keys) != len(members) or members == self.peer.state.members:
+            return "bad"
+        liars = set()
+        for proof in block.proofs:
+            if not self.book.proves(proof):
+                return "bad"
+            liars.add(proof.first.author)
+        applied = {signed.author: self.book.read(signed) for signed in block.applied}
+        for member in members:
+            if member.key not in self._member_keys and not self._may_be_let_in(member, applied.get(member.key)):
+                return "bad"
+        leaving = [m for m in self.peer.state.members if m.key not in keys and m.key not in liars]
+        return "good" if all(self._may_be_let_go(m) for m in leaving) else "unknown"
+
+    def _may_be_let_in(self, member: Member, beat: object) -> bool:
+        if not isinstance(beat, Beat) or beat.peer_id != member.peer_id or beat.wants != "belong":
+            return False
+        return not any(m.key == member.key or m.peer_id == member.peer_id for m in self.peer.state.expelled)
+
+    def _may_be_let_go(self, member: Member) -> bool:
+        """A little sooner than we would have said so ourselves: clocks and links differ."""
+        if member.key == self.peer.member.key:
+            return self.peer.wants == "leave"
+        if member.key in self.book.proofs:
+            return True
+        known = self.others.get(member.key)
+        wants = known.beat.wants if known is not None else "belong"
+        return wants == "leave" or self.is_silent(member.key, self.now, patience=0.5)
+
+    @property
+    def _member_keys(self) -> set[str]:
+        return {member.key for member in self.peer.state.members}
+
+    def is_silent(self, key: str, now: float, patience: float = 1.0) -> bool:
+        """Has nothing new been heard of it for too long?"""
+        return (
+            key != self.peer.member.key and self.others.silent_s(key, now) > patience * self.rules.heartbeat_timeout_s
+        )
+
+    def heard_from(self, now: float) -> list[str]:
+        """The ids of the members that are not silent, itself included."""
+        return [m.peer_id for m in self.peer.state.members if not self.is_silent(m.key, now)]
+
+    def is_short_of_peers(self, now: float) -> bool:
+        """Can nothing be decided, because too few are there?"""
+        members = len(self.peer.state.members)
+        quorum = chain.quorum_of(members, self.rules.liars)
+        return len(self.heard_from(now)) < quorum or members < self.rules.min_peers
+
+
+__all__ = ["Blocks"]

@@ -1,0 +1,93 @@
+"""What the decided blocks have made of the run.
+
+How many must agree, of n members of whom f may lie:
+
+    f = min(liars, ⌊(n − 1)/3⌋)          quorum = ⌊(n + f)/2⌋ + 1
+
+Two quorums share more than f members, so at least one honest one, which is for one block only; and the n − f honest
+ones are a quorum by themselves, as n > 3f. It is always more than half, so no two parts of a divided run both go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ...statements import (
+    Block,
+    ChainState,
+    Change,
+    Decision,
+    Member,
+    Round,
+    Voted,
+    digest_of_block,
+)
+from .book import Book
+
+GENESIS = "0" * 64
+
+
+def liars_among(count: int, liars: int) -> int:
+    return min(liars, (count - 1) // 3)
+
+
+def quorum_of(count: int, liars: int) -> int:
+    return (count + liars_among(count, liars)) // 2 + 1
+
+
+def found(founder: Member, fragments: int, versions: tuple[int, ...] = ()) -> ChainState:
+    """A run of one. `versions`: where a saved state goes on."""
+    return ChainState(height=0, tip=GENESIS, members=(founder,), versions=versions or (0,) * fragments)
+
+
+def in_order(members: Iterable[Member]) -> tuple[Member, ...]:
+    return tuple(sorted(members, key=lambda member: member.peer_id))
+
+
+def follows(block: Block, state: ChainState) -> bool:
+    """Is it the next one, by its numbers?"""
+    if block.height != state.height + 1 or block.parent != state.tip:
+        return False
+    if isinstance(block, Change):
+        return True
+    return block.fragment < len(state.versions) and block.version == state.versions[block.fragment] + 1
+
+
+def after(block: Block, state: ChainState) -> ChainState:
+    """The run after one more decided block."""
+    members, versions, expelled = state.members, state.versions, state.expelled
+    if isinstance(block, Round):
+        versions = tuple(block.version if f == block.fragment else v for f, v in enumerate(versions))
+    else:
+        liars = {proof.first.author for proof in block.proofs}
+        expelled = in_order({*expelled, *(member for member in members if member.key in liars)})
+        members = block.members
+    return msgspec.structs.replace(
+        state,
+        height=block.height,
+        tip=digest_of_block(block),
+        members=members,
+        versions=versions,
+        expelled=expelled,
+    )
+
+
+def is_decided(decision: Decision, state: ChainState, book: Book, liars: int) -> bool:
+    """Is it the next block, and did a quorum of the members precommit it in one turn?"""
+    if not follows(decision.block, state):
+        return False
+    digest, keys = digest_of_block(decision.block), {member.key for member in state.members}
+    voters: set[str] = set()
+    turns: set[int] = set()
+    for signed in decision.votes:
+        vote = book.read(signed)
+        if (
+            isinstance(vote, Voted)
+            and signed.author in keys
+            and (vote.kind, vote.height, vote.block) == ("precommit", decision.block.height, digest)
+        ):
+            voters.add(signed.author)
+            turns.add(vote.turn)
+    return len(turns) == 1 and len(voters) >= quorum_of(len(keys), liars)

@@ -1,0 +1,96 @@
+"""The contributions that peers have offered and no decided round holds yet, and which of them are here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...statements import Member, Offered, Round, Signed, statement_of
+
+MOST_KEPT_PER_PEER = 3  # of one fragment: of this round, of the next, and one that is left over
+
+Condition = Literal["missing", "good", "bad"]
+
+
+@dataclass
+class Offer:
+    signed: Signed
+    says: Offered
+    heard_at: float
+    condition: Condition = "missing"
+    tried_at: float = 0.0  # when bytes of it last came
+
+
+@dataclass
+class Offers:
+    """By fragment and author, newest last. `sizes`: how many bytes a contribution to each fragment has."""
+
+    sizes: tuple[int, ...]
+    _offers: dict[tuple[int, str], list[Offer]] = field(default_factory=dict)
+    _conditions: dict[str, Condition] = field(default_factory=dict)  # of digests, also of those nobody offered yet
+
+    def hear(self, signed: Signed, says: Offered, version: int, now: float) -> bool:
+        """`version`: the fragment's newest. Is it news?"""
+        if says.fragment >= len(self.sizes) or not version < says.version <= version + 2:
+            return False
+        kept = self._offers.setdefault((says.fragment, signed.author), [])
+        if any(offer.signed.body == signed.body for offer in kept):
+            return False
+        right_size = says.size_bytes == self.sizes[says.fragment]
+        condition = self._conditions.get(says.digest, "missing") if right_size else "bad"
+        kept.append(Offer(signed, says, now, condition, now))
+        kept.sort(key=lambda offer: offer.says.sequence)
+        del kept[:-MOST_KEPT_PER_PEER]
+        return True
+
+    def hold(self, digest: str, *, good: bool) -> None:
+        """Its bytes are here, and can be used, or not."""
+        condition: Condition = "good" if good else "bad"
+        self._conditions[digest] = condition
+        for offer in self:
+            if offer.says.digest == digest:
+                offer.condition = condition
+
+    def progressed(self, digest: str, now: float) -> None:
+        for offer in self:
+            if offer.says.digest == digest:
+                offer.tried_at = now
+
+    def condition(self, digest: str) -> Condition:
+        return self._conditions.get(digest, "missing")
+
+    def of_round(self, fragment: int, version: int, members: Iterable[Member]) -> dict[str, Offer]:
+        """The newest of each member, by key."""
+        found = {}
+        for member in members:
+            fitting = [o for o in self._offers.get((fragment, member.key), []) if o.says.version == version]
+            if fitting:
+                found[member.key] = fitting[-1]
+        return found
+
+    def prune(self, versions: tuple[int, ...], keys: set[str], rounds: Iterable[Round], open_blocks: set[str]) -> None:
+        """Drop what no round can hold any more. `rounds`: decided ones whose contributions may still be asked for;
+        `open_blocks`: digests that the open ballot is about."""
+        for (fragment, key), kept in list(self._offers.items()):
+            kept[:] = [o for o in kept if o.says.version > versions[fragment]]
+            if not kept or key not in keys:
+                del self._offers[fragment, key]
+        alive = {offer.says.digest for offer in self} | open_blocks | {d for r in rounds for d in digests_of(r)}
+        self._conditions = {d: c for d, c in self._conditions.items() if d in alive}
+
+    def __iter__(self) -> Iterator[Offer]:
+        for kept in self._offers.values():
+            yield from kept
+
+    def statements(self) -> list[Signed]:
+        return [offer.signed for offer in self]
+
+
+def digests_of(block: Round) -> list[str]:
+    """Of its contributions. (Whoever decided on it has read them.)"""
+    return [says.digest for says in offered_in(block)]
+
+
+def offered_in(block: Round) -> list[Offered]:
+    return [says for signed in block.offers if isinstance(says := statement_of(signed.body), Offered)]

@@ -1,0 +1,392 @@
+"""One peer's side of every conversation: what it hears, what it concludes, what it says.
+
+Nothing is sent to anybody in particular. A peer tells each other peer, whenever they talk, all it knows of the open
+ballot, the open rounds and who is alive, its own and what it heard: `say_to`. What is lost is said again, what cannot
+get through directly comes through a third. `stirred` says that it has something new of its own to tell.
+
+Three rules of order, for who carries it about:
+  - `keepsake` is written down for good before anybody is told anything (`say_to`) or anything is taken (`take`), if it
+    has changed: a peer that has forgotten what it said may say something else, which would prove that it lies;
+  - bytes of contributions are fetched by digest (`wanted`) from whoever has them, and what came of it is told (`hold`);
+  - decided blocks are taken in order (`take`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ...statements import (
+    MOST_DECISIONS,
+    MOST_STATEMENTS,
+    Beat,
+    ChainState,
+    Converse,
+    Decision,
+    Member,
+    Offered,
+    Proof,
+    Proposed,
+    Round,
+    Signed,
+    Voted,
+)
+from ...types import Plain
+from . import chain
+from .acquaintances import Acquaintances
+from .ballot import Ballot, Ballots
+from .blocks import Blocks
+from .book import Book, Sign, Verify
+from .offers import Offers, offered_in
+from .rules import GossipRules
+
+REMEMBERED_DECISIONS = 64
+STRANGERS = 64  # of whom beats are kept, though they do not belong to the run
+
+
+class Keepsake(Plain, frozen=True):
+    """What a peer must not forget if it is started anew: where the run was, and everything it has said that it may not
+    say differently. `incarnation`: how often it was started."""
+
+    run_id: str
+    state: ChainState
+    incarnation: int = 1
+    ballots: Ballots = Ballots()
+    sequences: tuple[int, ...] = ()  # of its contributions, by fragment
+    offers: tuple[Signed, ...] = ()  # that no decided round holds
+
+
+class GossipPeer:
+    """`member`: who this peer is. `sizes`: how many bytes a contribution to each fragment has."""
+
+    def __init__(
+        self,
+        run_id: str,
+        member: Member,
+        sign: Sign,
+        verify: Verify,
+        rules: GossipRules,
+        keepsake: Keepsake,
+        sizes: Sequence[int],
+        now: float,
+        *,
+        address: str = "",
+        fingerprint: str | None = None,
+    ) -> None:
+        self.run_id, self.member, self.rules = run_id, member, rules
+        self.state = keepsake.state
+        self.incarnation = keepsake.incarnation
+        self.book = Book(run_id, member.key, sign, verify)
+        self.address, self.fingerprint = address, fingerprint
+        self.wants: str = "watch"
+        self.stirred = True
+        self._offers = Offers(tuple(sizes))
+        self._sequences = list(keepsake.sequences or (0,) * len(self.state.versions))
+        self._own_offers: dict[int, Signed] = {}
+        self._decisions: deque[Decision] = deque(maxlen=REMEMBERED_DECISIONS)
+        self._taken: deque[Decision] = deque()
+        self._others = Acquaintances(self.state.members, now)
+        self._convicted_at: dict[str, int] = {}  # key -> height, for how long a proof is passed on
+        self.anchors: dict[int, tuple[int, str]] = {}
+        self._progress: tuple[int, float, float | None] = (0, 0.0, None)
+        self._number = 0
+        self._blocks = Blocks(self, rules, self.book, self._offers, self._others, now)
+        self._ballot = self._open_ballot(keepsake.ballots)
+        for signed in keepsake.offers:
+            self._recall(signed, now)
+        self._beat(now)
+
+    def _recall(self, signed: Signed, now: float) -> None:
+        """A contribution that was offered before this peer was started anew. Its bytes may be gone: then somebody else
+        has them, or nobody, and it will not be counted."""
+        says = self.book.read(signed)
+        if isinstance(says, Offered) and self._offers.hear(signed, says, self.state.versions[says.fragment], now):
+            self.book.enter(signed, says)
+
+    # --- what it is told --------------------------------------------------------------------------------------------
+
+    def hear(self, told: Converse, now: float) -> None:
+        """What another peer said. Nothing in it is believed because of who said it."""
+        if told.run_id != self.run_id:
+            return
+        for decision in told.decisions:
+            if decision.block.height == self.state.height + 1:
+                self._settle(decision, now, check=True)
+        for proof in told.proofs:
+            self._convict(proof)
+        for signed in told.statements:
+            self._listen(signed, now)
+        self._advance(now)
+
+    def _listen(self, signed: Signed, now: float) -> None:
+        statement = self.book.read(signed)
+        if statement is None:
+            return
+        if isinstance(statement, Beat):
+            if signed.author != self.member.key:
+                self._others.greet(signed, statement, now)
+            return
+        if signed.author not in self._keys or not self._is_near(statement):
+            return
+        if not self.book.enter(signed, statement):
+            self._convicted_at.setdefault(signed.author, self.state.height)
+            self.stirred = True
+            return
+        if isinstance(statement, Offered):
+            self._offers.hear(signed, statement, self.state.versions[statement.fragment], now)
+        else:
+            self._ballot.hear(signed, statement)
+
+    def _is_near(self, statement: Offered | Proposed | Voted) -> bool:
+        if isinstance(statement, Offered):
+            return statement.fragment < len(self.state.versions)
+        return statement.height == self._ballot.height
+
+    def _convict(self, proof: Proof) -> None:
+        if proof.first.author in self.book.proofs:
+            return
+        if self.book.convict(proof):
+            self._convicted_at.setdefault(proof.first.author, self.state.height)
+            self.stirred = True
+
+    def hold(self, digest: str, now: float, *, good: bool) -> None:
+        """The bytes with this digest are here; `good`: they can be used."""
+        self._offers.hold(digest, good=good)
+        self._advance(now)
+
+    def progressed(self, digest: str, now: float) -> None:
+        """Some bytes of it came."""
+        self._offers.progressed(digest, now)
+
+    def hold_anchor(self, fragment: int, version: int, anchor_hash: str) -> None:
+        """This version of a fragment was taken over, and has this hash."""
+        self.anchors[fragment] = (version, anchor_hash)
+
+    def note_progress(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        self._progress = (step, steps_per_second, loss)
+
+    def tick(self, now: float) -> None:
+        """At least as often as it is to beat."""
+        self._beat(now)
+        self._advance(now)
+
+    # --- what it does -----------------------------------------------------------------------------------------------
+
+    def offer(
+        self, fragment: int, digest: str, base_hash: str, now: float, *, steps: int, samples: int = 0, tokens: int = 0
+    ) -> Offered:
+        """Contribute to the fragment's next round. The bytes are here already."""
+        self._sequences[fragment] += 1
+        says = Offered(
+            run_id=self.run_id,
+            fragment=fragment,
+            version=self.state.versions[fragment] + 1,
+            sequence=self._sequences[fragment],
+            digest=digest,
+            size_bytes=self._offers.sizes[fragment],
+            base_hash=base_hash,
+            steps=steps,
+            samples=samples,
+            tokens=tokens,
+        )
+        signed = self.book.write(says)
+        self.book.enter(signed, says)
+        self._offers.hold(digest, good=True)
+        self._offers.hear(signed, says, self.state.versions[fragment], now)
+        self._own_offers[fragment] = signed
+        self.stirred = True
+        self._advance(now)
+        return says
+
+    def belong(self, now: float) -> None:
+        """Ask to be a member, or to stay one."""
+        self._want("belong", now)
+
+    def leave(self, now: float) -> None:
+        self._want("leave", now)
+
+    def _want(self, wish: str, now: float) -> None:
+        self.wants = wish
+        self.stirred = True
+        self._beat(now)
+        self._advance(now)
+
+    def take(self) -> Decision | None:
+        """The next decided block that was not taken yet."""
+        return self._taken.popleft() if self._taken else None
+
+    # --- what it says -----------------------------------------------------------------------------------------------
+
+    def say_to(self, height: int) -> Converse:
+        """All that a peer at this height may need."""
+        behind = [d for d in self._decisions if d.block.height > height][:MOST_DECISIONS]
+        statements = [self._own_beat, *self._others.statements()]
+        if height == self.state.height:
+            statements += self._ballot.statements
+            statements += self._offers.statements()
+        return Converse(
+            run_id=self.run_id,
+            sender=self.member.peer_id,
+            height=self.state.height,
+            statements=tuple(statements[:MOST_STATEMENTS]),
+            proofs=tuple(self.book.proofs[key] for key in self._convicted_at),
+            decisions=tuple(behind) if behind and behind[0].block.height == height + 1 else (),
+        )
+
+    @property
+    def keepsake(self) -> Keepsake:
+        return Keepsake(
+            run_id=self.run_id,
+            state=self.state,
+            incarnation=self.incarnation,
+            ballots=self._ballot.kept,
+            sequences=tuple(self._sequences),
+            offers=tuple(self._own_offers.values()),
+        )
+
+    def _beat(self, now: float) -> None:
+        self._number += 1
+        step, steps_per_second, loss = self._progress
+        fragments = range(len(self.state.versions))
+        whole = all(f in self.anchors for f in fragments)
+        self._own_beat = self.book.write(
+            Beat(
+                run_id=self.run_id,
+                peer_id=self.member.peer_id,
+                incarnation=self.incarnation,
+                number=self._number,
+                address=self.address or self.member.peer_id,
+                fingerprint=self.fingerprint,
+                wants=self.wants,  # type: ignore[arg-type]  # one of three words
+                height=self.state.height,
+                held=tuple(self.anchors[f] for f in fragments) if whole else (),
+                step=step,
+                steps_per_second=steps_per_second,
+                loss=loss,
+            )
+        )
+
+    # --- what others can see ----------------------------------------------------------------------------------------
+
+    @property
+    def is_member(self) -> bool:
+        return self.member.key in self._keys
+
+    @property
+    def is_expelled(self) -> bool:
+        return any(m.key == self.member.key for m in self.state.expelled)
+
+    @property
+    def contacts(self) -> dict[str, Beat]:
+        """The latest beat of everybody else that was heard of, by key."""
+        return {key: known.beat for key, known in self._others.items()}
+
+    def wanted(self) -> dict[str, tuple[int, str]]:
+        """Digests whose bytes are missing, with their size and the key of who made them."""
+        missing = {
+            offer.says.digest: (offer.says.size_bytes, offer.signed.author)
+            for offer in self._offers
+            if offer.condition == "missing" and offer.signed.author not in self.book.proofs
+        }
+        for block in self._blocks_in_question():
+            for says, signed in zip(offered_in(block), block.offers, strict=True):
+                right_size = (
+                    says.fragment < len(self._offers.sizes) and says.size_bytes == self._offers.sizes[says.fragment]
+                )
+                if right_size and self._offers.condition(says.digest) == "missing":
+                    missing.setdefault(says.digest, (says.size_bytes, signed.author))
+        return missing
+
+    def rounds_waiting(self) -> frozenset[tuple[int, int]]:
+        """(fragment, version) of the rounds that others have contributed to, and this peer has not."""
+        waiting = set()
+        for fragment, version in enumerate(self.state.versions):
+            offers = self._offers.of_round(fragment, version + 1, self.state.members)
+            if offers and self.member.key not in offers and self.is_member:
+                waiting.add((fragment, version + 1))
+        return frozenset(waiting)
+
+    def is_short_of_peers(self, now: float) -> bool:
+        """Can nothing be decided, because too few are there?"""
+        return self._blocks.is_short_of_peers(now)
+
+    def waiting_for(self, fragment: int, now: float) -> str:
+        """What the open round of a fragment waits for, in words."""
+        members, heard = self.state.members, self._blocks.heard_from(now)
+        quorum = chain.quorum_of(len(members), self.rules.liars)
+        if not self.is_member:
+            return "the other peers, to take this one in"
+        if len(members) < self.rules.min_peers:
+            return f"more peers: {len(members)} have joined, {self.rules.min_peers} are needed (min_peers)"
+        if len(heard) < quorum:
+            silent = [m.peer_id for m in members if m.peer_id not in heard]
+            return f"{', '.join(silent)}: {len(heard)} of {len(members)} peers are heard of, {quorum} must agree"
+        offers = self._offers.of_round(fragment, self.state.versions[fragment] + 1, members)
+        missing = [m.peer_id for m in members if m.key not in offers]
+        return ", ".join(missing) or "the others' agreement"
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _keys(self) -> set[str]:
+        return {member.key for member in self.state.members}
+
+    def _open_ballot(self, kept: Ballots = Ballots()) -> Ballot:  # noqa: B008 - frozen
+        return Ballot(
+            self.state,
+            self.book,
+            self.run_id,
+            self.member.key,
+            self.rules.liars,
+            self.rules.pace,
+            self._blocks,
+            kept,
+            on_said=self._said,
+        )
+
+    def _said(self) -> None:
+        self.stirred = True
+
+    def _advance(self, now: float) -> None:
+        self._blocks.now = now
+        while (decision := self._ballot.advance(now)) is not None:
+            self._settle(decision, now, check=False)
+
+    def _settle(self, decision: Decision, now: float, *, check: bool) -> None:
+        """One more block is decided."""
+        if check and not chain.is_decided(decision, self.state, self.book, self.rules.liars):
+            return
+        self.state = chain.after(decision.block, self.state)
+        self._decisions.append(decision)
+        self._taken.append(decision)
+        self._others.changed(self.state.members, now)
+        if isinstance(decision.block, Round):
+            if self._own_offers.get(decision.block.fragment) is not None:
+                self._forget_own(decision.block.fragment)
+            passed_on = self.state.height - 2 * (self.rules.liars + 1)  # a round and a change at each
+            for key in [k for k, height in self._convicted_at.items() if height < passed_on and k not in self._keys]:
+                del self._convicted_at[key]
+        self._ballot = self._open_ballot()
+        rounds = [d.block for d in self._decisions if isinstance(d.block, Round)]
+        self._offers.prune(self.state.versions, self._keys, rounds[-2 * len(self.state.versions) :], set())
+        self.stirred = True
+        self._beat(now)
+
+    def _forget_own(self, fragment: int) -> None:
+        says = self.book.read(self._own_offers[fragment])
+        if isinstance(says, Offered) and says.version <= self.state.versions[fragment]:
+            del self._own_offers[fragment]
+
+    def _blocks_in_question(self) -> list[Round]:
+        """Rounds that are voted on, and the last that were decided: their contributions are needed."""
+        open_rounds = [block for block in self._ballot.blocks if isinstance(block, Round)]
+        recent = [d.block for d in list(self._decisions)[-2 * len(self.state.versions) :] if isinstance(d.block, Round)]
+        return open_rounds + [block for block in recent if not self._is_behind(block)]
+
+    def _is_behind(self, block: Round) -> bool:
+        """Does this peer hold it already, or what came after it?"""
+        version, _ = self.anchors.get(block.fragment, (0, ""))
+        return version >= block.version
+
+
+__all__ = ["GossipPeer", "Keepsake"]

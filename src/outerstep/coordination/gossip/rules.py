@@ -1,0 +1,35 @@
+"""What all peers of a run must have in common to decide alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...errors import ConfigError
+from .ballot import Pace
+
+
+@dataclass(frozen=True)
+class GossipRules:
+    """What all peers of a run must have in common.
+
+    `liars`: how many may say what they like (chain.py says how many must then agree). `min_peers`: contributions that a
+    round needs at least, beside more than half of the members. `round_deadline_s`: how long after its first
+    contribution a round waits for members that are alive; None: as long as they are. `heartbeat_timeout_s`: how long a
+    member may be silent."""
+
+    min_peers: int = 2
+    liars: int = 1
+    heartbeat_timeout_s: float = 30.0
+    round_deadline_s: float | None = None
+    pace: Pace = field(default_factory=Pace)
+
+    def __post_init__(self) -> None:
+        if self.min_peers < 1:
+            raise ConfigError(f"min_peers must be at least 1, got {self.min_peers}")
+        if self.liars < 0:
+            raise ConfigError(f"liars must be at least 0, got {self.liars}")
+        if self.heartbeat_timeout_s <= 0.0:
+            raise ConfigError(f"heartbeat_timeout must be > 0 s, got {self.heartbeat_timeout_s:g}")
+
+
+__all__ = ["GossipRules"]
