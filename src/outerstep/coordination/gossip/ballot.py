@@ -31,6 +31,7 @@ from .chain import follows, liars_among, quorum_of
 
 Verdict = Literal["good", "bad", "unknown"]
 MOST_TURNS_AHEAD = 256  # of others' statements that are kept
+TURNS_TOLD = 4
 
 
 class Judge(Protocol):
@@ -105,7 +106,7 @@ class Ballot:
         self._blocks: dict[str, Block] = {}
         self._proposals: dict[int, Proposed] = {}
         self._votes: dict[tuple[str, int], dict[str, tuple[str, Signed]]] = defaultdict(dict)
-        self._heard: list[Signed] = []
+        self._heard: list[tuple[int, Signed]] = []
         self._own: list[Signed] = []
         for bound in (kept.locked, kept.valid):
             if bound is not None:
@@ -131,8 +132,9 @@ class Ballot:
 
     @property
     def statements(self) -> list[Signed]:
-        """All that was said about this height."""
-        return self._heard
+        """What was said about this height and may still matter: in the last turns, and in those that bind somebody."""
+        bound = {b.turn for b in (self._locked, self._valid) if b is not None}
+        return [signed for turn, signed in self._heard if turn > self.turn - TURNS_TOLD or turn in bound]
 
     @property
     def kept(self) -> Ballots:
@@ -159,7 +161,7 @@ class Ballot:
             if signed.author in votes:
                 return
             votes[signed.author] = (statement.block, signed)
-        self._heard.append(signed)
+        self._heard.append((statement.turn, signed))
 
     def proposer(self, turn: int) -> str:
         return self._keys[(self.height + turn) % len(self._keys)]

@@ -86,6 +86,8 @@ class GossipPeer:
         self._decisions: deque[Decision] = deque(maxlen=REMEMBERED_DECISIONS)
         self._taken: deque[Decision] = deque()
         self._others = Acquaintances(self.state.members, now)
+        self._listened: set[Signed] = set()  # to what was said since the last block was decided
+        self._rounds: list[Round] = []
         self._convicted_at: dict[str, int] = {}  # key -> height, for how long a proof is passed on
         self.anchors: dict[int, tuple[int, str]] = {}
         self._progress: tuple[int, float, float | None] = (0, 0.0, None)
@@ -114,9 +116,12 @@ class GossipPeer:
                 self._settle(decision, now, check=True)
         for proof in told.proofs:
             self._convict(proof)
-        for signed in told.statements:
+        news = [signed for signed in told.statements if signed not in self._listened]
+        for signed in news:
             self._listen(signed, now)
-        self._advance(now)
+        self._listened.update(news)
+        if news or told.decisions or told.proofs:
+            self._advance(now)
 
     def _listen(self, signed: Signed, now: float) -> None:
         statement = self.book.read(signed)
@@ -282,7 +287,8 @@ class GossipPeer:
         return {key: known.beat for key, known in self._others.items()}
 
     def wanted(self) -> dict[str, tuple[int, str]]:
-        """Digests whose bytes are missing, with their size and the key of who made them."""
+        """Digests whose bytes are missing, with their size and the key of who made them. (What is of no use any more is
+        forgotten; if it is of use again, and its bytes were kept, say `hold` again.)"""
         missing = {
             offer.says.digest: (offer.says.size_bytes, offer.signed.author)
             for offer in self._offers
@@ -305,6 +311,17 @@ class GossipPeer:
             if offers and self.member.key not in offers and self.is_member:
                 waiting.add((fragment, version + 1))
         return frozenset(waiting)
+
+    def rounds_offered(self) -> frozenset[int]:
+        """The fragments to whose open round this peer has contributed."""
+        members, versions = self.state.members, self.state.versions
+        return frozenset(
+            f for f, v in enumerate(versions) if self.member.key in self._offers.of_round(f, v + 1, members)
+        )
+
+    def recent_rounds(self) -> list[Round]:
+        """The last decided ones, two or more of each fragment, in order."""
+        return self._rounds
 
     def is_short_of_peers(self, now: float) -> bool:
         """Can nothing be decided, because too few are there?"""
@@ -361,14 +378,15 @@ class GossipPeer:
         self._taken.append(decision)
         self._others.changed(self.state.members, now)
         if isinstance(decision.block, Round):
+            self._rounds = [*self._rounds, decision.block][-2 * len(self.state.versions) :]
             if self._own_offers.get(decision.block.fragment) is not None:
                 self._forget_own(decision.block.fragment)
             passed_on = self.state.height - 2 * (self.rules.liars + 1)  # a round and a change at each
             for key in [k for k, height in self._convicted_at.items() if height < passed_on and k not in self._keys]:
                 del self._convicted_at[key]
         self._ballot = self._open_ballot()
-        rounds = [d.block for d in self._decisions if isinstance(d.block, Round)]
-        self._offers.prune(self.state.versions, self._keys, rounds[-2 * len(self.state.versions) :], set())
+        self._listened.clear()
+        self._offers.prune(self.state.versions, self._keys, self.recent_rounds())
         self.stirred = True
         self._beat(now)
 
@@ -380,8 +398,7 @@ class GossipPeer:
     def _blocks_in_question(self) -> list[Round]:
         """Rounds that are voted on, and the last that were decided: their contributions are needed."""
         open_rounds = [block for block in self._ballot.blocks if isinstance(block, Round)]
-        recent = [d.block for d in list(self._decisions)[-2 * len(self.state.versions) :] if isinstance(d.block, Round)]
-        return open_rounds + [block for block in recent if not self._is_behind(block)]
+        return open_rounds + [block for block in self.recent_rounds() if not self._is_behind(block)]
 
     def _is_behind(self, block: Round) -> bool:
         """Does this peer hold it already, or what came after it?"""

@@ -1,0 +1,128 @@
+"""A thousand seeded schedules of peers without a server: loss, partitions, crashes, lost disks, and in most a liar.
+
+What is checked, and how: outerstep/simulate/gossip.py. A failure names its seed; `python -m outerstep.simulate --gossip
+SEED` replays it and tells what happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from outerstep.coordination.gossip import chain
+from outerstep.coordination.gossip.ballot import Ballot
+from outerstep.coordination.gossip.blocks import Blocks
+from outerstep.coordination.gossip.book import Book
+from outerstep.simulate.gossip import SimPeer, run_gossip
+from outerstep.simulate.gossip_scenario import KINDS, LIES, GossipScenario
+
+QUICK, FULL, AT_ONCE = 60, 1_000, 188
+
+
+def check_seeds(seeds: range) -> Counter[str]:
+    violations: list[str] = []
+    faults: Counter[str] = Counter()
+    rounds = 0
+    for seed in seeds:
+        history = run_gossip(GossipScenario.drawn(seed), seed)
+        violations += [f"python -m outerstep.simulate --gossip {seed}: {line}" for line in history.violations]
+        faults += history.faults
+        rounds += history.rounds
+    assert not violations, "\n".join(violations[:10])
+    assert rounds > 2 * len(seeds)
+    return faults
+
+
+@pytest.mark.row("F07", "F13", "F28")
+def test_sixty_schedules_of_gossip_keep_every_promise() -> None:
+    faults = check_seeds(range(QUICK))
+    expected = {*KINDS, *(f"lie: {lie}" for lie in LIES)}
+    assert faults.keys() >= expected, f"never fired: {expected - faults.keys()}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK, FULL, AT_ONCE))
+def test_a_thousand_schedules_of_gossip_keep_every_promise(first: int) -> None:
+    check_seeds(range(first, min(first + AT_ONCE, FULL)))
+
+
+@pytest.mark.parametrize("lie", ["offers", "votes", "proposals"])
+def test_who_says_two_things_is_expelled(lie: str) -> None:
+    """In a calm run, so that everybody hears both."""
+    scenario = GossipScenario(liar=2, lie=lie, round_deadline_s=20.0, calm_after_s=120.0)
+    history = run_gossip(scenario, 0)
+    assert not history.violations
+    assert history.faults[f"lie: {lie}"] > 0
+    assert history.expelled == 1
+
+
+def test_rubbish_and_withheld_bytes_stop_nobody() -> None:
+    for lie in ("rubbish", "withholds", "frames"):
+        history = run_gossip(GossipScenario(liar=1, lie=lie, round_deadline_s=20.0, calm_after_s=120.0), 1)
+        assert not history.violations
+        assert history.rounds > 3
+
+
+def plant_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who precommitted a block votes for another in the next turn."""
+    original = Ballot._start
+
+    def start(self: Ballot, turn: int) -> None:
+        original(self, turn)
+        self._locked = self._valid = None
+
+    monkeypatch.setattr(Ballot, "_start", start)
+
+
+def plant_small_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half is enough."""
+
+    def half(count: int, liars: int) -> int:
+        return max(1, count // 2)
+
+    monkeypatch.setattr(chain, "quorum_of", half)
+    monkeypatch.setattr("outerstep.coordination.gossip.ballot.quorum_of", half)
+
+
+def plant_amnesia(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said before a crash is forgotten, though the key is kept."""
+    original = SimPeer.start
+
+    def start(self: SimPeer, **how: Any) -> None:
+        if self.keepsake is not None:
+            kept = self.keepsake
+            self.keepsake = type(kept)(run_id=kept.run_id, state=kept.state, incarnation=kept.incarnation)
+        original(self, **how)
+
+    monkeypatch.setattr(SimPeer, "start", start)
+
+
+def plant_credulity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof is believed unread."""
+    monkeypatch.setattr(Book, "proves", lambda self, proof: True)
+
+
+def plant_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contributions are voted for before they are here."""
+    monkeypatch.setattr(Blocks, "_condition_of", lambda self, says: "good")
+    monkeypatch.setattr(Blocks, "has_all_of", lambda self, block: True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [plant_no_lock, plant_small_quorum, plant_amnesia, plant_credulity, plant_blindness],
+    ids=lambda p: p.__name__,
+)
+def test_a_planted_mistake_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the schedules would prove nothing."""
+    plant(monkeypatch)
+    for seed in range(400):
+        if run_gossip(GossipScenario.drawn(seed), seed).violations:
+            return
+    pytest.fail("no schedule noticed it")
