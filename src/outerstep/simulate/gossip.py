@@ -143,7 +143,6 @@ class SimPeer:
                 incarnation=kept.incarnation + 1,
                 ballots=kept.ballots,
                 sequences=kept.sequences,
-                offers=kept.offers,
             )
         self.alive = True
         self._life += 1
@@ -315,6 +314,7 @@ class GossipWorld:
         self.network = Network(self.agenda, self.rng)
         self.network.conditions.loss, self.network.conditions.repeat = scenario.loss, scenario.repeat
         self.registry = Registry()
+        self._lost_keys: set[str] = set()
         self.rules = GossipRules(
             min_peers=scenario.min_peers,
             liars=scenario.liars,
@@ -369,12 +369,24 @@ class GossipWorld:
         """Of a decided round a quorum has the bytes: so many at once, and the run would be lost."""
         down = sum(not p.alive for p in self.peers)
         spare = 1 if self.scenario.liar is not None else 0
-        if not peer.alive or down + 1 + spare >= chains.quorum_of(self.scenario.peers, self.rules.liars):
+        lost = fault.kind == "disk_lost"
+        too_many = down + 1 + spare >= chains.quorum_of(self.scenario.peers, self.rules.liars)
+        if not peer.alive or too_many or (lost and not self._can_spare(peer)):
             self.history.faults[fault.kind] -= 1
             return
         peer.crash()
-        lost = fault.kind == "disk_lost"
+        if lost:
+            self._lost_keys.add(peer.machine.member.key)
         self.agenda.after(fault.lasts_s, lambda: peer.start(disk_is_lost=lost) if not peer.alive else None)
+
+    def _can_spare(self, peer: SimPeer) -> bool:
+        """Can the others still agree without its vote, which nobody can cast any more when its disk is lost?"""
+        for state in [p.machine.state for p in self.honest if p.identities]:
+            keys = {p.machine.member.key for p in self.honest if p.identities and p is not peer}
+            voters = sum(member.key in keys - self._lost_keys for member in state.members)
+            if voters < chains.quorum_of(len(state.members), self.rules.liars):
+                return False
+        return True
 
     def _cut(self, links: set[tuple[str, str]], fault: GossipFault) -> None:
         self.network.cut |= links

@@ -53,7 +53,6 @@ class Keepsake(Plain, frozen=True):
     incarnation: int = 1
     ballots: Ballots = Ballots()
     sequences: tuple[int, ...] = ()  # of its contributions, by fragment
-    offers: tuple[Signed, ...] = ()  # that no decided round holds
 
 
 class GossipPeer:
@@ -82,7 +81,7 @@ class GossipPeer:
         self.stirred = True
         self._offers = Offers(tuple(sizes))
         self._sequences = list(keepsake.sequences or (0,) * len(self.state.versions))
-        self._own_offers: dict[int, Signed] = {}
+        self._offered: dict[int, int] = {}  # the version that this process last contributed to, by fragment
         self._decisions: deque[Decision] = deque(maxlen=REMEMBERED_DECISIONS)
         self._taken: deque[Decision] = deque()
         self._others = Acquaintances(self.state.members, now)
@@ -94,16 +93,7 @@ class GossipPeer:
         self._number = 0
         self._blocks = Blocks(self, rules, self.book, self._offers, self._others, now)
         self._ballot = self._open_ballot(keepsake.ballots)
-        for signed in keepsake.offers:
-            self._recall(signed, now)
         self._beat(now)
-
-    def _recall(self, signed: Signed, now: float) -> None:
-        """A contribution that was offered before this peer was started anew. Its bytes may be gone: then somebody else
-        has them, or nobody, and it will not be counted."""
-        says = self.book.read(signed)
-        if isinstance(says, Offered) and self._offers.hear(signed, says, self.state.versions[says.fragment], now):
-            self.book.enter(signed, says)
 
     # --- what it is told --------------------------------------------------------------------------------------------
 
@@ -117,30 +107,28 @@ class GossipPeer:
         for proof in told.proofs:
             self._convict(proof)
         news = [signed for signed in told.statements if signed not in self._listened]
-        for signed in news:
-            self._listen(signed, now)
-        self._listened.update(news)
+        self._listened.update(signed for signed in news if self._listen(signed, now))
         if news or told.decisions or told.proofs:
             self._advance(now)
 
-    def _listen(self, signed: Signed, now: float) -> None:
+    def _listen(self, signed: Signed, now: float) -> bool:
+        """False: it may mean more when it is said again."""
         statement = self.book.read(signed)
         if statement is None:
-            return
+            return True
         if isinstance(statement, Beat):
             if signed.author != self.member.key:
                 self._others.greet(signed, statement, now)
-            return
+            return True
         if signed.author not in self._keys or not self._is_near(statement):
-            return
-        if not self.book.enter(signed, statement):
-            self._convicted_at.setdefault(signed.author, self.state.height)
+            return True
+        if not self.book.enter(signed, statement) and signed.author not in self._convicted_at:
+            self._convicted_at[signed.author] = self.state.height
             self.stirred = True
-            return
         if isinstance(statement, Offered):
             self._offers.hear(signed, statement, self.state.versions[statement.fragment], now)
-        else:
-            self._ballot.hear(signed, statement)
+            return True
+        return self._ballot.hear(signed, statement)
 
     def _is_near(self, statement: Offered | Proposed | Voted) -> bool:
         if isinstance(statement, Offered):
@@ -198,7 +186,7 @@ class GossipPeer:
         self.book.enter(signed, says)
         self._offers.hold(digest, good=True)
         self._offers.hear(signed, says, self.state.versions[fragment], now)
-        self._own_offers[fragment] = signed
+        self._offered[fragment] = says.version
         self.stirred = True
         self._advance(now)
         return says
@@ -246,7 +234,6 @@ class GossipPeer:
             incarnation=self.incarnation,
             ballots=self._ballot.kept,
             sequences=tuple(self._sequences),
-            offers=tuple(self._own_offers.values()),
         )
 
     def _beat(self, now: float) -> None:
@@ -313,11 +300,9 @@ class GossipPeer:
         return frozenset(waiting)
 
     def rounds_offered(self) -> frozenset[int]:
-        """The fragments to whose open round this peer has contributed."""
-        members, versions = self.state.members, self.state.versions
-        return frozenset(
-            f for f, v in enumerate(versions) if self.member.key in self._offers.of_round(f, v + 1, members)
-        )
+        """The fragments to whose open round this process has contributed. (What the one before it offered counts, if
+        others have it, until this one offers something newer.)"""
+        return frozenset(f for f, v in enumerate(self.state.versions) if self._offered.get(f) == v + 1)
 
     def recent_rounds(self) -> list[Round]:
         """The last decided ones, two or more of each fragment, in order."""
@@ -379,8 +364,6 @@ class GossipPeer:
         self._others.changed(self.state.members, now)
         if isinstance(decision.block, Round):
             self._rounds = [*self._rounds, decision.block][-2 * len(self.state.versions) :]
-            if self._own_offers.get(decision.block.fragment) is not None:
-                self._forget_own(decision.block.fragment)
             passed_on = self.state.height - 2 * (self.rules.liars + 1)  # a round and a change at each
             for key in [k for k, height in self._convicted_at.items() if height < passed_on and k not in self._keys]:
                 del self._convicted_at[key]
@@ -389,11 +372,6 @@ class GossipPeer:
         self._offers.prune(self.state.versions, self._keys, self.recent_rounds())
         self.stirred = True
         self._beat(now)
-
-    def _forget_own(self, fragment: int) -> None:
-        says = self.book.read(self._own_offers[fragment])
-        if isinstance(says, Offered) and says.version <= self.state.versions[fragment]:
-            del self._own_offers[fragment]
 
     def _blocks_in_question(self) -> list[Round]:
         """Rounds that are voted on, and the last that were decided: their contributions are needed."""
