@@ -367,7 +367,7 @@ class GossipWorld:
 
     def _crash(self, peer: SimPeer, fault: GossipFault) -> None:
         """Of a decided round a quorum has the bytes: so many at once, and the run would be lost."""
-        down = sum(not p.alive for p in self.peers)
+        down = sum(not p.alive or bool(p._lost) for p in self.peers)
         spare = 1 if self.scenario.liar is not None else 0
         lost = fault.kind == "disk_lost"
         too_many = down + 1 + spare >= chains.quorum_of(self.scenario.peers, self.rules.liars)

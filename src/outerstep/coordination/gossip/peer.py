@@ -369,7 +369,8 @@ class GossipPeer:
                 del self._convicted_at[key]
         self._ballot = self._open_ballot()
         self._listened.clear()
-        self._offers.prune(self.state.versions, self._keys, self.recent_rounds())
+        # What it offered before it was let in counts once it is.
+        self._offers.prune(self.state.versions, {*self._keys, self.member.key}, self.recent_rounds())
         self.stirred = True
         self._beat(now)
 
