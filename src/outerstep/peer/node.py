@@ -210,6 +210,7 @@ class Node:
         try:
             self._folder.begin(facts, document)
             self._folder.keep(fresh)
+            self._folder.remember(terms.beats or self._folder.beats)
         except OSError as error:
             raise ConfigError(f"the folder {self.settings.folder!r} cannot be written: {error.strerror}") from error
         return fresh
@@ -401,6 +402,7 @@ class Node:
         now = {member.peer_id for member in self._members}
         if now != before:
             log.info("members: %s", ", ".join(sorted(now)))
+        self.keeper.remember(self.peer.beats())
         self.talk.ensure()
 
     def _find_beat(self, key: str) -> Beat | None:

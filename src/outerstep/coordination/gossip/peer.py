@@ -311,9 +311,9 @@ class GossipPeer:
         return missing
 
     def needed(self) -> set[str]:
-        """Digests of open rounds and the last ones: their bytes are kept, for this peer and for who asks for them."""
-        recent = [decision.block for decision in list(self._decisions)[-2 * len(self.state.versions) :]]
-        rounds = [block for block in (*self._ballot.blocks, *recent) if isinstance(block, Round)]
+        """Digests of the open rounds and of each fragment's last two: their bytes are kept, for who asks for them."""
+        blocks = [*self._ballot.blocks, *(decision.block for decision in self._decisions)]
+        rounds = [b for b in blocks if isinstance(b, Round) and b.version > self.state.versions[b.fragment] - 2]
         return {offer.says.digest for offer in self._offers} | {d for block in rounds for d in digests_of(block)}
 
     def rounds_waiting(self) -> frozenset[tuple[int, int]]:
