@@ -178,7 +178,8 @@ def body_of(statement: AnyStatement) -> bytes:
 
 def statement_of(body: bytes) -> AnyStatement:
     """Raises msgspec.DecodeError (a ValidationError, if a bound is broken)."""
-    return _statements.decode(body)
+    statement: AnyStatement = _statements.decode(body)
+    return statement
 
 
 def digest_of_block(block: Block) -> str:
