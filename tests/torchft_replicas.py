@@ -51,6 +51,8 @@ class StandInManager:
     """One replica's. Every sync is committed."""
 
     _use_async_quorum = False
+    _init_sync = False
+    _group_world_size = 1
 
     def __init__(self, buffer: SharedBuffer, replica: int) -> None:
         self._buffer, self._replica = buffer, replica

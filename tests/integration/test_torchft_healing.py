@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 
 pytest.importorskip("torchft", reason="torchft has no wheel for this platform")
 
 from torchft.local_sgd import DiLoCo
 
 from outerstep.integrations.torchft import STATE_KEY, CheckedDiLoCo, make_diloco
-from support import assert_same, in_threads, params_of, tiny_model, train_steps
+from support import assert_same, in_threads, params_of, tiny_model, train_steps, wait_until
 from torchft_replicas import StandInManager, adamw, alone, anchors, lighthouse, nesterov, real_manager, same
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_fsdp2.py"
 
 Make = Callable[[Any, nn.Module, torch.optim.Optimizer], DiLoCo]
 
@@ -147,3 +154,70 @@ def test_what_heals_changes_while_training_goes_on_in_the_bare_library() -> None
     assert not same(dict(state["default"]), dict(before["default"]))
     momentum, then = (s["StreamingDiLoCoFragment_0"]["outer_optimizer"]["state"][0] for s in (state, before))
     assert not torch.equal(momentum["momentum_buffer"], then["momentum_buffer"])
+
+
+class Group:
+    """The example's ranks, started as torchrun would, so that all of them can be killed at once."""
+
+    def __init__(self, folder: Path, number: int, lighthouse_addr: str, ranks: int = 2) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
+        self.log = folder / f"group-{number}-{self._store.port}.log"
+        options = [
+            "--lighthouse",
+            lighthouse_addr,
+            "--group",
+            str(number),
+            "--outer-steps",
+            "12",
+            "--host",
+            "127.0.0.1",
+        ]
+        shared = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        for rank in range(ranks):
+            with self.log.open("ab") as log:
+                self.ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, str(EXAMPLE), *options],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    )
+                )
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.wait(30)
+
+    def said(self, what: str) -> bool:
+        assert all(rank.poll() in (None, 0) for rank in self.ranks), self.log.read_text()[-4000:]
+        return what in self.log.read_text()
+
+    def weights(self) -> str:
+        assert all(rank.wait(120) == 0 for rank in self.ranks), self.log.read_text()[-4000:]
+        return self.log.read_text().rsplit("weights ", 1)[1].split()[0]
+
+
+@pytest.mark.slow
+def test_a_killed_fsdp2_group_comes_back_and_heals_its_shards(tmp_path: Path) -> None:
+    """The example: two groups of two ranks, two fragments, a delay. The lighthouse lets no group go on alone."""
+    groups: list[Group] = []
+    try:
+        with lighthouse(2, join_timeout_ms=5000, heartbeat_timeout_ms=1000) as address:
+            groups += [Group(tmp_path, 0, address), Group(tmp_path, 1, address)]
+            wait_until(lambda: groups[1].said("outer step 3"), 120)
+            groups[1].kill()
+            groups.append(Group(tmp_path, 1, address))
+            assert groups[2].weights() == groups[0].weights()
+        assert "outer step 1," not in groups[2].log.read_text()
+    finally:
+        for group in groups:
+            group.kill()

@@ -409,6 +409,16 @@ def test_buffers_that_would_stay_apart_are_refused_unless_that_is_meant() -> Non
         make_diloco(alone(), model, sgd(model), sync_every=2, buffers="average")  # type: ignore[arg-type]
 
 
+def test_a_group_whose_ranks_would_heal_from_different_groups_is_refused() -> None:
+    model, manager = tiny_model(), alone()
+    manager._group_world_size = 2
+    with pytest.raises(ModelError, match=r"every parameter must be sharded .*'0\.weight' is not"):
+        make_diloco(manager, model, sgd(model), sync_every=2)
+    manager._init_sync = True
+    with pytest.raises(ConfigError, match="init_sync must be False with 2 ranks per replica"):
+        make_diloco(manager, model, sgd(model), sync_every=2)
+
+
 def test_an_optimizer_of_parameters_outside_the_model_is_refused() -> None:
     model, other = tiny_model(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)

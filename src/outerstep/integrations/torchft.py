@@ -38,6 +38,7 @@ from .torchft_checks import (
     Buffers,
     bucket_cap,
     check_buffers,
+    check_group,
     check_model,
     check_outer_optimizer,
     check_quantization,
@@ -91,6 +92,7 @@ def make_diloco(
     check_version()
     check_schedule(sync_every, num_fragments, fragment_delay, fragment_alpha)
     check_model(model, inner_optimizer)
+    check_group(manager, model)
     check_buffers(model, buffers)
     check_quantization(should_quantize, model)
     fragments = _fragments(model, num_fragments)
@@ -138,9 +140,19 @@ class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
         self._synced = super()._current_fragment()
         return self._synced
 
+    @property
+    def just_synced(self) -> bool:
+        """Whether the inner optimizer's last step ended with a sync, committed or not."""
+        return bool(self._local_step == 0)
+
+    def take_global_weights(self) -> None:
+        """l ← θ in all fragments: the same weights on every replica, to evaluate or to save. Steps since a fragment's
+        last sync are gone; after the last sync of a run, do it before saving (with one fragment and α = 0, l = θ)."""
+        self._restore_parameters()
+
     def _step_post_hook(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         super()._step_post_hook(optimizer, args, kwargs)
-        if self._local_step == 0:  # torchft sets it back when it has synchronized, whether that was committed or not
+        if self.just_synced:  # torchft sets its count of steps back then
             self._compare(self._synced)
 
     def _compare(self, fragment: int) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from ..core.fragments import check_cycle
 from ..core.manifest import describe
@@ -67,6 +68,28 @@ def check_model(model: nn.Module, inner_optimizer: torch.optim.Optimizer) -> Non
             f"the inner optimizer trains {len(strangers)} parameters that are not in the model, so they would never be "
             "synchronized. Give the whole model, and make the optimizer after it was wrapped or sharded"
         )
+
+
+def check_group(manager: Any, model: nn.Module) -> None:
+    """A replica that is a group of several ranks: rank i heals from group i mod n, not all from one.
+
+    For shards that is as good, since each of them is a model of its own to torchft. What several ranks hold a copy of
+    would heal to different copies, and never meet again: across groups only ranks of the same number are compared.
+    """
+    if manager._group_world_size == 1:
+        return
+    if manager._init_sync:
+        raise ConfigError(
+            f"init_sync must be False with {manager._group_world_size} ranks per replica: rank i would take its shard "
+            "of the first weights from group i: the model would be a patchwork. Start all groups from the same weights"
+        )
+    for name, param in describe(model)[0].items():
+        if not isinstance(param, DTensor) or not all(isinstance(place, Shard) for place in param.placements):
+            raise ModelError(
+                "with several ranks per replica every parameter must be sharded over all of them (FSDP2), "
+                f"{name!r} is not: copies of it would heal from different groups and drift apart. For DDP and HSDP "
+                "take outerstep's own worker, which treats the ranks as one group"
+            )
 
 
 def check_buffers(model: nn.Module, buffers: Buffers) -> None:

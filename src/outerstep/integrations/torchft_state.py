@@ -87,8 +87,8 @@ def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _like_state(value: Any, param: Tensor) -> Any:
-    """What an optimizer keeps for a sharded parameter is sharded like it, except counters. It keeps what it is given, so
-    it gets a copy: what arrived lies in memory that may not be written to."""
+    """What an optimizer keeps for a sharded parameter is sharded like it, except counters. It keeps what it is given,
+    so it gets a copy: what arrived lies in memory that may not be written to."""
     if not isinstance(value, Tensor):
         return value
     is_shard = value.dim() > 0 and value.shape == local_part(param).shape
