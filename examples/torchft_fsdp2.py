@@ -7,8 +7,9 @@
 
 Inside a group FSDP2 synchronizes every step over the fast network. Between groups rank i of one meets rank i of the
 others once in H steps, with its shard of the pseudo-gradient. Both end with the same weights and print the same hash.
-Kill one (any signal) and the other goes on after the lighthouse's heartbeat timeout; start it again, and it heals from
-the other at its first sync. The groups need the same number of ranks.
+The groups need the same number of ranks. Kill one (all its ranks, by any signal) and start it again: it heals from the
+other at its first sync. Meanwhile the other waits for it, because the lighthouse was told --min_replicas 2; with 1 it
+goes on alone once the lighthouse has heard nothing for --heartbeat_timeout_ms, and so does whoever starts first.
 
 Nothing here is encrypted, and a replica that heals unpickles what its peer sends: for networks you trust.
 """

@@ -1,6 +1,6 @@
 """Settings with which torchft's DiLoCo trains on, commits, and is wrong: refused here, with the reason.
 
-Each was seen on torchft 0.2.0; tests/integration/test_torchft_library.py shows the failure in the bare library beside
+Each was seen on torchft 0.2.0; tests/integration/test_torchft_silent_failures.py shows each in the bare library beside
 the refusal, so that a version that mends it is noticed.
 """
 
@@ -61,12 +61,23 @@ def check_model(model: nn.Module, inner_optimizer: torch.optim.Optimizer) -> Non
             )
         if param.dim() == 0:
             raise ModelError(f"{name!r} has no dimension, which torchft cannot keep a copy of: give it the shape (1,)")
+    _check_optimizer_is_bare(inner_optimizer)
     ours = {id(param) for param in model.parameters()}
     strangers = [p for group in inner_optimizer.param_groups for p in group["params"] if id(p) not in ours]
     if strangers:
         raise ModelError(
             f"the inner optimizer trains {len(strangers)} parameters that are not in the model, so they would never be "
             "synchronized. Give the whole model, and make the optimizer after it was wrapped or sharded"
+        )
+
+
+def _check_optimizer_is_bare(optimizer: torch.optim.Optimizer) -> None:
+    """Hooks on a wrapper may never be called, and its state dict is not one that an optimizer loads."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer) or not {"state", "param_groups"} <= optimizer.state_dict().keys():
+        raise ModelError(
+            f"inner_optimizer must be the torch optimizer itself, got a {type(optimizer).__name__} around it: give "
+            "what is inside (accelerate: optimizer.optimizer, torchtitan: optimizers.optimizers[0])"
         )
 
 
