@@ -91,16 +91,21 @@ def _batches(seed: int) -> Iterator[Tensor]:
 @WAYS
 @pytest.mark.parametrize("settings", [{"num_fragments": 4}, {"num_fragments": 4, "fragment_delay": 1}], ids=str)
 def test_fragments_end_equal_on_all_replicas(replicas: Callable[..., list[Any]], settings: dict[str, Any]) -> None:
-    def job(manager: Any, replica: int) -> tuple[dict[str, Tensor], int]:
+    def job(manager: Any, replica: int) -> tuple[Any, ...]:
         model = tiny_model()
         optimizer = adamw(model)
         with make_diloco(manager, model, optimizer, sync_every=8, fragment_alpha=0.25, **settings) as diloco:
             train_steps(model, optimizer, 16, seed=replica)
-        return anchors(diloco), manager.current_step()
+        before = params_of(model)
+        diloco.take_global_weights()
+        return anchors(diloco), before, params_of(model), manager.current_step()
 
-    (first, rounds), (second, _) = replicas(2, job)
+    (first, own, taken, rounds), (second, its_own, its_taken, _) = replicas(2, job)
     assert rounds == 8  # each of four fragments twice
     assert_same(first, second)
+    assert not same(own, its_own)  # α, and steps since a fragment's last sync
+    assert_same(taken, its_taken)
+    assert [value.tolist() for value in taken.values()] == [value.tolist() for value in first.values()]
     started = [value for fragment in _fragments(tiny_model(), 4) for _, value in fragment.named_parameters()]
     assert all(not torch.equal(a, b) for a, b in zip(first.values(), started, strict=True))
 
@@ -212,7 +217,9 @@ def test_a_replica_that_did_not_commit_is_not_an_error() -> None:
 
 
 def test_a_peer_lost_before_the_comparison_costs_only_the_comparison(caplog: pytest.LogCaptureFixture) -> None:
-    with lighthouse(1, heartbeat_timeout_ms=1000) as address:
+    with lighthouse(
+        1, join_timeout_ms=20_000, heartbeat_timeout_ms=1000
+    ) as address:  # whoever heartbeats is waited for
 
         def job(replica: int) -> int:
             model = Ledger()
@@ -221,7 +228,8 @@ def test_a_peer_lost_before_the_comparison_costs_only_the_comparison(caplog: pyt
                 diloco = make_diloco(manager, model, optimizer, sync_every=1)
                 if replica == 1:
                     diloco._compare = lambda fragment: manager._pg.abort()  # type: ignore[method-assign]
-                manager.start_quorum()  # both, so that they begin together
+                while manager.num_participants() < 2:
+                    manager.start_quorum()
                 with diloco:
                     count(model, optimizer, replica, steps=1)
                     if replica == 0:

@@ -131,6 +131,25 @@ def test_the_bare_library_quantizes_nothing_without_triton() -> None:
     assert_same(with_managers(2, job(True))[0], with_stand_ins(2, job(False))[0])
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="about what happens without a GPU")
+def test_the_bare_library_never_commits_what_it_quantizes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with triton installed: the failure comes before its kernels, and is swallowed with the step."""
+    monkeypatch.setattr(torchft_manager, "IS_TRITON_AVAILABLE", True)
+    monkeypatch.setattr(torchft_manager, "allreduce_quantized", None, raising=False)
+
+    def job(manager: Any, replica: int) -> tuple[dict[str, Tensor], int]:
+        model = tiny_model()
+        optimizer = sgd(model)
+        outer = nesterov(model.parameters())
+        with DiLoCo(manager, [model], optimizer, outer, sync_every=2, should_quantize=True):
+            train_steps(model, optimizer, 4, seed=replica)
+        return params_of(model), manager.current_step()
+
+    (params, steps), _ = with_managers(2, job)
+    assert steps == 0
+    assert_same(params, params_of(tiny_model()))
+
+
 def test_quantization_that_would_not_happen_or_never_commit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     monkeypatch.setattr(torchft_manager, "IS_TRITON_AVAILABLE", False)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.utils._pytree import tree_map
 
 from ..core.fragments import FragmentManager
 from ..core.outer import Nesterov, OptimizerFactory, portable_step
@@ -45,7 +46,7 @@ from .torchft_checks import (
     check_schedule,
     check_version,
 )
-from .torchft_state import HealingState, copied, local_part
+from .torchft_state import HealingState, local_part
 
 try:
     from torchft.local_sgd import DiLoCo
@@ -98,9 +99,7 @@ def make_diloco(
     fragments = _fragments(model, num_fragments)
     use_bucketization, cap_mb = bucket_cap(use_bucketization, bucket_cap_mb, map(_size_bytes, fragments))
     make = outer_optimizer or _nesterov(outer_lr, outer_momentum)
-    outer_optimizers = []
-    for fragment in fragments:
-        outer_optimizers.append(check_outer_optimizer(make, list(fragment.parameters())))
+    outer_optimizers = [check_outer_optimizer(make, list(fragment.parameters())) for fragment in fragments]
     return CheckedDiLoCo(
         model,
         manager=manager,
@@ -167,13 +166,13 @@ class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
         self._manager.allreduce(told, reduce_op=ReduceOp.MAX).wait()
         if self._manager.errored():
             log.warning(
-                "step %d: a peer was lost before the replicas were compared; the next sync compares again", step
+                "step %d: a peer was lost before the replicas were compared; they are after the next sync", step
             )
             return
-        largest, complement, newest, oldest = told.tolist()
-        if newest + oldest != _CEILING:
+        checksum_max, checksum_rest, step_max, step_rest = told.tolist()
+        if step_max + step_rest != _CEILING:
             log.info("step %d: a replica is behind and will heal at its next sync; not compared", step)
-        elif largest + complement != _CEILING:
+        elif checksum_max + checksum_rest != _CEILING:
             raise AnchorsDiffer(
                 f"after outer step {step} the replicas' global copies of fragment {fragment} differ "
                 f"(checksum here: {checksum:x}). Nobody can say which is right: stop all replicas and start them from "
@@ -235,7 +234,7 @@ def _size_bytes(fragment: _Fragment) -> int:
 
 def _copying(save: Callable[[], Any]) -> Callable[[], Any]:
     """A state function that hands out copies: the peer reads them while training here goes on."""
-    return lambda: copied(save())
+    return lambda: tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, save())
 
 
 def _checksum(anchor: Mapping[str, Tensor]) -> int:

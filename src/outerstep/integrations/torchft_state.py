@@ -27,7 +27,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def copied(state: Any) -> Any:
+def _copied(state: Any) -> Any:
     """The same structure; every tensor in it a copy in host memory, of a sharded one this rank's part."""
     return tree_map(lambda leaf: local_part(leaf).to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, state)
 
@@ -48,7 +48,7 @@ class HealingState:
     def save(self) -> dict[str, Any]:
         for optimizer in (self._inner, *self._outer):
             _check_sharding(optimizer)
-        state: dict[str, Any] = copied(
+        state: dict[str, Any] = _copied(
             {
                 "model": self._model.state_dict(),
                 "inner_optimizer": self._inner.state_dict(),
