@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
     "cli": PLAIN
     | {"compat", "config", "core", "settings", "demo", "durable", "model_folder", "security", "server", "wire"},
+    "integrations": PLAIN | {"core"},  # optional, and imported by nobody
     "__main__": {"cli"},
     "": {"core", "errors", "model_folder", "server", "topology", "worker"},
 }

@@ -1,0 +1,251 @@
+"""`torchft.local_sgd.DiLoCo`, with what goes wrong in it without a word refused or made right.
+
+    manager = torchft.Manager(…, use_async_quorum=False)
+    with make_diloco(manager, model, inner_optimizer, sync_every=500):
+        for batch in data:
+            …
+            inner_optimizer.step()
+
+The engine is torchft's own, unchanged: its quorum, its all-reduce, its commit vote, its hooks on the inner optimizer.
+One step of it, for a fragment's global copy θ (torchft's `original_parameters`) and n replicas with local weights l_i:
+
+    Δ_i = θ − l_i                         the pseudo-gradient: the same sign as core/pseudogradient.py
+    g   = mean_i Δ_i                      Manager.allreduce
+    buf ← μ·buf + g;  θ ← θ − η·(g + μ·buf)
+    l   ← (1−α)·θ + α·l                   α = `fragment_alpha`, 0: take θ over
+
+What is added: fragments that hold every trainable parameter exactly once, an outer optimizer for each, a complete and
+copied state for a replica that heals (torchft_state.py), settings that would fail silently refused (torchft_checks.py),
+and after every sync a comparison of θ across the replicas. docs/integrations/torchft.md says what is left to you.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.utils._pytree import tree_map
+
+from ..core.fragments import FragmentManager
+from ..core.outer import Nesterov, OptimizerFactory, portable_step
+from ..core.views import bytes_of
+from ..digest import data_hash
+from ..errors import AnchorsDiffer
+from .torchft_checks import (
+    Buffers,
+    bucket_cap,
+    check_buffers,
+    check_group,
+    check_model,
+    check_outer_optimizer,
+    check_quantization,
+    check_schedule,
+    check_version,
+)
+from .torchft_state import HealingState, local_part
+
+try:
+    from torchft.local_sgd import DiLoCo
+except ImportError as missing:
+    raise ImportError("this needs torchft, which is optional: pip install 'outerstep[torchft]'") from missing
+
+log = logging.getLogger(__name__)
+
+STATE_KEY = "outerstep"
+_CEILING = 1 << 61  # a checksum and its complement to this are both positive int64
+
+
+def make_diloco(
+    manager: Any,
+    model: nn.Module,
+    inner_optimizer: torch.optim.Optimizer,
+    *,
+    sync_every: int,
+    num_fragments: int = 1,
+    fragment_delay: int = 0,
+    fragment_alpha: float = 0.0,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    outer_optimizer: OptimizerFactory | None = None,
+    buffers: Buffers = "refuse",
+    use_bucketization: bool = False,
+    bucket_cap_mb: int | None = None,
+    should_quantize: bool = False,
+    backup_device: torch.device | None = None,
+    pin_memory: bool = True,
+) -> CheckedDiLoCo:
+    """A `torchft.local_sgd.DiLoCo` over the whole model, ready for `with`.
+
+    manager: a `torchft.Manager` with use_async_quorum=False. What it was given as `state_dict` (the data position, say)
+        heals along; model and optimizers need not be in it.
+    sync_every: H, a multiple of `num_fragments`; every H / `num_fragments` steps one fragment is exchanged.
+    outer_optimizer: makes the optimizer of one fragment from its parameters; None: Nesterov momentum with `outer_lr`
+        and `outer_momentum`, with the same bits on every machine.
+    buffers: "local" if each replica may keep its own buffers (BatchNorm's statistics), which torchft never exchanges.
+    The rest goes to torchft as it is, once it is known to work.
+
+    Raises ConfigError or ModelError for what would train on and be wrong.
+    """
+    check_version()
+    check_schedule(sync_every, num_fragments, fragment_delay, fragment_alpha)
+    check_model(model, inner_optimizer)
+    check_group(manager, model)
+    check_buffers(model, buffers)
+    check_quantization(should_quantize, model)
+    fragments = _fragments(model, num_fragments)
+    use_bucketization, cap_mb = bucket_cap(use_bucketization, bucket_cap_mb, map(_size_bytes, fragments))
+    make = outer_optimizer or _nesterov(outer_lr, outer_momentum)
+    outer_optimizers = [check_outer_optimizer(make, list(fragment.parameters())) for fragment in fragments]
+    return CheckedDiLoCo(
+        model,
+        manager=manager,
+        model_fragments=fragments,
+        inner_optimizer=inner_optimizer,
+        outer_optimizer=outer_optimizers,
+        sync_every=sync_every,
+        backup_device=backup_device,
+        pin_memory=pin_memory,
+        use_bucketization=use_bucketization,
+        bucket_cap_mb=cap_mb,
+        should_quantize=should_quantize,
+        fragment_sync_delay=fragment_delay,
+        fragment_update_alpha=fragment_alpha,
+    )
+
+
+class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
+    """torchft's DiLoCo; a replica that heals gets everything, and after every sync θ is compared. See `make_diloco`."""
+
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
+        self._model = model
+        self._synced = 0
+        super().__init__(**settings)
+
+    def _register_state_dict_fn(self) -> None:
+        """In place of torchft's: that leaves out model and inner optimizer, and hands out live momentum."""
+        manager, outer = self._manager, [fragment._outer_optimizer for fragment in self._fragments]
+        for key, save in list(manager._user_state_dicts.items()):
+            manager._user_state_dicts[key] = _copying(save)
+        anchors = [fragment.original_parameters for fragment in self._fragments]
+        state = HealingState(self._model, self._local_optimizer, anchors, outer)
+        manager.register_state_dict_fn(STATE_KEY, state.load, state.save)
+
+    def _current_fragment(self) -> int:
+        """Asked when a fragment is prepared and again when it is synchronized; the last answer is the one compared."""
+        self._synced = super()._current_fragment()
+        return self._synced
+
+    @property
+    def just_synced(self) -> bool:
+        """Whether the inner optimizer's last step ended with a sync, committed or not."""
+        return bool(self._local_step == 0)
+
+    def take_global_weights(self) -> None:
+        """l ← θ in all fragments: the same weights on every replica, to evaluate or to save. Steps since a fragment's
+        last sync are gone; after the last sync of a run, do it before saving (with one fragment and α = 0, l = θ)."""
+        self._restore_parameters()
+
+    def _step_post_hook(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        super()._step_post_hook(optimizer, args, kwargs)
+        if self.just_synced:  # torchft sets its count of steps back then
+            self._compare(self._synced)
+
+    def _compare(self, fragment: int) -> None:
+        """Every replica of the quorum, also one that did not commit: otherwise its peers would wait for it.
+
+        max over replicas of (c, C−c, s, C−s), c: checksum of θ, s: outer steps. All equal ⇔ max(c) + max(C−c) = C.
+        A spare replica sends zeros, which no maximum sees.
+        """
+        anchor, step = self._fragments[fragment].original_parameters, self._manager.current_step()
+        checksum = _checksum(anchor)
+        told = torch.tensor([checksum, _CEILING - checksum, step, _CEILING - step], device=_device_of(self._model))
+        self._manager.allreduce(told, reduce_op=ReduceOp.MAX).wait()
+        if self._manager.errored():
+            log.warning(
+                "step %d: a peer was lost before the replicas were compared; they are after the next sync", step
+            )
+            return
+        checksum_max, checksum_rest, step_max, step_rest = told.tolist()
+        if step_max + step_rest != _CEILING:
+            log.info("step %d: a replica is behind and will heal at its next sync; not compared", step)
+        elif checksum_max + checksum_rest != _CEILING:
+            raise AnchorsDiffer(
+                f"after outer step {step} the replicas' global copies of fragment {fragment} differ "
+                f"(checksum here: {checksum:x}). Nobody can say which is right: stop all replicas and start them from "
+                "one checkpoint. Usual causes: unequal weights at the start with init_sync=False, unequal outer "
+                "settings, or an outer_optimizer whose rounding depends on the machine"
+            )
+
+
+class _Fragment(nn.Module):
+    """What torchft asks a fragment for: its parameters by name. They stay where they are in the model."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._by_name = dict(params)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._by_name.items()
+
+
+class PortableNesterov(torch.optim.Optimizer):
+    """buf ← μ·buf + g;  θ ← θ − η·(g + μ·buf): torch's SGD(nesterov=True), rounded alike on every machine.
+
+    torch's own may fuse a product with a sum, or not, by the width of a processor's vectors: then replicas on unlike
+    machines drift apart by roundings, and the comparison after the sync would stop them.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """`grad` of each parameter is overwritten."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(param)
+                portable_step(param, state["momentum_buffer"], param.grad, group["lr"], group["momentum"])
+
+
+def _nesterov(lr: float, momentum: float) -> OptimizerFactory:
+    Nesterov(lr, momentum)  # refuses what is out of range
+    return lambda params: PortableNesterov(params, lr, momentum)
+
+
+def _fragments(model: nn.Module, count: int) -> list[_Fragment]:
+    """Every trainable parameter in exactly one, tied ones once; balanced by bytes."""
+    params = dict(model.named_parameters())
+    return [_Fragment({name: params[name] for name in names}) for names in FragmentManager(model, count).fragments]
+
+
+def _size_bytes(fragment: _Fragment) -> int:
+    return sum(local_part(p).nbytes for p in fragment.parameters())
+
+
+def _copying(save: Callable[[], Any]) -> Callable[[], Any]:
+    """A state function that hands out copies: the peer reads them while training here goes on."""
+    return lambda: tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, save())
+
+
+def _checksum(anchor: Mapping[str, Tensor]) -> int:
+    """60 bits over names, shapes and values."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # torchft copies into pinned memory without waiting
+    pieces: list[bytes | memoryview] = []
+    for name, tensor in anchor.items():
+        pieces += [f"{name} {tuple(tensor.shape)} ".encode(), bytes_of(tensor)]
+    return int(data_hash(pieces)[:15], 16)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(p.device for p in model.parameters() if p.requires_grad)
