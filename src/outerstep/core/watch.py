@@ -18,9 +18,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from ..types import Watched
+from ..types import Agreement, Watched
 
 
 def watched(
@@ -36,6 +37,8 @@ def watched(
     `own_norm`: of this worker's own contribution (None = it had none, or whoever asks is no worker). `is_mean`: False
     if another rule than the mean made the aggregate; then the identities do not hold, and its norm alone does not tell
     how similar the contributions were."""
+    if not all(map(math.isfinite, (*norms, aggregated_norm))):
+        return Watched()
     if not is_mean:
         return Watched(pseudo_grad_norm=own_norm, aggregated_grad_norm=aggregated_norm)
     return Watched(
@@ -44,6 +47,14 @@ def watched(
         aggregated_grad_norm=aggregated_norm,
         weight_divergence=_variance(norms, weights, aggregated_norm),
     )
+
+
+def as_seen_by(worker_id: str, agreement: Agreement) -> Watched | None:
+    """What a server says of a round, with the norm of this worker's own (last) contribution in it, if it has one."""
+    if agreement.watched is None:
+        return None
+    own = [p.norm for p in agreement.participants if p.worker_id == worker_id]
+    return replace(agreement.watched, pseudo_grad_norm=own[-1]) if own else agreement.watched
 
 
 def _similarity(norms: Sequence[float], weights: Sequence[float], mean_norm: float) -> float | None:
@@ -95,4 +106,4 @@ def sum_of_squares(values: Tensor) -> float:
     return squares if math.isfinite(squares) else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
-__all__ = ["sum_of_squares", "watched", "whole_model"]
+__all__ = ["as_seen_by", "sum_of_squares", "watched", "whole_model"]
