@@ -100,10 +100,15 @@ def _together(norms: Iterable[float | None]) -> float | None:
     return math.sqrt(sum(norm * norm for norm in known)) if known else None
 
 
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """‖Δ‖ of fp32 tensors that are one Δ together."""
+    return math.sqrt(sum(sum_of_squares(tensor.reshape(-1)) for tensor in tensors))
+
+
 def sum_of_squares(values: Tensor) -> float:
-    """Σ x² of flat fp32 values in host memory. Squares of honest numbers can overflow fp32: then once more, in fp64."""
+    """Σ x² of flat fp32 values. Squares of honest numbers can overflow fp32: then once more, in fp64."""
     squares = float(torch.dot(values, values))
     return squares if math.isfinite(squares) else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
-__all__ = ["as_seen_by", "sum_of_squares", "watched", "whole_model"]
+__all__ = ["as_seen_by", "norm_of", "sum_of_squares", "watched", "whole_model"]

@@ -473,7 +473,7 @@ class Synchronizer:
 
     def _note(self, agreed: Agreed) -> None:
         self.metrics.note(agreed)
-        self.watching.adopted(agreed, self.work.steps)
+        self.watching.adopted(agreed.fragment, agreed.watched, self.work.steps)
         if agreed.plan.revision != self.plan.revision:
             log.info("the plan changed: sync_every=%d, delay=%d", agreed.plan.sync_every, agreed.plan.delay)
             self.plan = agreed.plan

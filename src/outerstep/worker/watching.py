@@ -18,7 +18,6 @@ from msgspec.structs import asdict, replace
 from torch import Tensor
 
 from ..core.watch import whole_model
-from ..topology import Agreed
 from ..types import Watched
 
 LOSS_MEMORY = 0.9  # of the running mean: the last ten losses or so
@@ -51,15 +50,14 @@ class Watching:
         before = self.inner_loss
         self.inner_loss = loss if before is None else LOSS_MEMORY * before + (1.0 - LOSS_MEMORY) * loss
 
-    def adopted(self, agreed: Agreed, steps: int) -> None:
+    def adopted(self, fragment: int, watched: Watched | None, steps: int) -> None:
         """An agreement is taken over, after so many steps."""
-        self._adopted = steps, self.inner_loss
-        watched, last = agreed.watched, self._rounds.get(agreed.fragment)
+        self._adopted, last = (steps, self.inner_loss), self._rounds.get(fragment)
         if watched is None:
             return
         if watched.pseudo_grad_norm is None and last is not None:  # a round without us
             watched = replace(watched, pseudo_grad_norm=last.pseudo_grad_norm)
-        self._rounds[agreed.fragment] = watched
+        self._rounds[fragment] = watched
 
     @property
     def metrics(self) -> dict[str, float | None]:

@@ -8,23 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from outerstep.topology import Agreed
-from outerstep.topology.news import Whole
-from outerstep.types import Plan, Watched
+from outerstep.types import Watched
 from outerstep.worker.watching import LOSS_MEMORY, Watching, gradient_norm
 from support import tiny_model
 from thread_ranks import in_ranks
-
-PLAN = Plan(
-    sync_every=4, codec="fp32", fragments=((),), part_size_bytes=64, max_staleness=0, heartbeat_timeout_s=0.0
-)  # fmt: skip
-
-
-def agreed(watched: Watched | None = None, fragment: int = 0) -> Agreed:
-    return Agreed(
-        fragment=fragment, version=1, counted=True, too_old=False, news=Whole({}, ""), anchor_hash="", participants=(),
-        bytes_sent=0, bytes_received=0, retries=0, rejoins=0, plan=PLAN, watched=watched,
-    )  # fmt: skip
 
 
 def around_the_sync(watching: Watching) -> tuple[float | None, float | None]:
@@ -36,7 +23,7 @@ def test_who_reports_before_the_step_has_the_agreed_weights_in_the_next_report(b
     watching = Watching(began_at)
     for step in range(4):
         watching.reported(10.0 - step, began_at + step)
-    watching.adopted(agreed(), began_at + 4)
+    watching.adopted(0, None, began_at + 4)
     assert around_the_sync(watching) == (None, None)
     before = watching.inner_loss
     watching.reported(3.0, began_at + 4)
@@ -49,7 +36,7 @@ def test_who_reports_after_the_step_reports_one_loss_of_the_old_weights_first(be
     watching = Watching(began_at)
     for step in range(1, 4):
         watching.reported(10.0 - step, began_at + step)
-    watching.adopted(agreed(), began_at + 4)
+    watching.adopted(0, None, began_at + 4)
     before = watching.inner_loss
     watching.reported(6.0, began_at + 4)  # computed before the step that exchanged
     assert around_the_sync(watching) == (None, None)
@@ -60,7 +47,7 @@ def test_who_reports_after_the_step_reports_one_loss_of_the_old_weights_first(be
 def test_who_reports_seldom_is_not_a_report_late() -> None:
     watching = Watching()
     watching.reported(9.0, 10)
-    watching.adopted(agreed(), 12)
+    watching.adopted(0, None, 12)
     watching.reported(8.0, 20)
     assert around_the_sync(watching) == (9.0, 8.0)
 
@@ -86,9 +73,9 @@ def test_a_loss_that_is_not_finite_is_not_hidden_by_those_before_it() -> None:
 
 def test_a_round_without_us_tells_of_the_others_and_keeps_our_last_norm() -> None:
     watching = Watching()
-    watching.adopted(agreed(Watched(pseudo_grad_norm=2.0, aggregated_grad_norm=1.0, weight_divergence=3.0)), 4)
-    watching.adopted(agreed(Watched(aggregated_grad_norm=5.0, weight_divergence=0.0)), 8)
-    watching.adopted(agreed(None), 12)  # nothing is known of this one
+    watching.adopted(0, Watched(pseudo_grad_norm=2.0, aggregated_grad_norm=1.0, weight_divergence=3.0), 4)
+    watching.adopted(0, Watched(aggregated_grad_norm=5.0, weight_divergence=0.0), 8)
+    watching.adopted(0, None, 12)  # nothing is known of this one
     metrics = watching.metrics
     assert (metrics["pseudo_grad_norm"], metrics["aggregated_grad_norm"]) == (2.0, 5.0)
 
@@ -96,7 +83,7 @@ def test_a_round_without_us_tells_of_the_others_and_keeps_our_last_norm() -> Non
 def test_fragments_are_shown_as_one_model() -> None:
     watching = Watching()
     for fragment, norm in enumerate([3.0, 4.0]):
-        watching.adopted(agreed(Watched(pseudo_grad_norm=norm, weight_divergence=norm), fragment), 4)
+        watching.adopted(fragment, Watched(pseudo_grad_norm=norm, weight_divergence=norm), 4)
     assert watching.metrics["pseudo_grad_norm"] == 5.0
     assert watching.metrics["weight_divergence"] == 7.0
 
