@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import runpy
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +164,48 @@ def test_a_liar_among_five_is_refused_by_all_and_named_in_the_log(caplog: pytest
     assert "pseudo-gradient 5 of 5 is refused" in caplog.text
     gossip(honest[:4], [RobustAggregator("mean") for _ in honest[:4]])
     assert len({trainer.anchor_hash for trainer in (*attacked, *honest[:4])}) == 1
+
+
+SAME_BITS = """
+import asyncio, sys
+import torch
+from torch import nn
+from outerstep import DiLoCoTrainer, RobustAggregator
+
+torch.set_num_threads(int(sys.argv[1]))
+source = torch.Generator().manual_seed(0)
+
+def draw():  # whole numbers: torch draws others with other vectors
+    return {name: torch.randint(-9999, 9999, shape, generator=source) / 8192 for name, shape in SHAPES.items()}
+
+SHAPES = {"weight": (61, 57), "bias": (77,)}
+
+class Gossip:
+    async def gossip_round(self, local):
+        return [draw() for _ in range(7)]
+
+for rule in ("trimmed_mean", "centered_clipping"):
+    model = nn.ParameterDict({name: nn.Parameter(value) for name, value in draw().items()})
+    trainer = DiLoCoTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    aggregator = RobustAggregator(rule)
+    for _ in range(3):
+        assert asyncio.run(trainer.sync_with_peers(aggregator, Gossip()))
+    print(rule, trainer.anchor_hash)
+"""
+
+
+@pytest.mark.slow
+def test_the_bits_do_not_depend_on_a_machines_vectors_or_threads() -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAME_BITS, threads],
+            env={**os.environ, "ATEN_CPU_CAPABILITY": capability}, stdout=subprocess.PIPE, text=True,
+        )
+        for capability, threads in (("default", "1"), ("avx2", "2"))
+    ]  # fmt: skip
+    first, second = (process.communicate()[0] for process in started)
+    assert first.count("\n") == 2
+    assert first == second
 
 
 # --- the same as others ---------------------------------------------------------------------------------------------
@@ -527,3 +574,17 @@ def test_what_is_watched_is_of_the_contributions_that_were_accepted() -> None:
         assert metrics["loss_after_sync"] is None
         after = trainer.train_step(batches(9, 1)[0])
         assert trainer.sync_metrics["loss_after_sync"] == after
+
+
+def test_the_example_ends_with_one_anchor_and_refuses_the_broken_peer(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[3] / "examples" / "peers_in_one_process.py"
+    logger = logging.getLogger("outerstep")
+    level = logger.level
+    try:
+        runpy.run_path(str(example), run_name="__main__")
+    finally:
+        logger.setLevel(level)
+    *rounds, anchors = capsys.readouterr().out.splitlines()
+    assert len(rounds) == 6
+    assert all("refused 1 of 4" in line for line in rounds)
+    assert len(anchors.split()) == 2
