@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from .model_folder import load_model, save_model
     from .server import DiLoCoServer, HealthMonitor
     from .topology.client import DiLoCoClient
-    from .worker import DiLoCoWorker, attach
+    from .worker import DiLoCoTrainer, DiLoCoWorker, attach
 
 _WHERE = {
     "DiLoCoClient": ".topology.client",
     "DiLoCoServer": ".server",
+    "DiLoCoTrainer": ".worker",
     "DiLoCoWorker": ".worker",
     "FragmentManager": ".core.fragments",
     "HealthMonitor": ".server",
@@ -37,6 +38,7 @@ _WHERE = {
 __all__ = [
     "DiLoCoClient",
     "DiLoCoServer",
+    "DiLoCoTrainer",
     "DiLoCoWorker",
     "FragmentManager",
     "HealthMonitor",

@@ -93,6 +93,7 @@ def test_every_codec_gives_the_same_bits_on_all_ranks_whatever_their_vectors_and
         for other in told[1:]:
             assert other[codec]["hashes"] == first["hashes"], codec
             assert other[codec]["anchor_repairs"] == 0
+        assert_watched([rank[codec] for rank in told])
     for codec, most in (("int8", 0.3), ("int4", 0.2)):
         for one in (rank[codec] for rank in told):
             ring = RING_BYTES_PER_ROUND[3] * one["sync_count"]
@@ -102,6 +103,18 @@ def test_every_codec_gives_the_same_bits_on_all_ranks_whatever_their_vectors_and
     ring = RING_BYTES_PER_ROUND[3] * 3
     assert sum(one["bytes_sent"] for one in fp32) == pytest.approx(3 * ring, rel=0.01)
     assert all(one["bytes_sent"] <= one["on_sockets"] <= 1.1 * ring for one in fp32)
+
+
+def assert_watched(ranks: list[dict[str, Any]]) -> None:
+    """All ranks know the same of the last round, and it fits what each knows of its own contribution."""
+    for name in ("peer_grad_similarity", "aggregated_grad_norm", "weight_divergence"):
+        assert len({rank[name] for rank in ranks}) == 1, name
+    squares = sum(rank["pseudo_grad_norm"] ** 2 for rank in ranks) / len(ranks)
+    mean, apart = ranks[0]["aggregated_grad_norm"] ** 2, ranks[0]["weight_divergence"]
+    assert 0.0 < mean < squares
+    assert mean + apart == pytest.approx(squares, rel=1e-6)
+    assert -1.0 < ranks[0]["peer_grad_similarity"] < 1.0
+    assert all(rank["inner_grad_norm"] > 0.0 for rank in ranks)
 
 
 def by_a_server(**settings: Any) -> dict[str, torch.Tensor]:

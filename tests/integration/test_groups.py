@@ -155,6 +155,11 @@ def test_a_ddp_pair_an_fsdp2_pair_and_a_plain_worker_agree_bit_for_bit(
         assert_agrees(fsdp[rank], versions, 2, rank)
         assert_final(ddp[rank], newest, 1, 0)
         assert_final(fsdp[rank], newest, 2, rank)
+    for name in ("peer_grad_similarity", "aggregated_grad_norm", "weight_divergence"):
+        assert {result[name] for result in (*ddp, *fsdp, alone)} == {alone[name]} != {None}
+    for name in ("pseudo_grad_norm", "inner_grad_norm"):  # of the group, on each of its ranks
+        assert ddp[0][name] == ddp[1][name] > 0.0
+        assert fsdp[0][name] == fsdp[1][name] > 0.0
 
 
 def test_an_fsdp2_pair_alone_ends_with_the_servers_model_and_moved_only_its_rows(

@@ -270,7 +270,7 @@ class Coordinator:
         plain = bounded(raw, fragment.usual, self.rules)
         weight = plain * discount(staleness, self.rules)
         participant = Participant(
-            worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness
+            worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness, norm=norm
         )
         keep = must_wait(self, fragment, size)
         round_.count(participant, self.rules, now, reported=raw, tokens=offer.tokens, size=size, kept=keep)
@@ -308,13 +308,15 @@ class Coordinator:
         fragment = self.fragments[agreement.fragment]
         assert agreement.version == fragment.published.version + 1, "agreements are published in order"
         fragment.published = agreement
+        taken, watched = agreement.participants, agreement.watched
         self.event(
             "round",
             fragment=agreement.fragment,
             version=agreement.version,
-            workers=[p.worker_id for p in agreement.participants],
-            sequences=[p.sequence for p in agreement.participants],
-            staleness=[p.staleness for p in agreement.participants],
+            workers=[p.worker_id for p in taken],
+            sequences=[p.sequence for p in taken],
+            staleness=[p.staleness for p in taken],
+            **({} if watched is None else {"norms": [float(f"{p.norm or 0.0:.6g}") for p in taken], **watched.known}),
         )
         self._evaluate(fragment, now)
 

@@ -245,7 +245,11 @@ class Downlink:
         """From now on this is the newest. (With the motion's context closed.)"""
         anchor_hash, part_hashes = made.result()
         agreement = Agreement(
-            fragment=self.index, version=made.version, anchor_hash=anchor_hash, participants=participants
+            fragment=self.index,
+            version=made.version,
+            anchor_hash=anchor_hash,
+            participants=participants,
+            watched=made.watched(participants),
         )
         published = Published(agreement, made.frame, self.part_size_bytes)
         with self._lock:

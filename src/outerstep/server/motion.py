@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,9 @@ import xxhash
 from torch import Tensor
 
 from ..core.codecs import Dither
+from ..core.watch import sum_of_squares, watched
 from ..digest import data_hash
+from ..types import Participant, Watched
 from ..wire.frames import Layout
 from .blocks import BLOCK_VALUES, Block
 from .published import Frame, PartHasher
@@ -29,6 +32,8 @@ class Motion:
         self.version, self.frame, self.update = version, frame, update
         self.in_place = frame is before
         self.mean: Tensor | None = None  # what T moved along, if it is to be kept until this is published
+        self.pushes: Sequence[float] | None = None  # how much each counted, if it moved along one after the other
+        self._squares = 0.0  # Σ g² of what T moved along at once
         self._down = down
         self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
         self._anchor = xxhash.xxh3_128()
@@ -42,6 +47,23 @@ class Motion:
         self._begins = {entry.name: entry.begin for entry in down.update.entries}
         self._hasher = PartHasher(update.view, down.part_size_bytes)
         self._scratch = torch.empty(BLOCK_VALUES)
+
+    def along(self, g: Tensor) -> None:
+        """T moves along this block of the mean, which is still in the cache: what is watched of it costs next to
+        nothing here."""
+        self._squares += sum_of_squares(g)
+
+    def watched(self, participants: Sequence[Participant]) -> Watched | None:
+        """How the round went, as far as it is the same for all workers. Of several pushes that each moved T by itself
+        there is no aggregate, so nothing is known; of one it is that push."""
+        counted = [p for p in participants if p.weight > 0.0]
+        norms = [p.norm for p in counted if p.norm is not None]
+        if self.pushes is None:
+            is_known = len(norms) == len(counted)
+            return watched(None, norms, [p.weight for p in counted], math.sqrt(self._squares), is_mean=is_known)
+        if len(norms) == len(self.pushes) == 1:
+            return watched(None, norms, self.pushes, self.pushes[0] * norms[0], is_mean=False)
+        return None
 
     def follow(self, block: Block) -> None:
         """T is where it should be in this block: bring θ there, as far as the codec can. (Under no_grad.)"""

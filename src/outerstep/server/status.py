@@ -132,6 +132,7 @@ def build_status(service: ParameterService) -> dict[str, object]:
                 "version": fragment.published.version,
                 "anchor_hash": fragment.published.anchor_hash,
                 "last_participants": [p.worker_id for p in fragment.published.participants],
+                "watched": fragment.published.watched.known if fragment.published.watched is not None else {},
                 "contributed": sorted(fragment.round.contributors),
                 "expected": sorted(fragment.round.expected),
                 "waiting_for": coordinator.waiting_for(fragment, now) + _silence(service, fragment.round.expected, now),

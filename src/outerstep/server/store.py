@@ -265,6 +265,7 @@ class FragmentStore:
             g = mean[block.place : block.end] if mean is not None else scratch[: block.count]
             self._gather(block, g, gather.readers, motion.version, onto=gather.onto)
             divide(g, gather.weight)
+            motion.along(g)
             role = self._roles[block.name]
             if role == "parameter":
                 step.block(
@@ -284,6 +285,7 @@ class FragmentStore:
             g = mean[block.place : block.end]
             self._gather(block, g, gather.readers, motion.version, onto=gather.onto)
             divide(g, gather.weight)
+            motion.along(g)
         params, grads = self._by_name(motion.target), self._by_name(mean.clone() if keep_mean else mean)
         trained = [name for name, role in self._roles.items() if role == "parameter"]
         optimizer.step({name: params[name] for name in trained}, {name: grads[name] for name in trained})
@@ -294,6 +296,7 @@ class FragmentStore:
     def _close_pushed(self, motion: Motion, rule: DelayedNesterov, pushes: Sequence[Addend]) -> None:
         """T ← T moved by each contribution as the rule says, one by one; θ follows the last."""
         targets = self._by_name(motion.target)
+        motion.pushes = [push.weight for push in pushes]
         for number, reader in enumerate(self._readers(pushes), 1):
             push = rule.begin(self.index)
             for block in self._blocks:

@@ -30,10 +30,11 @@ from ..core.codecs import Dither
 from ..core.codecs.recipe import Recipe
 from ..core.feedback import ErrorFeedback
 from ..core.views import fp32_views
+from ..core.watch import watched
 from ..errors import AnchorsDiffer, WorkerError
 from ..types import Manifest, Participant, Plan, WeightBy, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
-from .encode import OnDevice, Sender, as_deltas, write_frame, write_on_device
+from .encode import OnDevice, Sender, Squares, as_deltas, write_frame, write_on_device
 from .forms import forms_of
 from .links import make_links
 from .news import Whole, anchor_hash
@@ -209,12 +210,13 @@ class AllReduceTopology:
         ticket = AllReduceTicket(
             contribution, self._begun, stuck_after_s, lambda sequence: sequence == self._landed + 1, self._look_after
         )
+        squares = Squares()
         with self._others_told():
-            payload = self._encode(contribution, ticket.sequence)
-        self._work.put(lambda: self._exchange(ticket, contribution, payload))
+            payload = self._encode(contribution, ticket.sequence, squares)
+        self._work.put(lambda: self._exchange(ticket, contribution, payload, squares))
         return ticket
 
-    def _encode(self, contribution: Contribution, sequence: int) -> Payload | OnDevice:
+    def _encode(self, contribution: Contribution, sequence: int, squares: Squares) -> Payload | OnDevice:
         """This rank's frame, on the links' device, or on its way there."""
         fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
         form, device = self._reducers[fragment].form, self._links.device
@@ -227,6 +229,7 @@ class AllReduceTopology:
             feedback=self._feedback,
             dither=lambda name: Dither.of(self._run_id, fragment, sequence, f"{self._worker_id}/{name}"),
             excerpts={},
+            squares=squares,
         )
         if device.type == "cpu":
             payload = Payload(
@@ -236,7 +239,9 @@ class AllReduceTopology:
             return payload
         return write_on_device(form.up, sender, device)
 
-    def _exchange(self, ticket: AllReduceTicket, contribution: Contribution, payload: Payload | OnDevice) -> None:
+    def _exchange(
+        self, ticket: AllReduceTicket, contribution: Contribution, payload: Payload | OnDevice, squares: Squares
+    ) -> None:
         """In the carrying thread."""
         try:
             ticket.waiting_for = "the other ranks"
@@ -245,7 +250,10 @@ class AllReduceTopology:
             version, fragment = contribution.base_version + 1, contribution.fragment
             payload.wait()
             ticket.mean = self._reducers[fragment].reduce(
-                payload.data, ticket.weights, lambda name: Dither.of(self._run_id, fragment, version, name)
+                payload.data,
+                ticket.weights,
+                lambda name: Dither.of(self._run_id, fragment, version, name),
+                squares.total(),
             )
         except BaseException as error:  # noqa: BLE001 - it surfaces in finish(), in the training thread
             self._peers.fail(error)
@@ -289,8 +297,8 @@ class AllReduceTopology:
         version = ticket.base_version + 1
         self._versions = tuple(version if f == ticket.fragment else v for f, v in enumerate(self._versions))
         participants = tuple(
-            Participant(worker_id=rank.worker_id, sequence=ticket.sequence, weight=weight)
-            for rank, weight in zip(self._ranks, ticket.weights, strict=True)
+            Participant(worker_id=rank.worker_id, sequence=ticket.sequence, weight=weight, norm=norm)
+            for rank, weight, norm in zip(self._ranks, ticket.weights, mean.norms, strict=True)
         )
         return Agreed(
             fragment=ticket.fragment,
@@ -306,6 +314,7 @@ class AllReduceTopology:
             rejoins=0,
             plan=self._ranks[self._peers.rank].plan,
             counted_in=version,
+            watched=watched(mean.norms[self._peers.rank], mean.norms, ticket.weights, mean.norm),
         )
 
     def _look_after(self, ticket: AllReduceTicket) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.codecs import Codec, Dither
 from ..core.codecs.recipe import Rule
 from ..core.feedback import ErrorFeedback
+from ..core.watch import sum_of_squares
 from ..wire.frames import Entry, Layout
 from . import Deltas
 from .device import Direct, Ferry
@@ -57,9 +58,27 @@ class Excerpt:
 ALL = Excerpt()
 
 
+class Squares:
+    """Σ x² of values that pass by in blocks. On a GPU it is added up there: nobody waits for it before it is asked."""
+
+    def __init__(self) -> None:
+        self._here = 0.0
+        self._there: list[Tensor] = []
+
+    def add(self, values: Tensor) -> None:
+        if values.device.type == "cpu":
+            self._here += sum_of_squares(values)
+        else:
+            self._there.append(torch.dot(values, values))
+
+    def total(self) -> float:
+        """When whatever made the values is known to be over."""
+        return self._here + sum(float(one) for one in self._there)
+
+
 @dataclass(frozen=True)
 class Sender:
-    """Encodes one contribution."""
+    """Encodes one contribution. `squares`: where its size is added up, if somebody wants to know."""
 
     fragment: int
     deltas: Deltas
@@ -67,6 +86,7 @@ class Sender:
     feedback: ErrorFeedback
     dither: Callable[[str], Dither]
     excerpts: Mapping[str, Excerpt]
+    squares: Squares | None = None
 
     def codec(self, name: str) -> Codec:
         return self.rules[name].codec
@@ -78,6 +98,8 @@ class Sender:
         delta = self.deltas.block(name, excerpt.held + start, excerpt.held + stop)
         dither = self.dither(name).after(excerpt.whole + start) if rule.stochastic else None
         if not rule.feedback:
+            if self.squares is not None:
+                self.squares.add(delta)
             rule.codec.encode(delta, out, dither)
             return
         self.feedback.encode(
@@ -91,6 +113,10 @@ class Sender:
             home=self.deltas.home(name),
             dither=dither,
         )
+        if self.squares is not None:  # of what is sent: it may be a small part of Δ, and much of earlier ones
+            sent = torch.empty(stop - start, device=out.device)
+            rule.codec.decode(out, sent)
+            self.squares.add(sent)
 
 
 def write_frame(payload: Payload, layout: Layout, sender: Sender) -> None:

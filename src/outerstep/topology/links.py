@@ -5,7 +5,7 @@ Point-to-point operations, so that a connection that breaks names the rank at it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -46,14 +46,14 @@ class Links:
         if view is not None:
             self.memory.give_back(view)
 
-    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
-        """To each rank of `out` its bytes, from each rank of `into` its own."""
-        ops = [dist.P2POp(dist.isend, data, rank, self._group) for rank, data in out.items() if data.numel()]
-        ops += [dist.P2POp(dist.irecv, data, rank, self._group) for rank, data in into.items() if data.numel()]
+    def swap(self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]) -> None:
+        """To each rank of `out` its bytes, from each rank of `into` its own; what goes to one rank comes in order."""
+        ops = [dist.P2POp(dist.isend, data, rank, self._group) for rank, data in out if data.numel()]
+        ops += [dist.P2POp(dist.irecv, data, rank, self._group) for rank, data in into if data.numel()]
         if not ops:
             return
-        self.bytes_sent += sum(data.nbytes for data in out.values())
-        self.bytes_received += sum(data.nbytes for data in into.values())
+        self.bytes_sent += sum(data.nbytes for _, data in out)
+        self.bytes_received += sum(data.nbytes for _, data in into)
         ranks = [op.peer for op in ops]
         try:
             works = dist.batch_isend_irecv(ops)

@@ -4,6 +4,7 @@
     2. rank j decodes slice j of everybody's, and sums in fp32 in the order of the ranks
                 g = Σ w_r·Δ_r / Σ w_r
     3. it encodes that mean, once, and sends the bytes to all others          (n−1)/n of the mean
+       with the sums of squares that tell how the round went (core/watch.py)
 
 What is applied is what was encoded, so the bits are equal on all ranks whatever a processor's vectors do to a sum. A
 collective of torch would add bf16 in bf16 and could not add int4 at all; for fp32 it would move as many bytes as this
@@ -23,6 +24,7 @@ from ..core.aggregate import divide
 from ..core.codecs import FP32, Dither
 from ..core.codecs.recipe import Rule
 from ..core.feedback import compensate, decay_of, send
+from ..core.watch import sum_of_squares
 from ..errors import WorkerError
 from .forms import Form
 from .links import Links
@@ -33,11 +35,14 @@ from .slices import Piece, Slice, slices_of
 
 @dataclass
 class Mean:
-    """What was agreed on: the mean's frame, on the links' device. `bytes_*`: what it took."""
+    """What was agreed on: the mean's frame, on the links' device. `bytes_*`: what it took. `norm` is the mean's,
+    `norms` are those of the ranks' contributions."""
 
     frame: Tensor
     bytes_sent: int
     bytes_received: int
+    norm: float
+    norms: tuple[float, ...]
 
 
 class Reducer:
@@ -52,21 +57,37 @@ class Reducer:
         self._down_begins = {entry.name: entry.begin for entry in form.update.entries}
         self.left_out: dict[str, Tensor] = {}  # by tensor, this rank's piece of it
 
-    def reduce(self, frame: Tensor, weights: Sequence[float], dither: Callable[[str], Dither]) -> Mean:
-        """`frame`: this rank's contribution, on the links' device. `weights`: of all, in the order of the ranks."""
+    def reduce(
+        self, frame: Tensor, weights: Sequence[float], dither: Callable[[str], Dither], squares: float = 0.0
+    ) -> Mean:
+        """`frame`: this rank's contribution, on the links' device; `squares`: Σ Δ² of it. `weights`: of all, in the
+        order of the ranks."""
         links, rank = self._links, self._peers.rank
         sent, received = links.bytes_sent, links.bytes_received
         own, others = self._slices[rank], [r for r in range(self._peers.size) if r != rank]
         room, rooms = self._rooms(own, others)
-        links.swap({r: frame[slice(*self._slices[r].up)] for r in others}, rooms)
+        links.swap([(r, frame[slice(*self._slices[r].up)]) for r in others], list(rooms.items()))
         mean = links.take(self.form.update.size_bytes)
         contributions = [frame[slice(*own.up)] if r == rank else rooms[r] for r in range(self._peers.size)]
-        self._sum(own, contributions, weights, mean, dither)
-        links.swap({r: mean[slice(*own.down)] for r in others}, {r: mean[slice(*self._slices[r].down)] for r in others})
+        sums = torch.zeros(self._peers.size, 2, dtype=torch.float64, device=links.device)  # per rank: Σ g², Σ Δ²
+        sums[rank, 0] = self._sum(own, contributions, weights, mean, dither)
+        sums[rank, 1] = squares
+        notes = sums.view(torch.uint8)
+        links.swap(
+            [(r, data) for r in others for data in (mean[slice(*own.down)], notes[rank])],
+            [(r, data) for r in others for data in (mean[slice(*self._slices[r].down)], notes[r])],
+        )
         if links.device.type == "cuda":
             torch.cuda.current_stream(links.device).synchronize()
         links.give_back(room)
-        return Mean(mean, links.bytes_sent - sent, links.bytes_received - received)
+        of_mean, of_each = sums.cpu().unbind(1)
+        return Mean(
+            mean,
+            links.bytes_sent - sent,
+            links.bytes_received - received,
+            norm=math.sqrt(of_mean.sum()),
+            norms=tuple(of_each.sqrt().tolist()),
+        )
 
     def _rooms(self, own: Slice, others: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """For this rank's slice of everybody else's contribution: some memory, and by rank its part of that. Each is
@@ -85,9 +106,10 @@ class Reducer:
         weights: Sequence[float],
         mean: Tensor,
         dither: Callable[[str], Dither],
-    ) -> None:
+    ) -> Tensor:
+        """This rank's slice of the mean; returns Σ g² of it."""
         total = sum(weights)
-        finite = torch.ones((), dtype=torch.bool, device=mean.device)  # there, so that a GPU is asked once
+        squares = torch.zeros((), dtype=torch.float64, device=mean.device)  # there, so that a GPU is asked once
         for piece in own.pieces:
             for start, stop in _blocks(piece, mean.device):
                 encoded = mean[self._begin_down(piece.name, start) : self._begin_down(piece.name, stop)]
@@ -95,11 +117,12 @@ class Reducer:
                 g = encoded.view(torch.float32) if exact else torch.empty(stop - start, device=mean.device)
                 self._gather(piece.name, start, stop, own.up[0], contributions, weights, g)
                 divide(g, total)
-                finite.logical_and_(_is_finite(g))
+                squares.add_(_sum_of_squares(g))
                 if not exact:
                     self._encode(piece, start, stop, g, encoded, dither)
-        if not bool(finite):
+        if not bool(squares.isfinite()):
             raise self._not_finite(own, contributions)
+        return squares
 
     def _gather(
         self,
@@ -164,11 +187,12 @@ def _blocks(piece: Piece, device: torch.device) -> list[tuple[int, int]]:
     return [(piece.start + a, piece.start + b) for a, b in cuts(piece.stop - piece.start, device)]
 
 
-def _is_finite(values: Tensor) -> Tensor:
-    """On a CPU a sum of squares is many times cheaper than isfinite(), and not finite if one of its values is not."""
-    if values.device.type == "cpu" and math.isfinite(torch.dot(values, values)):
-        return torch.ones((), dtype=torch.bool)
-    return values.isfinite().all()
+def _sum_of_squares(values: Tensor) -> Tensor:
+    """Finite if all of them are: many times cheaper than isfinite() on a CPU. Where that is in doubt, in fp64."""
+    if values.device.type == "cpu":
+        return torch.tensor(sum_of_squares(values), dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm.square()
 
 
 __all__ = ["Mean", "Reducer"]

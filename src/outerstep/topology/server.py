@@ -17,7 +17,8 @@ from ..coordination.fetch import Held, Piece, Wanted
 from ..coordination.session import Session
 from ..core.codecs import Dither
 from ..core.feedback import ErrorFeedback
-from ..errors import ExchangeFailed, OtherRun, OuterstepError, Refused, UnknownWorker, UntrustedServer, WorkerError
+from ..core.watch import as_seen_by
+from ..errors import ExchangeFailed, OtherRun, OuterstepError, Refused, UnknownWorker, UntrustedServer
 from ..types import (
     PROTOCOL_VERSION,
     Agreement,
@@ -28,7 +29,6 @@ from ..types import (
     Leave,
     Manifest,
     Offer,
-    WeightBy,
     Wishes,
 )
 from ..wire.frames import Layout
@@ -43,6 +43,7 @@ from .news import leads_on, read_news, release
 from .orders import OrderBook
 from .payload import Payload
 from .saved import SavedTopology, pack, unpack_offer, unpack_payload, write_fragments
+from .terms import check_reported
 from .ticket import ServerTicket
 from .unconfirmed import Unconfirmed
 
@@ -225,7 +226,7 @@ class ServerTopology:
     def make_offer(self, contribution: Contribution, section_bytes: tuple[int, ...]) -> Offer:
         """The next one of its fragment: its key is fixed here. (A resumed server that had forgotten us may have taken
         later ones from another start of this worker; it said so when we joined again.)"""
-        _check_reported(contribution, self.session.joined.plan.weight_by)
+        check_reported(contribution, self.session.joined.plan.weight_by)
         fragment = contribution.fragment
         known = self.session.joined.fragments[fragment].last_sequence
         self._sequence[fragment] = max(self._sequence[fragment], known) + 1
@@ -393,6 +394,7 @@ class ServerTopology:
             rejoins=courier.exchange.rejoins,
             plan=self.session.joined.plan,
             counted_in=outcome.counted_in,
+            watched=as_seen_by(self._worker_id, agreement),
         )
 
     # --- what must not be forgotten -------------------------------------------------------------------------------
@@ -474,15 +476,6 @@ class ServerTopology:
             return
         self.overtaken = self._restored.overtaken(last)
         self._sequence = [max(pair) for pair in zip(last, self._restored.sequences, strict=True)]
-
-
-def _check_reported(contribution: Contribution, unit: WeightBy) -> None:
-    """Said here, where the amounts of all processes of a group are known, rather than by a refusal."""
-    if unit != "equal" and contribution.steps and not getattr(contribution, unit):
-        raise WorkerError(
-            f"the run weighs contributions by {unit}, and none were reported in {contribution.steps} steps: "
-            f"call worker.count({unit}=…) at each step"
-        )
 
 
 def _with_limit(patience: Patience, give_up_after_s: float, stuck_after_s: float | None = None) -> Patience:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..coordination.exchange import Share
 from ..coordination.fetch import Piece
 from ..core.codecs import FP32, Codec
+from ..core.watch import as_seen_by
 from ..digest import Parts
 from ..errors import ExchangeFailed, ModelError, Superseded
 from ..types import Agreement, Join, JoinAnswer, Manifest, Offer, Plan, Wishes
@@ -291,6 +292,7 @@ class ShardedTopology:
                     bytes_received=fetched.bytes_received,
                     counted_in=settled.counted_in,
                     steps_lost=settled.steps_lost,
+                    watched=as_seen_by(self._inner.session.join_request.worker_id, agreement),
                 ).with_news(fetched.news)
             agreement = self._ranks.tell(lambda: self._newest(agreement.fragment), Agreement)  # noqa: B023
             fits = leads_on(agreement, None)

@@ -15,6 +15,7 @@ from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..errors import ConfigError, ManifestMismatch, OutOfStep, PlanMismatch, WorkerError
 from ..types import Manifest, Plan, WeightBy, Wishes
+from . import Contribution
 
 MAX_STALENESS = 4  # rounds that a worker's own steps may wait, after a wait that was interrupted
 PART_SIZE_BYTES = 16 << 20
@@ -144,6 +145,15 @@ def _shown(header: Header) -> str:
     return f"fragment {header.fragment} after {header.steps} steps on version {header.base_version}{end}"
 
 
+def check_reported(contribution: Contribution, unit: WeightBy) -> None:
+    """With a server it is said here, where the amounts of all processes of a group are known, and not by a refusal."""
+    if unit != "equal" and contribution.steps and not getattr(contribution, unit):
+        raise WorkerError(
+            f"the run weighs contributions by {unit}, and none were reported in {contribution.steps} steps: "
+            f"call worker.count({unit}=…) at each step"
+        )
+
+
 def weights_of(headers: Sequence[Header], unit: WeightBy) -> tuple[float, ...]:
     """How much the contribution of each rank counts."""
     if unit == "equal":
@@ -158,4 +168,4 @@ def weights_of(headers: Sequence[Header], unit: WeightBy) -> tuple[float, ...]:
     return weights
 
 
-__all__ = ["Header", "Rank", "check_headers", "check_loaded", "check_terms", "draw_up", "weights_of"]
+__all__ = ["Header", "Rank", "check_headers", "check_loaded", "check_reported", "check_terms", "draw_up", "weights_of"]

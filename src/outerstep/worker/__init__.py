@@ -1,6 +1,7 @@
 """The worker: hooks into the user's optimizer and exchanges what was learned."""
 
 from .attach import attach
+from .trainer import DiLoCoTrainer
 from .worker import DiLoCoWorker
 
-__all__ = ["DiLoCoWorker", "attach"]
+__all__ = ["DiLoCoTrainer", "DiLoCoWorker", "attach"]

@@ -25,6 +25,7 @@ from .progress import Flight, Metrics, Offline, Progress, Work, say_so
 from .replica import Replica
 from .saved import SavedFragment, SavedState, check_plan
 from .signals import Interrupts, OutOfTime
+from .watching import Watching
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Synchronizer:
         self._worker_id = joined.worker_id
         self.plan: Plan = joined.plan
         self.metrics = Metrics()
+        self.watching = Watching(saved.work.steps if saved is not None else 0)
         self.work = Work()
         self.fragments = [Progress(a.version, self.work, a.version) for a in joined.anchors]
         self.flights: dict[int, Flight] = {}
@@ -471,6 +473,7 @@ class Synchronizer:
 
     def _note(self, agreed: Agreed) -> None:
         self.metrics.note(agreed)
+        self.watching.adopted(agreed.fragment, agreed.watched, self.work.steps)
         if agreed.plan.revision != self.plan.revision:
             log.info("the plan changed: sync_every=%d, delay=%d", agreed.plan.sync_every, agreed.plan.delay)
             self.plan = agreed.plan

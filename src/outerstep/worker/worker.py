@@ -39,6 +39,7 @@ from .replica import Replica
 from .saved import SavedState
 from .signals import Interrupts
 from .sync import Synchronizer
+from .watching import gradient_norm
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +265,8 @@ class DiLoCoWorker:
         return self._started.sync_every
 
     @property
-    def sync_metrics(self) -> dict[str, float | int | str | list[int]]:
+    def sync_metrics(self) -> dict[str, float | int | str | list[int] | None]:
+        """Counters of the exchanges so far (progress.py), and how the last ones went (watching.py)."""
         sync, metrics = self._started, self._started.metrics
         return {
             "worker_id": self.worker_id,
@@ -275,6 +277,7 @@ class DiLoCoWorker:
             "versions": [progress.version for progress in sync.fragments],
             "steps_per_second": round(self.steps_per_second, 4),
             **{name: getattr(metrics, name) for name in metrics.__dataclass_fields__},
+            **sync.watching.metrics,
         }
 
     @property
@@ -284,13 +287,15 @@ class DiLoCoWorker:
 
     @property
     def last_loss(self) -> float | None:
-        """Set it if you like, to a number or a tensor with one: it is shown in the server's status."""
+        """Set it if you like, to a number or a tensor with one: it is shown in the server's status, and watched."""
         return self._last_loss
 
     @last_loss.setter
     def last_loss(self, loss: float | torch.Tensor | None) -> None:
         value = None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._last_loss = value if value is not None and math.isfinite(value) else None
+        if self._sync is not None:
+            self._sync.watching.reported(self._last_loss, self._sync.work.steps)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -323,6 +328,8 @@ class DiLoCoWorker:
         finally:
             self._in_exchange = False
             self._progress_at = time.monotonic()
+        if exchanged:
+            sync.watching.inner_grad_norm = self._gradient_norm()
         orders = self._topology.orders(at_exchange=exchanged)
         leaving = self._asked_to_leave(exchanged)
         obeyed = self._obey(dataclasses.replace(orders, drain=leaving) if leaving else orders)
@@ -331,6 +338,13 @@ class DiLoCoWorker:
             self._beat_now.set()  # the server's status shows where we are
         else:
             self._resumed_at = now
+
+    def _gradient_norm(self) -> float | None:
+        """Of the step that was just taken: its gradients are still there."""
+        ranks, sections = self._ranks, self._replica.shards.sections
+        if ranks is None or sections == 1:
+            return gradient_norm(self.optimizer)
+        return gradient_norm(self.optimizer, lambda own: ranks.gather(lambda: own, float), sections)
 
     def _obey(self, orders: Orders) -> bool:
         """What the server asks of this worker. True: it took time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.links import Links
 from outerstep.topology.memory import Memory
 from outerstep.topology.peers import Peers
-from outerstep.topology.reduce import Reducer
+from outerstep.topology.reduce import Mean, Reducer
 from outerstep.topology.slices import slices_of
 from outerstep.types import Manifest, ParameterSpec, Plan
 from support import in_threads
@@ -44,19 +44,19 @@ def make_form(recipe: str) -> tuple[Form, dict[str, Any]]:
 class ThreadLinks(Links):
     """Between the threads of a test, over a table."""
 
-    def __init__(self, peers: Peers, table: dict[tuple[int, int], Tensor], meeting: threading.Barrier) -> None:
+    def __init__(self, peers: Peers, table: dict[tuple[int, int], list[Tensor]], meeting: threading.Barrier) -> None:
         self.device, self.memory, self.pinned = torch.device("cpu"), Memory(), False
         self.bytes_sent = self.bytes_received = 0
         self._taken = {}
         self._rank, self._table, self._meeting = peers.rank, table, meeting
 
-    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
-        for rank, data in out.items():
-            self._table[self._rank, rank] = data
+    def swap(self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]) -> None:
+        for rank, data in out:
+            self._table.setdefault((self._rank, rank), []).append(data)
             self.bytes_sent += data.nbytes
         self._meeting.wait(20)
-        for rank, data in into.items():
-            data.copy_(self._table[rank, self._rank])
+        for rank, data in into:
+            data.copy_(self._table[rank, self._rank].pop(0))
             self.bytes_received += data.nbytes
         self._meeting.wait(20)
 
@@ -74,12 +74,17 @@ def reducers(recipe: str, count: int) -> list[Reducer]:
 
 
 def reduce(ranks: list[Reducer], contributions: list[dict[str, Tensor]], weights: list[float]) -> list[Tensor]:
+    return [mean.frame[ranks[0].form.update.data_begin :] for mean in means(ranks, contributions, weights)]
+
+
+def means(ranks: list[Reducer], contributions: list[dict[str, Tensor]], weights: list[float]) -> list[Mean]:
     form = ranks[0].form
     codecs = {name: rule.codec for name, rule in form.rules.items()}
     frames = [torch.frombuffer(encode_frame(one, form.up, codecs), dtype=torch.uint8) for one in contributions]
 
-    def work(rank: int) -> Tensor:
-        return ranks[rank].reduce(frames[rank], weights, lambda name: Dither(0)).frame[form.update.data_begin :]
+    def work(rank: int) -> Mean:
+        squares = sum(float(tensor.double().square().sum()) for tensor in contributions[rank].values())
+        return ranks[rank].reduce(frames[rank], weights, lambda name: Dither(0), squares)
 
     return in_threads(*[lambda r=r: work(r) for r in range(len(ranks))])
 
@@ -138,6 +143,16 @@ def test_the_mean_is_the_same_bytes_everywhere_and_that_of_what_was_sent_in_orde
         assert torch.allclose(found[name].view(-1), mean, rtol=2**-8 if form.rules[name].feedback else 0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_everybody_knows_the_norms_of_all_contributions_and_of_their_mean(count: int) -> None:
+    contributions = [deltas(seed) for seed in range(count)]
+    flat = [torch.cat([tensor.reshape(-1) for tensor in one.values()]) for one in contributions]
+    found = means(reducers("fp32", count), contributions, [2.0, 1.0, 1.0][:count])
+    assert all((one.norm, one.norms) == (found[0].norm, found[0].norms) for one in found)
+    assert found[0].norm == pytest.approx(float(weighted_mean(flat, [2.0, 1.0, 1.0][:count]).norm()), rel=1e-5)
+    assert found[0].norms == pytest.approx([float(one.norm()) for one in flat], rel=1e-5)
+
+
 def test_with_feedback_what_the_mean_leaves_out_goes_with_the_next_one() -> None:
     ranks, contributions = reducers("int4+feedback", 2), [deltas(0), deltas(0)]
     codec = ranks[0].form.rules["w"].codec
@@ -160,7 +175,8 @@ def test_each_rank_sends_its_contribution_and_its_mean_once_less_its_own_slice()
     for rank, one in enumerate(ranks):
         up = sum(s.up[1] - s.up[0] for r, s in enumerate(slices) if r != rank)
         down = 2 * (slices[rank].down[1] - slices[rank].down[0])
-        assert one._links.bytes_sent == up + down
+        watched = 2 * 16  # two numbers to each of the others
+        assert one._links.bytes_sent == up + down + watched
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "int8"])
