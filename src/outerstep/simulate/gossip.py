@@ -4,7 +4,7 @@ A contribution is a digest, an anchor the hash of the one before it and of what 
 that hold the same version hold the same bits, or it shows. Checked throughout:
 
     one block per height, and one anchor per version, at all honest peers
-    no honest peer is ever proven to lie, and none is expelled; who did lie before honest witnesses is, in the end
+    no honest peer is ever proven to lie, and none is expelled
     when the storm is over, rounds go on, and all honest peers belong to the run and hold its newest anchors
 
 `python -m outerstep.simulate --gossip SEED` replays one.
