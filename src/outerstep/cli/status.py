@@ -75,10 +75,17 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
     for i, fragment in enumerate(status["fragments"]):
         done = ", ".join(fragment["contributed"]) or "nobody yet"
         lines.append(
-            f"fragment {i}: version {fragment['version']}; contributed: {escape(done)}; "
-            f"waiting for {escape(fragment['waiting_for'])}"
+            f"fragment {i}: version {fragment['version']}{_watched(fragment.get('watched') or {})}; "
+            f"contributed: {escape(done)}; waiting for {escape(fragment['waiting_for'])}"
         )
     return Group(*lines)
+
+
+def _watched(round_: dict[str, float]) -> str:
+    """How the round went that made this version (docs/concepts/what-to-watch.md)."""
+    shown = {"aggregated_grad_norm": "‖Δ̄‖", "peer_grad_similarity": "similarity", "weight_divergence": "divergence"}
+    parts = [f"{word} {round_[name]:.3g}" for name, word in shown.items() if name in round_]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _plan(plan: dict[str, Any]) -> str:
@@ -123,6 +130,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "steps/s": lambda facts: f"{facts['steps_per_second']:.2f}" if facts["steps_per_second"] else "",
     "H": lambda facts: str(facts.get("sync_every") or ""),
     "loss": lambda facts: "" if facts["loss"] is None else f"{facts['loss']:.4f}",
+    "‖Δ‖": lambda facts: f"{facts['delta_norm']:.3g}" if facts.get("delta_norm") else "",
     "sent": lambda facts: str(facts.get("contributions") or ""),
     "bytes": lambda facts: size(facts["bytes_received"]) if facts.get("bytes_received") else "",
     "tokens": lambda facts: count(facts["tokens"]) if facts.get("tokens") else "",

@@ -61,6 +61,7 @@ class Downlink:
         """θ from `state`; T from `targets`, as far as it is there and differs from θ."""
         self.index, self.run_id = index, run_id
         self.is_exact = recipe.is_exact
+        self.follows_means = True  # False: T moves along what another rule than the mean makes of contributions
         self.rules = {spec.name: recipe.rule(spec) for spec in specs}
         self.full = layout(FP32.name, [(s.name, s.shape, FP32.encoded_bytes(s.numel)) for s in specs])
         self.update = layout(

@@ -59,8 +59,8 @@ class Motion:
         counted = [p for p in participants if p.weight > 0.0]
         norms = [p.norm for p in counted if p.norm is not None]
         if self.pushes is None:
-            is_known = len(norms) == len(counted)
-            return watched(None, norms, [p.weight for p in counted], math.sqrt(self._squares), is_mean=is_known)
+            is_mean = self._down.follows_means and len(norms) == len(counted)
+            return watched(None, norms, [p.weight for p in counted], math.sqrt(self._squares), is_mean=is_mean)
         if len(norms) == len(self.pushes) == 1:
             return watched(None, norms, self.pushes, self.pushes[0] * norms[0], is_mean=False)
         return None

@@ -76,6 +76,16 @@ def test_an_asynchronous_run_shows_its_buffer_its_pace_and_its_tokens() -> None:
     ]  # fmt: skip
 
 
+def test_how_the_last_round_went_is_shown_as_far_as_it_is_known() -> None:
+    [fragment] = SYNC["fragments"]
+    watched = {"aggregated_grad_norm": 0.87654, "peer_grad_similarity": 0.72, "weight_divergence": 0.2}
+    told = {**SYNC, "workers": {"left": {**WORKER, "delta_norm": 0.9712}}}
+    shown = text({**told, "fragments": [{**fragment, "watched": watched}, {**fragment, "watched": {}}]})
+    assert "fragment 0: version 4 (‖Δ̄‖ 0.877, similarity 0.72, divergence 0.2); contributed: left" in shown
+    assert "fragment 1: version 4; contributed: left" in shown
+    assert "0.971" in next(line for line in shown.splitlines() if "alpha" in line)
+
+
 def test_a_column_that_is_empty_for_all_is_left_out() -> None:
     workers = {name: {**facts, "staleness": 0, "loss": None} for name, facts in ASYNC["workers"].items()}
     shown = text({**ASYNC, "workers": workers})
