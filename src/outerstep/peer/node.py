@@ -76,6 +76,7 @@ class Node:
         self.started_at = clock()
         self.holdings = Holdings(settings.memory_bytes)
         self._survey = Survey(self._door, settings.peer_id, self._key, self._pause)
+        self.progress: tuple[int, float, float | None] = (0, 0.0, None)
         self._document = b""
         self._is_stopped = False
 
@@ -310,7 +311,9 @@ class Node:
             return self.shared.changes
 
     def note_progress(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """For the others to see; it travels with the next beat."""
         with self.lock:
+            self.progress = (step, steps_per_second, loss)
             self.peer.note_progress(step, steps_per_second, loss)
 
     def status(self) -> dict[str, object]:
