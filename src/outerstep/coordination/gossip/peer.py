@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 from ...statements import (
     MOST_DECISIONS,
@@ -41,6 +42,7 @@ from .offers import Offers, digests_of, offered_in
 from .rules import GossipRules
 
 REMEMBERED_DECISIONS = 64
+MOST_BYTES_TOLD = 8 << 20  # of statements, in one conversation
 STRANGERS = 64  # of whom beats are kept, though they do not belong to the run
 
 
@@ -221,7 +223,7 @@ class GossipPeer:
             run_id=self.run_id,
             sender=self.member.peer_id,
             height=self.state.height,
-            statements=tuple(statements[:MOST_STATEMENTS]),
+            statements=_as_many_as_fit(statements),
             proofs=tuple(self.book.proofs[key] for key in self._convicted_at),
             decisions=tuple(behind) if behind and behind[0].block.height == height + 1 else (),
         )
@@ -305,7 +307,7 @@ class GossipPeer:
 
     def needed(self) -> set[str]:
         """Digests of the open rounds and of each fragment's last two: their bytes are kept, for who asks for them."""
-        blocks = [*self._ballot.blocks, *(decision.block for decision in self._decisions)]
+        blocks = [*self._ballot.blocks, *self.recent_rounds()]
         rounds = [b for b in blocks if isinstance(b, Round) and b.version > self.state.versions[b.fragment] - 2]
         return {offer.says.digest for offer in self._offers} | {d for block in rounds for d in digests_of(block)}
 
@@ -422,6 +424,13 @@ class GossipPeer:
         """Does this peer hold it already, or what came after it?"""
         version, _ = self.anchors.get(block.fragment, (0, ""))
         return version >= block.version
+
+
+def _as_many_as_fit(statements: list[Signed]) -> tuple[Signed, ...]:
+    """The shortest first: who makes its own as long as it may keeps nobody else's from being told."""
+    by_length = sorted(statements, key=lambda signed: len(signed.body))[:MOST_STATEMENTS]
+    ends = accumulate(len(signed.body) for signed in by_length)
+    return tuple(signed for signed, end in zip(by_length, ends, strict=True) if end <= MOST_BYTES_TOLD)
 
 
 __all__ = ["GossipPeer", "Keepsake"]
