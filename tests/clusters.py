@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from outerstep.demo.processes import free_port
 from outerstep.errors import TransportError
 from outerstep.model_folder import save_model
 from outerstep.wire.http_transport import HttpTransport
+from ports import free_port
 from support import tiny_model, wait_until
 
 SCRIPT = """

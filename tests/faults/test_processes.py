@@ -14,7 +14,7 @@ import pytest
 
 from clusters import Cluster
 from faults.proxy import Flow, Proxy
-from outerstep.demo.processes import free_port
+from ports import free_port
 from support import wait_until
 
 pytestmark = pytest.mark.slow

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from outerstep.demo.processes import free_port
 from outerstep.errors import OuterstepError, TransportError
 from outerstep.model_folder import load_state_dict, save_model
 from outerstep.wire.http_transport import HttpTransport
+from ports import free_port
 from support import assert_same, tiny_model, wait_until
 
 pytestmark = pytest.mark.slow

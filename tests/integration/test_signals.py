@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from outerstep.demo.processes import free_port
 from outerstep.errors import TransportError
 from outerstep.model_folder import save_model
 from outerstep.wire.http_transport import HttpTransport
+from ports import free_port
 from support import Ledger, wait_until
 
 pytestmark = pytest.mark.slow

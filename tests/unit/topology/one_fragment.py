@@ -48,8 +48,8 @@ PART_BYTES = 1 << 16
 
 class OneFragment:
     """θ moves by what the down codec makes of minus the contribution. `payloads` chooses what a poll is answered with;
-    `before` and `after` may raise, so that a request or its answer is lost, or refused. As at a real server, a new start
-    of the worker fences the threads that the old one may still have."""
+    `before` and `after` may raise, so that a request or its answer is lost, or refused. As at a real server, a new
+    start of the worker fences the threads that the old one may still have."""
 
     address = "one fragment"
 
