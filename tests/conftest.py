@@ -16,6 +16,10 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # Whoever starts the tests in the background has Ctrl-C ignored, and what the tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile("ci", derandomize=True, print_blob=True)
 settings.register_profile("deep", max_examples=10_000, print_blob=True)  # by hand: --hypothesis-profile deep
 settings.load_profile("ci")

@@ -65,11 +65,6 @@ facts["restored"] = signal.getsignal(signal.SIGTERM) == (mine if how == "own" el
 """
 
 
-def _interruptible() -> None:
-    """Whoever started the tests in the background had Ctrl-C ignored, and children would inherit that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 class Run:
     """A server and workers "left" and "right" as processes; each step of theirs adds one to a cell of their own. The
     outer step is "adopt the mean", so that the model shows which steps are in it. Everything is ended by its id."""
@@ -103,7 +98,6 @@ class Run:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 cwd=self.folder,
-                preexec_fn=_interruptible,
             )
         self.children.append(child)
         return child
