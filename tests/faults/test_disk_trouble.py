@@ -54,6 +54,7 @@ def test_a_round_that_cannot_be_written_is_announced_when_it_can(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outerstep.server.rounds.NOTE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("outerstep.server.rounds.LAST_RETRY_S", 0.25)
     monkeypatch.setattr("outerstep.server.downlink.MOTION_PATIENCE_S", 0.2)
     server = DiLoCoServer(Ledger().state_dict(), 1, port=0, save_dir=str(tmp_path), **FACTS)
     server.service.start()
