@@ -96,6 +96,7 @@ def _door() -> socket.socket:
 
     def close() -> None:
         here.close()
+        process.terminate()  # a process that a test forked may hold the door open
         process.wait()
 
     atexit.register(close)
