@@ -8,6 +8,10 @@ READY  := $(VENV)/.ready
 # Several torch processes with default threads on few cores stall each other: one thread each.
 export OMP_NUM_THREADS ?= 1
 
+# As many tests at a time as there are cores. Who is idle takes from who is not: some tests are a hundred times longer.
+JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
+PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
+
 .PHONY: help demo test quick check format bench soak clean
 
 help:  ## List the targets
@@ -22,11 +26,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Train one model with a server and two workers, compare, plot
 	$(BIN)/outerstep demo
 
-test: $(READY)  ## Everything
-	$(BIN)/pytest
+test: $(READY)  ## Everything (JOBS=1: one test at a time)
+	$(PYTEST)
 
 quick: $(READY)  ## About two minutes: no long process tests, fewer schedules
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: $(READY)  ## Format, lint, types, architecture
 	$(BIN)/ruff format --check .

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from outerstep.demo.processes import free_port
+from nursery import Child, start
 from outerstep.errors import TransportError
 from outerstep.model_folder import save_model
 from outerstep.wire.http_transport import HttpTransport
+from ports import free_port
 from support import tiny_model, wait_until
 
 SCRIPT = """
@@ -64,13 +63,13 @@ class Cluster:
         tests = str(Path(__file__).parent)
         (folder / "train.py").write_text(SCRIPT.format(tests=tests, folder=str(folder), kind=model, lr=RATES[model]))
         self.address = f"127.0.0.1:{free_port()}"
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: list[Child] = []
         self._event_log = event_log or str(folder / "events.jsonl")
         self.server = self.start_server(*server_flags)
         self.transport = HttpTransport(self.address)
         wait_until(self.answers)
 
-    def start_server(self, *flags: str) -> subprocess.Popen[bytes]:
+    def start_server(self, *flags: str) -> Child:
         port = self.address.split(":")[1]
         words = ["server", "-m", str(self.folder / "initial"), "--port", port, "--event-log", self._event_log, *flags]
         self.server = self._spawn("server", ["-m", "outerstep", *words])
@@ -83,19 +82,13 @@ class Cluster:
         except TransportError:
             return False
 
-    def _spawn(self, name: str, arguments: list[str], **environ: str) -> subprocess.Popen[bytes]:
+    def _spawn(self, name: str, arguments: list[str], **environ: str) -> Child:
         with (self.folder / f"{name}.log").open("ab") as log:
-            child = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-            )
+            child = start(arguments, log=log, cwd=self.folder, env={**os.environ, **environ})
         self.children.append(child)
         return child
 
-    def worker(self, name: str, address: str | None = None, **settings: object) -> subprocess.Popen[bytes]:
+    def worker(self, name: str, address: str | None = None, **settings: object) -> Child:
         """The script itself, so that a signal reaches who trains; settings are worker settings."""
         environ = {f"OUTERSTEP_{field.upper()}": str(value) for field, value in settings.items()}
         environ |= {"DILOCO_SERVER": address or self.address, "DILOCO_WORKER_ID": name}

@@ -1,8 +1,9 @@
 """One torch thread per test process: several on few cores stall each other, and sums keep one order. And one folder for
 the credentials of all servers of a session: they make their certificate once, and their clients find it there, as those
 of one user on one machine do. Signals are as they were after each test, and drawn cases the same each time, unless a
-profile says otherwise."""
+profile says otherwise. With `-n 2` all of this holds for each of the two processes."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -15,9 +16,20 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # Whoever starts the tests in the background has Ctrl-C ignored, and what the tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile("ci", derandomize=True, print_blob=True)
 settings.register_profile("deep", max_examples=10_000, print_blob=True)  # by hand: --hypothesis-profile deep
 settings.load_profile("ci")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: the collector need not go through them again and again. That took a third of the time of
+    tests that make much garbage, such as thousands of schedules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 PAGE = TESTS.parent / "docs" / "operating" / "faults.md"
-PROCESSES = {"subprocess", "clusters", "multiprocessing"}
+PROCESSES = {"subprocess", "clusters", "multiprocessing", "nursery", "ranks"}
 SIMULATED = "outerstep.simulate"
 
 

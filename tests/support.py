@@ -114,7 +114,7 @@ def count(model: Ledger | TwoLedgers, optimizer: torch.optim.Optimizer, cell: in
         optimizer.step()
 
 
-def in_threads(*jobs: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
+def in_threads(*jobs: Callable[[], Any], timeout_s: float = 120.0) -> list[Any]:
     """Run jobs side by side; their results in order, or the first exception."""
     results: list[Any] = [None] * len(jobs)
     errors: list[BaseException] = []
@@ -136,7 +136,8 @@ def in_threads(*jobs: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
     return results
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+    """However slow the machine is: this is only for what never happens."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at, "it never happened"

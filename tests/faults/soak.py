@@ -27,10 +27,10 @@ sys.path.insert(0, str(TESTS))
 
 from faults.histories import Facts, read_lines, violations  # noqa: E402
 from faults.proxy import Flapping, Proxy, pass_on  # noqa: E402
-from outerstep.demo.processes import free_port  # noqa: E402
 from outerstep.errors import OuterstepError  # noqa: E402
 from outerstep.model_folder import save_model  # noqa: E402
 from outerstep.wire.http_transport import HttpTransport  # noqa: E402
+from ports import free_port  # noqa: E402
 from support import Ledger  # noqa: E402
 
 SYNC_EVERY = 20

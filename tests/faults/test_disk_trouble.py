@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from outerstep.demo.processes import free_port
 from outerstep.errors import Busy, ServerError
 from outerstep.server import DiLoCoServer
 from outerstep.types import Poll, PollAnswer
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker
+from ports import free_port
 from support import HandClient, Ledger, Relocatable, count, in_threads, kill, make_frame, wait_until
 
 FACTS: dict[str, Any] = {"codec": "fp32", "sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -54,6 +54,7 @@ def test_a_round_that_cannot_be_written_is_announced_when_it_can(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outerstep.server.rounds.NOTE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("outerstep.server.rounds.LAST_RETRY_S", 0.25)
     monkeypatch.setattr("outerstep.server.downlink.MOTION_PATIENCE_S", 0.2)
     server = DiLoCoServer(Ledger().state_dict(), 1, port=0, save_dir=str(tmp_path), **FACTS)
     server.service.start()

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from clusters import Cluster
 from faults.proxy import Flow, Proxy
-from outerstep.demo.processes import free_port
+from nursery import start
+from ports import free_port
 from support import wait_until
 
 pytestmark = pytest.mark.slow
@@ -170,20 +169,14 @@ def test_a_server_whose_log_cannot_be_written_goes_on(tmp_path: Path, where: str
         cluster.server.wait()
         cluster.address = f"127.0.0.1:{free_port()}"
         words = ["server", "-m", str(tmp_path / "initial"), "-n", "1", "--sync-every", "5"]
-        said: int | None = None
         if where == "closed":
             read, said = os.pipe()
             os.close(read)
         else:
             said = os.open("/dev/full", os.O_WRONLY)
-        server = subprocess.Popen(
-            [sys.executable, "-m", "outerstep", *words, "--port", cluster.address.split(":")[1]],
-            stdout=said,
-            stderr=said,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        os.close(said)
+        with os.fdopen(said, "wb") as log:
+            arguments = ["-m", "outerstep", *words, "--port", cluster.address.split(":")[1]]
+            server = start(arguments, log=log, cwd=tmp_path, env=os.environ)
         cluster.children.append(server)
         cluster.server = server
         cluster.transport = type(cluster.transport)(cluster.address)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from outerstep.coordination.exchange import Patience
-from outerstep.demo.processes import free_port
 from outerstep.server import DiLoCoServer
 from outerstep.server.saved import load_state
 from outerstep.topology import Agreed
@@ -28,6 +27,7 @@ from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.transport import Transport
 from outerstep.worker import DiLoCoWorker
+from ports import free_port
 from support import assert_same, params_of, tiny_model, train_steps, wait_until
 
 from .kill_points import SETTINGS

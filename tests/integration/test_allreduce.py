@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from integration.allreduce_job import CODECS, COMPARED, SYNC_EVERY, make_model, train
 from outerstep.server import DiLoCoServer
+from ranks import Ranks
 from support import in_threads, memory_worker, params_of
 
 pytestmark = pytest.mark.slow
@@ -26,32 +23,12 @@ PARAMETERS = sum(p.numel() for p in make_model(0).parameters())
 RING_BYTES_PER_ROUND = {n: 2 * (n - 1) / n * 4 * PARAMETERS for n in (2, 3)}  # what each rank of a ring sends in fp32
 
 
-class Job:
-    """The ranks, with a store that outlives them as torchrun's does; they end with it."""
+class Job(Ranks):
+    """The ranks of a scenario, and what they write down."""
 
     def __init__(self, folder: Path, scenario: str, ranks: int, environ: list[dict[str, str]] | None = None) -> None:
         self.folder, self.scenario, self.ranks = folder, scenario, ranks
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared = {
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.processes = []
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **(environ[rank] if environ else {})}
-            with self._log(rank).open("wb") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(JOB), scenario, str(folder)],
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env={**os.environ, **shared, **own},
-                    )
-                )
+        super().__init__([str(JOB), scenario, str(folder)], [self._log(rank) for rank in range(ranks)], environ)
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"{self.scenario}-{rank}.log"
@@ -63,12 +40,6 @@ class Job:
 
     def results(self) -> list[dict[str, Any]]:
         return [self.result(rank) for rank in range(self.ranks)]
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait(60)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import nursery
 from outerstep.model_folder import load_state_dict
 from outerstep.server import DiLoCoServer
 from support import assert_same, in_threads, tiny_model, wait_until
@@ -62,13 +63,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def start(arguments: list[str], server: str, name: str, log: Path) -> subprocess.Popen[bytes]:
+def start(arguments: list[str], server: str, name: str, log: Path) -> nursery.Child:
     """A worker's process; who starts it ends it."""
-    own = {"DILOCO_SERVER": server, "DILOCO_WORKER_ID": name, "OMP_NUM_THREADS": "1"}
+    own = {"DILOCO_SERVER": server, "DILOCO_WORKER_ID": name}
     with log.open("ab") as out:
-        return subprocess.Popen(
-            [sys.executable, *arguments], env={**os.environ, **own}, stdout=out, stderr=subprocess.STDOUT
-        )
+        return nursery.start(arguments, log=out, env={**os.environ, **own})
 
 
 def run_until_done(arguments: list[str], server: str, name: str, log: Path) -> int:
@@ -114,7 +113,7 @@ def test_the_example_is_killed_wherever_it_is_and_goes_on(tmp_path: Path) -> Non
     initial = load_state_dict(tmp_path / "model")
     with DiLoCoServer(initial, 2, port=0, sync_every=20, codec="int4+feedback") as server:
 
-        def train(name: str) -> subprocess.Popen[bytes]:
+        def train(name: str) -> nursery.Child:
             files = ["--checkpoint", f"{tmp_path}/{name}.pt", "--save", f"{tmp_path}/{name}"]
             arguments = [str(EXAMPLE), *files, "--every", "3", "--steps", "400", "--seed", str(ord(name[0]))]
             return start(arguments, server.address, name, tmp_path / f"{name}.log")

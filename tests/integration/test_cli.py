@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from outerstep.demo.processes import free_port
 from outerstep.model_folder import save_model
 from outerstep.security import Credentials
 from outerstep.server import DiLoCoServer
 from outerstep.worker import DiLoCoWorker
+from ports import free_port
 from support import tiny_model
 
 
@@ -177,7 +177,7 @@ def test_a_server_says_what_to_type_on_the_next_machine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_compares_four_runs_and_leaves_a_model_that_loads(tmp_path: Path) -> None:
-    done = outerstep("demo", "--steps", "12", "--sync-every", "4", "--folder", str(tmp_path), timeout_s=280.0)
+    done = outerstep("demo", "--steps", "6", "--sync-every", "2", "--folder", str(tmp_path), timeout_s=280.0)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "results.json").read_text())
     assert len(rows) == 4

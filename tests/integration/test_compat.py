@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from outerstep.compat import CompatLimits, CompatServer
+from outerstep.compat.seat import Seat
 from outerstep.compat.server import notice_death
 from outerstep.errors import ConfigError
 from outerstep.server import DiLoCoServer
@@ -271,7 +272,18 @@ def test_tied_names_and_counters_travel_but_are_not_contributed() -> None:
 # --- retries ------------------------------------------------------------------------------------------------------
 
 
-def test_a_submit_repeated_while_the_first_waits_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_submit_repeated_while_the_first_waits_is_counted_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    take = Seat.take
+
+    def note(seat: Seat, *submitted: Any) -> Any:
+        pieces = take(seat, *submitted)
+        taken.append(seat.worker_id)
+        return pieces
+
+    monkeypatch.setattr(Seat, "take", note)
     with serving(num_workers=2) as (server, address):
         a, b = OldClient(address, "a"), OldClient(address, "b")
         start = a.register()
@@ -280,7 +292,8 @@ def test_a_submit_repeated_while_the_first_waits_is_counted_once(caplog: pytest.
         waiting = [a.begin("/submit_pseudograd", body)]
         wait_until(lambda: server.status()["total_submissions"] == 1)
         waiting += [a.begin("/submit_pseudograd", body), a.begin("/submit_pseudograd", a.whole(like(start, 9.0)))]
-        wait_until(lambda: "the second time with other values; the first counts" in caplog.text)
+        wait_until(lambda: taken == ["a"] * 3)  # a repeat that comes after the round has closed is the next one's
+        assert "the second time with other values; the first counts" in caplog.text
         result = b.submit(like(start, 1.0))
         assert_same(result, minus(start, 1.0))
         for sock in waiting:

@@ -1,4 +1,4 @@
-"""Real torchrun jobs on gloo, each of them one worker: DDP, FSDP2, and HSDP, against one server."""
+"""Real jobs on gloo, each of them one worker, some by torchrun: DDP, FSDP2, and HSDP, against one server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from integration.group_job import SYNC_EVERY, make_model, train_step
+from nursery import Child
 from outerstep.server import DiLoCoServer
 from outerstep.server.published import Published
 from outerstep.server.store import FragmentStore
 from outerstep.topology.news import anchor_hash
 from outerstep.wire.sections import rows_of
 from outerstep.worker import DiLoCoWorker
+from ranks import Ranks
 from support import assert_same, in_threads, wait_until
 
 pytestmark = pytest.mark.slow
@@ -32,34 +34,48 @@ PARAMETERS = [name for name, _ in make_model(0).named_parameters()]
 
 
 class Job:
-    """A torchrun job; its ranks end with it."""
+    """The ranks of a job, which end with it: started by torchrun, or as it would start them."""
 
     def __init__(
-        self, folder: Path, kind: str, address: str, *, ranks: int = 2, steps: int = STEPS, dies_at: int = 0
+        self,
+        folder: Path,
+        kind: str,
+        address: str,
+        *,
+        ranks: int = 2,
+        steps: int = STEPS,
+        dies_at: int = 0,
+        torchrun: bool = False,
     ) -> None:
         self.folder, self.kind, self.ranks = folder, kind, ranks
+        self._end = signal.SIGTERM if torchrun else signal.SIGKILL  # torchrun passes it on
         script = [str(JOB), kind, address, str(folder), str(steps), str(dies_at)]
-        runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*runner, *script], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
+        if torchrun:
+            runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self._logs = [folder / f"{kind}.log"]
+            with self._logs[0].open("wb") as log:
+                process = subprocess.Popen([*runner, *script], stdout=log, stderr=subprocess.STDOUT, env=environ)
+            self._processes: Sequence[Child | subprocess.Popen[bytes]] = [process]
+        else:
+            self._logs = [folder / f"{kind}-{rank}.log" for rank in range(ranks)]
+            self._started = Ranks(script, self._logs)
+            self._processes = self._started.processes
 
-    @property
-    def log_file(self) -> Path:
-        return self.folder / f"{self.kind}.log"
+    def ended(self) -> list[int]:
+        return [process.wait(120) for process in self._processes]
 
     def results(self) -> list[dict[str, Any]]:
-        assert self.process.wait(120) == 0, self.log_file.read_text()
+        assert not any(self.ended()), "\n".join(log.read_text() for log in self._logs)
         return [json.loads((self.folder / f"{self.kind}-{rank}.json").read_text()) for rank in range(self.ranks)]
 
     def pid(self, rank: int) -> int:
         return int((self.folder / f"{self.kind}-{rank}.pid").read_text())
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()  # torchrun passes it on
-            self.process.wait(60)
+        for process in self._processes:
+            process.send_signal(self._end)
+        self.ended()
 
 
 @pytest.fixture
@@ -139,7 +155,7 @@ def test_a_ddp_pair_an_fsdp2_pair_and_a_plain_worker_agree_bit_for_bit(
 ) -> None:
     fragments = {"num_fragments": 2, "fragment_delay": 2, "fragment_carry": True} if streaming else {}
     with make_server(num_workers=3, **fragments) as server:
-        jobs += [Job(tmp_path, kind, server.address) for kind in ("ddp", "fsdp")]
+        jobs += [Job(tmp_path, kind, server.address, torchrun=streaming) for kind in ("ddp", "fsdp")]
         (alone,) = in_threads(lambda: plain_worker(server.address), timeout_s=200)
         ddp, fsdp = (job.results() for job in jobs)
         newest = server.get_global_params()
@@ -199,10 +215,11 @@ def test_with_hsdp_each_row_is_sent_once_and_every_replica_gets_it(
 def test_if_a_rank_is_killed_its_job_ends_and_the_others_go_on(tmp_path: Path, jobs: list[Job]) -> None:
     (tmp_path / "slowly").touch()
     with make_server(num_workers=2, heartbeat_timeout=4.0) as server:
-        jobs += [Job(tmp_path, kind, server.address, steps=steps) for kind, steps in (("ddp", 300), ("fsdp", 10**6))]
+        for kind, steps in (("ddp", 300), ("fsdp", 10**6)):
+            jobs.append(Job(tmp_path, kind, server.address, steps=steps, torchrun=True))
         wait_until(lambda: server.sync_round >= 2, timeout_s=120)
         os.kill(jobs[1].pid(1), signal.SIGKILL)
-        assert jobs[1].process.wait(120) != 0
+        assert any(jobs[1].ended())
         wait_until(lambda: "fsdp" not in server.status()["workers"])  # type: ignore[operator]
         at = server.sync_round
         wait_until(lambda: server.sync_round >= at + 3)
@@ -215,7 +232,7 @@ def test_if_a_rank_is_killed_its_job_ends_and_the_others_go_on(tmp_path: Path, j
 def test_a_notice_to_one_rank_lets_all_of_them_leave_at_the_same_step(tmp_path: Path, jobs: list[Job]) -> None:
     (tmp_path / "slowly").touch()
     with make_server(num_workers=1) as server:
-        jobs.append(Job(tmp_path, "ddp", server.address, steps=10**6))
+        jobs.append(Job(tmp_path, "ddp", server.address, steps=10**6, torchrun=True))
         wait_until(lambda: server.sync_round >= 2, timeout_s=120)
         os.kill(jobs[0].pid(1), signal.SIGUSR1)  # rank 0 speaks with the server, and has heard nothing
         first, second = jobs[0].results()
@@ -236,7 +253,7 @@ def test_a_group_goes_on_from_its_checkpoints_bit_for_bit(tmp_path: Path, jobs: 
         with make_server(num_workers=1, **streaming) as server:
             for step in deaths:
                 jobs.append(Job(folder, kind, server.address, dies_at=step))
-                assert jobs[-1].process.wait(120) != 0
+                assert all(jobs[-1].ended())
             jobs.append(Job(folder, kind, server.address))
             return jobs[-1].results(), server.get_global_params()
 

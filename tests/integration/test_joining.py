@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from outerstep.demo.processes import free_port
 from outerstep.model_folder import save_model
 from outerstep.security import Credentials, parse_join_string
 from outerstep.wire.http_transport import HttpTransport
+from ports import free_port
 from support import tiny_model, wait_until
 
 pytestmark = pytest.mark.slow

@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 
-from outerstep.demo.processes import free_port
+import nursery
 from outerstep.errors import OuterstepError, TransportError
 from outerstep.model_folder import load_state_dict, save_model
 from outerstep.wire.http_transport import HttpTransport
+from ports import free_port
 from support import assert_same, tiny_model, wait_until
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,7 @@ class Desk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.address = f"127.0.0.1:{free_port()}"
-        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.children: dict[str, nursery.Child] = {}
         (folder / "path" / "to").mkdir(parents=True)
         save_model(tiny_model(), folder / "path" / "to" / "model")
         save_model(tiny_model(), folder / "model")
@@ -87,7 +88,7 @@ class Desk:
         program.write_text(FORGATHER.format(python=sys.executable, tests=TESTS))
         program.chmod(0o755)
 
-    def type(self, text: str, name: str) -> subprocess.Popen[bytes]:
+    def type(self, text: str, name: str) -> nursery.Child:
         """Start what a person would type, with this machine's address and port where the guide has its own."""
         port = self.address.split(":")[1]
         line = text.replace("192.168.1.100:8512", self.address).replace("host:8512", self.address)
@@ -96,20 +97,21 @@ class Desk:
         if words[1] == "server":
             words = [port if word == "8512" else word for word in words]
             words += [] if "--port" in words else ["--port", port]
-        return self.start([sys.executable, "-m", *words], name)
+        return self.start(["-m", *words], name)
 
-    def python(self, code: str, name: str) -> subprocess.Popen[bytes]:
+    def python(self, code: str, name: str) -> nursery.Child:
         port = self.address.split(":")[1]
         code = code.replace("192.168.1.100:8512", self.address).replace("port=8512", f"port={port}")
         (self.folder / f"{name}.py").write_text(MY_MODEL.format(tests=TESTS) + code)
-        return self.start([sys.executable, f"{name}.py"], name)
+        return self.start([f"{name}.py"], name)
 
-    def start(self, words: list[str], name: str) -> subprocess.Popen[bytes]:
+    def start(self, arguments: list[str], name: str) -> nursery.Child:
+        """`python ARGUMENTS`."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("DILOCO_", "OUTERSTEP_"))}
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         environ = {**clean, "OMP_NUM_THREADS": "1", "PATH": path, "STAND_IN": name, "COLUMNS": "120"}
         with (self.folder / f"{name}.log").open("ab") as log:
-            child = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environ, cwd=self.folder)
+            child = nursery.start(arguments, log=log, env=environ, cwd=self.folder)
         self.children[name] = child
         return child
 

@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 
-from outerstep.demo.processes import free_port
+import nursery
 from outerstep.errors import TransportError
 from outerstep.model_folder import save_model
 from outerstep.wire.http_transport import HttpTransport
+from ports import free_port
 from support import Ledger, wait_until
 
 pytestmark = pytest.mark.slow
+
+Process = nursery.Child | subprocess.Popen[bytes]
 
 NEVER = "1000000"  # steps between two exchanges: only the end of training contributes
 LOOP = """
@@ -65,11 +68,6 @@ facts["restored"] = signal.getsignal(signal.SIGTERM) == (mine if how == "own" el
 """
 
 
-def _interruptible() -> None:
-    """Whoever started the tests in the background had Ctrl-C ignored, and children would inherit that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 class Run:
     """A server and workers "left" and "right" as processes; each step of theirs adds one to a cell of their own. The
     outer step is "adopt the mean", so that the model shows which steps are in it. Everything is ended by its id."""
@@ -80,35 +78,47 @@ class Run:
         (folder / "train.py").write_text(LOOP.format(tests=str(Path(__file__).parents[1]), folder=str(folder)))
         self.address = f"127.0.0.1:{free_port()}"
         self.transport = HttpTransport(self.address)
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: list[Process] = []
 
-    def server(self, *flags: str) -> subprocess.Popen[bytes]:
+    def server(self, *flags: str) -> Process:
         plain = ["--codec", "fp32", "--outer-lr", "1", "--outer-momentum", "0"]
         named = ["-m", str(self.folder / "initial"), "--port", self.address.split(":")[1]]
-        child = self.spawn("server", "server", *named, *plain, "--event-log", str(self.folder / "events"), *flags)
+        words = ["server", *named, *plain, "--event-log", str(self.folder / "events"), *flags]
+        with self.log_file("server").open("ab") as log:
+            child = nursery.start(["-m", "outerstep", *words], log=log, env=os.environ, cwd=self.folder)
+        self.children.append(child)
         wait_until(lambda: self._answers(child))
         return child
 
-    def worker(self, name: str, how: str, *flags: str) -> subprocess.Popen[bytes]:
-        named = ["--server", self.address, "--worker-id", name]
-        child = self.spawn(name, "worker", *named, *flags, "--", sys.executable, f"{self.folder}/train.py", name, how)
-        wait_until(lambda: child.poll() is not None or self.steps(name) >= 5)
-        return child
+    def worker(self, name: str, how: str, **settings: object) -> Process:
+        """The script with what `outerstep worker` hands it."""
+        environ = {f"OUTERSTEP_{field.upper()}": str(value) for field, value in settings.items()}
+        environ |= {"DILOCO_SERVER": self.address, "DILOCO_WORKER_ID": name}
+        with self.log_file(name).open("ab") as log:
+            child = nursery.start(
+                [self.folder / "train.py", name, how], log=log, env={**os.environ, **environ}, cwd=self.folder
+            )
+        return self._trains(name, child)
 
-    def spawn(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("ab") as log:
+    def typed(self, name: str, how: str, *flags: str) -> Process:
+        """`outerstep worker` itself, which becomes the script."""
+        words = ["-m", "outerstep", "worker", "--server", self.address, "--worker-id", name, *flags, "--"]
+        with self.log_file(name).open("ab") as log:
             child = subprocess.Popen(
-                [sys.executable, "-m", "outerstep", *arguments],
+                [sys.executable, *words, sys.executable, self.folder / "train.py", name, how],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 cwd=self.folder,
-                preexec_fn=_interruptible,
             )
+        return self._trains(name, child)
+
+    def _trains(self, name: str, child: Process) -> Process:
         self.children.append(child)
+        wait_until(lambda: child.poll() is not None or self.steps(name) >= 5)
         return child
 
-    def _answers(self, child: subprocess.Popen[bytes]) -> bool:
+    def _answers(self, child: Process) -> bool:
         assert child.poll() is None, self.log("server")
         try:
             return bool(self.transport.status())
@@ -131,10 +141,13 @@ class Run:
     def facts(self, name: str) -> dict[str, Any]:
         return json.loads((self.folder / f"{name}.json").read_text())
 
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
+    def log_file(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
 
-    def ended(self, child: subprocess.Popen[bytes], name: str) -> int:
+    def log(self, name: str) -> str:
+        return self.log_file(name).read_text()
+
+    def ended(self, child: Process, name: str) -> int:
         try:
             return child.wait(60)
         except subprocess.TimeoutExpired:
@@ -183,7 +196,7 @@ def test_a_preempted_worker_contributes_its_steps_and_its_loop_ends_by_itself(ru
 @pytest.mark.row("F10")
 def test_a_loop_that_goes_on_after_sigterm_is_ended_at_its_next_step(run: Run) -> None:
     run.server("-n", "1", "--sync-every", NEVER)
-    left = run.worker("left", "stubborn")
+    left = run.typed("left", "stubborn")
     left.send_signal(signal.SIGTERM)
     assert run.ended(left, "left") == 128 + signal.SIGTERM
     assert run.left_because("left") == "interrupted by SIGTERM"
@@ -208,7 +221,7 @@ def test_after_a_notice_the_loop_may_go_on_and_a_second_notice_does_not_kill_it(
 @pytest.mark.row("F10", "F03")
 def test_a_worker_preempted_while_it_waits_for_a_round_leaves_in_time_and_counts_once(run: Run) -> None:
     run.server("-n", "2", "--sync-every", "20", "--heartbeat-timeout", "0")
-    left = run.worker("left", "polite", "--preempt-patience", "1")
+    left = run.worker("left", "polite", preempt_patience_s=1)
     right = run.worker("right", "polite")
     wait_until(lambda: run.round() >= 1)
     right.send_signal(signal.SIGSTOP)  # so the round cannot close
@@ -228,7 +241,7 @@ def test_a_worker_preempted_while_it_waits_for_a_round_leaves_in_time_and_counts
 @pytest.mark.row("B21")
 def test_the_first_ctrl_c_contributes_and_then_interrupts(run: Run) -> None:
     run.server("-n", "1", "--sync-every", NEVER)
-    left = run.worker("left", "stubborn")
+    left = run.typed("left", "stubborn")
     left.send_signal(signal.SIGINT)
     assert run.ended(left, "left") == -signal.SIGINT  # KeyboardInterrupt, at a step; a shell shows 130
     assert "Ctrl-C: contributing what is left" in run.log("left")
@@ -239,7 +252,7 @@ def test_the_first_ctrl_c_contributes_and_then_interrupts(run: Run) -> None:
 @pytest.mark.row("B21")
 def test_the_second_ctrl_c_waits_for_nothing(run: Run) -> None:
     run.server("-n", "2", "--sync-every", NEVER)
-    left = run.worker("left", "polite", "--preempt-patience", "600")
+    left = run.worker("left", "polite", preempt_patience_s=600)
     left.send_signal(signal.SIGINT)
     wait_until(lambda: "Once more stops at once" in run.log("left") and run.pending() == ["left"])
     left.send_signal(signal.SIGINT)  # the second worker has never come: this one would wait for ten minutes
@@ -264,7 +277,7 @@ def test_a_handler_of_the_users_own_is_called_and_keeps_its_say(run: Run) -> Non
 
 def test_without_our_handlers_sigterm_does_what_it_always_did(run: Run) -> None:
     run.server("-n", "1", "--sync-every", NEVER)
-    left = run.worker("left", "polite", "--no-handle-signals")
+    left = run.typed("left", "polite", "--no-handle-signals")
     left.send_signal(signal.SIGTERM)
     assert run.ended(left, "left") == -signal.SIGTERM
     assert run.left_because("left") == "it has not left"

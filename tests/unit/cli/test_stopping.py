@@ -33,7 +33,6 @@ class Command:
             [sys.executable, "-c", COMMAND.format(doing=doing, gently=gently)],
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         self.wait_for("ready")
 

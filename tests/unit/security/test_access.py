@@ -11,7 +11,7 @@ from outerstep.errors import ConfigError
 from outerstep.security import Access, is_join_string, is_loopback, parse_address, parse_join_string, redact
 from outerstep.security.tokens import new_token
 
-TOKEN = new_token("run")
+TOKEN = "run-oNfkJmq154F_c0V-paJpdyoOM8mV40fxFct0gfsnxrI"  # drawn once: names of tests contain it
 PIN = "0123456789abcdef" * 4
 GOOD = f"outerstep://{TOKEN}@192.168.1.100:8512#sha256={PIN}"
 

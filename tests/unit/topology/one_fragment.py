@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.digest import Parts, part_count, part_hash, part_range, payload_hash
-from outerstep.errors import StaleRound, Superseded
+from outerstep.errors import Fenced, StaleRound, Superseded
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.news import anchor_hash
@@ -21,6 +21,7 @@ from outerstep.types import (
     Commit,
     CommitAnswer,
     FragmentState,
+    FromMember,
     GetPart,
     GetPartAnswer,
     Heartbeat,
@@ -47,7 +48,8 @@ PART_BYTES = 1 << 16
 
 class OneFragment:
     """θ moves by what the down codec makes of minus the contribution. `payloads` chooses what a poll is answered with;
-    `before` and `after` may raise, so that a request or its answer is lost, or refused."""
+    `before` and `after` may raise, so that a request or its answer is lost, or refused. As at a real server, a new
+    start of the worker fences the threads that the old one may still have."""
 
     address = "one fragment"
 
@@ -76,6 +78,7 @@ class OneFragment:
         self.after: Callable[[Request], None] = lambda request: None
         self._offer: Offer | None = None
         self._parts: dict[int, bytes] = {}
+        self._starts: list[str] = []  # by instance
         self._lock = threading.RLock()
 
     # --- the transport -------------------------------------------------------------------------------------------
@@ -96,10 +99,18 @@ class OneFragment:
 
     def _answer(self, request: Request, body: memoryview | None, into: memoryview | None) -> Answer:
         match request:
+            case FromMember() if request.incarnation < len(self._starts):
+                raise Fenced(f"the worker was started again (incarnation {len(self._starts)})")
             case Join():
+                if request.instance not in self._starts:
+                    self._starts.append(request.instance)
                 state = FragmentState(version=self.version, last_sequence=self.last_sequence)
                 return JoinAnswer(
-                    run_id="one", incarnation=1, plan=self.plan, manifest=self.manifest, fragments=(state,)
+                    run_id="one",
+                    incarnation=self._starts.index(request.instance) + 1,
+                    plan=self.plan,
+                    manifest=self.manifest,
+                    fragments=(state,),
                 )
             case Offer() | Commit() if request.sequence <= self.last_sequence:
                 if isinstance(request, Commit):
