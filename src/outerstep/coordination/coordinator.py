@@ -59,7 +59,7 @@ from .fragment import Fragment
 from .membership import Accepted, Member, Membership
 from .pacing import local_steps
 from .plan import Settled
-from .policing import check_size, conflicts_noted, must_wait, note_offence, note_outlier, request_room, size_of
+from .policing import check_size, conflicts_noted, leave_out, must_wait, note_offence, request_room, size_of
 from .polling import ASK_AGAIN_S, ASK_AGAIN_SOON_S, answer_poll
 from .remembered import remember
 from .rounds import RoundRules, Verdict
@@ -91,6 +91,7 @@ class Coordinator:
         self.settled: Settled | None = None
         self.started = False
         self.total_accepted = 0
+        self.total_too_few = 0  # rounds that moved nothing, because too few of those there had trained
         self.budget = TokenBudget(token_budget)
         self.commands = Commands()
         self.closing = ""  # why the run is coming to its end
@@ -434,7 +435,7 @@ class Coordinator:
         self.budget.add(index, closed.tokens, now)
         if self.next_plan is not None:
             self.plan, self.next_plan = self.next_plan, None
-        left_out = frozenset(note_outlier(self, index, closed.version, outlier) for outlier in closed.outliers)
+        left_out = leave_out(self, index, closed)
         remembered = remember(self) if self.remembers else None
         self._effects.append(CloseRound(index, closed.version, closed.participants, remembered, left_out))
         for upload in self.uploads.of_fragment(index):
