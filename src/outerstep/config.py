@@ -355,7 +355,11 @@ def _check_aggregation(config: ServerConfig) -> None:
     if not weigh and config.quorum is not None and config._weighs_staleness:
         weigh = "a quorum with staleness_policy 'weight', by which late ones count less ('log' leaves them equal)"
     config.combining.check_run(
-        num_workers=config.num_workers, quorum=config.quorum, asynchronous=config.async_mode, weigh=weigh
+        num_workers=config.num_workers,
+        quorum=config.quorum,
+        asynchronous=config.async_mode,
+        weigh=weigh,
+        norm_screen=config.norm_screen,
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outerstep.core.robust import RobustAggregator
 from outerstep.digest import part_hash, payload_hash
-from outerstep.errors import PlanMismatch
+from outerstep.errors import NotFinite, PlanMismatch
 from outerstep.server import DiLoCoServer
 from outerstep.server.combining import rule_of
 from outerstep.types import Commit, Participant, PutPart
@@ -340,6 +340,26 @@ def test_a_round_of_too_few_who_trained_moves_nothing_is_counted_and_survives(tm
     assert (again.sync_round, again.status()["rounds_too_few"]) == (1, 1)
     assert_same(again.get_global_params(), params_of(tiny_model()))
     again.stop()
+
+
+def test_a_worker_that_sends_nothing_but_nan_does_not_stop_the_others() -> None:
+    """Five are enough for a trim of 0.2, and four would not be: the one in quarantine is the one that is trimmed."""
+    server = DiLoCoServer(tiny_model().state_dict(), 5, aggregation="trimmed_mean", trim_fraction=0.2, **PLAIN)
+    server.service.start()
+    clients = by_hand(server)
+    for _ in range(3):
+        with pytest.raises(NotFinite):
+            clients[ATTACKER].contribute(make_frame(delta(ATTACKER, 1, float("nan"))))
+    deltas = {w: delta(w, 1) for w in WORKERS}
+    aggregator = RobustAggregator(trim_fraction=0.2)
+    spoiled = {**deltas, ATTACKER: delta(ATTACKER, 1, float("nan"))}
+    made = aggregator.aggregate(list(spoiled.values()), worker_ids=list(spoiled))
+    del deltas[ATTACKER]
+    contribute(server, clients, deltas)
+    assert_same(
+        server.get_global_params(), {name: value - made[name] for name, value in params_of(tiny_model()).items()}
+    )
+    server.service.stop()
 
 
 def test_workers_train_and_leave_under_a_rule() -> None:

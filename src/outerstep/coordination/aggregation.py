@@ -12,6 +12,10 @@ What can be known before any of them is there, without tensors; core/robust/ com
 
 and none of them says anything about fewer than three, but for the plain mean: of two that differ, either may be wrong.
 A run with a rule closes no round with fewer than that (rounds.py). It never falls back on the plain mean.
+
+They are those *offered*. Who is turned away by a screen or sits in quarantine is one of the bad ones that the rule was
+chosen to withstand: a minority of such counts as if it had been there, or whoever sends a NaN to a run of five could
+stop it.
 """
 
 from __future__ import annotations
@@ -90,6 +94,10 @@ class Aggregation:
         buckets = (self._fewest_of_rule - 1) * self.bucket_size + 1
         return max(LEAST, buckets, LEAST_FOR_COSINES if self.cosine_screen else LEAST)
 
+    def needed(self, turned_away: int) -> int:
+        """How many must be there beside those that were turned away."""
+        return self.fewest - min(turned_away, (self.fewest - 1) // 2)
+
     @property
     def _fewest_of_rule(self) -> int:
         match self.aggregation:
@@ -102,7 +110,9 @@ class Aggregation:
             case _:
                 return 1
 
-    def check_run(self, *, num_workers: int, quorum: int | None, asynchronous: bool, weigh: str) -> None:
+    def check_run(
+        self, *, num_workers: int, quorum: int | None, asynchronous: bool, weigh: str, norm_screen: float
+    ) -> None:
         """Refuse a run in which it could never do what it says. `weigh`: what makes weights unequal, "" = nothing."""
         if self.is_plain:
             return
@@ -110,6 +120,11 @@ class Aggregation:
             raise ConfigError(
                 f"aggregation {self.name!r} compares the contributions of a round, and async_mode has one in each; "
                 "leave async_mode out (quorum and grace_period let a round close without the slowest), or use 'mean'"
+            )
+        if self.cosine_screen and not norm_screen:
+            raise ConfigError(
+                "cosine_screen needs the norm screen in front of it, got norm_screen 0: what is long enough turns the "
+                "mean of the others around, and the honest ones would be left out; leave one of the two out"
             )
         if self.aggregation == "krum" and weigh:
             raise ConfigError(

@@ -54,14 +54,14 @@ class Fragment:
         limit = max_payload_bytes if callable(max_payload_bytes) else lambda sections: max_payload_bytes
         return cls(published, first, limit, max_sections)
 
-    def close(self, rules: RoundRules, expected: Iterable[str]) -> Closed:
+    def close(self, rules: RoundRules, expected: Iterable[str], turned_away: int = 0) -> Closed:
         """The open round ends as it is, less what is left out of it; what it took in is part of what is usual from now
         on. The next one opens."""
         closing, ratio = self.round, rules.max_weight_ratio
-        outliers, trained = [], closing.trained
-        too_few = 0 < trained < rules.aggregation.fewest
+        outliers, trained, needed = [], closing.trained, rules.aggregation.needed(turned_away)
+        too_few = 0 < trained < needed
         if not rules.aggregation.is_plain:
-            outliers = _too_few(closing, rules) if too_few else _repeated(closing)
+            outliers = _too_few(closing, rules, needed) if too_few else _repeated(closing)
         if rules.norm_screen > 0.0:
             outliers += self._too_large(closing, rules.norm_screen)
         self.screen.include(closing.sized)
@@ -83,10 +83,10 @@ class Fragment:
         return outliers
 
 
-def _too_few(closing: Round, rules: RoundRules) -> list[Outlier]:
+def _too_few(closing: Round, rules: RoundRules, needed: int) -> list[Outlier]:
     """Nobody is left to come, and too few had trained for the rule to mean anything: it would be the plain mean of
     whoever was there. Nothing of it is taken."""
-    why = f"{closing.trained} had trained, and {rules.aggregation.name} needs {rules.aggregation.fewest}"
+    why = f"{closing.trained} had trained, and {rules.aggregation.name} needs {needed}"
     return [_left_out(closing, i, why) for i, p in enumerate(closing.participants) if p.weight > 0.0]
 
 

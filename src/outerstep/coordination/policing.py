@@ -75,6 +75,20 @@ def must_wait(coordinator: Coordinator, fragment: Fragment, size: Size | None) -
     return enough and needed <= coordinator.uploads.capacity_bytes
 
 
+def turned_away(coordinator: Coordinator, fragment: Fragment, now: float) -> frozenset[str]:
+    """For a rule: who is here, and not in the open round, because it is in quarantine, or what it brought to this round
+    was refused for its size."""
+    if coordinator.rules.aggregation.is_plain:
+        return frozenset()
+    version, refused = fragment.round.version, fragment.screen.refused
+    found = {
+        member.worker_id
+        for member in coordinator.members
+        if member.live and (member.conduct.is_quarantined(now) or refused.get(member.worker_id) == version)
+    }
+    return frozenset(found - fragment.round.contributors)
+
+
 def leave_out(coordinator: Coordinator, fragment: int, closed: Closed) -> frozenset[ContributionKey]:
     """A round closed without these of its contributions; if too few had trained, without any."""
     if closed.too_few:

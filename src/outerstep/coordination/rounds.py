@@ -46,8 +46,12 @@ class RoundRules:
 
     @property
     def floor(self) -> int:
-        """No round closes with fewer contributors."""
-        return max(1, self.min_workers, self.aggregation.fewest)
+        """No round closes with fewer contributors, unless some were turned away."""
+        return self.needed(0)
+
+    def needed(self, turned_away: int) -> int:
+        """Contributors without whom no round closes, if so many others were turned away."""
+        return max(1, self.min_workers, self.aggregation.needed(turned_away))
 
     @property
     def floor_is(self) -> str:
@@ -143,10 +147,13 @@ class Round:
             return False
         return worker_id in self.expected or len(contributors | self.expected) < rules.floor
 
-    def verdict(self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str]) -> Verdict:
+    def verdict(
+        self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str], turned_away: int = 0
+    ) -> Verdict:
+        """`live`: from whom something would be taken. `turned_away`: how many were here, and were refused."""
         contributors = self.contributors
         missing = self.expected - contributors
-        floor = rules.floor
+        floor = rules.needed(turned_away)
         if len(contributors) < floor:
             able = live - contributors
             if len(contributors) + len(able) < floor:
@@ -154,8 +161,9 @@ class Round:
                 return Verdict(False, waiting_for=f"at least {floor} ({rules.floor_is}): {here}", stuck=True)
             awaited = "the next contribution" if rules.asynchronous else f"contributions of {_names(missing or able)}"
             return Verdict(False, waiting_for=awaited)
-        if 0 < self.trained < rules.aggregation.fewest and live - contributors:  # some of them had nothing to bring
-            needed = f"{rules.aggregation.name} needs {rules.aggregation.fewest} with training in them"
+        least = rules.aggregation.needed(turned_away)
+        if 0 < self.trained < least and live - contributors:  # some of them had nothing to bring
+            needed = f"{rules.aggregation.name} needs {least} with training in them"
             return Verdict(False, waiting_for=f"contributions of {_names(live - contributors)}: {needed}")
         if not started:
             return Verdict(False, waiting_for=f"{rules.num_workers} workers to join ({len(live)} here)", stuck=True)

@@ -25,6 +25,7 @@ from ..core.robust import (
     Screening,
     TrimmedMean,
     Verdict,
+    Zeros,
     aggregate,
 )
 from ..core.robust import cut as cut_values
@@ -55,32 +56,31 @@ def rule_of(settings: Aggregation) -> Rule:
 
 @dataclass(frozen=True)
 class Contribution:
-    """One of a round: whose, what it weighs, how its values are read. `is_outlier`: the norm screen left it out."""
+    """One of a round: whose, what it weighs, how its values are read."""
 
     worker_id: str
     weight: float
     read: Callable[[Block, Tensor], None]
-    is_outlier: bool = False
 
 
 def combine(
     settings: Aggregation,
     contributions: Sequence[Contribution],
+    refused: Sequence[str],
     of: Layout,
     out: Tensor,
     centre: Tensor | None,
     seed: str,
 ) -> Verdict:
     """The aggregate to `out`, flat fp32 memory laid out as the frame `of`; who is in it. `centre`: the aggregate before
-    this one, laid out in the same way. `seed`: of the buckets.
-
-    What is not finite was refused when it came, and the norm screen (coordination/screen.py) has had its look.
+    this one, laid out in the same way. `seed`: of the buckets. `refused`: workers whose contributions were offered too,
+    and refused: what is not finite when it came, and what is too large by the norm screen (coordination/screen.py).
     """
-    rule = rule_of(settings)
+    rule, weight = rule_of(settings), contributions[0].weight
     return aggregate(
         [
-            Candidate[Block](each.worker_id, each, each.weight, refused="it is too large" if each.is_outlier else "")
-            for each in contributions
+            *(Candidate[Block](each.worker_id, each, each.weight) for each in contributions),
+            *(Candidate[Block](worker_id, Zeros(), weight, refused="before") for worker_id in refused),
         ],
         _blocks(of, len(contributions)),
         _Flat(out),

@@ -259,11 +259,12 @@ class RoundsThread:
             return None
         # Nobody may know beforehand whom it will share a bucket with, unless the run is to be the same each time.
         seed = f"{effect.fragment}/{effect.version}" if self._service.config.deterministic else secrets.token_hex(16)
-        contributions = [
-            (worker_id, self._addend(accepted), accepted.key in effect.left_out)
+        contributions = {
+            worker_id: None if accepted.key in effect.left_out else self._addend(accepted)
             for worker_id, accepted in newest.items()
-        ]
-        return store.combine(effect.version, self._aggregation, contributions, seed)
+        }
+        turned_away = dict.fromkeys(effect.turned_away - contributions.keys())
+        return store.combine(effect.version, self._aggregation, {**turned_away, **contributions}, seed)
 
     def _addend(self, accepted: Accumulate) -> Addend:
         weight = accepted.scale if self._takes_pushes else accepted.weight

@@ -217,18 +217,20 @@ class FragmentStore:
         self,
         version: int,
         settings: Aggregation,
-        contributions: Sequence[tuple[str, Addend, bool]],
+        contributions: Mapping[str, Addend | None],
         seed: str,
     ) -> Verdict:
         """The aggregate of these, by a rule that needs all of them, in the place of the round's mean: `close` steps
-        along it. Of each: its worker, itself, and whether the norm screen left it out."""
+        along it. By worker; None = it was offered, and refused by a screen."""
         values = self._shelf.take(self.numel)
         verdict = combine(
             settings,
             [
-                Contribution(worker_id, addend.weight, self._rebased(addend, version), is_outlier)
-                for worker_id, addend, is_outlier in contributions
+                Contribution(worker_id, addend.weight, self._rebased(addend, version))
+                for worker_id, addend in contributions.items()
+                if addend is not None
             ],
+            [worker_id for worker_id, addend in contributions.items() if addend is None],
             self.down.full,
             values,
             self._centre,

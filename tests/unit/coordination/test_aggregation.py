@@ -12,7 +12,7 @@ from outerstep.coordination.aggregation import Aggregation, RuleName
 from outerstep.coordination.effects import Accumulate
 from outerstep.coordination.policing import note_verdict
 from outerstep.core.robust import RULES, RobustAggregator
-from outerstep.errors import ConfigError
+from outerstep.errors import Absurd, ConfigError, Conflict
 from outerstep.server.combining import rule_of
 from unit.coordination.builders import Desk, make_key
 
@@ -89,6 +89,7 @@ class TestSettings:
             ({"aggregation": "kurm"}, r"aggregation must be one of 'mean', .*got 'kurm'"),
             ({"aggregation": "median", "async_mode": True}, r"'median' compares .*async_mode has one in each"),
             ({"cosine_screen": True, "async_mode": True}, r"'mean with the cosine screen' compares .*async_mode"),
+            ({"cosine_screen": True, "norm_screen": 0.0}, r"cosine_screen needs the norm screen .*got norm_screen 0"),
             ({"aggregation": "krum", "weight_by": "tokens"}, r"'krum' .* cannot weigh them, got weight_by 'tokens'"),
             ({"aggregation": "krum", "quorum": 6}, r"'krum' .*got a quorum with staleness_policy 'weight'"),
         ],
@@ -228,6 +229,56 @@ def test_the_norm_screen_still_stands_in_front() -> None:
     desk.contribute("d", norm=5.0)
     assert weights(desk) == [("a", 1.0), ("b", 1.0), ("c", 1.0), ("d", 0.0)]
     assert desk.closings[0].left_out == {make_key("d", 1)}
+
+
+def quarantine(desk: Desk, worker: str) -> None:
+    """Three offences, each the same key with other bytes."""
+    desk.offer(worker)
+    for _ in range(3):
+        with pytest.raises(Conflict):
+            desk.offer(worker, size_bytes=1)
+    desk.carry_out()
+    assert desk.events("quarantine")[-1]["worker"] == worker
+
+
+def test_a_worker_in_quarantine_does_not_stop_the_others() -> None:
+    """It is one of those that the rule withstands: while it is here it counts as offered and refused."""
+    desk = Desk("abc", aggregation=MEDIAN)
+    quarantine(desk, "c")
+    contribute(desk, "ab")
+    [closing] = desk.closings
+    assert (desk.closed, closing.turned_away) == ([(1, "ab")], {"c"})
+    assert weights(desk) == [("a", 1.0), ("b", 1.0)]
+    desk.leave("c")
+    contribute(desk, "ab", 2, base_version=1)
+    assert len(desk.closings) == 1
+    assert desk.poll("a", after=1).waiting_for == "at least 3 (median): 2 contributed, 0 more alive"
+
+
+def test_but_only_a_minority_of_such() -> None:
+    desk = Desk("abcde", aggregation=Aggregation(aggregation="krum"))
+    for worker in "cde":
+        quarantine(desk, worker)
+    contribute(desk, "ab")
+    assert not desk.closings
+    assert desk.poll("a").waiting_for == "at least 3 (krum): 2 contributed, 0 more alive"
+
+
+def test_nor_does_one_that_is_refused_for_its_size_again_and_again() -> None:
+    """Which is one offence a round: at the deadline the round closes, and the refused one was offered."""
+    desk = Desk("abcd", aggregation=Aggregation(aggregation="trimmed_mean", trim_fraction=0.25), round_deadline_s=5.0)
+    contribute(desk, "abcd", norm=1.0)
+    for sequence in (2, 3, 4):
+        with pytest.raises(Absurd):
+            desk.contribute("d", sequence, base_version=1, norm=1e6)
+    contribute(desk, "abc", 2, base_version=1, norm=1.0)
+    assert len(desk.closings) == 1
+    desk.later(6.0, alive="abcd")
+    assert (desk.closed[-1], desk.closings[-1].turned_away) == ((2, "abc"), {"d"})
+    contribute(desk, "abc", 3, base_version=2, norm=1.0)
+    desk.later(6.0, alive="abcd")
+    assert len(desk.closings) == 2  # this time it brought nothing
+    assert desk.poll("a", after=2).waiting_for == "contributions of d"
 
 
 def test_what_the_rule_found_is_counted_and_told() -> None:

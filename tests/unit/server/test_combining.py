@@ -77,10 +77,10 @@ def test_round_after_round_it_is_what_the_aggregator_makes(rule: dict[str, Any],
     for version in range(1, 5):
         attacker = 2 if version > 2 else None
         deltas = [drawn(100 * version + i, 1000.0 if i == attacker else 1.0) for i in range(6)]
-        offered = [
-            (worker, Addend(make_frame(delta), weight), i == attacker)
+        offered = {
+            worker: None if i == attacker else Addend(make_frame(delta), weight)
             for i, (worker, delta, weight) in enumerate(zip(WORKERS, deltas, weights, strict=True))
-        ]
+        }
         verdict = store.combine(version, settings, offered, f"seed {version}")
         expected = aggregator.aggregate(deltas, weights, worker_ids=WORKERS, fragment=0, seed=f"seed {version}")
         same(mean_of(store, version), expected)
@@ -99,10 +99,11 @@ def test_it_reads_what_was_encoded(codec: str) -> None:
     store, aggregator = make_store(settings, recipe), aggregator_for(settings)
     specs = [ParameterSpec(name=name, shape=shape, dtype="float32") for name, shape in SHAPES.items()]
     codecs = {spec.name: recipe.codec(spec) for spec in specs}
-    offered, decoded = [], []
+    offered: dict[str, Addend | None] = {}
+    decoded = []
     for i, worker in enumerate(WORKERS):
         frame, values = encoded(store, codecs, drawn(i))
-        offered.append((worker, Addend(frame, 1.0), False))
+        offered[worker] = Addend(frame, 1.0)
         decoded.append(values)
     store.combine(1, settings, offered, "")
     same(mean_of(store, 1), aggregator.aggregate(decoded, worker_ids=WORKERS))
@@ -123,11 +124,11 @@ def test_a_contribution_in_sections_is_the_same_contribution() -> None:
     settings = Aggregation("geometric_median")
     deltas = {worker: drawn(i) for i, worker in enumerate(WORKERS)}
     whole, mixed = make_store(settings), make_store(settings)
-    whole.combine(1, settings, [(w, Addend(make_frame(d), 1.0), False) for w, d in deltas.items()], "")
-    cut = [
-        (w, Addend(in_sections(d, 3) if w in "ad" else make_frame(d), 1.0, sections=3 if w in "ad" else 1), False)
+    whole.combine(1, settings, {w: Addend(make_frame(d), 1.0) for w, d in deltas.items()}, "")
+    cut = {
+        w: Addend(in_sections(d, 3), 1.0, sections=3) if w in "ad" else Addend(make_frame(d), 1.0)
         for w, d in deltas.items()
-    ]
+    }
     mixed.combine(1, settings, cut, "")
     same(mean_of(mixed, 1), mean_of(whole, 1))
 
@@ -147,12 +148,12 @@ def in_sections(delta: dict[str, Tensor], sections: int) -> memoryview:
 def test_where_centered_clipping_was_is_known_to_who_goes_on() -> None:
     settings = Aggregation("centered_clipping")
     first = make_store(settings)
-    first.combine(1, settings, [(w, Addend(make_frame(drawn(i)), 1.0), False) for i, w in enumerate(WORKERS)], "")
+    first.combine(1, settings, {w: Addend(make_frame(drawn(i)), 1.0) for i, w in enumerate(WORKERS)}, "")
     first.publish(first.close(1, Nesterov()), EVERYBODY)
     second = make_store(settings, version=1, centre=first.centre)
     same(second.centre, first.centre)
     for store in (first, second):
-        offered = [(w, Addend(make_frame(drawn(50 + i)), 1.0), False) for i, w in enumerate(WORKERS)]
+        offered = {w: Addend(make_frame(drawn(50 + i)), 1.0) for i, w in enumerate(WORKERS)}
         store.combine(2, settings, offered, "")
     same(mean_of(second, 2), mean_of(first, 2))
     fresh = make_store(settings, version=1)
@@ -168,10 +169,10 @@ def test_late_averaged_buffers_are_taken_as_values() -> None:
     settings = Aggregation("median")
 
     def bring(version: int, *values: tuple[float, float, int]) -> None:
-        offered = [
-            (str(i), Addend(make_frame({"var": torch.tensor([anchor - local])}), 1.0, base), False)
+        offered = {
+            str(i): Addend(make_frame({"var": torch.tensor([anchor - local])}), 1.0, base)
             for i, (anchor, local, base) in enumerate(values)
-        ]
+        }
         store.combine(version, settings, offered, "")
         store.publish(store.close(version, Nesterov()), EVERYBODY)
 
