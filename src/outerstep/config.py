@@ -6,10 +6,11 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
+from .coordination.aggregation import Aggregation, RuleName
 from .coordination.rounds import RoundRules
 from .errors import ConfigError
 from .security import DEFAULT_PORT as DEFAULT_PORT
@@ -57,6 +58,13 @@ class ServerConfig:
     weight_by: Literal["equal", "samples", "tokens"] = "equal"
     max_weight_ratio: float = 10.0  # no weight further than this factor from the usual one
     norm_screen: float = 2.0  # leave out what is so many times as large as usual (coordination/screen.py); 0 = off
+    aggregation: RuleName = "mean"  # how the contributions of a round become one (coordination/aggregation.py)
+    trim_fraction: float | None = None  # of trimmed_mean, at each end; None = a fifth, and at least one
+    attackers: int | None = None  # f of krum and multi_krum; None = 1
+    clip_radius: float | None = None  # ρ of centered_clipping; None = the median distance to the last aggregate
+    aggregation_iterations: int | None = None  # None = 32 for geometric_median, 3 for centered_clipping
+    bucket_size: int = 1  # 2 = random pairs are averaged before the rule sees them
+    cosine_screen: bool = False  # leave out what points away from the mean of the others
     tokenizer: str | None = None  # its name or hash, which every worker that names one must share
     token_budget: int | None = None  # when so many tokens are in the model, the workers are told to finish
     model_files: str | None = None  # the model's folder: its configuration and tokenizer go with every saved model
@@ -86,6 +94,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _whole(self, 1, "num_workers", "min_workers", "pool_bytes", "max_connections", "part_size_bytes", "keep_saves")
+        _whole(self, 1, "bucket_size")
+        _whole(self, 1, "attackers", "aggregation_iterations", optional=True)
         _whole(self, 0, "spool_bytes", "save_every")
         _whole(self, 1, "sync_every", "num_fragments", "quorum", "dylu_base_sync_every", "token_budget", optional=True)
         _whole(self, 0, "port", "compat_port", "fragment_delay", "dn_buffer_size", "max_staleness", optional=True)
@@ -93,13 +103,14 @@ class ServerConfig:
         _number(self, 1.0, "max_weight_ratio")
         _number(self, 0.0, "norm_screen")
         _number(self, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
-        _number(self, 0.0, "fragment_alpha", optional=True)
+        _number(self, 0.0, "fragment_alpha", "trim_fraction", "clip_radius", optional=True)
         check_text(self, "host", optional=False)
         check_text(self, "codec", "down_codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
         check_text(self, "compat_host", "credentials", "tls_cert", "tls_key", "advertise", "tokenizer")
         _check_label(self, "tokenizer")
         check_one_of(self, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu_enabled")
-        check_one_of(self, (True, False), "insecure", "remote_control", "deterministic")
+        check_one_of(self, (True, False), "insecure", "remote_control", "deterministic", "cosine_screen")
+        check_one_of(self, get_args(RuleName), "aggregation")
         check_one_of(self, (True, False, None), "fragment_carry")
         check_one_of(self, ("log", "weight", None), "staleness_policy")
         check_one_of(self, ("round", "checkpoint", "none"), "durability")
@@ -110,6 +121,7 @@ class ServerConfig:
         if self.quorum is not None and self.quorum > self.num_workers:
             raise ConfigError(f"quorum ({self.quorum}) must not exceed num_workers ({self.num_workers})")
         _check_mixing(self)
+        _check_aggregation(self)
         if self.async_mode and self.quorum not in (None, 1):
             raise ConfigError(f"async_mode is quorum 1; got quorum {self.quorum}: leave one of the two out")
         if self.async_mode and self.min_workers > 1:
@@ -181,13 +193,23 @@ class ServerConfig:
             round_deadline_s=self.round_deadline_s,
             start_deadline_s=self.start_deadline_s,
             max_staleness=self._max_staleness,
-            weigh_staleness=(self.staleness_policy or ("log" if self.async_mode else "weight")) == "weight",
+            weigh_staleness=self._weighs_staleness,
             weight_by=self.weight_by,
             max_weight_ratio=self.max_weight_ratio,
             norm_screen=self.norm_screen,
+            aggregation=self.combining,
             dylu=self.dylu_enabled,
             dylu_base=self.dylu_base_sync_every,
         )
+
+    @property
+    def combining(self) -> Aggregation:
+        """How the contributions of a round become one."""
+        return Aggregation(**{field.name: getattr(self, field.name) for field in fields(Aggregation)})
+
+    @property
+    def _weighs_staleness(self) -> bool:
+        return (self.staleness_policy or ("log" if self.async_mode else "weight")) == "weight"
 
     @property
     def _max_staleness(self) -> int:
@@ -326,6 +348,19 @@ def _check_security(config: ServerConfig) -> None:
         parse_address(config.advertise)
     if config.compat_host is not None and config.compat_port is None:
         raise ConfigError(f"compat_host ({config.compat_host!r}) needs compat_port")
+
+
+def _check_aggregation(config: ServerConfig) -> None:
+    weigh = f"weight_by {config.weight_by!r}" if config.weight_by != "equal" else ""
+    if not weigh and config.quorum is not None and config._weighs_staleness:
+        weigh = "a quorum with staleness_policy 'weight', by which late ones count less ('log' leaves them equal)"
+    config.combining.check_run(
+        num_workers=config.num_workers,
+        quorum=config.quorum,
+        asynchronous=config.async_mode,
+        weigh=weigh,
+        norm_screen=config.norm_screen,
+    )
 
 
 def _check_mixing(config: ServerConfig | WorkerConfig) -> None:

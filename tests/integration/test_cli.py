@@ -69,6 +69,11 @@ def test_the_version_is_printed() -> None:
             ["server", "-m", "{model}", "-n", "2", "--min-workers", "3"],
             "min_workers (3) must not exceed num_workers (2)",
         ),
+        (
+            ["server", "-m", "{model}", "-n", "4", "--aggregation", "trimmed_mean", "--trim-fraction", "0.2"],
+            "a trim_fraction of 0.2 trims nothing of 4",
+        ),
+        (["server", "-m", "{model}", "-n", "4", "--async", "--aggregation", "median"], "async_mode has one in each"),
         (["server", "-m", "{model}", "-n", "2", "--sync-evry", "3"], "--sync-every"),
         (["status", "--server", "127.0.0.1:9"], "no answer from 127.0.0.1:9"),
         (["status", "--server", "nonsense:port"], "host:port"),

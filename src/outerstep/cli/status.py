@@ -64,7 +64,8 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
         f"deaths {status['total_worker_deaths']}",
         f"plan: {_plan(status['plan'] or {})}",
     ]
-    lines += [line for line in (_asynchronous(status), _tokens(status.get("tokens") or {})) if line]
+    more = (_asynchronous(status), _aggregation(status), _tokens(status.get("tokens") or {}))
+    lines += [line for line in more if line]
     lines.append(_workers(status["workers"]) if status["workers"] else "no workers at the moment")
     if status["failure"]:
         lines.append(f"[red]{escape(status['failure'])}[/red]")
@@ -136,6 +137,15 @@ def _asynchronous(status: dict[str, Any]) -> str:
         base = status.get("dylu_base_sync_every")
         parts.append(f"dynamic local updates: H {base} for the fastest" if base else "dynamic local updates")
     return "  ".join(parts)
+
+
+def _aggregation(status: dict[str, Any]) -> str:
+    """The rule by which contributions are combined, if it is not the plain mean."""
+    rule, too_few = status.get("aggregation", "mean"), status.get("rounds_too_few")
+    if rule == "mean":
+        return ""
+    needs = f"aggregation: {rule}, at least {status['min_workers']} contributions"
+    return needs + (f", {too_few} round(s) with too few that moved nothing" if too_few else "")
 
 
 def _tokens(tokens: dict[str, Any]) -> str:

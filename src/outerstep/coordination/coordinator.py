@@ -59,7 +59,16 @@ from .fragment import Fragment
 from .membership import Accepted, Member, Membership
 from .pacing import local_steps
 from .plan import Settled
-from .policing import check_size, conflicts_noted, must_wait, note_offence, note_outlier, request_room, size_of
+from .policing import (
+    check_size,
+    conflicts_noted,
+    leave_out,
+    must_wait,
+    note_offence,
+    request_room,
+    size_of,
+    turned_away,
+)
 from .polling import ASK_AGAIN_S, ASK_AGAIN_SOON_S, answer_poll
 from .remembered import remember
 from .rounds import RoundRules, Verdict
@@ -91,6 +100,7 @@ class Coordinator:
         self.settled: Settled | None = None
         self.started = False
         self.total_accepted = 0
+        self.total_too_few = 0  # rounds that moved nothing, because too few of those there had trained
         self.budget = TokenBudget(token_budget)
         self.commands = Commands()
         self.closing = ""  # why the run is coming to its end
@@ -420,7 +430,8 @@ class Coordinator:
             self.event("start", workers=sorted(live))
 
     def verdict(self, fragment: Fragment, now: float) -> Verdict:
-        return fragment.round.verdict(self.rules, now, started=self.started, live=self.members.awaited_ids(now))
+        live, refused = self.members.awaited_ids(now), len(turned_away(self, fragment, now))
+        return fragment.round.verdict(self.rules, now, started=self.started, live=live, turned_away=refused)
 
     def _evaluate_all(self, now: float) -> None:
         for fragment in self.fragments:
@@ -431,14 +442,15 @@ class Coordinator:
         if not self.verdict(fragment, now).close:
             return
         index, contributors = fragment.published.fragment, fragment.round.contributors
-        closed = fragment.close(self.rules, self.members.awaited_ids(now))
+        refused = turned_away(self, fragment, now)
+        closed = fragment.close(self.rules, self.members.awaited_ids(now), len(refused))
         self.members.round_closed(index, contributors)
         self.budget.add(index, closed.tokens, now)
         if self.next_plan is not None:
             self.plan, self.next_plan = self.next_plan, None
-        left_out = frozenset(note_outlier(self, index, closed.version, outlier) for outlier in closed.outliers)
+        left_out = leave_out(self, index, closed)
         remembered = remember(self) if self.remembers else None
-        self._effects.append(CloseRound(index, closed.version, closed.participants, remembered, left_out))
+        self._effects.append(CloseRound(index, closed.version, closed.participants, remembered, left_out, refused))
         for upload in self.uploads.of_fragment(index):
             try:
                 self._check_age(upload.offer, fragment)

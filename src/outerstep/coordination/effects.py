@@ -27,14 +27,16 @@ class Accumulate:
 @dataclass(frozen=True)
 class CloseRound:
     """Take the outer step over what was accumulated, make it durable, publish it, then report `Coordinator.published`.
-    `left_out`: what was to be kept, and is not to be added after all. `remembered`: what goes to disk with it, if the
-    coordinator was told to remember."""
+    `left_out`: what was to be kept, and is not to be added after all. `turned_away`: workers that a rule counts among
+    those offered, though nothing was taken from them. `remembered`: what goes to disk with it, if the coordinator was
+    told to remember."""
 
     fragment: int
     version: int
     participants: tuple[Participant, ...]
     remembered: Remembered | None = None
     left_out: frozenset[ContributionKey] = frozenset()
+    turned_away: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

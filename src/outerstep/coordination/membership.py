@@ -64,7 +64,7 @@ class Member:
     bytes_received: int = 0
     tokens: int = 0
     delta_norm: float | None = None  # ‖Δ‖ of its last contribution
-    left_out: int = 0  # contributions that were outliers in their rounds
+    left_out: int = 0  # contributions that were there, and are not in what their rounds agreed on
     conduct: Conduct = field(default_factory=Conduct)
     kicked: str = ""  # why, until another instance joins
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))

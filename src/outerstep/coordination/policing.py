@@ -3,13 +3,13 @@ that cannot be used, and about who takes room and sends nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import Absurd, Conflict, Refused
 from ..types import ContributionKey, Offer
-from .fragment import Fragment, Outlier
+from .fragment import Closed, Fragment
 from .membership import Member
 from .offences import is_offence
 from .screen import LEAST_CONTRIBUTORS, Size
@@ -62,8 +62,11 @@ def check_size(coordinator: Coordinator, offer: Offer, size: Size | None, now: f
 
 
 def must_wait(coordinator: Coordinator, fragment: Fragment, size: Size | None) -> bool:
-    """Is it to be kept until its round closes, and looked at again? Only in a round of three or more, and if there is
-    room for what everybody sends: else the last would wait for the first and the first for the last."""
+    """Is it to be kept until its round closes, and looked at again? Always for a rule that compares contributions; to
+    look at its norm only in a round of three or more, and if there is room for what everybody sends: else the last
+    would wait for the first and the first for the last."""
+    if not coordinator.rules.aggregation.is_plain:
+        return True
     if size is None or not fragment.screen.needs_second_look(size, coordinator.rules.norm_screen):
         return False
     workers = max(coordinator.rules.num_workers, len(coordinator.members.live_ids))
@@ -72,17 +75,55 @@ def must_wait(coordinator: Coordinator, fragment: Fragment, size: Size | None) -
     return enough and needed <= coordinator.uploads.capacity_bytes
 
 
-def note_outlier(coordinator: Coordinator, fragment: int, version: int, outlier: Outlier) -> ContributionKey:
-    """A round closed without this one of its contributions."""
-    worker_id, size = outlier.participant.worker_id, outlier.size
+def turned_away(coordinator: Coordinator, fragment: Fragment, now: float) -> frozenset[str]:
+    """For a rule: who is here, and not in the open round, because it is in quarantine, or what it brought to this round
+    was refused for its size."""
+    if coordinator.rules.aggregation.is_plain:
+        return frozenset()
+    version, refused = fragment.round.version, fragment.screen.refused
+    found = {
+        member.worker_id
+        for member in coordinator.members
+        if member.live and (member.conduct.is_quarantined(now) or refused.get(member.worker_id) == version)
+    }
+    return frozenset(found - fragment.round.contributors)
+
+
+def leave_out(coordinator: Coordinator, fragment: int, closed: Closed) -> frozenset[ContributionKey]:
+    """A round closed without these of its contributions; if too few had trained, without any."""
+    if closed.too_few:
+        coordinator.total_too_few += 1
+        rule = coordinator.rules.aggregation
+        facts = {"trained": closed.too_few, "needed": rule.fewest, "aggregation": rule.name}
+        coordinator.event("too_few", fragment=fragment, version=closed.version, **facts)
+    for outlier in closed.outliers:
+        worker_id = outlier.participant.worker_id
+        _count_left_out(coordinator, worker_id)
+        coordinator.event("left_out", worker=worker_id, fragment=fragment, version=closed.version, **outlier.facts)
+    run_id, left_out = coordinator.run_id, [outlier.participant for outlier in closed.outliers]
+    return frozenset(
+        ContributionKey(run_id=run_id, worker_id=p.worker_id, fragment=fragment, sequence=p.sequence) for p in left_out
+    )
+
+
+def note_verdict(
+    coordinator: Coordinator, fragment: int, version: int, refused: Mapping[str, str], unused: Sequence[str]
+) -> None:
+    """The driver has combined a round: a screen that reads values refused these (worker id → why), and of those the
+    rule took nothing. Of the latter one event for all: with Krum it is everybody but one, in every round."""
+    for worker_id in (*refused, *unused):
+        _count_left_out(coordinator, worker_id)
+    for worker_id, why in refused.items():
+        coordinator.event("left_out", worker=worker_id, fragment=fragment, version=version, why=why)
+    if unused:
+        rule = coordinator.rules.aggregation.name
+        coordinator.event("not_chosen", fragment=fragment, version=version, workers=list(unused), aggregation=rule)
+
+
+def _count_left_out(coordinator: Coordinator, worker_id: str) -> None:
     member = coordinator.members.find(worker_id)
     if member is not None:
         member.left_out += 1
-    facts = {"norm": size.norm, "steps": size.steps, "times_usual": round(outlier.times, 2)}
-    coordinator.event("left_out", worker=worker_id, fragment=fragment, version=version, **facts)
-    return ContributionKey(
-        run_id=coordinator.run_id, worker_id=worker_id, fragment=fragment, sequence=outlier.participant.sequence
-    )
 
 
 @contextmanager

@@ -68,6 +68,7 @@ def remember(coordinator: Coordinator) -> Remembered:
         totals={
             "total_submissions": coordinator.total_accepted - in_open_rounds,
             "total_worker_deaths": coordinator.members.total_deaths,
+            "rounds_too_few": coordinator.total_too_few,
             **{f"tokens_{fragment}": tokens for fragment, tokens in coordinator.budget.per_fragment.items()},
         },
         facts={
@@ -106,6 +107,7 @@ def resume(
     coordinator.members.first_incarnation = first_incarnation
     coordinator.total_accepted = int(totals.get("total_submissions", 0))
     coordinator.members.total_deaths = int(totals.get("total_worker_deaths", 0))
+    coordinator.total_too_few = int(totals.get("rounds_too_few", 0))
     budget = coordinator.budget
     budget.per_fragment = {i: int(totals.get(f"tokens_{i}", 0)) for i in range(len(coordinator.fragments))}
     for fragment, usual in zip(coordinator.fragments, facts.get("usual_weights", []), strict=False):

@@ -6,7 +6,8 @@ A round opens the moment the one before it is decided, with the workers live at 
 - `quorum` workers are in and `grace_s` has passed since the quorum was complete, or
 - `round_deadline_s` has passed since its first contribution,
 
-and never with fewer than `min_workers` contributors, nor before the run has started (coordinator.py).
+and never with fewer than `min_workers` contributors, nor than the run's rule for combining them needs
+(aggregation.py), nor before the run has started (coordinator.py).
 Whoever dies or leaves is no longer expected; whoever joins is expected from the next round, and counted in this one if
 its contribution comes in time.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ..types import Mode, Participant, WeightBy
+from .aggregation import Aggregation
 from .screen import Size
 
 
@@ -38,8 +40,23 @@ class RoundRules:
     weight_by: WeightBy = "equal"
     max_weight_ratio: float = 10.0
     norm_screen: float = 2.0  # times the usual norm; 0 = off (screen.py)
+    aggregation: Aggregation = Aggregation()  # noqa: RUF009 (frozen)
     dylu: bool = False
     dylu_base: int | None = None
+
+    @property
+    def floor(self) -> int:
+        """No round closes with fewer contributors, unless some were turned away."""
+        return self.needed(0)
+
+    def needed(self, turned_away: int) -> int:
+        """Contributors without whom no round closes, if so many others were turned away."""
+        return max(1, self.min_workers, self.aggregation.needed(turned_away))
+
+    @property
+    def floor_is(self) -> str:
+        """Who says so."""
+        return "min_workers" if self.min_workers >= self.floor else self.aggregation.name
 
     @property
     def takes_late(self) -> bool:
@@ -47,11 +64,11 @@ class RoundRules:
         return self.quorum is not None
 
     def may_start(self, live: int, first_join_at: float | None, now: float) -> bool:
-        """When all announced workers are live, or at the start deadline with at least min_workers of them."""
+        """When all announced workers are live, or at the start deadline with enough of them for a round."""
         waited_s = 0.0 if first_join_at is None else now - first_join_at
         overdue = self.start_deadline_s is not None and first_join_at is not None and waited_s >= self.start_deadline_s
         enough = live >= self.num_workers or (self.asynchronous and live > 0)
-        return enough or (overdue and live >= max(1, self.min_workers))
+        return enough or (overdue and live >= self.floor)
 
     @property
     def mode(self) -> Mode:
@@ -118,24 +135,36 @@ class Round:
         self.reported[i] = self.tokens[i] = 0.0
         self.sizes[i] = None
 
+    @property
+    def trained(self) -> int:
+        """Workers whose contributions have training in them."""
+        return len({p.worker_id for p in self.participants if p.weight > 0.0})
+
     def wants(self, worker_id: str, rules: RoundRules) -> bool:
         """Has somebody contributed who now waits for this worker?"""
         contributors = self.contributors
         if not contributors or worker_id in contributors:
             return False
-        return worker_id in self.expected or len(contributors | self.expected) < rules.min_workers
+        return worker_id in self.expected or len(contributors | self.expected) < rules.floor
 
-    def verdict(self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str]) -> Verdict:
+    def verdict(
+        self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str], turned_away: int = 0
+    ) -> Verdict:
+        """`live`: from whom something would be taken. `turned_away`: how many were here, and were refused."""
         contributors = self.contributors
         missing = self.expected - contributors
-        floor = max(1, rules.min_workers)
+        floor = rules.needed(turned_away)
         if len(contributors) < floor:
             able = live - contributors
             if len(contributors) + len(able) < floor:
                 here = f"{len(contributors)} contributed, {len(able)} more alive"
-                return Verdict(False, waiting_for=f"at least {floor} (min_workers): {here}", stuck=True)
+                return Verdict(False, waiting_for=f"at least {floor} ({rules.floor_is}): {here}", stuck=True)
             awaited = "the next contribution" if rules.asynchronous else f"contributions of {_names(missing or able)}"
             return Verdict(False, waiting_for=awaited)
+        least = rules.aggregation.needed(turned_away)
+        if 0 < self.trained < least and live - contributors:  # some of them had nothing to bring
+            needed = f"{rules.aggregation.name} needs {least} with training in them"
+            return Verdict(False, waiting_for=f"contributions of {_names(live - contributors)}: {needed}")
         if not started:
             return Verdict(False, waiting_for=f"{rules.num_workers} workers to join ({len(live)} here)", stuck=True)
         if not missing:

@@ -17,6 +17,20 @@ The second look is what a warm-up or a restart of the learning rate needs: there
 three times the usual and more, and nobody is an outlier. It is also all there is in a fragment's first round. If even
 the first limit is wrong (a schedule that goes from nearly nothing to everything), half of the workers are refused
 with their next contributions; then it is the run that has changed, and what was usual is forgotten.
+
+This is the screen of a server, whichever rule then combines what it let through. Who aggregates without one has another
+(core/robust/screens.py), with the same factor, the same eight rounds and the same three contributors, because it is in
+another place:
+
+- it is asked about a whole round at once; here about one contribution, when nobody knows yet what the others bring, so
+  that what is usual can be added and its bytes freed;
+- it can only leave out; here the sender waits for an answer, is told at once, goes on from the agreed weights, and is
+  put aside if that does not help. So there are two limits, and the first must not hit the honest;
+- its peers must agree to the bit on whom they refuse, from as little as can be handed to one that joins: a list of
+  ‖Δ‖/√steps. Here one decides for all, and can afford a second measure for workers of other speeds.
+
+What this one leaves out of a round, that one would refuse as well; where a round has grown as a whole, that one is the
+stricter of the two (tests/unit/coordination/test_screen.py).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..errors import ConfigError, PlanMismatch
 from ..types import Join, Manifest, Plan
+from .combining import rule_of
 from .outer_state import Outer, recall
 from .pool import Shelf, return_free_memory
 from .store import FragmentStore
@@ -65,14 +66,15 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
 
 
 def check_room(config: ServerConfig, plan: Plan, manifest: Manifest) -> None:
-    """The deterministic mode adds nothing before a round closes: the contributions of everybody must have room until
-    then, or the last would wait for the first and the first for the last."""
+    """The deterministic mode adds nothing before a round closes, and a rule that compares contributions needs them all:
+    those of everybody must have room until then, or the last would wait for the first and the first for the last."""
     codec = Recipe.parse(plan.codec)
     size = sum(codec.codec(spec).encoded_bytes(spec.numel) for spec in manifest.parameters)
     needed, room = config.num_workers * size, config.pool_bytes + config.spool_bytes
-    if config.deterministic and needed > room:
+    keeps = "deterministic" if config.deterministic else f"aggregation {config.combining.name!r}"
+    if (config.deterministic or not config.combining.is_plain) and needed > room:
         raise ConfigError(
-            f"deterministic keeps all contributions until their round closes: {config.num_workers} workers with {size} "
+            f"{keeps} keeps all contributions until their round closes: {config.num_workers} workers with {size} "
             f"bytes each need {needed}, pool_bytes and spool_bytes make {room}; raise spool_bytes"
         )
 
@@ -108,6 +110,7 @@ def make_stores(
     versions: Sequence[int],
     targets: Mapping[str, Tensor] | None = None,
     statistics: Mapping[int, Mapping[str, Tensor]] | None = None,
+    centre: Mapping[str, Tensor] | None = None,
 ) -> list[FragmentStore]:
     """The model, cut as the plan says, each fragment at its version."""
     config = service.config
@@ -129,6 +132,8 @@ def make_stores(
             targets=targets,
             statistics=statistics,
             shelf=shelf,
+            keeps_centre=rule_of(config.combining).needs_centre,
+            centre=centre,
         )
         for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
     ]

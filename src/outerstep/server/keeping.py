@@ -148,6 +148,7 @@ def snapshot(service: ParameterService, remembered: Remembered) -> SavedState:
         params={name: theta for store in service.stores for name, theta in store.params().items()},
         targets={name: target for store in service.stores for name, target in store.down.targets().items()},
         statistics=statistics,
+        centre={name: values for store in service.stores for name, values in store.centre.items()},
         rest=service.model.rest(),
         manifest=service.coordinator.manifest,
         plan=remembered.plan,

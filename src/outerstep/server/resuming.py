@@ -114,7 +114,9 @@ def restore(service: ParameterService, saved: SavedState, records: Iterable[Reco
         return
     _check_unchanged(service.config, saved.plan)
     check_kind(service.make_optimizer(service.config, saved.manifest), saved.optimizer)
-    stores = make_stores(service, saved.plan, saved.manifest, saved.versions, saved.targets, saved.statistics)
+    stores = make_stores(
+        service, saved.plan, saved.manifest, saved.versions, saved.targets, saved.statistics, saved.centre
+    )
     outer = _OuterOverTime(service, saved)
     remembered = _replay(saved, stores, outer, records)
     optimizer = outer.under(said(service.config)["outer"])

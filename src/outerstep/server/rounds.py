@@ -10,23 +10,29 @@ What cannot be written is tried again until it can: the round has been computed,
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
+import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from ..coordination.aggregation import Aggregation
 from ..coordination.effects import Accumulate, CloseRound
 from ..coordination.remembered import Remembered, remember
 from ..core.delayed import DelayedNesterov
+from ..core.robust import Verdict
 from ..errors import Busy, ServerError, ServerFailed
 from ..types import ContributionKey
 from . import records
 from .keeping import snapshot, with_settings
 from .motion import Motion
-from .store import Addend
+from .store import Addend, FragmentStore
 
 if TYPE_CHECKING:
     from .service import ParameterService
@@ -58,6 +64,13 @@ Job = Accumulate | CloseRound | _Note | _Save
 
 class _GivenUp(Exception):
     """The server is to stop, and what was to be written could not be."""
+
+
+def _without(effect: CloseRound, verdict: Verdict | None) -> CloseRound:
+    """With weight 0 for whoever a screen refused or the rule did not choose."""
+    out = {*verdict.refused, *verdict.unused} if verdict is not None else set()
+    participants = tuple(replace(p, weight=0.0) if p.worker_id in out else p for p in effect.participants)
+    return dataclasses.replace(effect, participants=participants)
 
 
 class RoundsThread:
@@ -196,8 +209,13 @@ class RoundsThread:
     @property
     def _keeps_contributions(self) -> bool:
         """Until their round closes. Delayed Nesterov: its momentum moves with every push, and between two rounds model
-        and momentum must belong together. The deterministic mode: their order is known only then."""
-        return self._service.config.deterministic or self._takes_pushes
+        and momentum must belong together. The deterministic mode: their order is known only then. A rule that compares
+        contributions needs all of them."""
+        return self._service.config.deterministic or self._takes_pushes or not self._aggregation.is_plain
+
+    @property
+    def _aggregation(self) -> Aggregation:
+        return self._service.coordinator.rules.aggregation
 
     @property
     def _takes_pushes(self) -> bool:
@@ -208,8 +226,13 @@ class RoundsThread:
         assert service.optimizer is not None
         if service.config.deterministic:
             waiting.sort(key=lambda accepted: (accepted.key.worker_id, accepted.key.sequence))
-        taken = [accepted for accepted in waiting if accepted.key not in effect.left_out]
-        store, addends = service.stores[effect.fragment], [self._addend(accepted) for accepted in taken]
+        store, verdict = service.stores[effect.fragment], None
+        if self._aggregation.is_plain:
+            taken = [accepted for accepted in waiting if accepted.key not in effect.left_out]
+        else:
+            taken, verdict = [], self._combine(store, effect, waiting)
+            effect = _without(effect, verdict)
+        addends = [self._addend(accepted) for accepted in taken]
         made = store.close(
             effect.version, service.optimizer, addends, service.clock(), keep_mean=service.keeper.journals
         )
@@ -219,11 +242,29 @@ class RoundsThread:
         del addends  # their rooms can be used again
         for accepted in waiting:
             self._free(accepted.key)
-        service.announce(store, made, effect.participants)
+        service.announce(store, made, effect.participants, verdict)
         if effect.remembered is not None and service.keeper.is_due(
             min(effect.remembered.versions), service.model_bytes
         ):
             self._save("periodic", effect.remembered)
+
+    def _combine(self, store: FragmentStore, effect: CloseRound, waiting: Sequence[Accumulate]) -> Verdict | None:
+        """By the run's rule, what everybody brought. None: nobody brought anything, or nothing of it is to be taken."""
+        newest = {
+            accepted.key.worker_id: accepted
+            for accepted in sorted(waiting, key=lambda accepted: accepted.key.sequence)
+            if accepted.weight > 0.0
+        }
+        if all(accepted.key in effect.left_out for accepted in newest.values()):
+            return None
+        # Nobody may know beforehand whom it will share a bucket with, unless the run is to be the same each time.
+        seed = f"{effect.fragment}/{effect.version}" if self._service.config.deterministic else secrets.token_hex(16)
+        contributions = {
+            worker_id: None if accepted.key in effect.left_out else self._addend(accepted)
+            for worker_id, accepted in newest.items()
+        }
+        turned_away = dict.fromkeys(effect.turned_away - contributions.keys())
+        return store.combine(effect.version, self._aggregation, {**turned_away, **contributions}, seed)
 
     def _addend(self, accepted: Accumulate) -> Addend:
         weight = accepted.scale if self._takes_pushes else accepted.weight

@@ -20,7 +20,9 @@ from ..config import ServerConfig
 from ..coordination.control import carry_out
 from ..coordination.coordinator import Coordinator
 from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer, is_news
+from ..coordination.policing import note_verdict
 from ..core.delayed import DelayedNesterov
+from ..core.robust import Verdict
 from ..durable.run_folder import RunFolder
 from ..errors import (
     BadRequest,
@@ -74,7 +76,7 @@ from .store import FragmentStore
 log = logging.getLogger(__name__)
 
 LONGEST_POLL_S = 20.0
-LOUD = ("death", "refused", "kick", "left_out", "quarantine", "screen_forgotten")  # events that are warnings
+LOUD = ("death", "refused", "kick", "left_out", "too_few", "quarantine", "screen_forgotten")  # events that are warnings
 
 
 class ParameterService:
@@ -395,10 +397,19 @@ class ParameterService:
 
     # --- for the rounds thread ------------------------------------------------------------------------------------
 
-    def announce(self, store: FragmentStore, made: Motion, participants: tuple[Participant, ...]) -> None:
-        """The round has its result. Both ends of it at once: whoever is told of a version finds it."""
+    def announce(
+        self,
+        store: FragmentStore,
+        made: Motion,
+        participants: tuple[Participant, ...],
+        verdict: Verdict | None = None,
+    ) -> None:
+        """The round has its result. Both ends of it at once: whoever is told of a version finds it. `verdict`: of the
+        rule that combined it."""
         with self.changed:
             now = self.clock()
+            if verdict is not None:
+                note_verdict(self.coordinator, store.index, made.version, verdict.refused, verdict.unused)
             self.coordinator.published(store.publish(made, participants, now).agreement, now)
             self._flush()
 

@@ -7,23 +7,26 @@ its cache: decoded, added, divided, stepped, encoded and hashed while it is ther
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..coordination.aggregation import Aggregation
 from ..core.aggregate import add_weighted, divide
 from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov, Push
 from ..core.outer import Nesterov, NesterovStep, OuterOptimizer
+from ..core.robust import Verdict
 from ..digest import data_hash
 from ..errors import ModelError
 from ..types import GetPart, ParameterSpec, Participant, Payload
 from ..wire.frames import layout
 from ..wire.sections import most_bytes, row_pieces
 from .blocks import BLOCK_VALUES, Block, ahead, cut
+from .combining import Contribution, combine
 from .decoding import Decoder, UpTensor
 from .downlink import Downlink
 from .motion import Motion
@@ -71,8 +74,11 @@ class FragmentStore:
         targets: Mapping[str, Tensor] | None = None,
         statistics: Mapping[int, Mapping[str, Tensor]] | None = None,
         shelf: Shelf | None = None,
+        keeps_centre: bool = False,
+        centre: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`statistics`: averaged buffers of earlier versions (of any fragment), as `self.statistics` had them."""
+        """`statistics`: averaged buffers of earlier versions (of any fragment), as `self.statistics` had them.
+        `keeps_centre`: the run's rule begins each round where the last ended; `centre`, by name, is that place."""
         self.index = index
         self._shelf = shelf or Shelf()
         self.down = Downlink(
@@ -93,6 +99,17 @@ class FragmentStore:
         self._sums: dict[int, _Sum] = {}
         self._blocks = list(cut(self.down.full))
         self._keep_statistics(version)
+        self._keeps_centre = keeps_centre
+        self._centre: Tensor | None = None  # the last aggregate, flat
+        if keeps_centre and centre and self._roles.keys() <= centre.keys():  # not before this fragment's first round
+            self._centre = torch.zeros(self.numel)
+            for name, place in self._by_name(self._centre).items():
+                place.copy_(centre[name])
+
+    @property
+    def centre(self) -> dict[str, Tensor]:
+        """The last round's aggregate by name, for a rule that begins there; nothing before the first."""
+        return {} if self._centre is None else self._by_name(self._centre)
 
     @property
     def numel(self) -> int:
@@ -177,12 +194,15 @@ class FragmentStore:
             values = out if first else reader.scratch[: block.count]
             reader.read(block, values)
             addend = reader.addend
-            if addend.base is not None and addend.base < version - 1 and self._roles[block.name] == "average":
-                self._rebase(values, block, addend.base, self.down.target)
+            self._rebase_if_late(values, block, addend, version)
             if not first:
                 add_weighted(out, values, addend.weight)
             elif addend.weight != 1.0:
                 values.mul_(addend.weight)
+
+    def _rebase_if_late(self, values: Tensor, block: Block, addend: Addend, version: int) -> None:
+        if addend.base is not None and addend.base < version - 1 and self._roles[block.name] == "average":
+            self._rebase(values, block, addend.base, self.down.target)
 
     def _rebase(self, values: Tensor, block: Block, base: int, target: Tensor) -> None:
         """Δ of a buffer against T as it is now, in place: T − l = (T − θ_base) + Δ. Buffers are means of values and not
@@ -192,6 +212,47 @@ class FragmentStore:
             values.zero_()  # older than anything we know: it says nothing
             return
         values.add_(target[block.place : block.end]).sub_(held[block.name].view(-1)[block.start : block.stop])
+
+    def combine(
+        self,
+        version: int,
+        settings: Aggregation,
+        contributions: Mapping[str, Addend | None],
+        seed: str,
+    ) -> Verdict:
+        """The aggregate of these, by a rule that needs all of them, in the place of the round's mean: `close` steps
+        along it. By worker; None = it was offered, and refused by a screen."""
+        values = self._shelf.take(self.numel)
+        verdict = combine(
+            settings,
+            [
+                Contribution(worker_id, addend.weight, self._rebased(addend, version))
+                for worker_id, addend in contributions.items()
+                if addend is not None
+            ],
+            [worker_id for worker_id, addend in contributions.items() if addend is None],
+            self.down.full,
+            values,
+            self._centre,
+            seed,
+        )
+        self._set_mean(version, values)
+        return verdict
+
+    def _rebased(self, addend: Addend, version: int) -> Callable[[Block, Tensor], None]:
+        decoder, data = self.decoder(addend.sections), torch.frombuffer(addend.payload, dtype=torch.uint8)
+
+        def read(block: Block, out: Tensor) -> None:
+            decoder.read(data, block.name, block.start, block.stop, out)
+            self._rebase_if_late(out, block, addend, version)
+
+        return read
+
+    def _set_mean(self, version: int, values: Tensor) -> None:
+        """What the round that makes `version` steps along, whole."""
+        if self._keeps_centre:
+            self._centre = values.clone() if self._centre is None else self._centre.copy_(values)
+        self._sums[version] = _Sum(values, weight=1.0)  # to divide by one changes no bit
 
     # --- the outer step -------------------------------------------------------------------------------------------
 
@@ -220,7 +281,7 @@ class FragmentStore:
         if len(mean) != 4 * self.numel:
             raise ModelError(f"the mean of fragment {self.index} must have {4 * self.numel} bytes, got {len(mean)}")
         bytes_of(values)[:] = mean
-        self._sums[version] = _Sum(values, weight=1.0)  # to divide by one changes no bit
+        self._set_mean(version, values)
 
     def publish(self, made: Motion, participants: tuple[Participant, ...], now: float = 0.0) -> Published:
         published = self.down.publish(made, participants, now)

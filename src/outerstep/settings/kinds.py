@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+LONGEST_METAVAR = 40
 _TRUTH = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -20,7 +21,8 @@ class Kind:
     @property
     def metavar(self) -> str:
         if self.choices:
-            return "|".join(self.choices)
+            words = "|".join(self.choices)
+            return words if len(words) <= LONGEST_METAVAR else "NAME"  # the column would leave no room for the sentence
         return {int: "INTEGER", float: "NUMBER", bool: "0|1", str: "TEXT"}[self.base]
 
     def parse(self, text: str) -> Any:

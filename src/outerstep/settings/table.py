@@ -103,6 +103,7 @@ class Role:
 
 ROUNDS, ASYNC, STREAMING, OUTER = "Rounds", "Asynchronous", "Streaming", "Outer step"
 MODEL, SAVING, NETWORK, SECURITY, LIMITS = "Model", "Saving", "Network", "Security", "Limits"
+AGGREGATION = "Robust aggregation"
 JOINING, EXCHANGES, PATIENCE, NO_SERVER = "Joining", "Exchanges", "Patience", "Without a server"
 
 FIRST_WORKER = "the first worker's wish, else"
@@ -134,6 +135,22 @@ SERVER_SETTINGS = (
             "Leave contributions out that are so many times as large as usual; 0 = none."),
     Setting("token_budget", "--token-budget", ROUNDS,
             "When so many tokens are in the model, the workers are told to finish.", "no end"),
+    Setting("aggregation", "--aggregation", AGGREGATION,
+            "How the contributions of a round become one: mean, or to withstand bad ones trimmed_mean, median, krum, "
+            "multi_krum, geometric_median or centered_clipping."),
+    Setting("trim_fraction", "--trim-fraction", AGGREGATION,
+            "Of trimmed_mean: how many of the smallest and of the largest values are left out, as a part of all.",
+            "0.2, and at least one"),
+    Setting("attackers", "--attackers", AGGREGATION, "f of krum and multi_krum: how many bad ones to withstand.", "1"),
+    Setting("clip_radius", "--clip-radius", AGGREGATION,
+            "Of centered_clipping: nobody pulls farther than this from the last aggregate.",
+            "the median distance to it"),
+    Setting("aggregation_iterations", "--aggregation-iterations", AGGREGATION,
+            "Of geometric_median and centered_clipping.", "32 and 3"),
+    Setting("bucket_size", "--bucket-size", AGGREGATION,
+            "Average random groups of so many contributions before the rule; 1 = do not, 2 is usual."),
+    Setting("cosine_screen", "--cosine-screen", AGGREGATION,
+            "Leave out what points away from the mean of the others; needs five contributions."),
     Setting("async_mode", "--async", ASYNC, "Every contribution is a round of its own: nobody waits."),
     Setting("dn_buffer_size", "--dn-buffer-size", ASYNC,
             "N of Delayed Nesterov: momentum takes part at every Nth contribution; 0 = off, which diverged in our "

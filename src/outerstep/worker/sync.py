@@ -388,8 +388,8 @@ class Synchronizer:
         since = (self.work - flight.work).steps
         if sent and any(p.worker_id == self._worker_id and not p.weight for p in agreed.participants):
             log.warning(
-                "fragment %d version %d was agreed without this worker's %d steps: beside the others' they were too "
-                "large (norm_screen)",
+                "fragment %d version %d was agreed without this worker's %d steps: a screen, or the rule by which the "
+                "run combines contributions, left them out; the server's event log says why",
                 fragment,
                 agreed.version,
                 sent,

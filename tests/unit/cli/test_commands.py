@@ -75,6 +75,31 @@ class TestFlags:
             ),
             ("-m model -n 2 --no-nesterov", {"model": "model", "num_workers": 2, "nesterov": False}),
             (
+                "-m model -n 5 --aggregation trimmed_mean --trim-fraction 0.2",
+                {"model": "model", "num_workers": 5, "aggregation": "trimmed_mean", "trim_fraction": 0.2},
+            ),
+            (
+                "-m model -n 9 --aggregation multi_krum --attackers 1 --bucket-size 2 --cosine-screen",
+                {
+                    "model": "model",
+                    "num_workers": 9,
+                    "aggregation": "multi_krum",
+                    "attackers": 1,
+                    "bucket_size": 2,
+                    "cosine_screen": True,
+                },
+            ),
+            (
+                "-m model -n 5 --aggregation centered_clipping --clip-radius 1.5 --aggregation-iterations 2",
+                {
+                    "model": "model",
+                    "num_workers": 5,
+                    "aggregation": "centered_clipping",
+                    "clip_radius": 1.5,
+                    "aggregation_iterations": 2,
+                },
+            ),
+            (
                 "-m model -n 2 --save-dir /path/to/saves --save-every 10",
                 {"model": "model", "num_workers": 2, "save_dir": "/path/to/saves", "save_every": 10},
             ),
@@ -139,6 +164,16 @@ class TestFlags:
         for setting in role.settings:
             assert setting.flag in text
             assert f"{setting.help} {role.default_text(setting)}" in text
+
+    def test_a_trim_that_trims_nothing_is_refused_with_where_it_was_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One of the settings is in a file, one in a variable, one on the command line."""
+        Path("outerstep.toml").write_text('[server]\naggregation = "trimmed_mean"\n')
+        monkeypatch.setenv("OUTERSTEP_TRIM_FRACTION", "0.2")
+        run("config show server -n 5")
+        with pytest.raises(ConfigError, match=r"'trimmed_mean' needs at least 5 .*trims nothing of 4") as told:
+            run("config show server -n 4")
+        for said in ("num_workers: flag --num-workers", "aggregation: outerstep.toml:2", "OUTERSTEP_TRIM_FRACTION"):
+            assert said in str(told.value)
 
     def test_one_of_the_wrong_type_is_refused_with_its_name(self) -> None:
         with pytest.raises(ConfigError, match="--sync-every 'often' is not a valid sync_every: must be a whole number"):

@@ -86,6 +86,13 @@ def test_how_the_last_round_went_is_shown_as_far_as_it_is_known() -> None:
     assert "0.971" in next(line for line in shown.splitlines() if "alpha" in line)
 
 
+def test_a_robust_run_shows_its_rule_and_the_rounds_that_moved_nothing() -> None:
+    assert "aggregation" not in text({**SYNC, "aggregation": "mean", "min_workers": 1})
+    robust = {**SYNC, "aggregation": "krum", "min_workers": 5, "rounds_too_few": 0}
+    assert "aggregation: krum, at least 5 contributions\n" in text(robust).replace(" \n", "\n")
+    assert "2 round(s) with too few that moved nothing" in text({**robust, "rounds_too_few": 2})
+
+
 def test_a_column_that_is_empty_for_all_is_left_out() -> None:
     workers = {name: {**facts, "staleness": 0, "loss": None} for name, facts in ASYNC["workers"].items()}
     shown = text({**ASYNC, "workers": workers})

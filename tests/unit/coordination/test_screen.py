@@ -10,8 +10,19 @@ from collections import deque
 
 import pytest
 
+from outerstep.config import ServerConfig
 from outerstep.coordination.effects import Accumulate
-from outerstep.coordination.screen import FAR, MOST_REMEMBERED, MOST_STEPS, ROUNDS, NormScreen, Size, Usual
+from outerstep.coordination.screen import (
+    FAR,
+    LEAST_CONTRIBUTORS,
+    MOST_REMEMBERED,
+    MOST_STEPS,
+    ROUNDS,
+    NormScreen,
+    Size,
+    Usual,
+)
+from outerstep.core.robust import screens
 from outerstep.errors import Absurd, Refused
 from unit.coordination.builders import Desk, make_key
 
@@ -261,6 +272,28 @@ def test_asynchronous_rounds_have_the_first_limit_alone() -> None:
         desk.contribute("b", 3, base_version=7, norm=50.0)
     assert not any(kept(desk))
     assert desk.version() == 7
+
+
+def test_what_a_server_leaves_out_the_aggregator_would_refuse_too() -> None:
+    """Two screens for two places, with the same numbers in them. With as many steps in all and odd counts, so that a
+    median is one of them."""
+    assert (ServerConfig(num_workers=3).norm_screen, ROUNDS) == (screens.NORM_FACTOR, screens.HISTORY_ROUNDS)
+    assert screens.LEAST_FOR_NORMS == LEAST_CONTRIBUTORS
+    rng, strict = random.Random(11), 0
+    for _ in range(500):
+        history: screens.History = ()
+        screen = NormScreen()
+        for _ in range(rng.choice([0, 1, 3])):
+            usual = [10 ** rng.uniform(-0.2, 0.2) for _ in range(3)]
+            history = screens.remember(history, usual)
+            screen.include((str(i), Size(rate, 1)) for i, rate in enumerate(usual))
+        rates = [10 ** rng.uniform(-0.5, 1.0) for _ in range(rng.choice([3, 5, 7]))]
+        ours = screen.left_out([(str(i), Size(rate, 1)) for i, rate in enumerate(rates)], LIMIT)
+        theirs = screens.norm_screen(rates, history)
+        assert ours.keys() <= theirs.keys()
+        assert ours.keys() == theirs.keys() or history
+        strict += ours.keys() != theirs.keys()
+    assert strict  # they are two
 
 
 def test_the_lower_median_is_never_left_out() -> None:

@@ -17,7 +17,7 @@ from .rule import Rule
 from .screens import History, cosine_screen, norm_screen, remember
 from .selection import Krum, MultiKrum
 from .stream import Candidate, Screening, Verdict, aggregate
-from .streams import Block, Reader, Tensors, Writer, cut
+from .streams import Block, Reader, Tensors, Writer, Zeros, cut
 
 __all__ = [
     "RULES",
@@ -39,6 +39,7 @@ __all__ = [
     "TrimmedMean",
     "Verdict",
     "Writer",
+    "Zeros",
     "aggregate",
     "cosine_screen",
     "cut",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..aggregate import sum_in_order
-from .rule import BlockFunction, Facts, Rule, are_equal, check_weights, weighted_mean_of
+from .rule import BlockFunction, Facts, Rule, Selection, are_equal, check_weights, weighted_mean_of
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ class Bucketing:
             means = [weighted_mean_of(rows[group], each) for group, each in zip(groups, shares, strict=True)]
             return inner(torch.cat([centre, torch.stack(means)]))
 
+        if isinstance(inner, Selection):
+            return Selection(combine, tuple(sorted(i for group in inner.unused for i in groups[group])))
         return combine
 
 

@@ -29,6 +29,17 @@ BlockFunction = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Selection:
+    """What a rule returns that chooses whole contributions: `combine`, and of which it takes nothing."""
+
+    combine: BlockFunction
+    unused: tuple[int, ...]
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return self.combine(values)
+
+
+@dataclass(frozen=True)
 class Facts:
     """What is known before values are combined: about those accepted, in the order of their worker ids."""
 

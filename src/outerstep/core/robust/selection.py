@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from .products import Products
-from .rule import BlockFunction, Facts, are_equal, check_fewest, check_weights, weighted_mean_of
+from .rule import BlockFunction, Facts, Selection, are_equal, check_fewest, check_weights, weighted_mean_of
 
 
 def krum_scores(products: Products, attackers: int) -> list[float]:
@@ -31,6 +31,10 @@ def krum_scores(products: Products, attackers: int) -> list[float]:
 def lowest(scores: Sequence[float], count: int) -> list[int]:
     """Whose they are, in the order of the worker ids; between equal scores the first one wins."""
     return sorted(sorted(range(len(scores)), key=lambda i: (scores[i], i))[:count])
+
+
+def without(n: int, chosen: Sequence[int]) -> tuple[int, ...]:
+    return tuple(i for i in range(n) if i not in chosen)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Krum:
 
     def begin(self, facts: Facts) -> BlockFunction:
         (best,) = lowest(_scores(facts, self.attackers), 1)
-        return lambda values: values[best]
+        return Selection(lambda values: values[best], without(len(facts.weights), [best]))
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class MultiKrum:
         wanted = facts.offered - self.attackers if self.keep is None else self.keep
         chosen = lowest(_scores(facts, self.attackers), max(1, wanted))  # of fewer than that: all
         shares = [weight if i in chosen else 0.0 for i, weight in enumerate(facts.weights)]
-        return lambda values: weighted_mean_of(values, shares)
+        return Selection(lambda values: weighted_mean_of(values, shares), without(len(shares), chosen))
 
 
 def _scores(facts: Facts, attackers: int) -> list[float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Generic
 
@@ -21,7 +21,7 @@ import torch
 from ...errors import ConfigError, NotFinite
 from .coordinates import Mean
 from .products import Products, products, squares
-from .rule import Facts, Rule
+from .rule import Facts, Rule, Selection
 from .screens import LEAST_FOR_COSINES, History, check_enough_for_cosines, cosine_screen, norm_screen, rate
 from .streams import B, Reader, Stack, Writer, Zeros, check_blocks
 
@@ -34,7 +34,8 @@ class Candidate(Generic[B]):
 
     weight: how much it counts. steps: how many local steps are in it. norm: ‖Δ‖, if somebody has looked at it before (a
     server does, while it arrives); where all have one and nobody asks for more, the first pass is left out. Peers must
-    leave it out: another way of adding up the squares gives other bits.
+    leave it out: another way of adding up the squares gives other bits. refused: why, if somebody has refused it before
+    (a server's norm screen). It is not read then, but it was offered: the rule must be defined for that many.
     """
 
     worker_id: str
@@ -42,17 +43,21 @@ class Candidate(Generic[B]):
     weight: float = 1.0
     steps: int = 1
     norm: float | None = None
+    refused: str = ""
 
 
 @dataclass(frozen=True)
 class Screening:
     """What goes before the rule; the finite check always does.
 
-    history: what was accepted of this fragment before (`screens.remember`). cosine: the cosine screen too.
+    history: what was accepted of this fragment before (`screens.remember`). cosine: the cosine screen too. arrived: a
+    server looked at each while it arrived, and refused what is not finite or too long by a screen of its own; here
+    nobody looks at that again.
     """
 
     history: History = ()
     cosine: bool = False
+    arrived: bool = False
 
     def check(self, offered: int) -> None:
         if self.cosine:
@@ -66,6 +71,7 @@ class Verdict:
     accepted: tuple[str, ...]  # worker ids, in order
     refused: Mapping[str, str] = field(default_factory=dict)  # worker id → why
     rates: tuple[float, ...] = ()  # ‖Δ‖/√steps of the accepted, for `screens.remember`
+    unused: tuple[str, ...] = ()  # accepted, but the rule chose others (Krum)
 
 
 @torch.no_grad()
@@ -86,21 +92,21 @@ def aggregate(
         NotFinite: none of them is finite; nothing was written.
     """
     ordered = in_order(candidates)
-    weights = [candidate.weight for candidate in ordered]
-    rule.check(len(ordered), weights)
+    rule.check(len(ordered), [candidate.weight for candidate in ordered])
     screening.check(len(ordered))
     check_blocks(blocks)
-    readers: list[Reader[B]] = [candidate.values for candidate in ordered]
+    offered, ordered = len(ordered), [candidate for candidate in ordered if not candidate.refused]
     found = _measure(ordered, blocks, rule, screening, centre, device)
     chosen, verdict = _judge(ordered, found, screening)
-    facts = Facts(len(ordered), tuple(weights[i] for i in chosen), _products_for(rule, found, chosen))
-    combine, used = rule.begin(facts), [readers[i] for i in chosen]
+    combine = rule.begin(Facts(offered, tuple(ordered[i].weight for i in chosen), _products_for(rule, found, chosen)))
+    used: list[Reader[B]] = [ordered[i].values for i in chosen]
     if rule.needs_centre:
         used.insert(0, centre or Zeros())
     stack = Stack(len(used), blocks, device)
     for block in blocks:
         out.write(block, combine(stack.fill(used, block)))
-    return verdict
+    unused = combine.unused if isinstance(combine, Selection) else ()
+    return replace(verdict, unused=tuple(verdict.accepted[i] for i in unused))
 
 
 def in_order(candidates: Sequence[Candidate[B]]) -> list[Candidate[B]]:
@@ -130,6 +136,8 @@ def _measure(
     """The first pass; no more than is needed."""
     readers: list[Reader[B]] = [candidate.values for candidate in ordered]
     if not (rule.needs_products or screening.cosine):
+        if screening.arrived:
+            return _Found([0.0] * len(ordered), None)
         known = [candidate.norm**2 for candidate in ordered if candidate.norm is not None]
         return _Found(known if len(known) == len(ordered) else squares(readers, blocks, device), None)
     first: list[Reader[B]] = [centre or Zeros()] if rule.needs_centre else []
@@ -150,12 +158,14 @@ def _judge(ordered: Sequence[Candidate[B]], found: _Found, screening: Screening)
         raise NotFinite(
             f"none of the {len(ordered)} contributions is finite", hint="lower the learning rate, or reload the model"
         )
-    rates = {i: rate(math.sqrt(found.squares[i]), ordered[i].steps) for i in left}
-    left = _without(norm_screen([rates[i] for i in left], screening.history), left, ids, refused)
+    rates: dict[int, float] = {}
+    if not screening.arrived:
+        rates = {i: rate(math.sqrt(found.squares[i]), ordered[i].steps) for i in left}
+        left = _without(norm_screen([rates[i] for i in left], screening.history), left, ids, refused)
     if screening.cosine and len(left) >= LEAST_FOR_COSINES:
         assert found.products is not None
         left = _without(cosine_screen(_of(found, left)), left, ids, refused)
-    return left, Verdict(tuple(ids[i] for i in left), refused, tuple(rates[i] for i in left))
+    return left, Verdict(tuple(ids[i] for i in left), refused, tuple(rates[i] for i in left if i in rates))
 
 
 def _without(said: Mapping[int, str], left: Sequence[int], ids: Sequence[str], refused: dict[str, str]) -> list[int]:

@@ -4,6 +4,7 @@
     state.safetensors    fp32 values of the trained tensors that the model keeps in another dtype, if there are any
     target.safetensors   where the outer optimizer is, if the workers hold that only as far as their codec carried it
     statistics.safetensors   averaged buffers of earlier versions, if there are any
+    centre.safetensors   the last round's aggregate, if the run's rule begins the next one there
     outer.safetensors    the outer optimizer's tensors, if it has any
     state.json           everything else, and size and hash of every other file; it is written last
     config.json, …       what was beside the weights in the model folder, so that `from_pretrained` takes this one
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 EXACT = "state.safetensors"
 TARGET = "target.safetensors"
 STATISTICS = "statistics.safetensors"
+CENTRE = "centre.safetensors"
 OUTER = "outer.safetensors"
 FORMAT_VERSION = 1
 COPIED = (".json", ".txt", ".model", ".jinja")
@@ -65,8 +67,8 @@ class OptimizerFacts(Plain, frozen=True):
 
 class Facts(Plain, frozen=True):
     """The "state" of state.json. `serial` grows from save to save in a folder; `tied` and `exact` say where a tensor is
-    that is not in model.safetensors under its own name, `targets` where its target is; `statistics`: version → name →
-    label."""
+    that is not in model.safetensors under its own name, `targets` where its target is, `centre` its last aggregate;
+    `statistics`: version → name → label."""
 
     outerstep: str
     serial: Positive
@@ -85,6 +87,7 @@ class Facts(Plain, frozen=True):
     files: dict[str, FileFacts]
     targets: dict[str, str] = msgspec.field(default_factory=dict)  # states from before there were any have none
     statistics: dict[Count, dict[str, str]] = msgspec.field(default_factory=dict)  # likewise
+    centre: dict[str, str] = msgspec.field(default_factory=dict)  # likewise
 
 
 class Envelope(Plain, frozen=True):
@@ -108,6 +111,8 @@ def write_folder(state: SavedState, place: Path, *, serial: int, model_files: Pa
     _write_labelled(
         place / STATISTICS, {statistics[v][n]: t for v, values in state.statistics.items() for n, t in values.items()}
     )
+    centre = {name: f"{i} {name}" for i, name in enumerate(state.centre)}
+    _write_labelled(place / CENTRE, {label: state.centre[name] for name, label in centre.items()})
     optimizer, tensors = _split(state.optimizer)
     _write_labelled(place / OUTER, tensors)
     if model_files is not None:
@@ -125,6 +130,7 @@ def write_folder(state: SavedState, place: Path, *, serial: int, model_files: Pa
         exact=exact,
         targets=targets,
         statistics=statistics,
+        centre=centre,
         optimizer=optimizer,
         ledger=state.ledger,
         totals=state.totals,
@@ -266,7 +272,7 @@ def read_folder(place: Path) -> SavedState:
     for name in facts.files:
         check_file(place, name, facts.files[name], content=True)
     model, exact, target, outer = (_tensors(place, name, facts) for name in (WEIGHTS, EXACT, TARGET, OUTER))
-    earlier = _tensors(place, STATISTICS, facts)
+    earlier, last = _tensors(place, STATISTICS, facts), _tensors(place, CENTRE, facts)
     try:
         params = {
             name: exact[facts.exact[name]] if name in facts.exact else model[facts.tied.get(name, name)]
@@ -274,6 +280,7 @@ def read_folder(place: Path) -> SavedState:
         }
         targets = {name: target[label] for name, label in facts.targets.items()}
         statistics = {v: {n: earlier[label] for n, label in labels.items()} for v, labels in facts.statistics.items()}
+        centre = {name: last[label] for name, label in facts.centre.items()}
         rest = {name: model[facts.tied.get(name, name)] for name in facts.rest}
         by_name = {name: dict(_entry(facts.optimizer, name, outer)) for name in facts.optimizer.tensors}
     except KeyError as error:
@@ -283,6 +290,7 @@ def read_folder(place: Path) -> SavedState:
         params=params,
         targets=targets,
         statistics=statistics,
+        centre=centre,
         rest=rest,
         manifest=facts.manifest,
         plan=facts.plan,

@@ -32,7 +32,8 @@ class SavedState:
 
     `params` are the trained tensors as the workers hold them, fp32, under the names that the manifest keeps; `targets`
     where the outer optimizer is, as far as that is not the same (server/downlink.py); `statistics` the averaged buffers
-    of earlier versions, for contributions that come late; `rest` is what else the model's state dict holds, as given.
+    of earlier versions, for contributions that come late; `centre` the last round's aggregate, for a rule that begins
+    each round where the last ended; `rest` is what else the model's state dict holds, as given.
     `versions` is per fragment. With `plan` and `manifest` None nobody had joined; then `versions` is empty, or one
     number that every fragment of the plan to come starts from. `totals` and `facts` are whatever the server wants back:
     numbers, and JSON.
@@ -42,6 +43,7 @@ class SavedState:
     params: dict[str, Tensor]
     targets: dict[str, Tensor] = field(default_factory=dict)
     statistics: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    centre: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, Tensor] = field(default_factory=dict)
     manifest: Manifest | None = None
     plan: Plan | None = None
@@ -76,6 +78,7 @@ def _contradictions(state: SavedState) -> Iterator[str]:
     if unknown:
         yield f"the optimizer's state names {unknown[:3]}, which are not trained"
     yield from _beside(state, "target", state.targets)
+    yield from _beside(state, "last aggregate", state.centre)
     for values in state.statistics.values():
         yield from _beside(state, "earlier value", values)
     yield from _against_versions(state)

@@ -229,3 +229,52 @@ def test_memory_is_one_block_of_each_however_large_the_model_is() -> None:
     candidates = [Candidate[Block](worker, Counting()) for worker in "abcdefgh"]
     aggregate(candidates, cut({"x": 3_000_000}, 8), Nowhere(), Median(), screening=Screening(cosine=True))
     assert largest <= 1 << 20  # values, of all eight together
+
+
+class TestForAServer:
+    """Which looked at every contribution while it arrived."""
+
+    @pytest.mark.parametrize("rule", RULES, ids=repr)
+    def test_what_it_refused_is_as_if_refused_here(self, rule: Rule) -> None:
+        models = [model(i) for i in range(8)]
+        models[3] = {name: 100 * tensor for name, tensor in models[3].items()}
+        expected, verdict = combined(models, rule)
+        assert verdict.refused.keys() == {IDS[3]}
+
+        class Unreadable:
+            def read(self, block: Block, out: Tensor) -> None:
+                raise AssertionError("it was read")
+
+        made = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+        candidates = [
+            Candidate[Block](IDS[i], Unreadable() if i == 3 else Tensors(each), refused="too long" if i == 3 else "")
+            for i, each in enumerate(models)
+        ]
+        blocks = cut({name: tensor.numel() for name, tensor in made.items()}, 8)
+        screening = Screening(cosine=True, arrived=True)
+        found = aggregate(candidates, blocks, Tensors(made), rule, screening=screening, centre=Tensors(model(1234)))
+        assert same(made, expected)
+        assert (found.accepted, found.unused) == (verdict.accepted, verdict.unused)
+        assert (found.refused, found.rates) == ({}, ())
+
+    def test_norms_are_not_looked_at_again(self) -> None:
+        models = [model(i) for i in range(8)]
+        models[3] = {name: 100 * tensor for name, tensor in models[3].items()}
+        assert combined(models, Median(), screening=Screening(arrived=True))[1].accepted == tuple(IDS)
+
+
+@pytest.mark.parametrize(
+    ("rule", "n", "unused"),
+    [(Krum(), 8, 7), (MultiKrum(2), 8, 2), (Bucketing(Krum(), seed="s"), 10, 8), (Median(), 8, 0)],
+    ids=repr,
+)
+def test_who_was_not_chosen_is_named_and_leaves_no_trace(rule: Rule, n: int, unused: int) -> None:
+    models = {f"worker-{i}": model(i) for i in range(n)}
+    made = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    candidates = [Candidate[Block](worker, Tensors(each)) for worker, each in models.items()]
+    verdict = aggregate(candidates, cut({name: each.numel() for name, each in made.items()}, n), Tensors(made), rule)
+    assert len(verdict.unused) == unused
+    assert verdict.accepted == tuple(models)
+    chosen = [each for worker, each in models.items() if worker not in verdict.unused]
+    for name in SHAPES if unused else ():
+        torch.testing.assert_close(made[name], torch.stack([each[name] for each in chosen]).mean(0))
