@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +26,30 @@ from ..core.codecs.recipe import Rule
 from ..core.feedback import compensate, decay_of, send
 from ..errors import WorkerError
 from .forms import Form
-from .links import Links
 from .news import cuts
-from .peers import Peers
 from .slices import Piece, Slice, slices_of
+
+
+class Carrier(Protocol):
+    """What bytes travel by (links.py)."""
+
+    device: torch.device
+    bytes_sent: int
+    bytes_received: int
+
+    def take(self, size_bytes: int) -> Tensor: ...
+
+    def give_back(self, data: Tensor) -> None: ...
+
+    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None: ...
+
+
+class Circle(Protocol):
+    """Who reduces: how many, which of them this process is, and what to call each (peers.py)."""
+
+    rank: int
+    size: int
+    labels: Sequence[str]
 
 
 @dataclass
@@ -43,7 +64,7 @@ class Mean:
 class Reducer:
     """One fragment's. Keeps what the mean's codec left out of this rank's slice, where the recipe wants feedback."""
 
-    def __init__(self, fragment: int, form: Form, down_rules: Mapping[str, Rule], links: Links, peers: Peers) -> None:
+    def __init__(self, fragment: int, form: Form, down_rules: Mapping[str, Rule], links: Carrier, peers: Circle) -> None:
         self.fragment, self.form = fragment, form
         self._down = down_rules
         self._links, self._peers = links, peers
@@ -171,4 +192,4 @@ def _is_finite(values: Tensor) -> Tensor:
     return values.isfinite().all()
 
 
-__all__ = ["Mean", "Reducer"]
+__all__ = ["Carrier", "Circle", "Mean", "Reducer"]

@@ -55,7 +55,7 @@ class Synchronizer:
         self._worker_id = joined.worker_id
         self.plan: Plan = joined.plan
         self.metrics = Metrics()
-        self.work = Work()
+        self.work = Work(*joined.work)
         self.fragments = [Progress(a.version, self.work, a.version) for a in joined.anchors]
         self.flights: dict[int, Flight] = {}
         self._left_open = 0  # exchanges since the server was last heard from
@@ -342,6 +342,8 @@ class Synchronizer:
             raise
         self._left_open = 0
         self._note(agreed)
+        for other in agreed.also:
+            self._come_along(other)
         progress = self.fragments[fragment]
         if agreed.refused:
             del self.flights[fragment]
@@ -367,6 +369,14 @@ class Synchronizer:
         unsent = (self.work - self.fragments[agreed.fragment].counted).steps
         log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
         return self._move_along(agreed)
+
+    def _come_along(self, agreed: Agreed) -> None:
+        """Another fragment, whose news came with those that were waited for. What is under way there stays right: a Δ
+        is the same from whichever anchor."""
+        with deferred():
+            behind = agreed.fragment not in self.flights and self._too_old(agreed)
+            intact = self._discard(agreed) if behind else self._move_along(agreed)
+        self._hold(agreed, intact)
 
     def _move_along(self, agreed: Agreed) -> bool:
         """It came about without us."""
