@@ -371,7 +371,9 @@ def _check_who_says(config: WorkerConfig) -> None:
                     f"it, or train without one (server_addr={ALLREDUCE!r} or {TORCHFT!r})"
                 )
     elif config.dylu:
-        raise ConfigError(f"dylu needs a server: without one (server_addr={config.server_addr!r}) all take the same steps")
+        raise ConfigError(
+            f"dylu needs a server: without one (server_addr={config.server_addr!r}) all take the same steps"
+        )
 
 
 def _whole(config: object, least: int, *names: str, optional: bool = False) -> None:

@@ -215,8 +215,8 @@ SERVER_SETTINGS = (
 WORKER_SETTINGS = (
     Setting("server_addr", "--server", JOINING,
             "The server's host:port, or its whole join string; http://host:port for one that was started --insecure; "
-            "\"allreduce\" = none, the ranks of the job agree among themselves; \"torchft\" = none, replicas do that meet "
-            "at a lighthouse."),
+            "\"allreduce\" = none, the ranks of the job agree among themselves; \"torchft\" = none, replicas do that "
+            "meet at a lighthouse."),
     Setting("credentials", "--credentials", JOINING,
             "Folder that `outerstep join` stored what it knows in.", "~/.config/outerstep"),
     Setting("worker_id", "--worker-id", JOINING, "A name that survives restarts.", "made from host and process"),

@@ -49,7 +49,9 @@ class Circle(Protocol):
 
     rank: int
     size: int
-    labels: Sequence[str]
+
+    @property
+    def labels(self) -> Sequence[str]: ...
 
 
 @dataclass
@@ -64,7 +66,9 @@ class Mean:
 class Reducer:
     """One fragment's. Keeps what the mean's codec left out of this rank's slice, where the recipe wants feedback."""
 
-    def __init__(self, fragment: int, form: Form, down_rules: Mapping[str, Rule], links: Carrier, peers: Circle) -> None:
+    def __init__(
+        self, fragment: int, form: Form, down_rules: Mapping[str, Rule], links: Carrier, peers: Circle
+    ) -> None:
         self.fragment, self.form = fragment, form
         self._down = down_rules
         self._links, self._peers = links, peers

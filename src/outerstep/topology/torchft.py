@@ -1,12 +1,13 @@
 """Contributions become agreements among replicas that torchft holds together: a lighthouse, a Manager each.
 
 torchft elects the quorum of every exchange, brings who was away up to the others, and takes the vote on each commit.
-What travels and what is done with it is ours, as in every other topology: fragments, codecs and error feedback, one mean
-with the same bits everywhere, a portable outer step in fp32 on everybody's own copy, hashes that are compared.
+What travels and what is done with it is ours, as in every other topology: fragments, codecs and error feedback, one
+mean with the same bits everywhere, a portable outer step in fp32 on everybody's own copy, hashes that are compared.
 
-One thread carries the exchanges, fragment by fragment in the order of their versions; the next begins when the one before
-was taken over, so that there is one state to heal from at any time. (A delay longer than the way from one fragment to the
-next therefore hides nothing more.) Replicas meet only there: they need not take the same number of steps in between.
+One thread carries the exchanges, fragment by fragment in the order of their versions; the next begins when the one
+before was taken over, so that there is one state to heal from at any time. (A delay longer than the way from one
+fragment to the next therefore hides nothing more.) Replicas meet only there: they need not take the same number of
+steps in between.
 
 torchft_rounds.py is one such exchange, torchft_crew.py the Manager, torchft_lines.py what bytes travel by.
 """
@@ -17,7 +18,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -44,6 +45,7 @@ from .torchft_state import NOTHING, Measured, Snapshots, Standing, copies, write
 
 log = logging.getLogger(__name__)
 
+TOO_LARGE = "what this worker learned of fragment {} is NaN, Inf or absurdly large, and was not sent"
 FAREWELL_S = 10.0  # for the last comparison of anchors, which others may be late for
 LOOK_S = 1.0
 SHARE_OF_TIMEOUT = 0.8  # of the time that a healing may take, for the training thread to come to its next step
@@ -126,9 +128,7 @@ class TorchftTopology:
         self._begins: tuple[Agreed, ...] = ()
         self._landed = Standing.fresh(0)  # as the replica holds it, and
         self._landed_step = 0  # the votes until then
-        self._rounds: Rounds | None = None
-        self._crew: Crew | None = None
-        self._carrier: threading.Thread | None = None
+        self._joined: tuple[Rounds, Crew] | None = None
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -138,13 +138,13 @@ class TorchftTopology:
         plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
         size = self._ranks.size if self._ranks is not None else 1
         own = introduction(self._worker_id, self._hostname, manifest, plan, self._settings, size, self._sections)
-        self._rounds = rounds = Rounds(own, self._instance, self._settings, self._lines, self._tensors)
-        self._crew = Crew(self._worker_id, self._settings, self._lines, self._ranks, state=self._state)
+        rounds = Rounds(own, self._instance, self._settings, self._lines, self._tensors)
+        crew = Crew(self._worker_id, self._settings, self._lines, self._ranks, state=self._state)
+        self._joined = rounds, crew
         if self._saved is not None:
             self._go_on_from(self._saved, plan)
         before = list(rounds.standing.versions)
-        self._carrier = threading.Thread(target=self._carry, name="outerstep-torchft", daemon=True)
-        self._carrier.start()
+        threading.Thread(target=self._carry, name="outerstep-torchft", daemon=True).start()
         log.info("waiting for the quorum of the lighthouse at %s", self._settings.lighthouse)
         ticket = self._put(Brought(NOTHING, 0), None)
         agreed = {one.fragment: one for one in self._land(ticket)}
@@ -160,9 +160,10 @@ class TorchftTopology:
         return Joined(self._worker_id, plan, manifest, self._begins, overtaken, work)
 
     def _go_on_from(self, saved: Mapping[str, Any], plan: Plan) -> None:
-        assert self._rounds is not None and self._crew is not None
         check_loaded(plan, saved["versions"], saved["anchors"].keys())
-        standing = Standing(saved["run_id"], list(saved["versions"]), list(saved["hashes"]), [{} for _ in plan.fragments])
+        standing = Standing(
+            saved["run_id"], list(saved["versions"]), list(saved["hashes"]), [{} for _ in plan.fragments]
+        )
         anchors = {name: tensor.reshape(self._tensors[name].shape) for name, tensor in copies(saved["anchors"]).items()}
         self._rounds.begin_at(standing, anchors, copies(saved["momentum"]))
         self._crew.step = saved["step"]
@@ -182,12 +183,22 @@ class TorchftTopology:
             self._changed.wait_for(lambda: not self._comparing or reason != "done", FAREWELL_S)
             self._ended = True
             self._changed.notify_all()
-        if self._crew is not None:
+        if self._joined is not None:
             self._crew.close()
             self._lines.drop()
         failure, self._failure = self._failure, None
         if failure is not None and reason == "done":
             raise failure
+
+    @property
+    def _rounds(self) -> Rounds:
+        assert self._joined is not None
+        return self._joined[0]
+
+    @property
+    def _crew(self) -> Crew:
+        assert self._joined is not None
+        return self._joined[1]
 
     # --- exchanges ------------------------------------------------------------------------------------------------
 
@@ -200,9 +211,7 @@ class TorchftTopology:
         self._sequence += 1
         measured = Measured(as_deltas(contribution.deltas))
         payload = self._encode(contribution.fragment, measured, self._sequence)
-        refused = "" if measured.is_finite else (
-            f"what this worker learned of fragment {contribution.fragment} is NaN, Inf or absurdly large, and was not sent"
-        )
+        refused = "" if measured.is_finite else TOO_LARGE.format(contribution.fragment)
         brought = Brought(
             contribution.fragment,
             self._sequence,
@@ -215,7 +224,6 @@ class TorchftTopology:
         return self._put(brought, stuck_after_s)
 
     def _encode(self, fragment: int, deltas: Measured, sequence: int) -> Payload | OnDevice:
-        assert self._rounds is not None
         form, device, lines = self._rounds.forms[fragment], self._lines.device, self._lines
         self._rounds.homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
         run_id = self._rounds.standing.run_id
@@ -249,11 +257,9 @@ class TorchftTopology:
         self._raise_failure()
         if ticket.done:
             return Sight(done=True)
-        silent_s = self._crew.silent_s if self._crew is not None else 0.0
-        return Sight(False, self._wanted(), "the other replicas", silent_s)
+        return Sight(False, self._wanted(), "the other replicas", self._crew.silent_s)
 
     def _wanted(self) -> frozenset[tuple[int, int]]:
-        assert self._rounds is not None
         with self._changed:
             versions, turn = self._rounds.standing.versions, self._rounds.standing.turn
             if self._unconfirmed:
@@ -282,7 +288,7 @@ class TorchftTopology:
         return [self._agreed(fragment, ticket) for fragment in ticket.outcome.news]
 
     def _agreed(self, fragment: int, ticket: TorchftTicket) -> Agreed:
-        assert self._rounds is not None and ticket.outcome is not None
+        assert ticket.outcome is not None
         outcome, own = ticket.outcome, fragment == ticket.fragment
         news, version = outcome.news[fragment], self._rounds.standing.versions[fragment]
         counted = own and outcome.counted
@@ -306,7 +312,6 @@ class TorchftTopology:
 
     def confirm(self, agreed: Agreed, intact: bool) -> None:
         """It was taken over; when all that came with it was, the carrying thread compares the anchors and goes on."""
-        assert self._rounds is not None
         standing = self._rounds.standing
         if isinstance(agreed.news, Stepped):
             standing.hashes[agreed.fragment] = agreed.news.digest
@@ -320,7 +325,6 @@ class TorchftTopology:
         self._taken_over()
 
     def _taken_over(self) -> None:
-        assert self._rounds is not None and self._crew is not None
         with self._changed:
             self._landed, self._landed_step = copy.deepcopy(self._rounds.standing), self._crew.step
             self._rounds.ahead = None
@@ -347,7 +351,6 @@ class TorchftTopology:
                 self._exchange(ticket)
 
     def _next(self) -> TorchftTicket | None:
-        assert self._rounds is not None
         rounds = self._rounds
 
         def found() -> TorchftTicket | None:
@@ -358,7 +361,6 @@ class TorchftTopology:
             return None if self._ended else found()
 
     def _exchange(self, ticket: TorchftTicket) -> None:
-        assert self._rounds is not None and self._crew is not None
         outcome, error = None, None
         try:
             outcome = self._rounds.run(ticket.brought, self._crew, lambda: self._lose_patience(ticket))
@@ -378,7 +380,6 @@ class TorchftTopology:
             self._compare()
 
     def _compare(self) -> None:
-        assert self._rounds is not None and self._crew is not None
         try:
             self._rounds.compare(self._crew)
         except AnchorsDiffer as error:
@@ -404,7 +405,6 @@ class TorchftTopology:
 
     def _state(self) -> dict[str, Any]:
         """For a replica that heals from this one; in a thread of the Manager's, while the carrying thread waits."""
-        assert self._rounds is not None
         worker = self._snapshots.ask(SHARE_OF_TIMEOUT * self._settings.transfer_timeout_s)
         rounds = self._rounds
         anchors = rounds.ahead if rounds.ahead is not None else self._anchors
@@ -414,7 +414,6 @@ class TorchftTopology:
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         """Anchor and momentum too: there is no server that keeps them. (What is under way is lost with the process:
         its steps are unsent.)"""
-        assert self._rounds is not None
         standing = self._landed
         return {
             "run_id": standing.run_id,

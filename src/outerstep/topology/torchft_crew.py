@@ -3,19 +3,21 @@
 torchft 0.2.0 elects the quorum, carries the state that a replica heals from, and takes the vote. Around it:
 
     a quorum that does not come about    is asked for again; the Manager would repeat its first error for ever
-    a lighthouse that was restarted      numbers its quorums anew: lines are named by who is in them and since when, so
-                                         that nobody takes up the lines of an earlier quorum with the same number
+    a lighthouse that was restarted      numbers its quorums anew, and the Manager takes equal numbers for equal
+                                         lines: so every quorum gets lines of its own. (A firewall may forget lines on
+                                         which nothing has moved for an hour of training, too.)
     a state on its way to be healed from is read without running any code that it may hold
     the own address                      is the one that the lighthouse is reached from; a host name need not resolve
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
 import socket
 import time
 import urllib.request
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,8 +26,11 @@ from typing import Any, Literal
 
 import msgspec
 import xxhash
-from torch.distributed import TCPStore
 from torch.distributed._serialization import _streaming_load  # what HTTPTransport itself reads with
+from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined]
+
+os.environ.setdefault("RUST_LOG", "warn")  # torchft's Rust side reports every quorum otherwise; it looks once
+
 from torchft import Manager
 from torchft.checkpointing import HTTPTransport
 
@@ -42,6 +47,9 @@ CONNECT_S = 10.0
 ASK_AGAIN_S = 0.2  # between two tries to meet
 LIGHTHOUSE_TRIES = 3  # of the Manager, before a quorum counts as failed
 SAY_SO_S = 10.0
+UNWANTED = "Unable to reset NCCL flight recorder"  # with every quorum, where there is none
+
+logging.getLogger("torchft.manager").addFilter(lambda record: UNWANTED not in record.getMessage())
 
 
 @dataclass(frozen=True)
@@ -63,12 +71,10 @@ class TorchftSettings:
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who meets. `is_new`: others than last time, over new lines. `healed`: the state this replica was given, because
-    it was behind."""
+    """Who meets. `healed`: the state this replica was given, because it was behind."""
 
     rank: int
     size: int
-    is_new: bool
     healed: dict[str, Any] | None
 
 
@@ -116,8 +122,7 @@ class Crew:
             init_sync=False,  # of several ranks, each would begin with the weights of another replica
             quorum_retries=LIGHTHOUSE_TRIES,
         )
-        self._client = _Client(self._manager._client)
-        self._manager._client = self._client
+        self._client = self._manager._client = _Client(self._manager._client)
 
     # --- the round of a quorum ------------------------------------------------------------------------------------
 
@@ -127,7 +132,6 @@ class Crew:
         began_at, said = time.monotonic(), False
         self._given = None
         while True:
-            known = self._client.name
             try:
                 self._manager.start_quorum()
                 break
@@ -141,7 +145,7 @@ class Crew:
                 time.sleep(ASK_AGAIN_S)
         self._away_since = None
         quorum = self._client.last
-        return Quorum(quorum.replica_rank, quorum.replica_world_size, self._client.name != known, self._given)
+        return Quorum(quorum.replica_rank, quorum.replica_world_size, self._given)
 
     def report(self, error: Exception) -> None:
         """The round failed here: this replica will vote against it."""
@@ -161,6 +165,10 @@ class Crew:
             log.warning("the commit vote came to nothing: %s", error)
             return False
         return committed
+
+    def rest(self) -> None:
+        """Between a vote that failed and the next quorum."""
+        time.sleep(ASK_AGAIN_S)
 
     def _keep(self, state: dict[str, Any]) -> None:
         self._given = state
@@ -224,27 +232,21 @@ class Crew:
     def _open_store(self, host: str) -> int:
         """Of this replica alone: the Manager's keys have no name in front."""
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return self._store.port
+        return int(self._store.port)
 
 
 class _Client:
-    """The Manager's line to its own server, which gives quorums names of their own."""
+    """The Manager's line to its own server, with a number of its own for each quorum."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._key: tuple[object, ...] = ()
-        self.name = -1
         self.last: Any = None
 
     def _quorum(self, **asked: Any) -> Any:
-        quorum = self._inner._quorum(**asked)
-        key = (quorum.quorum_id, tuple(quorum.replica_ids))
-        if key != self._key:
-            self._key = key
-            self.name = xxhash.xxh3_64_intdigest(msgspec.json.encode([*key, quorum.max_step])) >> 1
-        self.last = quorum
+        self.last = quorum = self._inner._quorum(**asked)
+        key = msgspec.json.encode([quorum.quorum_id, quorum.replica_ids, quorum.max_step])
         facts = {name: getattr(quorum, name) for name in QUORUM_FACTS}
-        return SimpleNamespace(**facts, quorum_id=self.name)
+        return SimpleNamespace(**facts, quorum_id=xxhash.xxh3_64_intdigest(key) >> 1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -265,7 +267,7 @@ QUORUM_FACTS = (
 )
 
 
-class PlainTransport(HTTPTransport[dict[str, Any]]):
+class PlainTransport(HTTPTransport[dict[str, Any]]):  # type: ignore[misc]
     """torchft's, but what it fetches may hold tensors, numbers, text and their containers only."""
 
     def __init__(self, host: str, timeout: timedelta) -> None:
@@ -279,7 +281,10 @@ class PlainTransport(HTTPTransport[dict[str, Any]]):
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: timedelta) -> object:
-        with contextlib.closing(urllib.request.urlopen(address, timeout=timeout.total_seconds())) as body:
+        with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as body, warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "The given buffer is not writable"
+            )  # it is copied before it is written to
             return _streaming_load(body, weights_only=True)
 
 

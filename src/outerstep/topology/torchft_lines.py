@@ -1,4 +1,4 @@
-"""What carries bytes between the replicas of a torchft run: process groups that its Manager sets up anew for each quorum.
+"""What carries bytes between the replicas of a torchft run: process groups that its Manager sets up for each quorum.
 
 Words (who brings what, hashes) always travel over gloo in host memory; values over the same gloo group, or over NCCL
 from GPU to GPU. Whatever breaks here raises RuntimeError, and is a round that failed: the Manager's vote says so.
@@ -13,7 +13,11 @@ from typing import Literal
 import torch
 import torchft
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, Work
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllToAllOptions,
+    Work,
+)
 
 from .memory import KEPT, Memory
 
@@ -54,7 +58,9 @@ class Lines:
             if name == "words" or group is not self._words:
                 # Without `global_ranks`: they only name ranks in torch's flight recorder, and two replicas whose names
                 # end with the same digits would have the same.
-                group.configure(f"{store_addr}/{name}", replica_id, rank, world_size, quorum_id, group_rank, group_world_size)
+                group.configure(
+                    f"{store_addr}/{name}", replica_id, rank, world_size, quorum_id, group_rank, group_world_size
+                )
         self.rank, self.size = rank, world_size
         self.members = range(world_size)
 

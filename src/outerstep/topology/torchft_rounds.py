@@ -2,16 +2,16 @@
 
     meet       the Manager's quorum; who is behind comes out of it healed, with the state of one who is not
     tell       everybody says what it brings, and the digest of where it stands
-    reduce     the contributions to the fragment whose turn it is, to one mean with the same bytes everywhere (reduce.py);
-               who brings none (it joins, or was just healed) is sent the mean
+    reduce     the contributions to the fragment whose turn it is, to one mean with the same bytes everywhere
+               (reduce.py); who brings none (it joins, or was just healed) is sent the mean
     vote       the Manager's: a round counts for a replica when all its processes hold the mean
 
-A vote that fails leaves everything as it was, and the same bytes are offered to the next quorum. Votes are taken by each
-replica alone, so one may have a round that another has not: that other one is then behind, is healed at the next quorum,
-and reads in the state which of its contributions counted. Nothing is lost by that, and nothing counts twice.
+A vote that fails leaves everything as it was, and the same bytes are offered to the next quorum. Votes are taken by
+each replica alone, so one may have a round that another has not: that other one is then behind, is healed at the next
+quorum, and reads in the state which of its contributions counted. Nothing is lost by that, and nothing counts twice.
 
-A Δ is the same from whichever anchor: local moves along when the anchor does. So a contribution made before a healing is
-still right after it.
+A Δ is the same from whichever anchor: local moves along when the anchor does. So a contribution made before a healing
+is still right after it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -28,10 +29,11 @@ from torch import Tensor
 from ..core.codecs import Dither
 from ..core.codecs.recipe import Recipe, Rule
 from ..core.views import fp32_views
+from ..digest import data_hash
 from ..errors import AnchorsDiffer, WorkerError
 from ..types import Manifest, Participant, Plan
 from .encode import OnDevice
-from .forms import Form, forms_of
+from .forms import forms_of
 from .news import News, Updates, Whole, anchor_hash, cuts
 from .payload import Payload
 from .reduce import Mean, Reducer
@@ -39,7 +41,7 @@ from .stepped import Momentum, Stepped
 from .terms import Header, Rank, check_pair, weights_of
 from .torchft_crew import Crew, Quorum, TorchftSettings
 from .torchft_lines import Lines
-from .torchft_state import NOTHING, Offer, Standing, held_here, odd_ones, read_standing
+from .torchft_state import NOTHING, Offer, Standing, copies, held_here, odd_ones, read_standing
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ CHUNK_BYTES = 64 << 20  # of the first weights, on their way through a GPU
 
 @dataclass
 class Brought:
-    """What a replica comes to a quorum with. Without a payload it joins; `refused`: why its contribution is worthless."""
+    """What a replica comes to a quorum with; who joins, with nothing. `refused`: why its contribution is worthless."""
 
     fragment: int
     sequence: int
@@ -93,6 +95,7 @@ class Made:
     active: tuple[Offer, ...] = ()
     weights: tuple[float, ...] = ()
     counted: bool = False
+    founds: bool = False  # the run begins with it
 
 
 class Rounds:
@@ -108,13 +111,15 @@ class Rounds:
         self.ahead: dict[str, Tensor] | None = None  # anchors in host memory that the replica has not taken over yet
         self.momentum = Momentum()
         self.homes: dict[str, torch.device] = {}
-        self.healed_from: dict[str, object] | None = None  # the worker's part of a state
+        self.healed_from: dict[str, Any] | None = None  # the worker's part of a state
         self._instance, self._settings = instance, settings
         self._lines, self._tensors = lines, tensors
         self._roles = {spec.name: spec.role for spec in own.manifest.parameters}
         self._down = down_rules(own.plan, manifest)
         self._reducers: dict[int, tuple[tuple[object, ...], Reducer]] = {}  # and who reduces there
-        self._known: list[Rank] = []  # who was introduced over these lines
+        run = [own.manifest, own.plan, own.outer]
+        self._terms = data_hash([msgspec.msgpack.encode(run, order="deterministic")])
+        self._offers: list[Offer] = []  # of the last quorum
 
     # --- one exchange ---------------------------------------------------------------------------------------------
 
@@ -123,18 +128,21 @@ class Rounds:
         failed = 0
         while True:
             quorum = crew.meet(look)
-            if quorum.is_new:
-                self._known = []
             owed = self._owed()
             made = self._attempt(brought, crew, quorum)
             if crew.vote() and made is not None:
                 return self._agree(brought, made)
             self._put_back(owed)
+            if made is not None and made.founds:
+                self.standing, self.ahead = Standing.fresh(len(self.forms)), None
             self._lines.drop()  # the others must not wait for us there
             failed += 1
             if failed >= VOTES and not brought.joins:
-                log.warning("%d votes on fragment %d failed; its steps go into the next round", failed, brought.fragment)
+                log.warning(
+                    "%d votes on fragment %d failed; its steps go into the next round", failed, brought.fragment
+                )
                 return self._left_out(brought)
+            crew.rest()
 
     def _attempt(self, brought: Brought, crew: Crew, quorum: Quorum) -> Made | None:
         """None: something broke, which the vote will say."""
@@ -150,15 +158,16 @@ class Rounds:
             return None
 
     def _meet(self, brought: Brought, crew: Crew, counted: bool) -> Made:
-        offers = self._tell(brought, crew, counted)
-        self._introduce(offers)
+        self._offers = offers = self._tell(brought, crew, counted)
+        self._check_terms(offers)
         self._check_standing(offers, crew)
-        if all(offer.fresh for offer in offers):
+        founds = all(offer.fresh for offer in offers)
+        if founds:
             self._found()
         turn = self.standing.turn
         active = [rank for rank, offer in enumerate(offers) if offer.fragment == turn]
         if not active:
-            return Made(turn, None, counted=counted)
+            return Made(turn, None, counted=counted, founds=founds)
         weights = weights_of([_header(offers[rank]) for rank in active], self._settings.weight_by)
         mean = self._reduce(turn, active, weights, brought)
         counted = counted or self._lines.rank in active
@@ -168,8 +177,10 @@ class Rounds:
         idle = counted or bool(brought.refused) or brought.joins
         own = Offer(
             worker_id=self.own.worker_id,
+            label=self.own.label,
             instance=self._instance,
-            knows=bool(self._known),
+            run_id=self.own.run_id,
+            terms=self._terms,
             joins=brought.joins,
             fresh=self.ahead is None and not self.standing.run_id,
             digest=self.standing.digest,
@@ -187,22 +198,17 @@ class Rounds:
                 raise RuntimeError(f"{offer.worker_id} cannot take part: {offer.trouble}")
         return offers
 
-    def _introduce(self, offers: Sequence[Offer]) -> None:
-        """Over new lines, everybody says what run it means. Who differs from those who were there before ends; they go
-        on without it."""
-        if all(offer.knows for offer in offers):
+    def _check_terms(self, offers: Sequence[Offer]) -> None:
+        """Does everybody mean the same run? Who differs from those who were there before says why and ends; they go on
+        without it."""
+        if len({offer.terms for offer in offers}) == 1:
             return
         heard = self._lines.exchange(msgspec.msgpack.encode(self.own), self._settings.transfer_timeout_s)
-        known = [msgspec.msgpack.decode(one, type=Rank) for one in heard]
         judge = next((rank for rank, offer in enumerate(offers) if not offer.joins), 0)
-        first = known[judge]
+        first = msgspec.msgpack.decode(heard[judge], type=Rank)
         check_pair(first, self.own, "two replicas", (f"replica {first.label}", f"replica {self.own.label}"))
-        for other in known:
-            try:
-                check_pair(first, other, "two replicas", (f"replica {first.label}", f"replica {other.label}"))
-            except Exception as error:
-                raise RuntimeError(f"it is not of this run: {error}") from error
-        self._known = known
+        odd = next(offer for offer in offers if offer.terms != offers[judge].terms)
+        raise RuntimeError(f"replica {odd.label} wants another run, and is left out")
 
     # --- is it the same everywhere? -------------------------------------------------------------------------------
 
@@ -227,7 +233,7 @@ class Rounds:
         odd = odd_ones(digests)
         if not odd:
             return
-        who = " and ".join(self._known[rank].label if self._known else f"replica {rank}" for rank in odd)
+        who = " and ".join(self._offers[rank].label for rank in odd)
         message = f"{who} {'holds' if len(odd) == 1 else 'hold'} other anchors than the rest, at {self._place}"
         if self._settings.on_divergence == "stop":
             raise AnchorsDiffer(f"{message}; on_divergence='repair' goes on with what most of them hold")
@@ -270,11 +276,11 @@ class Rounds:
 
     def _reducer(self, fragment: int, active: Sequence[int]) -> Reducer:
         """What its codec owed of the mean is lost when others reduce than before: each holds another slice then."""
-        circle = (self._lines.rank, *(self._known[rank].label for rank in active))
+        circle = (self._lines.rank, *(self._offers[rank].instance for rank in active))
         kept = self._reducers.get(fragment)
         if kept is not None and kept[0] == circle:
             return kept[1]
-        seat = Seat(active.index(self._lines.rank), len(active), [self._known[rank].label for rank in active])
+        seat = Seat(active.index(self._lines.rank), len(active), [self._offers[rank].label for rank in active])
         reducer = Reducer(fragment, self.forms[fragment], self._down, self._lines, seat)
         self._reducers[fragment] = circle, reducer
         return reducer
@@ -341,13 +347,12 @@ class Rounds:
 
     # --- where a replica begins -----------------------------------------------------------------------------------
 
-    def _heal(self, state: Mapping[str, object]) -> None:
+    def _heal(self, state: Mapping[str, Any]) -> None:
         """From here on this replica stands where the others do; it takes the anchors over when it lands."""
         standing = read_standing(state)
         anchors, momentum, worker = state["anchors"], state["momentum"], state["worker"]
-        assert isinstance(anchors, dict) and isinstance(momentum, dict) and isinstance(worker, dict)
         log.warning("healed: from versions %s to %s", self.standing.versions, standing.versions)
-        self.begin_at(standing, anchors, momentum)
+        self.begin_at(standing, copies(anchors), copies(momentum))  # into memory that may be written to
         self.healed_from = worker
 
     def begin_at(self, standing: Standing, anchors: dict[str, Tensor], momentum: dict[str, Tensor]) -> None:
@@ -368,7 +373,7 @@ class Rounds:
             self._spread(data)
             anchors |= views
         standing = Standing.fresh(len(self.forms))
-        standing.run_id = self._known[0].run_id
+        standing.run_id = self._offers[0].run_id
         standing.hashes = [anchor_hash(self._values(anchors, f).values()) for f in range(len(self.forms))]
         self.begin_at(standing, anchors, {})
 

@@ -1,9 +1,9 @@
 """What the replicas of a torchft run have in common, and what they tell each other of it.
 
-    Standing    which version of each fragment, with which hash, and who is in it: the same everywhere, or something is
-                wrong. From it follows whose turn is next, and whether a contribution that nobody confirmed counted.
-    Offer       what a replica brings to a quorum
-    Snapshots   the part of a healing state that only the training thread can copy
+Standing    which version of each fragment, with which hash, and who is in it: the same everywhere, or something is
+            wrong. From it follows whose turn is next, and whether a contribution that nobody confirmed counted.
+Offer       what a replica brings to a quorum
+Snapshots   the part of a healing state that only the training thread can copy
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class Standing(msgspec.Struct):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """`instance` tells a restarted replica from what it was. `knows`: has been introduced over these lines. `fresh`: it
+    """`instance` tells a restarted replica from what it was; `terms` is a hash of the run that it means. `fresh`: it
     has no state at all. `trouble`: why it cannot take part."""
 
     worker_id: str
+    label: str
     instance: str
-    knows: bool
+    run_id: str
+    terms: str
     joins: bool
     fresh: bool
     digest: str
@@ -88,19 +90,16 @@ class Snapshots:
     def ask(self, timeout_s: float) -> dict[str, Any]:
         """From another thread."""
         with self._changed:
-            self._made = self._error = None
             self.wanted = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self.wanted, timeout_s)
+            served = self._changed.wait_for(lambda: not self.wanted, timeout_s)
             self.wanted = False
-            if self._error is not None:
-                raise RuntimeError(f"the state to heal from could not be copied: {self._error}") from self._error
-            if self._made is None:
-                raise RuntimeError(
-                    f"the training loop came to no step within {timeout_s:g} s, at which its state could be copied"
-                )
-            made, self._made = self._made, None
-            return made
+            made, error = self._made, self._error
+            self._made = self._error = None
+        if not served or made is None:
+            why = error or f"the training loop came to no step within {timeout_s:g} s"
+            raise RuntimeError(f"the state to heal from could not be copied: {why}") from error
+        return made
 
     def serve(self) -> None:
         """In the training thread, between two steps; costs nothing if nobody asks."""
@@ -173,4 +172,15 @@ def held_here(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
     return msgspec.structs.replace(manifest, parameters=parameters)
 
 
-__all__ = ["NOTHING", "Measured", "Offer", "Snapshots", "Standing", "copies", "held_here", "odd_ones", "read_standing", "write_state"]
+__all__ = [
+    "NOTHING",
+    "Measured",
+    "Offer",
+    "Snapshots",
+    "Standing",
+    "copies",
+    "held_here",
+    "odd_ones",
+    "read_standing",
+    "write_state",
+]

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from .progress import Work
 
-PLAIN = (bool, int, float, str, type(None))
-
 
 class Stateful(Protocol):
     """A sampler, a scheduler: whatever has these two."""
@@ -104,9 +102,11 @@ def _copied(value: Any, what: str) -> Any:
         return {key: _copied(one, what) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_copied(one, what) for one in value)
-    kind = next((kind for kind in PLAIN if isinstance(value, kind)), None)
-    if kind is not None:
-        return value if type(value) is kind else kind(value)  # numpy's numbers are Python's too, but are not read so
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # of numpy's numbers some are Python's too, but are not read as such
+    if value is None:
+        return None
     raise ConfigError(
         f"{what} must be tensors, numbers, text and lists or dicts of them to travel to another worker, "
         f"got a {type(value).__name__}"
