@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 import msgspec
 import xxhash
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed._serialization import _streaming_load  # what HTTPTransport itself reads with
-from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined]
 
 os.environ.setdefault("RUST_LOG", "warn")  # torchft's Rust side reports every quorum otherwise; it looks once
 
