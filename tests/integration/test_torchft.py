@@ -37,9 +37,7 @@ class Process:
         found = os.pathsep.join([str(JOB.parents[1]), os.environ.get("PYTHONPATH", "")])
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
         with self.log.open("ab") as log:
-            self.child = subprocess.Popen(
-                [sys.executable, *command], stdout=subprocess.PIPE, stderr=log, env=environ
-            )
+            self.child = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=log, env=environ)
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -117,7 +115,7 @@ def check_like_a_server(replicas: list[Process], threads: int = 1) -> None:
     finally:
         torch.set_num_threads(before)
     for name, by_name in expected.items():
-        first, second = (one.until(lambda told: told.get("compared") == name) for one in replicas)
+        first, second = (one.until(lambda told, name=name: told.get("compared") == name) for one in replicas)
         assert first["hash"] == second["hash"], name
         assert first["values"] == second["values"], name
         assert first["metrics"]["missed_rounds"] == second["metrics"]["missed_rounds"] == 0

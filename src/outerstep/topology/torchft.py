@@ -134,6 +134,13 @@ class TorchftTopology:
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         """At the next exchange of those who are there already, or as soon as enough are to begin."""
+        try:
+            return self._join(manifest, wishes)
+        except BaseException as error:
+            self.leave(f"{type(error).__name__}: {error}")  # else the lighthouse would go on counting on us
+            raise
+
+    def _join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
         plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
         size = self._ranks.size if self._ranks is not None else 1

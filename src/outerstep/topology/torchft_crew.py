@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.1  # the Manager's own; its thread does not wait for the training
 CONNECT_S = 10.0
 ASK_AGAIN_S = 0.2  # between two tries to meet
-LIGHTHOUSE_TRIES = 3  # of the Manager, before a quorum counts as failed
 SAY_SO_S = 10.0
 UNWANTED = "Unable to reset NCCL flight recorder"  # with every quorum, where there is none
 
@@ -120,7 +119,7 @@ class Crew:
             heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
             checkpoint_transport=PlainTransport(host, timeout),
             init_sync=False,  # of several ranks, each would begin with the weights of another replica
-            quorum_retries=LIGHTHOUSE_TRIES,
+            quorum_retries=0,  # it would go on with one that nobody waits for any more, beside the next
         )
         self._client = self._manager._client = _Client(self._manager._client)
 
@@ -142,7 +141,8 @@ class Crew:
                     log.info("still no quorum: %s", error)
                     said = True
                 look()
-                time.sleep(ASK_AGAIN_S)
+                if self._away_since is not None:  # else at once: the lighthouse still counts on us
+                    time.sleep(ASK_AGAIN_S)
         self._away_since = None
         quorum = self._client.last
         return Quorum(quorum.replica_rank, quorum.replica_world_size, self._given)
