@@ -342,8 +342,10 @@ class Synchronizer:
             raise
         self._left_open = 0
         self._note(agreed)
-        for other in agreed.also:
-            self._come_along(other)
+        for other in agreed.also:  # what is under way there stays right: a Δ is the same from whichever anchor
+            with deferred():
+                intact = self._move_along(other)
+            self._hold(other, intact)
         progress = self.fragments[fragment]
         if agreed.refused:
             del self.flights[fragment]
@@ -369,14 +371,6 @@ class Synchronizer:
         unsent = (self.work - self.fragments[agreed.fragment].counted).steps
         log.warning("round %d closed without this worker; %d steps go into the next", agreed.version, unsent)
         return self._move_along(agreed)
-
-    def _come_along(self, agreed: Agreed) -> None:
-        """Another fragment, whose news came with those that were waited for. What is under way there stays right: a Δ
-        is the same from whichever anchor."""
-        with deferred():
-            behind = agreed.fragment not in self.flights and self._too_old(agreed)
-            intact = self._discard(agreed) if behind else self._move_along(agreed)
-        self._hold(agreed, intact)
 
     def _move_along(self, agreed: Agreed) -> bool:
         """It came about without us."""
