@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft")
+
+from torch.distributed import TCPStore
+from torchft.coordination import LighthouseServer
 
 from integration.allreduce_job import SYNC_EVERY, make_model, train
 from integration.torchft_job import COMPARED, STEPS
@@ -26,16 +30,17 @@ from support import in_threads, memory_worker, params_of
 pytestmark = pytest.mark.slow
 
 JOB = Path(__file__).with_name("torchft_job.py")
+GROUP_JOB = Path(__file__).with_name("torchft_group_job.py")
 PATIENCE_S = 120.0
 
 
 class Process:
     """One of a run, and what it tells."""
 
-    def __init__(self, folder: Path, name: str, command: list[str]) -> None:
+    def __init__(self, folder: Path, name: str, command: list[str], **variables: str) -> None:
         self.log = folder / f"{name}.log"
         found = os.pathsep.join([str(JOB.parents[1]), os.environ.get("PYTHONPATH", "")])
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found, **variables}
         with self.log.open("ab") as log:
             self.child = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=log, env=environ)
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -72,8 +77,8 @@ class Process:
 def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
-    def begin(name: str, *command: str) -> Process:
-        started.append(Process(tmp_path, name, list(command)))
+    def begin(name: str, *command: str, **variables: str) -> Process:
+        started.append(Process(tmp_path, name, list(command), **variables))
         return started[-1]
 
     yield begin
@@ -180,3 +185,35 @@ def both_hold_the_same(first: Process, second: Process) -> None:
         hashes[behind][told["versions"]] = told["hash"]
     for version in common:
         assert hashes[0][version] == hashes[1][version]
+
+
+def test_replicas_of_several_processes_exchange_rank_by_rank_whole_and_sharded(
+    tmp_path: Path, start: Callable[..., Process]
+) -> None:
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=50, heartbeat_timeout_ms=2000
+    )
+    address = f"127.0.0.1:{server.address().rpartition(':')[2]}"
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    processes = {
+        (number, rank): start(
+            f"group-{number}-{rank}", str(GROUP_JOB), str(number), address, str(tmp_path), RANK=str(rank),
+            LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(stores[number].port),
+            TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
+        )
+        for number in range(2)
+        for rank in range(2)
+    }  # fmt: skip
+    for process in processes.values():
+        assert process.child.wait(PATIENCE_S) == 0, process.log.read_text()[-4000:]
+    server.shutdown()
+    told = {at: json.loads((tmp_path / f"group-{at[0]}-{at[1]}.json").read_text()) for at in processes}
+    assert len({one["ddp"]["hash"] for one in told.values()}) == 1  # every process holds the whole model
+    for rank in range(2):
+        first, second = told[0, rank]["fsdp2"], told[1, rank]["fsdp2"]
+        assert first["hash"] == second["hash"]  # of these rows
+        assert first["end"] == second["end"]
+        assert sum(second["joined"]) >= 2  # not from the beginning
+        assert second["moments"] > 0  # the other's optimizer state,
+        assert second["sharded"]  # of these rows
+    assert told[0, 0]["fsdp2"]["hash"] != told[0, 1]["fsdp2"]["hash"]
