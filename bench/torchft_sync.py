@@ -1,0 +1,166 @@
+"""What does an exchange over torchft cost by our topology, beside torchft's own DiLoCo?
+
+The bounds: no slower and no more memory, on 25M and 100M parameters, measured in one run.
+
+    torchft's DiLoCo      torchft.local_sgd.DiLoCo, one fragment: all-reduce by gloo, quorum and commit by its own
+    ours, fp32 and bf16   DiLoCoWorker(…, "torchft"): the same lighthouse and gloo, one fragment, nothing hidden by a
+                          delay; with error checks (finite values, the anchors' hashes) that the other does not have
+
+Two replicas each, in processes of their own with one thread; the one real lighthouse. Measured is the step that is due,
+from a barrier until the slower replica is done with it, and the most anonymous memory of a replica over the whole run
+(model, anchor, outer state and buffers; no gradients and no inner optimizer's state). Blocks of rounds of each variant
+alternate, with fresh processes for each, so that whatever else this machine does meets all of them. Ratios are of
+medians: below 1 we are faster, or smaller.
+
+    python bench/torchft_sync.py                     # about four minutes; needs torchft, and 10 GB of memory for 100M
+    python bench/torchft_sync.py --quick             # 8M parameters, one block
+    python bench/torchft_sync.py --json torchft.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from harness import Actor, MemoryWatch, median, print_table, say, together, wall_s, write_json
+from models import Nudge, count, fill, make
+from peer_torchft import Lighthouse, Replica
+from provenance import provenance
+
+THEIRS = "torchft's DiLoCo"
+OURS = {"ours, fp32": "fp32", "ours, bf16": "bf16"}
+
+
+class Ours:
+    """A replica by our topology, around a model that nobody trains."""
+
+    def __init__(self, number: int, lighthouse: str, size: str, codec: str) -> None:
+        from outerstep import DiLoCoWorker
+
+        model = fill(make(size))
+        self._optimizer = Nudge(model)
+        self._worker = DiLoCoWorker(
+            model,
+            self._optimizer,
+            "torchft",
+            worker_id=f"replica-{number}",
+            lighthouse=lighthouse,
+            sync_every=2,
+            codec=codec,
+            min_replicas=2,
+            heartbeat_interval=0,
+        )
+
+    def join(self) -> None:
+        self._worker.start()
+
+    def train(self) -> None:
+        self._optimizer.step()
+
+    def exchange(self) -> None:
+        """The step that is due."""
+        before = self._worker.sync_metrics["sync_count"]
+        self._optimizer.step()
+        if self._worker.sync_metrics["sync_count"] == before:
+            raise RuntimeError("this round did not count")
+
+    def digest(self) -> float:
+        return float(sum(parameter.detach().double().sum() for parameter in self._worker.model.parameters()))
+
+    def close(self) -> None:
+        self._worker.abandon("done")
+
+
+def block(name: str, address: str, size: str, rounds: int) -> dict[str, Any]:
+    """Seconds of each round after the first, and the larger replica's peak."""
+    made = (Ours, OURS[name]) if name in OURS else (Replica, None)
+    with contextlib.ExitStack() as stack:
+        kind, codec = made
+        more = () if codec is None else (codec,)
+        replicas = [stack.enter_context(Actor(kind, n, address, size, *more, start="spawn")) for n in range(2)]
+        together(replicas, "digest")
+        watches = [stack.enter_context(MemoryWatch(replica.pid)) for replica in replicas]
+        together(replicas, "join")
+        seconds = []
+        for _ in range(rounds + 1):
+            together(replicas, "train")
+            seconds.append(wall_s(together(replicas, "exchange")))
+        ends = {span.value for span in together(replicas, "digest")}
+        if len(ends) != 1:
+            raise RuntimeError(f"{name}: the replicas ended with different values: {ends}")
+        for watch in watches:
+            watch.stop()
+        peak = max(watch.peak_anon_bytes for watch in watches)
+    say(f"{size}, {name}: median {median(seconds[1:]):.3f} s, at most {peak / 1e9:.2f} GB")
+    return {"variant": name, "size": size, "seconds": seconds[1:], "peak_bytes": peak}
+
+
+def summary(blocks: list[dict[str, Any]], sizes: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    for size in sizes:
+        for name in (THEIRS, *OURS):
+            seconds, peak = _of(blocks, size, name)
+            their_seconds, their_peak = _of(blocks, size, THEIRS)
+            rows.append(
+                {
+                    "size": size,
+                    "variant": name,
+                    "seconds": median(seconds),
+                    "fastest_s": min(seconds),
+                    "of_theirs": median(seconds) / median(their_seconds),
+                    "fastest_of_theirs": min(seconds) / min(their_seconds),
+                    "peak_bytes": peak,
+                    "peak_of_theirs": peak / their_peak,
+                }
+            )
+    return rows
+
+
+def _of(blocks: list[dict[str, Any]], size: str, name: str) -> tuple[list[float], int]:
+    found = [one for one in blocks if (one["size"], one["variant"]) == (size, name)]
+    return [second for one in found for second in one["seconds"]], max(one["peak_bytes"] for one in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="An exchange by our torchft topology, beside torchft's own DiLoCo.")
+    parser.add_argument("--quick", action="store_true", help="8M parameters, one block of three rounds")
+    parser.add_argument("--sizes", nargs="+", default=["25M", "100M"], metavar="SIZE")
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round, the summary and the machine here")
+    options = parser.parse_args()
+    sizes, blocks, rounds = (["8M"], 1, 3) if options.quick else (options.sizes, options.blocks, 5)
+    about = provenance("torch", "torchft")
+    found = []
+    with Actor(Lighthouse, start="spawn") as lighthouse:
+        address = lighthouse.ask("address")
+        for size in sizes:
+            for _ in range(blocks):
+                for name in (THEIRS, *OURS):
+                    found.append(block(name, address, size, rounds))
+    rows = summary(found, sizes)
+    print_table(
+        "Two replicas agree over torchft and gloo, one thread each",
+        ("parameters", "variant", "median s", "fastest s", "÷ torchft's", "fastest", "peak GB", "÷ torchft's"),
+        [
+            (
+                row["size"],
+                row["variant"],
+                f"{row['seconds']:.3f}",
+                f"{row['fastest_s']:.3f}",
+                f"{row['of_theirs']:.2f}",
+                f"{row['fastest_of_theirs']:.2f}",
+                f"{row['peak_bytes'] / 1e9:.2f}",
+                f"{row['peak_of_theirs']:.2f}",
+            )
+            for row in rows
+        ],
+        words=2,
+    )
+    parameters = {size: count(size)[0] for size in sizes}
+    write_json(options.json, {"machine": about, "parameters": parameters, "summary": rows, "blocks": found})
+
+
+if __name__ == "__main__":
+    main()
