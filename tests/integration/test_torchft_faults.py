@@ -15,13 +15,16 @@ from torch import Tensor, nn
 os.environ.setdefault("RUST_LOG", "warn")
 pytest.importorskip("torchft")
 
+from torch.distributed import TCPStore
 from torchft.coordination import LighthouseServer
 
+from faults.proxy import Proxy
 from outerstep import DiLoCoWorker
 from outerstep.errors import AnchorsDiffer, ConfigError, OuterstepError, PlanMismatch
 from outerstep.topology.news import anchor_hash
 from outerstep.topology.stepped import Stepped
 from outerstep.topology.torchft_crew import Crew
+from outerstep.topology.torchft_lines import Lines
 from outerstep.topology.torchft_rounds import Made, Outcome, Rounds
 from support import Ledger, count, in_threads, tiny_model, train_steps
 
@@ -283,3 +286,45 @@ def test_no_lighthouse_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> No
         make("127.0.0.1:1", "a", model, optimizer, join_timeout_s=0.0).start()
     with pytest.raises(ConfigError, match="TORCHFT_LIGHTHOUSE"):
         DiLoCoWorker(model, optimizer, "torchft")
+
+
+def test_training_goes_on_while_the_lighthouse_is_away(lighthouse: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accounts = Accounts(monkeypatch)
+    model = Ledger(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    line = Proxy(lighthouse)
+    worker = make(
+        line.address, "a", model, optimizer, min_replicas=1, outer_lr=1.0, outer_momentum=0.0,
+        offline_after_s=0.3, offline_rounds=2,
+    )  # fmt: skip
+    with line, worker:
+        count(model, optimizer, 0, H)
+        line.is_open = False
+        line.cut_all()
+        count(model, optimizer, 0, 2 * H)  # without anybody
+        assert worker.sync_metrics["offline_exchanges"] == 2
+        line.is_open = True
+        count(model, optimizer, 0, H)
+    assert accounts.steps_of("a") == 4 * H
+    assert worker._replica.anchors["cells"].item() == 4 * H
+
+
+def test_all_at_once_carries_the_same_bytes_as_one_by_one() -> None:
+    """The way of NCCL, over gloo: three replicas, of which one brings nothing."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def work(rank: int) -> dict[int, list[int]]:
+        lines = Lines("gloo", torch.device("cpu"), 20.0)
+        lines.configure(f"127.0.0.1:{store.port}/test", "x", rank, 3)
+        lines.members = [0, 2]
+        if rank == 1:
+            lines._swap_all_at_once({}, {})
+            return {}
+        mine = [0, 2].index(rank)
+        out = {1 - mine: torch.arange(5, dtype=torch.uint8) + 10 * rank}
+        into = {1 - mine: torch.zeros(5, dtype=torch.uint8)}
+        lines._swap_all_at_once(out, into)
+        return {r: data.tolist() for r, data in into.items()}
+
+    got = in_threads(*(lambda rank=rank: work(rank) for rank in range(3)))
+    assert got == [{1: [20, 21, 22, 23, 24]}, {}, {0: [0, 1, 2, 3, 4]}]

@@ -12,9 +12,10 @@ torchft 0.2.0 elects the quorum, carries the state that a replica heals from, an
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import logging
 import os
-import socket
 import time
 import urllib.request
 import warnings
@@ -200,9 +201,9 @@ class Crew:
 
     def _note_lighthouse(self, error: Exception) -> None:
         try:
-            with self._connection():
-                self._away_since = None
-        except OSError as away:
+            self._look_for_lighthouse()
+            self._away_since = None
+        except (OSError, http.client.HTTPException) as away:
             now = time.monotonic()
             self._away_since = self._away_since or now
             if now - self._away_since > self._settings.give_up_after_s:
@@ -216,18 +217,23 @@ class Crew:
         give_up_at = time.monotonic() + self._settings.join_timeout_s
         while True:
             try:
-                with self._connection() as connection:
-                    return str(connection.getsockname()[0])
-            except OSError as error:
+                return self._look_for_lighthouse()
+            except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() > give_up_at:
                     raise ServerUnreachable(
                         f"no lighthouse at {self._settings.lighthouse} ({error}); start one there: outerstep lighthouse"
                     ) from error
                 time.sleep(ASK_AGAIN_S)
 
-    def _connection(self) -> socket.socket:
+    def _look_for_lighthouse(self) -> str:
+        """It shows a page to whoever asks; a port that is only forwarded does not. Returns where we asked from."""
         host, _, port = self._settings.lighthouse.rpartition(":")
-        return socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
+        connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=CONNECT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", "/")
+            own = str(connection.sock.getsockname()[0])
+            connection.getresponse()
+            return own
 
     def _open_store(self, host: str) -> int:
         """Of this replica alone: the Manager's keys have no name in front."""
