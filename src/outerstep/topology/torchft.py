@@ -125,7 +125,7 @@ class TorchftTopology:
         self._failure: BaseException | None = None
         self._sequence = 0
         self._saved: Mapping[str, Any] | None = None
-        self._begins: tuple[Agreed, ...] = ()
+        self._begins: dict[int, Agreed] = {}  # what a loaded state has to catch up with
         self._landed = Standing.fresh(0)  # as the replica holds it, and
         self._landed_step = 0  # the votes until then
         self._joined: tuple[Rounds, Crew] | None = None
@@ -155,16 +155,17 @@ class TorchftTopology:
         log.info("waiting for the quorum of the lighthouse at %s", self._settings.lighthouse)
         ticket = self._put(Brought(NOTHING, 0), None)
         agreed = {one.fragment: one for one in self._land(ticket)}
-        self._begins = tuple(agreed[fragment] for fragment in range(len(plan.fragments)))
         work, overtaken = (0, 0, 0), frozenset[int]()
         if self._saved is None and rounds.healed_from is not None:
             work = self._inner.load(rounds.healed_from)
         elif self._saved is not None:
+            self._begins = agreed
             overtaken = frozenset(range(len(before))) if rounds.standing.versions != before else overtaken
             if not overtaken:  # the replica holds it all
                 self._taken_over()
         self._saved = rounds.healed_from = None
-        return Joined(self._worker_id, plan, manifest, self._begins, overtaken, work)
+        begins = tuple(agreed[fragment] for fragment in range(len(plan.fragments)))
+        return Joined(self._worker_id, plan, manifest, begins, overtaken, work)
 
     def _go_on_from(self, saved: Mapping[str, Any], plan: Plan) -> None:
         check_loaded(plan, saved["versions"], saved["anchors"].keys())
@@ -216,19 +217,17 @@ class TorchftTopology:
             own = Amount(contribution.samples, contribution.tokens)
             contribution = of_all(contribution, self._ranks.gather(lambda: own, Amount))
         self._sequence += 1
+        fragment = contribution.fragment
+        brought = Brought(fragment, self._sequence, contribution.steps, contribution.samples, contribution.tokens)
+        ticket = self._put(brought, stuck_after_s)  # the quorum forms while we encode
         measured = Measured(as_deltas(contribution.deltas))
-        payload = self._encode(contribution.fragment, measured, self._sequence)
-        refused = "" if measured.is_finite else TOO_LARGE.format(contribution.fragment)
-        brought = Brought(
-            contribution.fragment,
-            self._sequence,
-            contribution.steps,
-            contribution.samples,
-            contribution.tokens,
-            payload,
-            refused,
-        )
-        return self._put(brought, stuck_after_s)
+        try:
+            payload = self._encode(fragment, measured, brought.sequence)
+            brought.fill(payload, "" if measured.is_finite else TOO_LARGE.format(fragment))
+        except BaseException as error:
+            brought.fill(None, error=error)
+            raise
+        return ticket
 
     def _encode(self, fragment: int, deltas: Measured, sequence: int) -> Payload | OnDevice:
         form, device, lines = self._rounds.forms[fragment], self._lines.device, self._lines
@@ -444,7 +443,7 @@ class TorchftTopology:
         """See `pack`."""
 
     def catch_up(self, fragment: int) -> Begun:
-        return Begun(fragment, self._begins[fragment])
+        return Begun(fragment, self._begins.pop(fragment))
 
 
 __all__ = ["Inner", "TorchftSettings", "TorchftTicket", "TorchftTopology"]

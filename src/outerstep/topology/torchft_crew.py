@@ -145,8 +145,8 @@ class Crew:
                 if self._away_since is not None:  # else at once: the lighthouse still counts on us
                     time.sleep(ASK_AGAIN_S)
         self._away_since = None
-        quorum = self._client.last
-        return Quorum(quorum.replica_rank, quorum.replica_world_size, self._given)
+        quorum, given, self._given = self._client.last, self._given, None
+        return Quorum(quorum.replica_rank, quorum.replica_world_size, given)
 
     def report(self, error: Exception) -> None:
         """The round failed here: this replica will vote against it."""

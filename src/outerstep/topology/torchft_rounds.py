@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from ..core.codecs import Dither
 from ..core.codecs.recipe import Recipe, Rule
 from ..core.views import fp32_views
 from ..digest import data_hash
-from ..errors import AnchorsDiffer, WorkerError
+from ..errors import AnchorsDiffer, ModelError, WorkerError
 from ..types import Manifest, Participant, Plan
 from .encode import OnDevice
 from .forms import forms_of
@@ -51,7 +52,8 @@ CHUNK_BYTES = 64 << 20  # of the first weights, on their way through a GPU
 
 @dataclass
 class Brought:
-    """What a replica comes to a quorum with; who joins, with nothing. `refused`: why its contribution is worthless."""
+    """What a replica comes to a quorum with; who joins, with nothing. The payload is encoded while the quorum forms:
+    `fill` says that it is there, or why its values are worthless (`refused`), or that there will be none."""
 
     fragment: int
     sequence: int
@@ -60,6 +62,18 @@ class Brought:
     tokens: int = 0
     payload: Payload | OnDevice | None = None
     refused: str = ""
+    _error: BaseException | None = None
+    _filled: threading.Event = field(default_factory=threading.Event)
+
+    def fill(self, payload: Payload | OnDevice | None, refused: str = "", error: BaseException | None = None) -> None:
+        self.payload, self.refused, self._error = payload, refused, error
+        self._filled.set()
+
+    def wait(self) -> None:
+        if not self.joins:
+            self._filled.wait()
+        if self._error is not None:
+            raise ModelError(f"the contribution could not be encoded: {self._error}") from self._error
 
     @property
     def joins(self) -> bool:
@@ -128,6 +142,7 @@ class Rounds:
         failed = 0
         while True:
             quorum = crew.meet(look)
+            brought.wait()
             owed = self._owed()
             made = self._attempt(brought, crew, quorum)
             if crew.vote() and made is not None:
@@ -352,8 +367,8 @@ class Rounds:
         standing = read_standing(state)
         anchors, momentum, worker = state["anchors"], state["momentum"], state["worker"]
         log.warning("healed: from versions %s to %s", self.standing.versions, standing.versions)
+        self.healed_from = None if self.standing.run_id else worker  # who has an optimizer's state keeps it
         self.begin_at(standing, copies(anchors), copies(momentum))  # into memory that may be written to
-        self.healed_from = worker
 
     def begin_at(self, standing: Standing, anchors: dict[str, Tensor], momentum: dict[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():
