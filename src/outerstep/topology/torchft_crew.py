@@ -8,6 +8,7 @@ torchft 0.2.0 elects the quorum, carries the state that a replica heals from, an
                                          which nothing has moved for an hour of training, too.)
     a state on its way to be healed from is read without running any code that it may hold
     the own address                      is the one that the lighthouse is reached from; a host name need not resolve
+    the end of the process               does not wait for a quorum that was asked for
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import contextlib
 import http.client
 import logging
 import os
+import threading
 import time
 import urllib.request
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -123,6 +126,7 @@ class Crew:
             quorum_retries=0,  # it would go on with one that nobody waits for any more, beside the next
         )
         self._client = self._manager._client = _Client(self._manager._client)
+        self._manager._executor = _Hand()
 
     # --- the round of a quorum ------------------------------------------------------------------------------------
 
@@ -239,6 +243,28 @@ class Crew:
         """Of this replica alone: the Manager's keys have no name in front."""
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
+
+
+class _Hand:
+    """What the Manager asks for quorums with. Its own would be waited for at the end of the process, up to the timeout
+    of a quorum that nobody wants any more."""
+
+    def submit(self, work: Callable[..., None], **given: Any) -> Future[None]:
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work(**given)
+            except BaseException as error:  # noqa: BLE001 - for whoever asks for the result
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=run, name="outerstep-quorum", daemon=True).start()
+        return done
+
+    def shutdown(self, wait: bool = True) -> None:
+        """It ends with the process."""
 
 
 class _Client:
