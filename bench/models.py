@@ -21,7 +21,7 @@ SHAPES = {
     "8M": Shape(vocabulary=4096, context=256, width=256, blocks=9),  # 8.2M values, 112 tensors too
 }
 
-PLAIN = {"100M": 100_000_000, "10M": 10_000_000}
+PLAIN = {"100M": 100_000_000, "25M": 25_000_000, "10M": 10_000_000}
 
 
 class Layer(nn.Module):

@@ -20,6 +20,8 @@ from .types import Wishes, WorkerId
 DEFAULT_HOST = "127.0.0.1"
 LABEL = 256  # characters: what a message carries of a name
 ALLREDUCE = "allreduce"  # instead of a server's address: the ranks of the job agree among themselves
+TORCHFT = "torchft"  # likewise: replicas that meet at a lighthouse do
+LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"  # where torchft itself looks for it
 MOST = 1 << 53  # no setting is larger; JSON numbers are exact up to here
 
 T = TypeVar("T")
@@ -222,7 +224,7 @@ class ServerConfig:
 class WorkerConfig:
     """Everything a worker can be told. None = follow the plan of the run, or without a server the usual."""
 
-    server_addr: str  # host:port, a join string, http://host:port for an insecure server; "allreduce" = none at all
+    server_addr: str  # host:port, a join string, http://host:port for an insecure server; "allreduce", "torchft" = none
     credentials: str | None = (
         None  # the folder that `outerstep join` stored what it knows in; None = ~/.config/outerstep
     )
@@ -251,13 +253,19 @@ class WorkerConfig:
     exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close; ten times for no server
     handle_signals: bool = True  # on SIGTERM, SIGUSR1 or Ctrl-C: contribute and leave
     preempt_patience_s: float = 20.0  # after such a signal: be gone within so many seconds, or at the next step
-    # Without a server (docs/concepts/allreduce.md), what a server would say; all ranks must say the same.
+    # Without a server (docs/concepts/allreduce.md, torchft.md), what a server would say; all must say the same.
     outer_lr: float | None = None  # 0.7
     outer_momentum: float | None = None  # 0.9
     nesterov: bool | None = None  # True
     weight_by: Literal["equal", "samples", "tokens"] | None = None  # equal
     peer_timeout_s: float = 1800.0  # how long to wait for a rank that is alive and does not exchange
-    on_divergence: Literal["stop", "repair"] = "stop"  # anchors that differ end the run, or rank 0's is taken
+    on_divergence: Literal["stop", "repair"] = "stop"  # anchors that differ end the run, or one of them is taken
+    # Where replicas meet at torchft's lighthouse (docs/concepts/torchft.md).
+    lighthouse: str | None = None  # host:port; None = TORCHFT_LIGHTHOUSE
+    min_replicas: int = 1  # fewer agree on nothing, and wait
+    quorum_timeout_s: float = 300.0  # how long one try to meet waits for the others; then it is tried again
+    transfer_timeout_s: float = 60.0  # of what a quorum does together: who takes longer is left out
+    replica_backend: Literal["gloo", "nccl"] = "gloo"  # what values travel by, from host memory or from GPU to GPU
 
     def __post_init__(self) -> None:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
@@ -266,7 +274,9 @@ class WorkerConfig:
         _whole(self, 1, "connections")
         _number(self, 0.0, "heartbeat_interval", "join_timeout_s", "give_up_after_s", "offline_after_s")
         _number(self, 0.0, "exit_patience_s", "stalled_after_s", "preempt_patience_s")
-        _number(self, 1.0, "peer_timeout_s")
+        _number(self, 1.0, "peer_timeout_s", "quorum_timeout_s", "transfer_timeout_s")
+        _whole(self, 1, "min_replicas")
+        check_one_of(self, ("gloo", "nccl"), "replica_backend")
         _number(self, 0.0, "outer_lr", "outer_momentum", optional=True)
         check_one_of(self, ("stop", "repair"), "on_divergence")
         check_one_of(self, ("equal", "samples", "tokens", None), "weight_by")
@@ -276,9 +286,11 @@ class WorkerConfig:
         check_one_of(self, ("average", "local", "server"), "buffers")
         _check_mixing(self)
         check_text(self, "server_addr", optional=False)
-        check_text(self, "credentials", "tokenizer", "codec", "down_codec")
+        check_text(self, "credentials", "tokenizer", "codec", "down_codec", "lighthouse")
         _check_label(self, "tokenizer")
         _check_who_says(self)
+        if self.lighthouse is not None:
+            parse_lighthouse(self.lighthouse)
         check_one_of(self, (None, True, False), "bf16_comm")
         check_one_of(self, (True, False), "handle_signals")
         check_one_of(self, ("global", "local"), "on_exit")
@@ -301,7 +313,7 @@ class WorkerConfig:
 
     @property
     def has_server(self) -> bool:
-        return self.server_addr != ALLREDUCE
+        return self.server_addr not in (ALLREDUCE, TORCHFT)
 
     @property
     def wishes(self) -> Wishes:
@@ -335,6 +347,15 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f'unknown {what} "{name}"' + (f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(known)}")
+
+
+def parse_lighthouse(address: str) -> str:
+    """host:port, with http:// in front or without."""
+    text = address.strip().removeprefix("http://").rstrip("/")
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536 or "/" in text:
+        raise ConfigError(f"lighthouse must be host:port, got {address!r}; `outerstep lighthouse` prints it")
+    return text
 
 
 def _check_security(config: ServerConfig) -> None:
@@ -382,10 +403,12 @@ def _check_who_says(config: WorkerConfig) -> None:
             if getattr(config, name) is not None:
                 raise ConfigError(
                     f"{name} is the server's to say, got {getattr(config, name)!r} for a worker: start the server with "
-                    f"it, or train without one (server_addr={ALLREDUCE!r})"
+                    f"it, or train without one (server_addr={ALLREDUCE!r} or {TORCHFT!r})"
                 )
     elif config.dylu:
-        raise ConfigError(f"dylu needs a server: without one (server_addr={ALLREDUCE!r}) all take the same steps")
+        raise ConfigError(
+            f"dylu needs a server: without one (server_addr={config.server_addr!r}) all take the same steps"
+        )
 
 
 def _whole(config: object, least: int, *names: str, optional: bool = False) -> None:

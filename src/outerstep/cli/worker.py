@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from ..config import ALLREDUCE, TORCHFT
 from ..errors import ConfigError
 from ..security import is_join_string, parse_address, parse_join_string
-from ..settings import CONFIG_VARIABLE, WORKER, WorkerCommand, environment_for, make_command, make_config
+from ..settings import CONFIG_VARIABLE, WORKER, Sourced, WorkerCommand, environment_for, make_command, make_config
 from .options import ConfigFile, Found, takes_settings
 
 TRAINER = "forgather"
 SCRIPT = "Training script"
+JOINING = "Joining"
+
+
+class Among(StrEnum):
+    """Who agrees without a server."""
+
+    ALLREDUCE = ALLREDUCE
+    TORCHFT = TORCHFT
 
 
 @takes_settings(WORKER)
@@ -32,6 +42,13 @@ def worker(
         str | None,
         typer.Option("-t", metavar="FILE", rich_help_panel=SCRIPT, help="Its configuration template."),
     ] = None,
+    topology: Annotated[
+        Among | None,
+        typer.Option(
+            rich_help_panel=JOINING,
+            help="With whom to agree, if not through a server: short for --server allreduce, --server torchft.",
+        ),
+    ] = None,
     config_file: ConfigFile = None,
 ) -> None:
     """Start a training script as a worker of a run.
@@ -40,6 +57,8 @@ def worker(
     This command only tells it where and how, through environment variables. With -p or -t, or if the command is the
     word [bold]train[/bold], what is run is [bold]forgather … train[/bold].
     """
+    if topology is not None:
+        found = {**found, "server_addr": _instead_of_a_server(topology, found["server_addr"])}
     server = make_config(WORKER, found).server_addr
     parse_join_string(server) if is_join_string(server) else parse_address(server)
     own: WorkerCommand = make_command(WORKER, found)
@@ -55,6 +74,12 @@ def worker(
     # The script takes this process's place, so there is nobody in between to pass signals on and exit codes back, or to
     # forget to: SLURM, systemd and Kubernetes speak with the script itself.
     os.execve(program, words, environ)
+
+
+def _instead_of_a_server(topology: Among, said: Sourced) -> Sourced:
+    if said.source.startswith("flag") and said.value != topology.value:
+        raise ConfigError(f"--topology {topology.value} needs no server, got --server too: leave one of the two out")
+    return Sourced(topology.value, "flag --topology")
 
 
 def training_command(command: list[str], project: str | None, template: str | None) -> list[str]:

@@ -104,7 +104,8 @@ class Role:
 ROUNDS, ASYNC, STREAMING, OUTER = "Rounds", "Asynchronous", "Streaming", "Outer step"
 MODEL, SAVING, NETWORK, SECURITY, LIMITS = "Model", "Saving", "Network", "Security", "Limits"
 AGGREGATION = "Robust aggregation"
-JOINING, EXCHANGES, PATIENCE, NO_SERVER = "Joining", "Exchanges", "Patience", "Without a server"
+JOINING, EXCHANGES, PATIENCE = "Joining", "Exchanges", "Patience"
+NO_SERVER, REPLICAS = "Without a server", "torchft"
 
 FIRST_WORKER = "the first worker's wish, else"
 AS_THE_RUN = "as the run has it"
@@ -231,7 +232,8 @@ SERVER_SETTINGS = (
 WORKER_SETTINGS = (
     Setting("server_addr", "--server", JOINING,
             "The server's host:port, or its whole join string; http://host:port for one that was started --insecure; "
-            "\"allreduce\" = none, the ranks of the job agree among themselves."),
+            "\"allreduce\" = none, the ranks of the job agree among themselves; \"torchft\" = none, replicas do that "
+            "meet at a lighthouse."),
     Setting("credentials", "--credentials", JOINING,
             "Folder that `outerstep join` stored what it knows in.", "~/.config/outerstep"),
     Setting("worker_id", "--worker-id", JOINING, "A name that survives restarts.", "made from host and process"),
@@ -285,7 +287,17 @@ WORKER_SETTINGS = (
     Setting("peer_timeout_s", "--peer-timeout", NO_SERVER,
             "Seconds to wait for a rank that is alive and does not come to an exchange."),
     Setting("on_divergence", "--on-divergence", NO_SERVER,
-            "If anchors differ that should be the same: stop, or go on with rank 0's."),
+            "If anchors differ that should be the same: stop, or go on with rank 0's (torchft: what most hold)."),
+    Setting("lighthouse", "--lighthouse", REPLICAS,
+            "host:port of the lighthouse (`outerstep lighthouse`) that torchft's replicas meet at.",
+            "TORCHFT_LIGHTHOUSE"),
+    Setting("min_replicas", "--min-replicas", REPLICAS, "So many replicas must take part for an exchange to count."),
+    Setting("quorum_timeout_s", "--quorum-timeout", REPLICAS,
+            "Seconds that one try to meet the other replicas waits; then it is tried again."),
+    Setting("transfer_timeout_s", "--transfer-timeout", REPLICAS,
+            "Seconds for what the replicas of a quorum do together; who takes longer is left out of it."),
+    Setting("replica_backend", "--replica-backend", REPLICAS,
+            "What values travel by between replicas: gloo from host memory, or nccl from GPU to GPU."),
 )  # fmt: skip
 
 SERVER = Role("server", ServerConfig, ServerCommand, SERVER_SETTINGS, {})

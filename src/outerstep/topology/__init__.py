@@ -68,6 +68,7 @@ class Agreed:
     refused: str = ""  # why the contribution never will: what it was made of is to be given up for the anchor
     steps_lost: int = 0  # of a late contribution that a restarted server had forgotten, and would not have again
     watched: Watched | None = None  # how the round went (core/watch.py)
+    also: tuple[Agreed, ...] = ()  # of other fragments, which a healed replica gets all at once: to be taken over first
 
     @property
     def anchor(self) -> Mapping[str, Tensor]:
@@ -93,6 +94,7 @@ class Joined:
     manifest: Manifest  # the run's
     anchors: tuple[Agreed, ...]  # per fragment; none with a loaded state (`Topology.catch_up`)
     overtaken: frozenset[int] = frozenset()  # fragments with later contributions than the loaded state knows of
+    work: tuple[int, int, int] = (0, 0, 0)  # steps, samples and tokens before, of the one it was healed from
 
 
 @dataclass(frozen=True)

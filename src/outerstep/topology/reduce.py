@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,10 +28,32 @@ from ..core.feedback import compensate, decay_of, send
 from ..core.watch import sum_of_squares
 from ..errors import WorkerError
 from .forms import Form
-from .links import Links
 from .news import cuts
-from .peers import Peers
 from .slices import Piece, Slice, slices_of
+
+
+class Carrier(Protocol):
+    """What bytes travel by (links.py)."""
+
+    device: torch.device
+    bytes_sent: int
+    bytes_received: int
+
+    def take(self, size_bytes: int) -> Tensor: ...
+
+    def give_back(self, data: Tensor) -> None: ...
+
+    def swap(self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]) -> None: ...
+
+
+class Circle(Protocol):
+    """Who reduces: how many, which of them this process is, and what to call each (peers.py)."""
+
+    rank: int
+    size: int
+
+    @property
+    def labels(self) -> Sequence[str]: ...
 
 
 @dataclass
@@ -48,7 +71,9 @@ class Mean:
 class Reducer:
     """One fragment's. Keeps what the mean's codec left out of this rank's slice, where the recipe wants feedback."""
 
-    def __init__(self, fragment: int, form: Form, down_rules: Mapping[str, Rule], links: Links, peers: Peers) -> None:
+    def __init__(
+        self, fragment: int, form: Form, down_rules: Mapping[str, Rule], links: Carrier, peers: Circle
+    ) -> None:
         self.fragment, self.form = fragment, form
         self._down = down_rules
         self._links, self._peers = links, peers
@@ -195,4 +220,4 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     return norm.square()
 
 
-__all__ = ["Mean", "Reducer"]
+__all__ = ["Carrier", "Circle", "Mean", "Reducer"]

@@ -83,21 +83,24 @@ def check_loaded(plan: Plan, versions: Sequence[int], names: Collection[str]) ->
 
 def check_terms(ranks: Sequence[Rank]) -> None:
     """Refuse what is not the same everywhere, naming the first rank that differs from rank 0, and in what."""
-    first = ranks[0]
     for number, other in enumerate(ranks[1:], 1):
-        try:
-            check_manifest(first.manifest, other.manifest)
-        except ManifestMismatch as error:
-            raise ManifestMismatch(
-                f"ranks 0 and {number} hold different models; rank {number} against rank 0: "
-                + error.message.partition(": ")[2],
-                hint="all ranks must build the same model, in the same dtype",
-            ) from None
-        for what, ours, theirs in _differences(first, other):
-            raise PlanMismatch(
-                f"ranks 0 and {number} want different runs: {what} is {ours} on rank 0, {theirs} on rank {number}",
-                hint=f"give every rank the same {what}",
-            )
+        check_pair(ranks[0], other, f"ranks 0 and {number}", ("rank 0", f"rank {number}"))
+
+
+def check_pair(first: Rank, other: Rank, both: str, names: tuple[str, str]) -> None:
+    """The same of two of them, and what to call them."""
+    try:
+        check_manifest(first.manifest, other.manifest)
+    except ManifestMismatch as error:
+        raise ManifestMismatch(
+            f"{both} hold different models; {names[1]} against {names[0]}: " + error.message.partition(": ")[2],
+            hint=f"all {names[0].split()[0]}s must build the same model, in the same dtype",
+        ) from None
+    for what, ours, theirs in _differences(first, other):
+        raise PlanMismatch(
+            f"{both} want different runs: {what} is {ours} on {names[0]}, {theirs} on {names[1]}",
+            hint=f"give every {names[0].split()[0]} the same {what}",
+        )
 
 
 def _differences(first: Rank, other: Rank) -> list[tuple[str, object, object]]:
@@ -168,4 +171,14 @@ def weights_of(headers: Sequence[Header], unit: WeightBy) -> tuple[float, ...]:
     return weights
 
 
-__all__ = ["Header", "Rank", "check_headers", "check_loaded", "check_reported", "check_terms", "draw_up", "weights_of"]
+__all__ = [
+    "Header",
+    "Rank",
+    "check_headers",
+    "check_loaded",
+    "check_pair",
+    "check_reported",
+    "check_terms",
+    "draw_up",
+    "weights_of",
+]

@@ -1,5 +1,5 @@
 """Who a worker is, and its way to the others: to a server, its own or that of the group of processes it is one of; or
-without a server, to the other ranks."""
+without a server, to the other ranks or replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 import torch.distributed as dist
 
-from ..config import WorkerConfig
+from ..config import ALLREDUCE, LIGHTHOUSE_VARIABLE, TORCHFT, WorkerConfig, parse_lighthouse
 from ..coordination.exchange import Patience
 from ..errors import ConfigError, ModelError
 from ..topology import Topology
@@ -21,7 +21,9 @@ from ..topology.memory import KEPT, Memory
 from ..topology.ranks import Ranks
 from ..topology.server import ServerTopology
 from ..topology.sharded import ShardedTopology
+from ..topology.stepped import OuterRule
 from ..wire.http_transport import HttpTransport
+from .inner import InnerState
 from .replica import Replica
 
 OTHER_CONNECTIONS = 4  # heartbeats, and other fragments' exchanges, beside the one that sends its parts
@@ -37,7 +39,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 def find_ranks(config: WorkerConfig, environ: Mapping[str, str] = os.environ) -> Ranks | None:
     """The job whose processes are this worker, if there is one."""
-    if config.group == "off" or not config.has_server:  # without a server every rank is a worker of its own
+    if config.group == "off" or config.server_addr == ALLREDUCE:  # there every rank is a worker of its own
         return None
     ranks = Ranks.find()
     started = environ.get("WORLD_SIZE", "1")
@@ -52,7 +54,7 @@ def find_ranks(config: WorkerConfig, environ: Mapping[str, str] = os.environ) ->
 def make_identity(config: WorkerConfig, ranks: Ranks | None) -> Identity:
     def make() -> Identity:
         worker_id = config.worker_id or _make_worker_id()
-        if not config.has_server:  # all ranks may have been given the same name
+        if config.server_addr == ALLREDUCE:  # all ranks may have been given the same name
             _begin_to_talk()
             worker_id = f"{config.worker_id or 'rank'}-{dist.get_rank()}"
         return Identity(worker_id, secrets.token_hex(8), socket.gethostname())
@@ -60,10 +62,14 @@ def make_identity(config: WorkerConfig, ranks: Ranks | None) -> Identity:
     return make() if ranks is None else ranks.tell(make, Identity)
 
 
-def connect(config: WorkerConfig, identity: Identity, replica: Replica, ranks: Ranks | None) -> Topology:
+def connect(
+    config: WorkerConfig, identity: Identity, replica: Replica, ranks: Ranks | None, inner: InnerState
+) -> Topology:
     shards = replica.shards
-    if not config.has_server:
+    if config.server_addr == ALLREDUCE:
         return _allreduce_topology(config, identity, replica)
+    if config.server_addr == TORCHFT:
+        return _torchft_topology(config, identity, replica, ranks, inner)
     if ranks is None:
         if shards.sections > 1:
             raise ModelError(
@@ -103,25 +109,73 @@ def _allreduce_topology(config: WorkerConfig, identity: Identity, replica: Repli
             "server_addr='allreduce' every rank is a worker of its own: leave the wrapper away"
         )
     from ..topology.allreduce import AllReduceSettings, AllReduceTopology  # a build of torch may lack what it needs
-    from ..topology.stepped import OuterRule
 
-    usual = OuterRule()
-    rule = OuterRule(
-        lr=usual.lr if config.outer_lr is None else config.outer_lr,
-        momentum=usual.momentum if config.outer_momentum is None else config.outer_momentum,
-        nesterov=usual.nesterov if config.nesterov is None else config.nesterov,
-    )
     return AllReduceTopology(
         worker_id=identity.worker_id,
         hostname=identity.hostname,
         tensors=replica.tensors,
         anchors=replica.anchors,
         settings=AllReduceSettings(
-            outer=rule,
+            outer=_outer_rule(config),
             weight_by=config.weight_by or "equal",
             timeout_s=config.peer_timeout_s,
             on_divergence=config.on_divergence,
         ),
+    )
+
+
+def _torchft_topology(
+    config: WorkerConfig, identity: Identity, replica: Replica, ranks: Ranks | None, inner: InnerState
+) -> Topology:
+    address = config.lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
+    if not address:
+        raise ConfigError(
+            "server_addr='torchft' needs a lighthouse to meet at: start one (outerstep lighthouse) and say "
+            f"lighthouse='host:port', or set {LIGHTHOUSE_VARIABLE}"
+        )
+    if ranks is None and replica.shards.sections > 1:
+        raise ModelError(
+            f"this model is sharded over {replica.shards.sections} processes, which can only be one replica together: "
+            "leave group='auto', and give every rank its DiLoCoWorker"
+        )
+    try:
+        from ..topology.torchft import TorchftSettings, TorchftTopology
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torchft":
+            raise
+        raise ConfigError(
+            "server_addr='torchft' needs the package torchft, which is not installed: pip install 'outerstep[torchft]'"
+        ) from error
+    return TorchftTopology(
+        worker_id=identity.worker_id,
+        hostname=identity.hostname,
+        instance=identity.instance,
+        tensors=replica.tensors,
+        anchors=replica.anchors,
+        settings=TorchftSettings(
+            lighthouse=parse_lighthouse(address),
+            outer=_outer_rule(config),
+            weight_by=config.weight_by or "equal",
+            min_replicas=config.min_replicas,
+            backend=config.replica_backend,
+            quorum_timeout_s=config.quorum_timeout_s,
+            transfer_timeout_s=config.transfer_timeout_s,
+            join_timeout_s=config.join_timeout_s,
+            give_up_after_s=config.give_up_after_s,
+            on_divergence=config.on_divergence,
+        ),
+        inner=inner,
+        ranks=ranks,
+        sections=replica.shards.sections,
+    )
+
+
+def _outer_rule(config: WorkerConfig) -> OuterRule:
+    usual = OuterRule()
+    return OuterRule(
+        lr=usual.lr if config.outer_lr is None else config.outer_lr,
+        momentum=usual.momentum if config.outer_momentum is None else config.outer_momentum,
+        nesterov=usual.nesterov if config.nesterov is None else config.nesterov,
     )
 
 

@@ -56,8 +56,8 @@ class Synchronizer:
         self._worker_id = joined.worker_id
         self.plan: Plan = joined.plan
         self.metrics = Metrics()
-        self.watching = Watching(saved.work.steps if saved is not None else 0)
-        self.work = Work()
+        self.watching = Watching(saved.work.steps if saved is not None else joined.work[0])
+        self.work = Work(*joined.work)
         self.fragments = [Progress(a.version, self.work, a.version) for a in joined.anchors]
         self.flights: dict[int, Flight] = {}
         self._left_open = 0  # exchanges since the server was last heard from
@@ -344,6 +344,10 @@ class Synchronizer:
             raise
         self._left_open = 0
         self._note(agreed)
+        for other in agreed.also:  # what is under way there stays right: a Δ is the same from whichever anchor
+            with deferred():
+                intact = self._move_along(other)
+            self._hold(other, intact)
         progress = self.fragments[fragment]
         if agreed.refused:
             del self.flights[fragment]

@@ -33,6 +33,7 @@ from ..topology import Orders, Topology
 from ..types import Plan
 from . import saved
 from .connect import connect, find_ranks, make_identity
+from .inner import InnerState, Stateful
 from .progress import Offline
 from .reload import forget_non_finite
 from .replica import Replica
@@ -68,8 +69,11 @@ class DiLoCoWorker:
         dylu: bool | None = None,
         *,
         topology: Topology | None = None,
+        stateful: Mapping[str, Stateful] | None = None,
         **settings: Any,
     ) -> None:
+        """`stateful`: what a worker that takes another's place must know too, by name: a scheduler, a sampler, anything
+        with state_dict() and load_state_dict(). Only where workers heal from each other (docs/concepts/torchft.md)."""
         self.config = build(
             WorkerConfig,
             {
@@ -93,7 +97,8 @@ class DiLoCoWorker:
         self._saved: SavedState | None = None
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
-        self._topology = topology or connect(self.config, identity, self._replica, ranks)
+        inner = InnerState(model, self.optimizer, self._replica.tensors, stateful or {}, lambda: self._started.work)
+        self._topology = topology or connect(self.config, identity, self._replica, ranks, inner)
         self._interrupts = Interrupts(self.config.preempt_patience_s)
         self._sync: Synchronizer | None = None
         self._hook: RemovableHandle | None = None
