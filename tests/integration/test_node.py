@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -424,6 +425,23 @@ class TestTheDoor:
         with pytest.raises(ConfigError, match=r"holds run .*, the peers to join run"):
             again.node.ask_terms(SHORT)
         again.node.stop()
+
+    def test_a_forked_process_keeps_neither_the_port_nor_the_folder(self, tmp_path: Path) -> None:
+        node = Peer("a", folder=str(tmp_path)).node
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                has_let_go = node._door._http._listener.fileno() == -1 and node._folder._lock is None  # type: ignore[union-attr]
+                os.write(writer, b"yes" if has_let_go else b"no")
+            finally:
+                os._exit(0)
+        assert os.read(reader, 3) == b"yes"
+        os.waitpid(child, 0)
+        assert isinstance(HttpTransport(node.join_string).status(), dict)  # it is still the parent's
+        with pytest.raises(ConfigError, match="belongs to a peer that is running"):
+            Peer("a", folder=str(tmp_path))
+        node.stop()
 
     def test_a_run_of_one_agrees_with_itself(self) -> None:
         alone = Peer("alone", rules=GossipRules(min_peers=1, pace=RULES.pace)).found()
