@@ -21,6 +21,7 @@ Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Amount = Annotated[int, Meta(ge=0, le=10**12)]  # of samples or tokens in one contribution
 Weight = Annotated[float, Meta(ge=0.0, le=1e15)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Norm = Annotated[float, Meta(ge=0.0)]
 Mode = Literal["sync", "quorum", "async"]
 WeightBy = Literal["equal", "samples", "tokens"]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
@@ -270,12 +271,26 @@ class CommitAnswer(Plain, frozen=True):
 
 class Participant(Plain, frozen=True):
     """One contribution inside an agreement. Staleness 0 = it was computed from the agreement just before. `weight` is
-    what it counted with, staleness included."""
+    what it counted with, staleness included. `norm` is ‖Δ‖, as far as it is known."""
 
     worker_id: WorkerId
     sequence: Positive
     weight: Weight
     staleness: Count = 0
+    norm: Norm | None = None
+
+
+class Watched(Plain, frozen=True):
+    """How a round went (core/watch.py). None = not known, or there is no such thing (a similarity of one).
+
+    `pseudo_grad_norm`: ‖Δ‖ of the worker's own contribution. `peer_grad_similarity`: the mean cosine between two
+    contributions. `aggregated_grad_norm`: ‖Δ̄‖ of what came out. `weight_divergence`: the variance of the weights
+    between the workers, summed over the parameters, just before they agreed."""
+
+    pseudo_grad_norm: Norm | None = None
+    peer_grad_similarity: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None
+    aggregated_grad_norm: Norm | None = None
+    weight_divergence: Annotated[float, Meta(ge=0.0)] | None = None
 
 
 class Payload(Plain, frozen=True):
@@ -291,12 +306,14 @@ class Payload(Plain, frozen=True):
 class Agreement(Plain, frozen=True):
     """What a round produced. `payloads` lead to it: one "full", or from the version that the asker holds a chain of
     "update"s, to be added one after the other; either way the same bits come out. `anchor_hash` is over the fragment's
-    fp32 values, however they were carried; `range_hashes`, for a group that asked, over the rows of each section."""
+    fp32 values, however they were carried; `range_hashes`, for a group that asked, over the rows of each section.
+    `watched`: how the round went, as far as it is the same for everybody."""
 
     fragment: Count
     version: Count
     anchor_hash: Hash
     participants: tuple[Participant, ...] = ()
+    watched: Watched | None = None
     payloads: Annotated[tuple[Payload, ...], Meta(max_length=MOST_PAYLOADS)] = ()
     range_hashes: tuple[Hash, ...] = ()
 

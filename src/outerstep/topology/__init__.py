@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..types import Manifest, Participant, Plan, Wishes
+from ..types import Manifest, Participant, Plan, Watched, Wishes
 from .news import News, Whole
 
 
@@ -67,6 +67,7 @@ class Agreed:
     counted_in: int = 0  # the version that holds the contribution; above `version` if it was late
     refused: str = ""  # why the contribution never will: what it was made of is to be given up for the anchor
     steps_lost: int = 0  # of a late contribution that a restarted server had forgotten, and would not have again
+    watched: Watched | None = None  # how the round went (core/watch.py)
 
     @property
     def anchor(self) -> Mapping[str, Tensor]:

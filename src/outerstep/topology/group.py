@@ -16,7 +16,7 @@ import torch
 
 from ..digest import data_hash
 from ..errors import ModelError
-from ..types import Manifest, Participant, Plan, Wishes
+from ..types import Manifest, Participant, Plan, Watched, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology
 from .forms import Form, forms_of
 from .memory import KEPT, Memory
@@ -78,6 +78,7 @@ class Facts(msgspec.Struct, frozen=True):
     counted_in: int = 0
     refused: str = ""
     steps_lost: int = 0
+    watched: Watched | None = None
     kinds: tuple[Kind, ...] = ()
 
     @classmethod
