@@ -1,5 +1,5 @@
 """Who a worker is, and its way to the others: to a server, its own or that of the group of processes it is one of; or
-without a server, to the other ranks."""
+without a server, to the other ranks or peers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from collections.abc import Mapping
 import msgspec
 import torch.distributed as dist
 
-from ..config import WorkerConfig
+from ..config import ALLREDUCE, GOSSIP, WorkerConfig
 from ..coordination.exchange import Patience
 from ..errors import ConfigError, ModelError
 from ..topology import Topology
+from ..topology.gossip_terms import GossipWishes
 from ..topology.group import GroupTopology
 from ..topology.memory import KEPT, Memory
+from ..topology.peering import Node
 from ..topology.ranks import Ranks
 from ..topology.server import ServerTopology
 from ..topology.sharded import ShardedTopology
@@ -52,7 +54,7 @@ def find_ranks(config: WorkerConfig, environ: Mapping[str, str] = os.environ) ->
 def make_identity(config: WorkerConfig, ranks: Ranks | None) -> Identity:
     def make() -> Identity:
         worker_id = config.worker_id or _make_worker_id()
-        if not config.has_server:  # all ranks may have been given the same name
+        if config.server_addr == ALLREDUCE:  # all ranks may have been given the same name
             _begin_to_talk()
             worker_id = f"{config.worker_id or 'rank'}-{dist.get_rank()}"
         return Identity(worker_id, secrets.token_hex(8), socket.gethostname())
@@ -62,8 +64,10 @@ def make_identity(config: WorkerConfig, ranks: Ranks | None) -> Identity:
 
 def connect(config: WorkerConfig, identity: Identity, replica: Replica, ranks: Ranks | None) -> Topology:
     shards = replica.shards
-    if not config.has_server:
+    if config.server_addr == ALLREDUCE:
         return _allreduce_topology(config, identity, replica)
+    if config.server_addr == GOSSIP:
+        return _gossip_topology(config, identity, replica)
     if ranks is None:
         if shards.sections > 1:
             raise ModelError(
@@ -122,6 +126,57 @@ def _allreduce_topology(config: WorkerConfig, identity: Identity, replica: Repli
             timeout_s=config.peer_timeout_s,
             on_divergence=config.on_divergence,
         ),
+    )
+
+
+def _gossip_topology(config: WorkerConfig, identity: Identity, replica: Replica) -> Topology:
+    if replica.shards.sections > 1 or replica.is_data_parallel:
+        raise ModelError(
+            "this model is sharded, or wrapped in DistributedDataParallel: its processes are one worker together, and "
+            "with server_addr='gossip' every process is a peer; give each the whole model, or use a server"
+        )
+    from ..topology.gossip import GossipSettings, GossipTopology
+
+    return GossipTopology(
+        make_node(config, identity.worker_id),
+        tensors=replica.tensors,
+        anchors=replica.anchors,
+        settings=GossipSettings(_gossip_wishes(config), join_timeout_s=config.join_timeout_s),
+    )
+
+
+def _gossip_wishes(config: WorkerConfig) -> GossipWishes:
+    return GossipWishes(
+        outer_lr=config.outer_lr,
+        outer_momentum=config.outer_momentum,
+        nesterov=config.nesterov,
+        weight_by=config.weight_by,
+        aggregation=config.aggregation,
+        trim_fraction=config.trim_fraction,
+        cosine_screen=config.cosine_screen,
+        bucket_size=config.bucket_size,
+        min_peers=config.min_peers,
+        liars=config.liars,
+        round_deadline_s=config.round_deadline_s,
+        heartbeat_timeout_s=config.heartbeat_timeout,
+        pattern=config.pattern,
+    )
+
+
+def make_node(config: WorkerConfig, peer_id: str) -> Node:
+    """This process's voice among the peers; it listens from now on."""
+    from ..peer.node import Node, NodeSettings
+
+    return Node(
+        NodeSettings(
+            peer_id=peer_id,
+            listen=config.listen,
+            advertise=config.advertise,
+            join=tuple((config.peers or "").split()),
+            folder=config.peer_dir,
+            credentials=config.credentials,
+            insecure=config.insecure,
+        )
     )
 
 
