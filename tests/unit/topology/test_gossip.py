@@ -19,6 +19,7 @@ from outerstep.worker import connect
 from support import in_threads, memory_worker, params_of, tiny_model, train_steps
 
 SYNC_EVERY = 3
+PATIENCE_S = 240.0  # for a busy machine
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def run(
 def together(ids: str, rounds: int, **settings: Any) -> list[list[str]]:
     """All of them, in every round."""
     first = {"min_peers": len(ids), **settings}
-    return in_threads(*(lambda p=p: run(p, rounds, **(first if p == "a" else {})) for p in ids))
+    return in_threads(*(lambda p=p: run(p, rounds, **(first if p == "a" else {})) for p in ids), timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int4+feedback", "sparse64", "int8+stochastic"])
@@ -101,7 +102,7 @@ def test_each_rule_agrees_on_all_peers_with_an_attacker_among_them(
         node.tampered = attack
 
     jobs = [lambda p=p: run(p, 2, **({"aggregation": rule, "min_peers": peers} if p == "a" else {})) for p in ids[:-1]]
-    found = in_threads(*jobs, lambda: run(ids[-1], 2, tell=corrupt))
+    found = in_threads(*jobs, lambda: run(ids[-1], 2, tell=corrupt), timeout_s=PATIENCE_S)
     assert monstrous.is_set()
     assert all(hashes == found[0] for hashes in found)
 
@@ -121,7 +122,7 @@ def by_a_server(rounds: int, peers: str, **settings: Any) -> dict[str, torch.Ten
             for number in range(rounds):
                 train_steps(model, optimizer, SYNC_EVERY, seed=100 * ord(peer_id) + number)
 
-    in_threads(*(lambda p=p: work(p) for p in peers))
+    in_threads(*(lambda p=p: work(p) for p in peers), timeout_s=PATIENCE_S)
     return server.get_global_params()
 
 
@@ -129,7 +130,9 @@ def by_a_server(rounds: int, peers: str, **settings: Any) -> dict[str, torch.Ten
 def test_the_mean_of_all_has_the_bits_of_a_deterministic_server(around: Neighbourhood, outer: dict[str, Any]) -> None:
     models = {p: tiny_model(ord("a")) for p in "abc"}
     first = {"min_peers": 3, **outer}
-    in_threads(*(lambda p=p: run(p, 4, model=models[p], **(first if p == "a" else {})) for p in "abc"))
+    in_threads(
+        *(lambda p=p: run(p, 4, model=models[p], **(first if p == "a" else {})) for p in "abc"), timeout_s=PATIENCE_S
+    )
     expected = by_a_server(4, "abc", **outer)
     for model in models.values():
         for name, value in params_of(model).items():
