@@ -6,16 +6,25 @@ is the hash of its parts' hashes, so that nobody reads the bytes a second time:
     part_hash_i  = xxh3_64(part_i)
     payload_hash = xxh3_128(part_hash_0 ‖ part_hash_1 ‖ …)
 
-xxh3 finds accidents, not forgers: who may speak at all is decided elsewhere.
+xxh3 finds accidents, not forgers: who may speak at all is decided elsewhere. Among peers without a server bytes come
+from whoever has them, and some of those may lie. There a payload is known by its *digest*, which withstands them:
+
+    part_digest_i = sha256(part_i)
+    digest        = sha256(about ‖ 0 ‖ size ‖ part_size ‖ part_digest_0 ‖ part_digest_1 ‖ …)
+
+The sizes are uint64, big-endian. `about` says what the payload is, so that one cannot be passed off as another. Whoever
+is given the parts' digests can see that they belong to the payload's, and then tell a right part from a wrong one.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from itertools import accumulate
 
 import xxhash
@@ -38,6 +47,19 @@ def data_hash(pieces: Iterable[Buffer]) -> str:
     state = xxhash.xxh3_128()
     for piece in pieces:
         state.update(piece)
+    return state.hexdigest()
+
+
+def part_digest(data: Buffer) -> bytes:
+    """32 bytes."""
+    return sha256(data).digest()
+
+
+def digest_of_parts(about: str, size_bytes: int, part_size_bytes: int, part_digests: Iterable[bytes]) -> str:
+    """64 hex digits: what a payload of so many bytes, cut into parts of so many, is known by among peers."""
+    state = sha256(about.encode() + b"\0" + struct.pack(">QQ", size_bytes, part_size_bytes))
+    for digest in part_digests:
+        state.update(digest)
     return state.hexdigest()
 
 

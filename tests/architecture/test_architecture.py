@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "digest": set(),
     "statements": {"types"},
+    "pool": set(),
     "security": PLAIN,
     "config": PLAIN | {"coordination", "security"},
     "settings": PLAIN | {"config", "security"},
@@ -29,11 +30,13 @@ MAY_IMPORT = {
     "coordination": PLAIN,
     "wire": PLAIN | {"security"},
     "durable": PLAIN,
+    "peer": PLAIN | {"coordination", "durable", "pool", "security", "wire"},
     "simulate": PLAIN | {"coordination", "durable"},
-    "topology": PLAIN | {"core", "coordination", "wire"},
+    "topology": PLAIN | {"core", "coordination", "peer", "wire"},
     "observe": PLAIN,
     "server": PLAIN
-    | {"config", "core", "coordination", "durable", "model_folder", "observe", "security", "torch_file", "wire"},
+    | {"config", "core", "coordination", "durable", "model_folder", "observe", "pool"}
+    | {"security", "torch_file", "wire"},
     "worker": PLAIN | {"config", "settings", "core", "coordination", "security", "topology", "wire"},
     "compat": PLAIN | {"config", "core", "coordination", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
@@ -48,6 +51,7 @@ FORBIDDEN_OUTSIDE = {
     "coordination": {"socket", "threading", "time", "logging", "os", "http", "torch", "numpy", "queue"},
     "simulate": {"socket", "threading", "time", "os", "http", "torch", "numpy"},
     "wire": {"torch", "numpy"},
+    "peer": {"torch", "numpy"},
     "durable": {"torch", "numpy", "socket", "time"},
     "security": {"torch", "numpy", "random"},
     "types": {"torch", "numpy", "os"},
@@ -133,6 +137,7 @@ def test_every_public_name_can_be_loaded() -> None:
 LIGHT = [
     "import outerstep",
     "import outerstep.coordination.coordinator, outerstep.simulate, outerstep.wire.http_service",
+    "import outerstep.peer",
     "import outerstep.cli, outerstep.settings",
     "import outerstep.cli, sys; sys.argv = ['outerstep', 'status', '--help']\n"
     "try: outerstep.cli.main()\nexcept SystemExit: pass",

@@ -28,6 +28,7 @@ from ..errors import (
     Closing,
     ConfigError,
     Conflict,
+    NotFound,
     Refused,
     ServerError,
     ServerFailed,
@@ -55,6 +56,8 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
+from ..wire.messages import AnyRequest
+from ..wire.peers import GetHeld, PeerRequest
 from ..wire.service import Body
 from .founding import found_run
 from .intake import Intake
@@ -157,8 +160,10 @@ class ParameterService:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: AnyRequest) -> Answer:
         self._check_health()
+        if isinstance(request, PeerRequest):
+            raise _not_a_peer()
         try:
             return self._answer(request)
         except Refused as refusal:
@@ -201,8 +206,10 @@ class ParameterService:
                 self._flush()  # it may have been one too many
             raise
 
-    def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:
+    def get_part(self, request: GetPart | GetHeld) -> tuple[GetPartAnswer, memoryview]:
         self._check_health()
+        if isinstance(request, GetHeld):
+            raise _not_a_peer()
         with self.changed:
             now = self.clock()
             self.coordinator.get_part(request, now)
@@ -430,3 +437,7 @@ class ParameterService:
             raise Busy("the server is stopping", hint="ask again when it is back", retry_after_s=1.0)
         if self.failure:
             raise ServerFailed(f"the server has stopped: {self.failure}", hint="restart it; its log has the cause")
+
+
+def _not_a_peer() -> NotFound:
+    return NotFound("this is a server, not a peer", hint="workers join it: outerstep worker --server, not peer --join")

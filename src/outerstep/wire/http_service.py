@@ -34,7 +34,7 @@ from ..errors import (
 )
 from ..security import Caller, Guard
 from ..security.guard import OpenDoor
-from ..types import Control, GetPart, Heartbeat, Leave, Offer, PutPart, Request
+from ..types import Control, GetPart, Heartbeat, Leave, Offer, PutPart
 from . import probe, strict_json
 from .connections import Connection, Connections
 from .http_body import SLICE_BYTES, Allowance, HttpBody, peer_of, shut
@@ -44,15 +44,18 @@ from .messages import (
     BYTES_TYPE,
     HASH_HEADER,
     JSON_TYPE,
+    LARGE,
     MAX_JOIN_BYTES,
     MAX_JSON_BYTES,
     MAX_PART_BYTES,
+    AnyRequest,
     decode_request,
     encode_error,
     find_route,
     parse_query,
 )
 from .pace import Pace
+from .peers import GetHeld, PeerRequest
 from .service import Service
 from .turns import Line, Turn
 
@@ -301,7 +304,7 @@ class HttpService:
         by_service = False
         try:
             kind, act = self._understand(method, path, query, headers, body, line)
-            by_service = kind not in (PutPart, GetPart)  # of those it keeps no account
+            by_service = kind not in (PutPart, GetPart, GetHeld)  # of those it keeps no account
             return act()
         except Refused as refusal:
             self._on_refusal(RefusedRequest(refusal, body.peer, method[:16], path[:64], request_id, by_service))
@@ -317,7 +320,7 @@ class HttpService:
 
     def _understand(
         self, method: str, path: str, query: str, headers: dict[str, str], body: HttpBody, line: Line
-    ) -> tuple[type[Request] | None, Callable[[], _Reply]]:
+    ) -> tuple[type[AnyRequest] | None, Callable[[], _Reply]]:
         """Who asks, what for, and how to do it; raises what can be refused without troubling the service. The token
         comes first: without one, nobody learns which paths there are."""
         if (method, path) == ("GET", "/healthz"):
@@ -342,11 +345,11 @@ class HttpService:
             assert isinstance(put, PutPart)
             _check_size(body, MAX_PART_BYTES, "a part", hint="a run's parts have part_size_bytes, as its plan says")
             return kind, partial(self._take_part, put, body, turn)
-        if issubclass(kind, GetPart):
+        if issubclass(kind, GetPart | GetHeld):
             get = _for(caller, parse_query(query, kind))
-            assert isinstance(get, GetPart)
+            assert isinstance(get, GetPart | GetHeld)
             return kind, partial(self._send_part, get)
-        _check_size(body, MAX_JOIN_BYTES if path == "/v1/join" else MAX_JSON_BYTES, f"the body of {path}")
+        _check_size(body, MAX_JOIN_BYTES if kind in LARGE else MAX_JSON_BYTES, f"the body of {path}")
         with turn.away():
             data = body.read()
         with self._one_large if len(data) > MAX_JSON_BYTES else contextlib.nullcontext():
@@ -356,7 +359,7 @@ class HttpService:
     def _status(self) -> _Reply:
         return _Reply(200, strict_json.encode({**self._service.status(), "connections": self.connections}))
 
-    def _decode(self, data: bytes | bytearray, kind: type[Request]) -> Request:
+    def _decode(self, data: bytes | bytearray, kind: type[AnyRequest]) -> AnyRequest:
         """Who offers something on top of a version that cannot be is told where the run stands."""
         try:
             return decode_request(data, kind)
@@ -384,7 +387,7 @@ class HttpService:
 
         return take
 
-    def _answer(self, request: Request, turn: Turn) -> _Reply:
+    def _answer(self, request: AnyRequest, turn: Turn) -> _Reply:
         if isinstance(request, QUICK):
             return _Reply(200, strict_json.encode(self._service.answer(request)))
         with turn.away():
@@ -396,7 +399,7 @@ class HttpService:
             stored = self._service.put_part(put, body)
         return _Reply(200, strict_json.encode(stored))
 
-    def _send_part(self, get: GetPart) -> _Reply:
+    def _send_part(self, get: GetPart | GetHeld) -> _Reply:
         answer, data = self._service.get_part(get)
         return _Reply(200, data, (("Content-Type", BYTES_TYPE), (HASH_HEADER, answer.hash)))
 
@@ -424,9 +427,11 @@ class HttpService:
             line.send(reply.body)
 
 
-def _for(caller: Caller, request: Request) -> Request:
-    """A request speaks for a worker; whoever sends it must be allowed to."""
-    if not isinstance(request, Control):
+def _for(caller: Caller, request: AnyRequest) -> AnyRequest:
+    """A request speaks for a worker or a peer; whoever sends it must be allowed to."""
+    if isinstance(request, PeerRequest):
+        caller.check_speaks_for(request.sender)
+    elif not isinstance(request, Control):
         caller.check_speaks_for(request.worker_id)
     return request
 

@@ -11,6 +11,7 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Iterator
+from typing import cast
 
 import msgspec
 
@@ -20,7 +21,17 @@ from ..security.access import write_address
 from ..security.tls import PinnedConnection, explain, pinning_context
 from ..types import Answer, Control, GetPartAnswer, Poll, Request
 from . import blocking, probe, strict_json
-from .messages import BYTES_TYPE, HASH_HEADER, JSON_TYPE, MAX_JOIN_BYTES, address_of, decode_error
+from .messages import (
+    BYTES_TYPE,
+    HASH_HEADER,
+    JSON_TYPE,
+    MAX_JOIN_BYTES,
+    AnyAnswer,
+    AnyRequest,
+    address_of,
+    decode_error,
+)
+from .peers import HeldAnswer, PeerAnswer, PeerRequest
 from .probe import ProbeAnswer
 
 log = logging.getLogger(__name__)
@@ -74,6 +85,17 @@ class HttpTransport:
         into: memoryview | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
+        return cast(Answer, self._call(request, body, into, timeout_s))
+
+    def ask(
+        self, request: PeerRequest, *, into: memoryview | None = None, timeout_s: float | None = None
+    ) -> PeerAnswer:
+        """The same among peers; the bytes of a GetHeld are written to `into`."""
+        return cast(PeerAnswer, self._call(request, None, into, timeout_s))
+
+    def _call(
+        self, request: AnyRequest, body: memoryview | None, into: memoryview | None, timeout_s: float | None
+    ) -> AnyAnswer:
         method, target, answer_type = address_of(request)
         limit_s = (timeout_s or self._timeout_s) + (request.wait_s if isinstance(request, Poll) else 0.0)
         if body is not None:
@@ -86,6 +108,8 @@ class HttpTransport:
             raise decode_error(data, status)
         if answer_type is GetPartAnswer:
             return GetPartAnswer(hash=headers.get(HASH_HEADER, ""))
+        if answer_type is HeldAnswer:
+            return HeldAnswer(hash=headers.get(HASH_HEADER, ""))
         try:
             return msgspec.json.decode(data, type=answer_type)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
 
 from ..errors import BadRequest, Refused, ServerError, TransportError
 from ..types import Answer, GetPart, PutPart, Request
 from . import strict_json
-from .messages import address_of, decode_error, encode_error, find_route, parse_query
+from .messages import AnyAnswer, AnyRequest, address_of, decode_error, encode_error, find_route, parse_query
+from .peers import GetHeld
 from .service import Service
 
 
@@ -61,12 +64,12 @@ class MemoryTransport:
         if self.drop_answers > 0:
             self.drop_answers -= 1
             raise TransportError("the answer was lost (drop_answers)")
-        return msgspec.json.decode(strict_json.encode(answer), type=answer_type)
+        return cast(Answer, msgspec.json.decode(strict_json.encode(answer), type=answer_type))
 
-    def _serve(self, request: Request, body: memoryview | None, into: memoryview | None) -> Answer:
+    def _serve(self, request: AnyRequest, body: memoryview | None, into: memoryview | None) -> AnyAnswer:
         if isinstance(request, PutPart):
             return self._service.put_part(request, MemoryBody(body if body is not None else memoryview(b"")))
-        if isinstance(request, GetPart):
+        if isinstance(request, GetPart | GetHeld):
             answer, data = self._service.get_part(request)
             if into is None or len(into) != len(data):
                 raise ServerError(f"the part has {len(data)} bytes, the place for it {len(into or b'')}")

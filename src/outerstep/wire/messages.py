@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl, urlencode
 import msgspec
 
 from ..errors import BY_CODE, BadRequest, MethodNotAllowed, NotFound, ProtocolMismatch, Refused, ServerError
+from ..statements import Converse
 from ..types import (
     PROTOCOL_VERSION,
     Answer,
@@ -33,6 +34,7 @@ from ..types import (
     Request,
 )
 from . import probe, strict_json
+from .peers import AskParts, AskTerms, AskWhole, GetHeld, HeldAnswer, Parts, PeerAnswer, PeerRequest, Terms, Whole
 
 HASH_HEADER: Final = "Outerstep-Hash"
 JSON_TYPE: Final = "application/json"
@@ -42,8 +44,11 @@ MAX_JSON_BYTES: Final = 1 << 20
 MAX_JOIN_BYTES: Final = 32 << 20  # a join carries the manifest: about 100 bytes per parameter tensor
 MAX_PART_BYTES: Final = 16 << 20
 
+AnyRequest = Request | PeerRequest
+AnyAnswer = Answer | PeerAnswer
+
 # (method, path) -> (request, its answer). Part requests carry bytes, so their facts are in the query string.
-ROUTES: Final[dict[tuple[str, str], tuple[type[Request], type[Answer]]]] = {
+ROUTES: Final[dict[tuple[str, str], tuple[type[AnyRequest], type[AnyAnswer]]]] = {
     ("POST", "/v1/join"): (Join, JoinAnswer),
     ("POST", "/v1/heartbeat"): (Heartbeat, HeartbeatAnswer),
     ("POST", "/v1/leave"): (Leave, LeaveAnswer),
@@ -53,7 +58,13 @@ ROUTES: Final[dict[tuple[str, str], tuple[type[Request], type[Answer]]]] = {
     ("POST", "/v1/poll"): (Poll, PollAnswer),
     ("GET", "/v1/part"): (GetPart, GetPartAnswer),
     ("POST", "/v1/control"): (Control, ControlAnswer),
+    ("POST", "/v1/peers/terms"): (AskTerms, Terms),
+    ("POST", "/v1/peers/converse"): (Converse, Converse),
+    ("POST", "/v1/peers/whole"): (AskWhole, Whole),
+    ("POST", "/v1/peers/parts"): (AskParts, Parts),
+    ("GET", "/v1/peers/part"): (GetHeld, HeldAnswer),
 }
+LARGE: Final = (Join, Converse)  # messages that may have MAX_JOIN_BYTES
 PAGES: Final = {"/status": ("GET",), "/healthz": ("GET",), probe.PATH: probe.METHODS}  # paths without a message
 
 _PLACE: Final = {request: (method, path, answer) for (method, path), (request, answer) in ROUTES.items()}
@@ -77,7 +88,7 @@ for _kind in (*(kind for pair in ROUTES.values() for kind in pair), ErrorAnswer)
     msgspec.json.Decoder(_kind)
 
 
-def find_route(method: str, path: str) -> type[Request]:
+def find_route(method: str, path: str) -> type[AnyRequest]:
     found = ROUTES.get((method, path))
     if found is not None:
         return found[0]
@@ -87,15 +98,15 @@ def find_route(method: str, path: str) -> type[Request]:
     raise NotFound(f"no such path: {path[:128]}", hint="the paths of this protocol begin with /v1/")
 
 
-def address_of(request: Request) -> tuple[str, str, type[Answer]]:
+def address_of(request: AnyRequest) -> tuple[str, str, type[AnyAnswer]]:
     """Method, target and answer type of a request. A part request's facts go into the target."""
     method, path, answer = _PLACE[type(request)]
-    if isinstance(request, PutPart | GetPart):
+    if isinstance(request, PutPart | GetPart | GetHeld):
         path = f"{path}?{urlencode(msgspec.to_builtins(request))}"
     return method, path, answer
 
 
-def decode_request(data: bytes | bytearray | memoryview, kind: type[Request]) -> Request:
+def decode_request(data: bytes | bytearray | memoryview, kind: type[AnyRequest]) -> AnyRequest:
     """What a worker of another version says may have fields that we do not know: then the version is what is wrong."""
     try:
         return strict_json.decode(data, kind)
@@ -116,7 +127,7 @@ def _protocol(data: bytes | bytearray | memoryview) -> int | None:
     return spoken if type(spoken) is int else None
 
 
-def parse_query(query: str, kind: type[Request]) -> Request:
+def parse_query(query: str, kind: type[AnyRequest]) -> AnyRequest:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=32, errors="strict")
     except ValueError as error:

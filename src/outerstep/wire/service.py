@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..types import Answer, GetPart, GetPartAnswer, PutPart, PutPartAnswer, Request
+from ..types import GetPart, GetPartAnswer, PutPart, PutPartAnswer
+from .messages import AnyAnswer, AnyRequest
+from .peers import GetHeld, HeldAnswer
 
 
 class Body(Protocol):
@@ -29,11 +31,11 @@ class Service(Protocol):
     def trouble(self) -> str:
         """Why it has to wait, and goes on by itself when it need not; "" while nothing is wrong."""
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: AnyRequest) -> AnyAnswer:
         """Everything that travels without a body of bytes."""
 
     def put_part(self, request: PutPart, body: Body) -> PutPartAnswer: ...
 
-    def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]: ...
+    def get_part(self, request: GetPart | GetHeld) -> tuple[GetPartAnswer | HeldAnswer, memoryview]: ...
 
     def status(self) -> dict[str, object]: ...

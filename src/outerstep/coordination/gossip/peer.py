@@ -37,7 +37,7 @@ from .acquaintances import Acquaintances
 from .ballot import Ballot, Ballots
 from .blocks import Blocks
 from .book import Book, Sign, Verify
-from .offers import Offers, offered_in
+from .offers import Offers, digests_of, offered_in
 from .rules import GossipRules
 
 REMEMBERED_DECISIONS = 64
@@ -281,10 +281,23 @@ class GossipPeer:
         """The latest beat of everybody else that was heard of, by key."""
         return {key: known.beat for key, known in self._others.items()}
 
+    def beats(self) -> tuple[Signed, ...]:
+        """The latest beats of the members, as they have signed them, and its own: they say where everybody is."""
+        known = [self._others.get(member.key) for member in self.state.members]
+        return (self._own_beat, *(one.signed for one in known if one is not None))
+
+    def silent_s(self, key: str, now: float) -> float:
+        """How long ago something new was heard of this peer."""
+        return self._others.silent_s(key, now)
+
     def wanted(self) -> dict[str, tuple[int, str]]:
         """Digests whose bytes are missing, with their size and the key of who made them."""
+        return {digest: (says.size_bytes, author) for digest, (says, author) in self.missing().items()}
+
+    def missing(self) -> dict[str, tuple[Offered, str]]:
+        """The same: digest → what was offered, and the key of who made it."""
         missing = {
-            offer.says.digest: (offer.says.size_bytes, offer.signed.author)
+            offer.says.digest: (offer.says, offer.signed.author)
             for offer in self._offers
             if offer.condition == "missing" and offer.signed.author not in self.book.proofs
         }
@@ -294,8 +307,14 @@ class GossipPeer:
                     says.fragment < len(self._offers.sizes) and says.size_bytes == self._offers.sizes[says.fragment]
                 )
                 if right_size and self._offers.condition(says.digest) == "missing":
-                    missing.setdefault(says.digest, (says.size_bytes, signed.author))
+                    missing.setdefault(says.digest, (says, signed.author))
         return missing
+
+    def needed(self) -> set[str]:
+        """Digests of open rounds and the last ones: their bytes are kept, for this peer and for who asks for them."""
+        recent = [decision.block for decision in list(self._decisions)[-2 * len(self.state.versions) :]]
+        rounds = [block for block in (*self._ballot.blocks, *recent) if isinstance(block, Round)]
+        return {offer.says.digest for offer in self._offers} | {d for block in rounds for d in digests_of(block)}
 
     def rounds_waiting(self) -> frozenset[tuple[int, int]]:
         """(fragment, version) of the rounds that others have contributed to, and this peer has not."""
@@ -305,6 +324,10 @@ class GossipPeer:
             if offers and self.member.key not in offers and self.is_member:
                 waiting.add((fragment, version + 1))
         return frozenset(waiting)
+
+    def is_silent(self, key: str, now: float) -> bool:
+        """Has nothing new been heard of this member for too long?"""
+        return self._blocks.is_silent(key, now)
 
     def is_short_of_peers(self, now: float) -> bool:
         """Can nothing be decided, because too few are there?"""
@@ -369,6 +392,22 @@ class GossipPeer:
         self._ballot = self._open_ballot()
         rounds = [d.block for d in self._decisions if isinstance(d.block, Round)]
         self._offers.prune(self.state.versions, self._keys, rounds[-2 * len(self.state.versions) :], set())
+        self.stirred = True
+        self._beat(now)
+
+    def leap(self, state: ChainState, now: float) -> None:
+        """Go on from here, as more than f members say that the run stands here: the blocks in between are forgotten by
+        those that decided them. What this peer has said about earlier heights binds it no more."""
+        if state.height <= self.state.height:
+            return
+        self.state = state
+        self._decisions.clear()
+        self._taken.clear()
+        self._others.changed(state.members, now)
+        for fragment in list(self._own_offers):
+            self._forget_own(fragment)
+        self._ballot = self._open_ballot()
+        self._offers.prune(state.versions, self._keys, [], set())
         self.stirred = True
         self._beat(now)
 

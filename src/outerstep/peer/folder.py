@@ -1,0 +1,146 @@
+"""A peer's folder: who it is, and what it must not forget.
+
+lock             held for as long as a peer lives
+key.pem          its Ed25519 key, mode 0600: with this it is the same peer after a restart
+run.json         which run it belongs to, under which id, and the run's token, mode 0600
+document         what the topology agreed on with the others
+keepsake         where the run was, and everything that the peer has said and may not say differently
+beats            the members' latest beats: where they were
+
+A file holds what it held before or what it holds now, whenever the power is cut.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ..coordination.gossip import Keepsake
+from ..durable.disk import replace_synced
+from ..errors import ConfigError
+from ..security.secret_files import make_folder, read_secret, write_secret
+from ..security.signing import SigningKey, open_key
+from ..statements import PeerId, Signed
+from ..types import Plain, Positive, RunId
+
+log = logging.getLogger(__name__)
+
+FORMAT, VERSION = "outerstep peer", 1
+
+T = TypeVar("T")
+
+
+class RunFacts(Plain, frozen=True):
+    """The content of run.json. `token` "" = a run without one."""
+
+    run_id: RunId
+    peer_id: PeerId
+    token: str = ""
+    liars: int = 1
+    format: str = FORMAT
+    version: Positive = VERSION
+
+
+class PeerFolder:
+    """Ours from here to `close`: a second peer is refused."""
+
+    def __init__(self, place: str | os.PathLike[str]) -> None:
+        self.place = Path(place)
+        self._lock: int | None = None
+        try:
+            make_folder(self.place)
+            self._lock = _lock(self.place)
+            self.key: SigningKey = open_key(self.place / "key.pem")
+            self.facts = self._read_facts()
+            self.keepsake = self._read("keepsake", Keepsake) if self.facts is not None else None
+            self.beats: tuple[Signed, ...] = self._read("beats", tuple[Signed, ...]) or ()
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"the peer's folder {self.place} cannot be used: {error.strerror or error}; choose another"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def document(self) -> bytes:
+        return (self.place / "document").read_bytes()
+
+    def begin(self, facts: RunFacts, document: bytes) -> None:
+        """This run lies here from now on."""
+        replace_synced(self.place / "document", document)
+        write_secret(self.place / "run.json", msgspec.json.encode(facts))
+        self.facts = facts
+
+    def keep(self, keepsake: Keepsake) -> None:
+        """On the disk when this returns; OSError if it cannot be."""
+        replace_synced(self.place / "keepsake", msgspec.msgpack.encode(keepsake))
+        self.keepsake = keepsake
+
+    def remember(self, beats: tuple[Signed, ...]) -> None:
+        replace_synced(self.place / "beats", msgspec.msgpack.encode(beats))
+        self.beats = beats
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _read_facts(self) -> RunFacts | None:
+        file = self.place / "run.json"
+        try:
+            facts = msgspec.json.decode(read_secret(file), type=RunFacts)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise _unreadable(file, error) from error
+        if (facts.format, facts.version) != (FORMAT, VERSION):
+            raise ConfigError(
+                f"{file} must have format {FORMAT!r} {VERSION}, got {facts.format[:80]!r} {facts.version}"
+            )
+        return facts
+
+    def _read(self, name: str, kind: type[T]) -> T | None:
+        file = self.place / name
+        try:
+            return msgspec.msgpack.decode(file.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{file} cannot be read: {error}; restore it, or give this peer an empty folder, with which it comes as "
+        "somebody new (never with an older copy of its folder: it would contradict itself, and be expelled for it)"
+    )
+
+
+def _lock(place: Path) -> int:
+    descriptor = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(descriptor, 512).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise ConfigError(
+            f"the folder {str(place)!r} belongs to a peer that is running ({holder}); stop that one, or give this one "
+            "a folder of its own"
+        ) from error
+    except OSError as error:  # some network file systems have no locks
+        log.warning("%s cannot be locked (%s): see to it that no second peer uses it", place, error)
+    with suppress(OSError):  # who holds it is only said for people
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+    return descriptor
+
+
+__all__ = ["PeerFolder", "RunFacts"]
