@@ -391,7 +391,9 @@ class GossipPeer:
                 del self._convicted_at[key]
         self._ballot = self._open_ballot()
         rounds = [d.block for d in self._decisions if isinstance(d.block, Round)]
-        self._offers.prune(self.state.versions, self._keys, rounds[-2 * len(self.state.versions) :], set())
+        # (What it offered before it was let in counts once it is.)
+        keys = {*self._keys, self.member.key}
+        self._offers.prune(self.state.versions, keys, rounds[-2 * len(self.state.versions) :], set())
         self.stirred = True
         self._beat(now)
 
@@ -407,7 +409,7 @@ class GossipPeer:
         for fragment in list(self._own_offers):
             self._forget_own(fragment)
         self._ballot = self._open_ballot()
-        self._offers.prune(state.versions, self._keys, [], set())
+        self._offers.prune(state.versions, {*self._keys, self.member.key}, [], set())
         self.stirred = True
         self._beat(now)
 
