@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .model_folder import load_model, save_model
     from .server import DiLoCoServer, HealthMonitor
     from .topology.client import DiLoCoClient
+    from .topology.gradient_gossip import GradientGossip
     from .worker import DiLoCoWorker, attach
 
 _WHERE = {
@@ -26,6 +27,7 @@ _WHERE = {
     "DiLoCoServer": ".server",
     "DiLoCoWorker": ".worker",
     "FragmentManager": ".core.fragments",
+    "GradientGossip": ".topology.gradient_gossip",
     "HealthMonitor": ".server",
     "OuterstepError": ".errors",
     "RobustAggregator": ".core.robust",
@@ -39,6 +41,7 @@ __all__ = [
     "DiLoCoServer",
     "DiLoCoWorker",
     "FragmentManager",
+    "GradientGossip",
     "HealthMonitor",
     "OuterstepError",
     "RobustAggregator",

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..core.codecs import Dither
 from ..core.feedback import ErrorFeedback
-from ..errors import ExchangeFailed, NotFinite, PeerLost, RoundStuck, WorkerError
+from ..errors import ConfigError, ExchangeFailed, NotFinite, PeerLost, RoundStuck, WorkerError
+from ..peer import DecidedRound, Node
 from ..types import Manifest, Participant, Plan, Watched, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
 from .encode import Sender, as_deltas, encode_frame, write_frame
@@ -32,12 +33,12 @@ from .holdings import Found, Holdings
 from .memory import Memory
 from .news import Whole
 from .payload import Payload
-from .peering import DecidedRound, Node
 from .stepped import Stepped
 from .steps import Steps
 
 log = logging.getLogger(__name__)
 
+LEAST_BEATS = 3  # that a peer must miss to be declared dead
 LOOK_S = 1.0  # who waits looks at least so often, so that Ctrl-C gets through
 WHOLE_PATIENCE_S = 60.0  # for one try to get a whole fragment; it is tried as long as somebody may have it
 
@@ -85,6 +86,12 @@ class GossipTopology:
         else:
             terms = GossipTerms.decode(known.document)
             check_joiner(terms, manifest, wishes, self._settings.wishes)
+        beat_s = node.settings.beat_every_s
+        if terms.heartbeat_timeout_s < LEAST_BEATS * beat_s:
+            raise ConfigError(
+                f"heartbeat_timeout must be at least {LEAST_BEATS} beats, got {terms.heartbeat_timeout_s:g} s and a "
+                f"beat every {beat_s:g} s; raise it where the run is founded, or lower heartbeat_interval"
+            )
         self._plan = terms.plan
         holdings.prepare(terms)
         loaded, fragments = holdings.loaded, range(len(holdings.forms))
@@ -300,11 +307,12 @@ class GossipTopology:
 
     def _is_counted_in_lost(self, ticket: GossipTicket) -> bool:
         """Its bytes are gone, but what was decided is known."""
-        block = self._node.block_of(ticket.fragment, ticket.base_version + 1)
-        if block is None or not ticket.offered_sequence:
+        with self._node.lock:
+            taken = self._node.rounds.find(ticket.fragment, ticket.base_version + 1)
+            key = self._node.peer.member.key
+        if taken is None or not ticket.offered_sequence:
             return False
-        key = self._node.peer.member.key
-        return any(signed.author == key for signed in block.offers)
+        return any(signed.author == key for signed in taken.block.offers)
 
     def _take_whole(self, ticket: GossipTicket, *, counted: bool) -> Agreed:
         self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
@@ -335,7 +343,7 @@ class GossipTopology:
         watched: Watched | None = None,
     ) -> Agreed:
         assert self._plan is not None, "not joined"
-        sent, received = self._node.traffic()
+        sent, received = self._node.service.bytes_sent, self._node.counts.get("fetched_bytes", 0)
         before, self._traffic = self._traffic, (sent, received)
         return Agreed(
             fragment=fragment,

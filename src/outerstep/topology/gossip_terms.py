@@ -61,6 +61,7 @@ class GossipTerms(Plain, frozen=True):
     round_deadline_s: float | None
     heartbeat_timeout_s: float
     pattern: Pattern
+    by_hand: bool = False  # nobody trains a model: contributions are exchanged (gradient_gossip.py)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -109,7 +110,7 @@ class GossipTerms(Plain, frozen=True):
         )
 
 
-def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str) -> GossipTerms:
+def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str, *, by_hand: bool = False) -> GossipTerms:
     """The terms of a run that begins here. Everybody gets everybody's contributions, and takes the step from them: of
     what came out nothing travels, so there is no codec for it."""
     if wishes.down_codec not in (None, "same", "fp32"):
@@ -137,6 +138,7 @@ def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str) -
         round_deadline_s=own.round_deadline_s,
         heartbeat_timeout_s=timeout_s,
         pattern=own.pattern or "all",
+        by_hand=by_hand,
     )
     terms.check()
     return terms
@@ -167,8 +169,13 @@ def check_mean_alone(pattern: str, aggregation: str, cosine_screen: bool, bucket
             )
 
 
-def check_joiner(terms: GossipTerms, manifest: Manifest, wishes: Wishes, own: GossipWishes) -> None:
+def check_joiner(
+    terms: GossipTerms, manifest: Manifest, wishes: Wishes, own: GossipWishes, *, by_hand: bool = False
+) -> None:
     """Does this peer have the run's model, and want nothing that the run does not have?"""
+    if terms.by_hand != by_hand:
+        kinds = {True: "exchanges contributions by hand (GradientGossip)", False: "trains a model (DiLoCoWorker)"}
+        raise PlanMismatch(f"the run {kinds[terms.by_hand]}, and this peer {kinds[by_hand]}", hint="join another run")
     check_manifest(terms.manifest, manifest)
     for name, has, wanted in [*_wished(terms.plan, wishes), *_own(terms, own)]:
         if wanted is not None and wanted != has:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..core.robust import History
 from ..errors import ConfigError
+from ..peer import DecidedRound
 from .combined import Combined, Combiner
 from .contents import Contents
 from .forms import Form, forms_of
 from .gossip_terms import GossipTerms
 from .news import Whole, anchor_hash
-from .peering import DecidedRound
 from .standing import Standing, on_host, read_standing, write_standing
 from .stepped import Momentum, Stepped
 from .terms import check_loaded

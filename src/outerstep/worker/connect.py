@@ -15,17 +15,18 @@ import torch.distributed as dist
 from ..config import ALLREDUCE, GOSSIP, WorkerConfig
 from ..coordination.exchange import Patience
 from ..errors import ConfigError, ModelError
+from ..peer import Node, NodeSettings
 from ..topology import Topology
 from ..topology.gossip_terms import GossipWishes
 from ..topology.group import GroupTopology
 from ..topology.memory import KEPT, Memory
-from ..topology.peering import Node
 from ..topology.ranks import Ranks
 from ..topology.server import ServerTopology
 from ..topology.sharded import ShardedTopology
 from ..wire.http_transport import HttpTransport
 from .replica import Replica
 
+USUAL_BEAT_S = 2.0  # between peers
 OTHER_CONNECTIONS = 4  # heartbeats, and other fragments' exchanges, beside the one that sends its parts
 
 
@@ -165,8 +166,6 @@ def _gossip_wishes(config: WorkerConfig) -> GossipWishes:
 
 def make_node(config: WorkerConfig, peer_id: str) -> Node:
     """This process's voice among the peers; it listens from now on."""
-    from ..peer.node import Node, NodeSettings
-
     return Node(
         NodeSettings(
             peer_id=peer_id,
@@ -176,6 +175,7 @@ def make_node(config: WorkerConfig, peer_id: str) -> Node:
             folder=config.peer_dir,
             credentials=config.credentials,
             insecure=config.insecure,
+            beat_every_s=min(config.heartbeat_interval or USUAL_BEAT_S, USUAL_BEAT_S),
         )
     )
 
