@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from ..coordination.gossip.offers import offered_in
-from ..statements import ChainState, Change, Decision, Member, Offered, Round
+from ..statements import ChainState, Change, Decision, Member, Offered, Round, statement_of
 
 KEPT_ROUNDS = 2
 
@@ -38,9 +37,9 @@ class DecidedRounds:
             self._members = block.members
             return
         names = {member.key: member.peer_id for member in self._members}
-        authors = [signed.author for signed in block.offers]
-        offers = tuple((names[key], key, says) for key, says in zip(authors, offered_in(block), strict=True))
-        self._rounds[block.fragment].append(Taken(block, offers))
+        read = [(signed.author, statement_of(signed.body)) for signed in block.offers]
+        offers = [(names.get(key, key), key, says) for key, says in read if isinstance(says, Offered)]
+        self._rounds[block.fragment].append(Taken(block, tuple(offers)))
         self.versions[block.fragment] = block.version
 
     def find(self, fragment: int, version: int) -> Taken | None:

@@ -70,7 +70,12 @@ class Door:
                 f"cannot listen on {settings.listen}: {why}; choose another address, or stop what uses it"
             ) from error
         self.access = self._own_access(host)
-        self._announce(host)
+        try:
+            if port:  # one that is the same next time
+                self._announce(host)
+        except ConfigError:
+            self._http.stop()
+            raise
         self._http.start()
 
     @property

@@ -29,7 +29,7 @@ from .shared import Shared
 
 log = logging.getLogger(__name__)
 
-FETCHING_THREADS = 4
+FETCHING_THREADS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 LOOK_EVERY_S = 1.0
 SWEEPS_UNTIL_LOST = 3  # in which every peer that answers says that it has it not
@@ -88,11 +88,17 @@ class Fetcher:
 
     def _look(self) -> None:
         """With the lock held: begin with what is wanted, forget what is not any more."""
-        wanted = {**self._shared.peer.missing(), **self._rounds.wanted()}
+        peer, now = self._shared.peer, self._shared.clock()
+        missing = peer.missing()
+        for digest in missing:
+            held = self._holdings.get(digest)  # it may have been of no use for a while, and forgotten there
+            if held is not None and digest not in self._jobs:
+                peer.hold(digest, now, good=held.is_good)
+                self._keeper.note()
+        wanted = {**missing, **self._rounds.wanted()}
         wanted = {digest: want for digest, want in wanted.items() if self._holdings.get(digest) is None}
         for digest in [d for d, job in self._jobs.items() if d not in wanted and not job.under_way]:
             del self._jobs[digest]
-        now = self._shared.clock()
         for digest, (says, author) in wanted.items():
             job = self._jobs.setdefault(digest, _Job(says, author))
             if not job.under_way and now >= job.not_before:
@@ -111,11 +117,13 @@ class Fetcher:
             if self._shared.is_stopping:
                 return
             held = self._fetch(job)
-            good = held is not None and self._is_good(job.says, held)
+            if held is not None:
+                held.is_good = self._is_good(job.says, held)
             with self._shared.lock:
                 job.under_way = False
                 if held is not None:
-                    self._shared.peer.hold(job.says.digest, self._shared.clock(), good=good)
+                    self._shared.peer.hold(job.says.digest, self._shared.clock(), good=held.is_good)
+                    self._jobs.pop(job.says.digest, None)
                 else:
                     self._put_off(job)
                 self._keeper.note()

@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from ..coordination.gossip import Keepsake
+from ..coordination.gossip.ballot import Ballots
 from ..durable.disk import replace_synced
 from ..errors import ConfigError
 from ..security.secret_files import make_folder, read_secret, write_secret
 from ..security.signing import SigningKey, open_key
-from ..statements import PeerId, Signed
+from ..statements import ChainState, PeerId, Signed
 from ..types import Plain, Positive, RunId
 
 log = logging.getLogger(__name__)
@@ -73,11 +75,26 @@ class PeerFolder:
     def document(self) -> bytes:
         return (self.place / "document").read_bytes()
 
-    def begin(self, facts: RunFacts, document: bytes) -> None:
-        """This run lies here from now on."""
+    def take_up(self, facts: RunFacts, document: bytes, state: ChainState, beats: tuple[Signed, ...]) -> Keepsake:
+        """This run lies here from now on. What this peer has said in it before binds it still; where the run is, the
+        folder knows, or `state`, whichever is newer."""
+        kept = self.keepsake
+        if kept is not None and kept.run_id != facts.run_id:
+            raise ConfigError(
+                f"the folder {str(self.place)!r} holds run {kept.run_id}, this is run {facts.run_id}: give this peer "
+                "an empty folder"
+            )
+        if kept is None:
+            kept = Keepsake(run_id=facts.run_id, state=state, incarnation=0)
+        elif state.height > kept.state.height:
+            kept = replace(kept, state=state, ballots=Ballots())
+        kept = replace(kept, incarnation=kept.incarnation + 1)
         replace_synced(self.place / "document", document)
         write_secret(self.place / "run.json", msgspec.json.encode(facts))
         self.facts = facts
+        self.keep(kept)
+        self.remember(beats or self.beats)
+        return kept
 
     def keep(self, keepsake: Keepsake) -> None:
         """On the disk when this returns; OSError if it cannot be."""

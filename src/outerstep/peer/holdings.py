@@ -20,12 +20,13 @@ HASHING_THREADS = 4
 SPOOL_BYTES = 1 << 50  # as large as the disk
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Held:
-    """A payload, whole and checked."""
+    """A payload, whole. `is_good`: it can be used, as far as that was looked at."""
 
     parts: Parts
     data: memoryview
+    is_good: bool = True
 
     def part(self, index: int) -> tuple[str, memoryview]:
         begin, end = part_range(index, self.parts.size_bytes, self.parts.part_size_bytes)

@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from ..coordination.gossip import GossipPeer, GossipRules, Keepsake
-from ..coordination.gossip.chain import found, liars_among
-from ..errors import Busy, ConfigError, ServerUnreachable
+from ..coordination.gossip.chain import found
+from ..errors import Busy, ConfigError, ExchangeFailed, ServerUnreachable
 from ..security.signing import make_key, verify
 from ..statements import Beat, ChainState, Converse, Decision, Member, Offered
 from ..wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
@@ -43,6 +43,7 @@ from .shared import Shared
 from .status import build_status
 from .survey import Survey
 from .talk import Talk
+from .upkeep import Upkeep
 from .wholes import Wholes
 
 log = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class Node:
             terms = Terms(run_id=secrets.token_hex(8), document=document, state=state, liars=rules.liars)
         if len(terms.state.versions) != len(sizes):
             raise ConfigError(f"the run has {len(terms.state.versions)} fragments, got sizes for {len(sizes)}")
-        self._document = document
+        self._document, self._sizes = document, tuple(sizes)
         keepsake = self._take_up(terms, document, rules)
         peer = GossipPeer(
             terms.run_id,
@@ -182,37 +183,18 @@ class Node:
         self.keeper.start()
         self.talk.start()
         self._fetcher.start()
-        self.shared.start("peer-sweep", self._sweep_always)
+        self._upkeep.start()
         self._warn_of_namesake(terms.state)
 
     def _take_up(self, terms: Terms, document: bytes, rules: GossipRules) -> Keepsake:
         """What this peer must not forget; with a folder it lies there."""
-        fresh = Keepsake(run_id=terms.run_id, state=terms.state)
         if self._folder is None:
-            return fresh
-        kept = self._folder.keepsake
-        if kept is not None and kept.run_id == terms.run_id:
-            newest = kept.state if kept.state.height >= terms.state.height else None
-            fresh = Keepsake(
-                run_id=kept.run_id,
-                state=newest or terms.state,
-                incarnation=kept.incarnation + 1,
-                ballots=kept.ballots if newest is not None else fresh.ballots,
-                sequences=kept.sequences,
-                offers=kept.offers,
-            )
-        elif kept is not None:
-            raise ConfigError(
-                f"the folder {self.settings.folder!r} holds run {kept.run_id}, this is run {terms.run_id}: give this "
-                "peer an empty folder"
-            )
+            return Keepsake(run_id=terms.run_id, state=terms.state)
         facts = RunFacts(run_id=terms.run_id, peer_id=self.peer_id, token=self._door.token, liars=rules.liars)
         try:
-            self._folder.begin(facts, document)
-            self._folder.keep(fresh)
+            return self._folder.take_up(facts, document, terms.state, terms.beats)
         except OSError as error:
             raise ConfigError(f"the folder {self.settings.folder!r} cannot be written: {error.strerror}") from error
-        return fresh
 
     def _furnish(self, peer: GossipPeer, callbacks: Callbacks) -> None:
         self.shared.begin(peer)
@@ -223,6 +205,7 @@ class Node:
         self.talk = Talk(self.shared, self.keeper, self._contacts, self.settings.beat_every_s)
         self.wholes = Wholes(self.shared, self._contacts, callbacks)
         self._fetcher = Fetcher(self.shared, self.keeper, self._contacts, self.holdings, self.rounds, callbacks)
+        self._upkeep = Upkeep(self, self._contacts, self._survey)
 
     def terms(self) -> Terms:
         """For who wants to join."""
@@ -268,8 +251,13 @@ class Node:
     ) -> Offered | None:
         """Contribute to the round after `base_version`; the bytes are copied. None: that round is decided already."""
         self.shared.check()
+        data = memoryview(data).cast("B")
+        if len(data) != self._sizes[fragment]:
+            raise ExchangeFailed(
+                f"a contribution to fragment {fragment} has {self._sizes[fragment]} bytes, got {len(data)}"
+            )
         about = about_contribution(self.peer.run_id, fragment)
-        digest = self.holdings.put(about, memoryview(data).cast("B"), self.settings.part_size_bytes)
+        digest = self.holdings.put(about, data, self.settings.part_size_bytes)
         try:
             with self.lock:
                 if self.peer.state.versions[fragment] != base_version:
@@ -343,7 +331,8 @@ class Node:
             with self.lock:
                 self.peer.leave(self.clock())
                 self.keeper.note()
-                self.shared.wait(self._is_dispensable, patience_s)
+                said = self.shared.news
+                self.shared.wait(lambda: self._is_dispensable() and self.talk.have_heard(said), patience_s)
         self.stop()
 
     def _is_dispensable(self) -> bool:
@@ -356,8 +345,9 @@ class Node:
         return all(beat is not None and self._knows_all(beat) for beat in beats)
 
     def _knows_all(self, beat: Beat) -> bool:
-        if beat.height < self.peer.state.height:
-            return False
+        """(Who leaves needs nothing more; it may be gone already.)"""
+        if beat.wants == "leave" or beat.height < self.peer.state.height:
+            return beat.wants == "leave"
         held = [version for version, _ in beat.held]
         return beat.wants != "belong" or all(h >= v for h, v in zip(held, self.peer.state.versions, strict=False))
 
@@ -401,50 +391,12 @@ class Node:
         now = {member.peer_id for member in self._members}
         if now != before:
             log.info("members: %s", ", ".join(sorted(now)))
+        self.keeper.remember(self.peer.beats())
         self.talk.ensure()
 
     def _find_beat(self, key: str) -> Beat | None:
         with self.lock:
             return self.peer.contacts.get(key)
-
-    def _sweep_always(self) -> None:
-        """What is not needed any more is dropped; where the members are is written down; who is too far behind to
-        follow asks where the run stands."""
-        shared = self.shared
-        remembered: dict[str, str] = {}
-        while True:
-            with shared.lock:
-                if not shared.wait(lambda: False, self.settings.beat_every_s) and shared.is_stopping:
-                    return
-                self.holdings.keep_only(self.peer.needed() | self.rounds.needed())
-                places = {
-                    m.key: beat.address for m in self._members if (beat := self.peer.contacts.get(m.key)) is not None
-                }
-                if places != remembered:
-                    remembered = places
-                    self.keeper.remember(self.peer.beats())
-                    shared.changed()
-                is_behind, self.talk.is_behind = self.talk.is_behind, False
-            self.wholes.drop_unused()
-            if is_behind:
-                self._catch_up()
-
-    def _catch_up(self) -> None:
-        with self.lock:
-            peer = self.peer
-            keys = [m.key for m in peer.state.members if m.key != self.key]
-            needed = liars_among(len(peer.state.members), peer.rules.liars) + 1
-        found_state = self._survey.newest_state(self._contacts, keys, peer.run_id, needed)
-        if found_state is None:
-            return
-        state, beats = found_state
-        with self.lock:
-            if state.height > peer.state.height:
-                log.info("the run is %d blocks ahead: going on from there", state.height - peer.state.height)
-                self.keeper.leap(state)
-                greeting = Converse(run_id=peer.run_id, sender=self.peer_id, height=0, statements=beats)
-                peer.hear(greeting, self.clock())
-                self.keeper.note()
 
     def _warn_of_namesake(self, state: ChainState) -> None:
         if any(m.peer_id == self.peer_id and m.key != self.key for m in state.members):

@@ -75,10 +75,14 @@ class PeerService:
         self._check_run(told.run_id)
         node = self._node
         with node.lock:
-            node.peer.hear(told, node.clock())
-            node.talk.was_heard(told.sender)
-            node.keeper.note()
-            answer = node.peer.say_to(told.height)
+            try:
+                node.peer.hear(told, node.clock())
+                node.talk.was_heard(told.sender)
+                node.keeper.note()
+                answer = node.peer.say_to(told.height)
+            except Exception as error:  # whatever it is, the peer may be half changed: as in threads of its own
+                node.shared.fail(f"what {told.sender} said: {type(error).__name__}: {error}")
+                raise
             if not node.keeper.wait_until_kept(DISK_PATIENCE_S):
                 raise Busy("this peer cannot write down what it would say", retry_after_s=RETRY_S)
         return answer

@@ -81,8 +81,8 @@ class Shared:
             self.changed()
 
     def check(self) -> None:
-        if self.failure:
-            raise ExchangeFailed(f"this node has stopped: {self.failure}")
+        if self.failure or self.is_stopping:
+            raise ExchangeFailed(f"this node has stopped: {self.failure or 'it was asked to'}")
 
     def stop(self, patience_s: float) -> list[str]:
         """Every thread ends; returns the names of those that have not."""

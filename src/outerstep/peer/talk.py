@@ -30,6 +30,7 @@ class _Line:
     key: str
     height: int = -1  # of the last block that it knows; -1 = it has not said yet
     seen: int = -1  # the news that it was told of
+    heard: int = -1  # those that it has answered to
     failures: int = 0
     not_before: float = 0.0
     is_wanted: bool = True
@@ -64,6 +65,10 @@ class Talk:
         for member in self._shared.peer.state.members:
             if member.peer_id == peer_id and (line := self._lines.get(member.key)) is not None:
                 line.not_before = 0.0
+
+    def have_heard(self, news: int) -> bool:
+        """With the lock held: does every member that can be reached know what was new then?"""
+        return all(line.heard >= news or line.failures for line in self._lines.values())
 
     def troubles(self) -> dict[str, str]:
         """By key: why the last talk with it came to nothing."""
@@ -109,7 +114,7 @@ class Talk:
         return told if self._keeper.wait_until_kept(DISK_PATIENCE_S) else None
 
     def _converse(self, line: _Line, told: Converse) -> None:
-        transport = self._contacts.transport(line.key)
+        transport, said = self._contacts.transport(line.key), line.seen
         try:
             if transport is None:
                 raise Refused("nobody has said where it is")
@@ -121,7 +126,7 @@ class Talk:
             return
         with self._shared.lock:
             self.conversations += 1
-            line.failures, line.trouble = 0, ""
+            line.failures, line.trouble, line.heard = 0, "", said
             self._hear(line, answer)
 
     def _hear(self, line: _Line, answer: Converse) -> None:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 KEPT_S = 60.0  # after somebody last asked for a part of it
 KEPT_VERSIONS = 2  # of one fragment
-ASK_TIMEOUT_S = 120.0  # the other end may have to copy and hash a whole model
+ASK_TIMEOUT_S = 60.0  # the other end may have to copy and hash a whole model
 PAUSE_S = 0.25
 
 
@@ -56,7 +56,7 @@ class Wholes:
             newest = self._callbacks.whole(fragment)
             if newest is None:
                 raise NotFound(f"this peer does not hold fragment {fragment} itself yet", hint="ask another peer")
-            version, data = newest
+            version, data = newest[0], memoryview(newest[1]).cast("B")
             with self._lock:
                 kept = self._snapshots.setdefault(fragment, [])
                 snapshot = next((s for s in kept if s.version == version), None)
@@ -107,10 +107,11 @@ class Wholes:
         """The newest version that enough members name the same digest for: version, digest, and who did."""
         with self._shared.lock:
             peer = self._shared.peer
-            keys = [m.key for m in peer.state.members if m.key != peer.member.key]
+            now = self._shared.clock()
+            silent = {m.key: peer.is_silent(m.key, now) for m in peer.state.members if m.key != peer.member.key}
             needed = liars_among(len(peer.state.members), peer.rules.liars) + 1
             request = AskWhole(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
-        self._draw.shuffle(keys)
+        keys = sorted(silent, key=lambda key: (silent[key], self._draw.random()))
         named: dict[tuple[int, str], list[tuple[str, Whole]]] = defaultdict(list)
         why = "no other member is known"
         for key in keys:

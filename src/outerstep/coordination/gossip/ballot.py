@@ -12,7 +12,7 @@ Nothing here knows what a block means: `judge` says whether this peer is for it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -31,6 +31,7 @@ from .chain import follows, liars_among, quorum_of
 
 Verdict = Literal["good", "bad", "unknown"]
 MOST_TURNS_AHEAD = 256  # of others' statements that are kept
+TURNS_TOLD = 4
 
 
 class Judge(Protocol):
@@ -104,8 +105,8 @@ class Ballot:
         self._locked, self._valid = kept.locked, kept.valid
         self._blocks: dict[str, Block] = {}
         self._proposals: dict[int, Proposed] = {}
-        self._votes: dict[tuple[str, int], dict[str, tuple[str, Signed]]] = defaultdict(dict)
-        self._heard: list[Signed] = []
+        self._votes: dict[tuple[str, int], dict[str, dict[str, Signed]]] = defaultdict(dict)  # by author, for what
+        self._heard: list[tuple[int, Signed]] = []
         self._own: list[Signed] = []
         for bound in (kept.locked, kept.valid):
             if bound is not None:
@@ -131,8 +132,9 @@ class Ballot:
 
     @property
     def statements(self) -> list[Signed]:
-        """All that was said about this height."""
-        return self._heard
+        """What was said about this height and may still matter: in the last turns, and in those that bind somebody."""
+        bound = {b.turn for b in (self._locked, self._valid) if b is not None}
+        return [signed for turn, signed in self._heard if turn > self.turn - TURNS_TOLD or turn in bound]
 
     @property
     def kept(self) -> Ballots:
@@ -143,23 +145,27 @@ class Ballot:
         """Those that it is about."""
         return list(self._blocks.values())
 
-    def hear(self, signed: Signed, statement: Proposed | Voted) -> None:
-        """Of a member; the first that it says under its key."""
+    def hear(self, signed: Signed, statement: Proposed | Voted) -> bool:
+        """Of a member. False: it is of no use, or not yet.
+
+        Who votes for two things is counted for both, once for each block that is known. Some have heard only the one
+        vote and some only the other; if one of them is locked because of it, all must come to see what it saw."""
         if statement.height != self.height or statement.turn > self.turn + MOST_TURNS_AHEAD:
-            return
+            return False
         if isinstance(statement, Proposed):
             if statement.turn in self._proposals or signed.author != self.proposer(statement.turn):
-                return
+                return False
             if not follows(statement.block, self._state):
-                return
+                return False
             self._proposals[statement.turn] = statement
             self._blocks[digest_of_block(statement.block)] = statement.block
         else:
-            votes = self._votes[statement.kind, statement.turn]
-            if signed.author in votes:
-                return
-            votes[signed.author] = (statement.block, signed)
-        self._heard.append(signed)
+            votes = self._votes[statement.kind, statement.turn].setdefault(signed.author, {})
+            if statement.block in votes or (votes and statement.block and statement.block not in self._blocks):
+                return False
+            votes[statement.block] = signed
+        self._heard.append((statement.turn, signed))
+        return True
 
     def proposer(self, turn: int) -> str:
         return self._keys[(self.height + turn) % len(self._keys)]
@@ -256,12 +262,13 @@ class Ballot:
     def _precommit(self, now: float) -> bool:
         counts = self._count("prevote", self.turn)
         winner = self._winner(counts)
+        voters = len(self._votes["prevote", self.turn])
         if winner is not None:
             self._locked = self._valid = Bound(turn=self.turn, block=self._blocks[winner])
             self._vote("precommit", winner)
         elif counts[""] >= self._quorum:
             self._vote("precommit", "")
-        elif counts.total() >= self._quorum and self._until is None:
+        elif voters >= self._quorum and self._until is None:
             self._until = now + self._pace.wait_s(self.turn)
             return True
         elif self._until is not None and now >= self._until:
@@ -284,7 +291,7 @@ class Ballot:
         counts = self._count("precommit", self.turn)
         if counts[""] >= self._quorum:
             return True
-        if counts.total() < self._quorum:
+        if len(self._votes["precommit", self.turn]) < self._quorum:
             return False
         if self._next_turn_at is None:
             self._next_turn_at = now + self._pace.wait_s(self.turn)
@@ -294,17 +301,16 @@ class Ballot:
         for (kind, _), votes in self._votes.items():
             if kind != "precommit":
                 continue
-            winner = self._winner(Counter(block for block, _ in votes.values()))
+            winner = self._winner(_tally(votes))
             if winner is not None:
-                chosen = tuple(signed for block, signed in votes.values() if block == winner)
+                chosen = tuple(said[winner] for said in votes.values() if winner in said)
                 return Decision(block=self._blocks[winner], votes=chosen)
         return None
 
     # --- counting -------------------------------------------------------------------------------------------------
 
     def _count(self, kind: str, turn: int) -> Counter[str]:
-        votes = self._votes.get((kind, turn))
-        return Counter(block for block, _ in votes.values()) if votes else Counter()
+        return _tally(self._votes.get((kind, turn), {}))
 
     def _winner(self, counts: Counter[str]) -> str | None:
         return next((b for b, n in counts.items() if b and n >= self._quorum and b in self._blocks), None)
@@ -343,6 +349,10 @@ class Ballot:
         self._own.append(signed)
         self.hear(signed, statement)
         self._on_said()
+
+
+def _tally(votes: Mapping[str, Mapping[str, Signed]]) -> Counter[str]:
+    return Counter(block for said in votes.values() for block in said)
 
 
 __all__ = ["Ballot", "Ballots", "Bound", "Judge", "Pace", "Verdict"]

@@ -69,14 +69,13 @@ class Offers:
                 found[member.key] = fitting[-1]
         return found
 
-    def prune(self, versions: tuple[int, ...], keys: set[str], rounds: Iterable[Round], open_blocks: set[str]) -> None:
-        """Drop what no round can hold any more. `rounds`: decided ones whose contributions may still be asked for;
-        `open_blocks`: digests that the open ballot is about."""
+    def prune(self, versions: tuple[int, ...], keys: set[str], rounds: Iterable[Round]) -> None:
+        """Drop what no round can hold any more. `rounds`: decided ones whose contributions may still be needed."""
         for (fragment, key), kept in list(self._offers.items()):
             kept[:] = [o for o in kept if o.says.version > versions[fragment]]
             if not kept or key not in keys:
                 del self._offers[fragment, key]
-        alive = {offer.says.digest for offer in self} | open_blocks | {d for r in rounds for d in digests_of(r)}
+        alive = {offer.says.digest for offer in self} | {d for r in rounds for d in digests_of(r)}
         self._conditions = {d: c for d, c in self._conditions.items() if d in alive}
 
     def __iter__(self) -> Iterator[Offer]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 from ...statements import (
     MOST_DECISIONS,
@@ -41,6 +42,7 @@ from .offers import Offers, digests_of, offered_in
 from .rules import GossipRules
 
 REMEMBERED_DECISIONS = 64
+MOST_BYTES_TOLD = 8 << 20  # of statements, in one conversation
 STRANGERS = 64  # of whom beats are kept, though they do not belong to the run
 
 
@@ -53,7 +55,6 @@ class Keepsake(Plain, frozen=True):
     incarnation: int = 1
     ballots: Ballots = Ballots()
     sequences: tuple[int, ...] = ()  # of its contributions, by fragment
-    offers: tuple[Signed, ...] = ()  # that no decided round holds
 
 
 class GossipPeer:
@@ -82,26 +83,19 @@ class GossipPeer:
         self.stirred = True
         self._offers = Offers(tuple(sizes))
         self._sequences = list(keepsake.sequences or (0,) * len(self.state.versions))
-        self._own_offers: dict[int, Signed] = {}
+        self._offered: dict[int, int] = {}  # the version that this process last contributed to, by fragment
         self._decisions: deque[Decision] = deque(maxlen=REMEMBERED_DECISIONS)
         self._taken: deque[Decision] = deque()
         self._others = Acquaintances(self.state.members, now)
+        self._listened: set[Signed] = set()  # to what was said since the last block was decided
+        self._rounds: list[Round] = []
         self._convicted_at: dict[str, int] = {}  # key -> height, for how long a proof is passed on
         self.anchors: dict[int, tuple[int, str]] = {}
         self._progress: tuple[int, float, float | None] = (0, 0.0, None)
         self._number = 0
         self._blocks = Blocks(self, rules, self.book, self._offers, self._others, now)
         self._ballot = self._open_ballot(keepsake.ballots)
-        for signed in keepsake.offers:
-            self._recall(signed, now)
         self._beat(now)
-
-    def _recall(self, signed: Signed, now: float) -> None:
-        """A contribution that was offered before this peer was started anew. Its bytes may be gone: then somebody else
-        has them, or nobody, and it will not be counted."""
-        says = self.book.read(signed)
-        if isinstance(says, Offered) and self._offers.hear(signed, says, self.state.versions[says.fragment], now):
-            self.book.enter(signed, says)
 
     # --- what it is told --------------------------------------------------------------------------------------------
 
@@ -114,28 +108,29 @@ class GossipPeer:
                 self._settle(decision, now, check=True)
         for proof in told.proofs:
             self._convict(proof)
-        for signed in told.statements:
-            self._listen(signed, now)
-        self._advance(now)
+        news = [signed for signed in told.statements if signed not in self._listened]
+        self._listened.update(signed for signed in news if self._listen(signed, now))
+        if news or told.decisions or told.proofs:
+            self._advance(now)
 
-    def _listen(self, signed: Signed, now: float) -> None:
+    def _listen(self, signed: Signed, now: float) -> bool:
+        """False: it may mean more when it is said again."""
         statement = self.book.read(signed)
         if statement is None:
-            return
+            return True
         if isinstance(statement, Beat):
             if signed.author != self.member.key:
                 self._others.greet(signed, statement, now)
-            return
+            return True
         if signed.author not in self._keys or not self._is_near(statement):
-            return
-        if not self.book.enter(signed, statement):
-            self._convicted_at.setdefault(signed.author, self.state.height)
+            return True
+        if not self.book.enter(signed, statement) and signed.author not in self._convicted_at:
+            self._convicted_at[signed.author] = self.state.height
             self.stirred = True
-            return
         if isinstance(statement, Offered):
             self._offers.hear(signed, statement, self.state.versions[statement.fragment], now)
-        else:
-            self._ballot.hear(signed, statement)
+            return True
+        return self._ballot.hear(signed, statement)
 
     def _is_near(self, statement: Offered | Proposed | Voted) -> bool:
         if isinstance(statement, Offered):
@@ -193,7 +188,7 @@ class GossipPeer:
         self.book.enter(signed, says)
         self._offers.hold(digest, good=True)
         self._offers.hear(signed, says, self.state.versions[fragment], now)
-        self._own_offers[fragment] = signed
+        self._offered[fragment] = says.version
         self.stirred = True
         self._advance(now)
         return says
@@ -228,7 +223,7 @@ class GossipPeer:
             run_id=self.run_id,
             sender=self.member.peer_id,
             height=self.state.height,
-            statements=tuple(statements[:MOST_STATEMENTS]),
+            statements=_as_many_as_fit(statements),
             proofs=tuple(self.book.proofs[key] for key in self._convicted_at),
             decisions=tuple(behind) if behind and behind[0].block.height == height + 1 else (),
         )
@@ -241,7 +236,6 @@ class GossipPeer:
             incarnation=self.incarnation,
             ballots=self._ballot.kept,
             sequences=tuple(self._sequences),
-            offers=tuple(self._own_offers.values()),
         )
 
     def _beat(self, now: float) -> None:
@@ -291,7 +285,8 @@ class GossipPeer:
         return self._others.silent_s(key, now)
 
     def wanted(self) -> dict[str, tuple[int, str]]:
-        """Digests whose bytes are missing, with their size and the key of who made them."""
+        """Digests whose bytes are missing, with their size and the key of who made them. (What is of no use any more is
+        forgotten; if it is of use again, and its bytes were kept, say `hold` again.)"""
         return {digest: (says.size_bytes, author) for digest, (says, author) in self.missing().items()}
 
     def missing(self) -> dict[str, tuple[Offered, str]]:
@@ -311,9 +306,9 @@ class GossipPeer:
         return missing
 
     def needed(self) -> set[str]:
-        """Digests of open rounds and the last ones: their bytes are kept, for this peer and for who asks for them."""
-        recent = [decision.block for decision in list(self._decisions)[-2 * len(self.state.versions) :]]
-        rounds = [block for block in (*self._ballot.blocks, *recent) if isinstance(block, Round)]
+        """Digests of the open rounds and of each fragment's last two: their bytes are kept, for who asks for them."""
+        blocks = [*self._ballot.blocks, *self.recent_rounds()]
+        rounds = [b for b in blocks if isinstance(b, Round) and b.version > self.state.versions[b.fragment] - 2]
         return {offer.says.digest for offer in self._offers} | {d for block in rounds for d in digests_of(block)}
 
     def rounds_waiting(self) -> frozenset[tuple[int, int]]:
@@ -324,6 +319,15 @@ class GossipPeer:
             if offers and self.member.key not in offers and self.is_member:
                 waiting.add((fragment, version + 1))
         return frozenset(waiting)
+
+    def rounds_offered(self) -> frozenset[int]:
+        """The fragments to whose open round this process has contributed. (What the one before it offered counts, if
+        others have it, until this one offers something newer.)"""
+        return frozenset(f for f, v in enumerate(self.state.versions) if self._offered.get(f) == v + 1)
+
+    def recent_rounds(self) -> list[Round]:
+        """The last decided ones, two or more of each fragment, in order."""
+        return self._rounds
 
     def is_silent(self, key: str, now: float) -> bool:
         """Has nothing new been heard of this member for too long?"""
@@ -384,16 +388,14 @@ class GossipPeer:
         self._taken.append(decision)
         self._others.changed(self.state.members, now)
         if isinstance(decision.block, Round):
-            if self._own_offers.get(decision.block.fragment) is not None:
-                self._forget_own(decision.block.fragment)
+            self._rounds = [*self._rounds, decision.block][-2 * len(self.state.versions) :]
             passed_on = self.state.height - 2 * (self.rules.liars + 1)  # a round and a change at each
             for key in [k for k, height in self._convicted_at.items() if height < passed_on and k not in self._keys]:
                 del self._convicted_at[key]
         self._ballot = self._open_ballot()
-        rounds = [d.block for d in self._decisions if isinstance(d.block, Round)]
+        self._listened.clear()
         # (What it offered before it was let in counts once it is.)
-        keys = {*self._keys, self.member.key}
-        self._offers.prune(self.state.versions, keys, rounds[-2 * len(self.state.versions) :], set())
+        self._offers.prune(self.state.versions, {*self._keys, self.member.key}, self.recent_rounds())
         self.stirred = True
         self._beat(now)
 
@@ -406,28 +408,29 @@ class GossipPeer:
         self._decisions.clear()
         self._taken.clear()
         self._others.changed(state.members, now)
-        for fragment in list(self._own_offers):
-            self._forget_own(fragment)
+        self._rounds = []
         self._ballot = self._open_ballot()
-        self._offers.prune(state.versions, {*self._keys, self.member.key}, [], set())
+        self._listened.clear()
+        self._offers.prune(state.versions, {*self._keys, self.member.key}, [])
         self.stirred = True
         self._beat(now)
-
-    def _forget_own(self, fragment: int) -> None:
-        says = self.book.read(self._own_offers[fragment])
-        if isinstance(says, Offered) and says.version <= self.state.versions[fragment]:
-            del self._own_offers[fragment]
 
     def _blocks_in_question(self) -> list[Round]:
         """Rounds that are voted on, and the last that were decided: their contributions are needed."""
         open_rounds = [block for block in self._ballot.blocks if isinstance(block, Round)]
-        recent = [d.block for d in list(self._decisions)[-2 * len(self.state.versions) :] if isinstance(d.block, Round)]
-        return open_rounds + [block for block in recent if not self._is_behind(block)]
+        return open_rounds + [block for block in self.recent_rounds() if not self._is_behind(block)]
 
     def _is_behind(self, block: Round) -> bool:
         """Does this peer hold it already, or what came after it?"""
         version, _ = self.anchors.get(block.fragment, (0, ""))
         return version >= block.version
+
+
+def _as_many_as_fit(statements: list[Signed]) -> tuple[Signed, ...]:
+    """The shortest first: who makes its own as long as it may keeps nobody else's from being told."""
+    by_length = sorted(statements, key=lambda signed: len(signed.body))[:MOST_STATEMENTS]
+    ends = accumulate(len(signed.body) for signed in by_length)
+    return tuple(signed for signed, end in zip(by_length, ends, strict=True) if end <= MOST_BYTES_TOLD)
 
 
 __all__ = ["GossipPeer", "Keepsake"]

@@ -1,0 +1,357 @@
+"""Peers without a server, over TLS on this machine: they found, join, agree, fail, lie, come back and leave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from outerstep.coordination.gossip import GossipRules
+from outerstep.coordination.gossip import peer as gossip_peer
+from outerstep.errors import ConfigError, ExchangeFailed, NotFound, ServerUnreachable, Unauthorized
+from outerstep.peer import Node, NodeSettings
+from outerstep.security import Access, Credentials
+from outerstep.security.signing import make_key
+from outerstep.security.tokens import new_token
+from outerstep.server import DiLoCoServer
+from outerstep.statements import Converse, Offered, Proof, Signed, body_of
+from outerstep.types import GetPart, Leave
+from outerstep.wire.http_transport import HttpTransport
+from outerstep.wire.peers import AskTerms, GetHeld, HeldAnswer, Terms
+from peers import RULES, SHORT, SIZES, Adding, Peer, agree, start_peers, stop_peers
+from support import in_threads, tiny_model, wait_until
+
+Started = Callable[..., list[Peer]]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """Starts peers that are stopped after the test, those too that the test adds to the list."""
+    lists: list[list[Peer]] = []
+
+    def start(count: int, folder: Path | None = None, **settings: object) -> list[Peer]:
+        lists.append(start_peers(count, folder, **settings))
+        return lists[-1]
+
+    yield start
+    for peers in lists:
+        stop_peers(peers)
+
+
+def transport_to(peer: Peer) -> HttpTransport:
+    return HttpTransport(peer.node.join_string)
+
+
+def ids(peer: Peer) -> list[str]:
+    with peer.node.lock:
+        return [member.peer_id for member in peer.node.peer.state.members]
+
+
+def convene(peers: list[Peer], tell: Callable[[Peer, str, int], Converse]) -> None:
+    """Tell each of them something; `tell` is given the peer, the run and its height."""
+    for peer in peers:
+        with peer.node.lock:
+            run_id, height = peer.node.peer.run_id, peer.node.peer.state.height
+        transport_to(peer).ask(tell(peer, run_id, height))
+
+
+class TestARun:
+    def test_rounds_are_the_same_for_all_whoever_they_joined_through(self, started: Started) -> None:
+        peers = started(4)
+        for fragment in (0, 1, 0):
+            decided = agree(peers, fragment)
+            assert len({round_.block for round_ in decided}) == 1
+            assert [peer_id for peer_id, _, _ in decided[0].contributions] == ["a", "b", "c", "d"]
+            for _, says, data in decided[3].contributions:
+                assert bytes(data) in {bytes([i + 1]) * SIZES[fragment] for i in range(4)}
+                assert says.fragment == fragment
+        assert len({tuple(peer.topology.anchors) for peer in peers}) == 1
+        assert peers[0].topology.anchors[0] == bytes([20]) * SIZES[0]
+
+    def test_who_joins_later_begins_with_the_newest_version(self, started: Started) -> None:
+        peers = started(2)
+        agree(peers)
+        peers.append(Peer("late", join=(peers[0].node.join_string,)).join())
+        assert peers[2].topology.anchors[0] == bytes([3]) * SIZES[0]
+        assert [peer_id for peer_id, _, _ in agree(peers)[0].contributions] == ["a", "b", "late"]
+
+    def test_a_contribution_that_comes_after_its_round_was_decided_is_not_offered(self, started: Started) -> None:
+        peers = started(2)
+        agree(peers)
+        late = peers[0].node.offer(0, memoryview(bytes(SIZES[0])), base_version=0, base_hash="0" * 32, steps=1)
+        assert late is None
+
+    def test_a_contribution_that_cannot_be_used_is_left_out(self, started: Started) -> None:
+        peers = started(3)
+        for peer in peers[:2]:
+            peer.topology.refuse = lambda data: "it is the third's" if data[0] == 3 else ""
+        for i, peer in enumerate(peers):
+            peer.offer(0, i + 1)
+        assert [peer_id for peer_id, _, _ in peers[0].take(0).contributions] == ["a", "b"]
+
+    def test_bytes_of_old_rounds_are_given_up(self, started: Started) -> None:
+        peers = started(2)
+        for value in range(6):
+            for peer in peers:
+                peer.offer(0, 10 * value + ord(peer.name) - ord("a"))
+            for peer in peers:
+                peer.take(0)
+        wait_until(lambda: peers[0].node.holdings.memory_bytes <= 2 * 2 * SIZES[0])
+        assert peers[0].node.is_lost(0, 4)
+        assert not peers[0].node.is_lost(0, 5)
+        assert not peers[0].node.is_lost(0, 7)
+
+    def test_who_leaves_is_no_longer_waited_for(self, started: Started) -> None:
+        peers = started(3)
+        agree(peers)
+        peers[1].node.leave("the test wants it", patience_s=SHORT)
+        assert ids(peers[0]) == ["a", "c"]
+        assert [peer_id for peer_id, _, _ in agree([peers[0], peers[2]])[0].contributions] == ["a", "c"]
+
+    def test_all_may_leave_at_once(self, started: Started) -> None:
+        peers = started(3)
+        agree(peers)
+        in_threads(*[lambda peer=peer: peer.node.leave("the end", patience_s=SHORT) for peer in peers])  # type: ignore[misc]
+        assert not any(peer.node.failure for peer in peers)
+
+    def test_peers_without_encryption_find_each_other_too(self, started: Started) -> None:
+        peers = started(2, insecure=True)
+        assert peers[0].node.join_string == f"http://{peers[0].node.address}"
+        agree(peers)
+
+
+class TestFailures:
+    def test_the_others_go_on_without_a_dead_peer_and_it_heals_from_its_folder(
+        self, started: Started, tmp_path: Path
+    ) -> None:
+        peers = started(4, tmp_path)
+        agree(peers)
+        dead, others = peers.pop(), list(peers)
+        key, address = dead.node.key, dead.node.address
+        dead.node.stop()
+        for _ in range(2):
+            assert [peer_id for peer_id, _, _ in agree(others)[0].contributions] == ["a", "b", "c"]
+
+        again = Peer("d", folder=str(tmp_path / "d")).join()
+        peers.append(again)
+        assert again.node.key == key
+        assert again.node.address != address
+        assert again.node.peer.incarnation == 2
+        wait_until(lambda: all("d" in ids(peer) for peer in peers))
+        assert [peer_id for peer_id, _, _ in agree(peers)[3].contributions] == ["a", "b", "c", "d"]
+        assert len({tuple(peer.topology.anchors) for peer in peers}) == 1
+
+    def test_all_start_again_from_their_folders_and_the_run_goes_on(self, tmp_path: Path) -> None:
+        peers = start_peers(3, tmp_path)
+        agree(peers)
+        listen = {peer.name: peer.node.address for peer in peers}
+        states = [(peer.topology.versions, peer.topology.anchors) for peer in peers]
+        stop_peers(peers)
+        again = [Peer(name, folder=str(tmp_path / name), listen=listen[name]) for name in "abc"]
+        try:
+            for peer, (versions, anchors) in zip(again, states, strict=True):
+                terms = peer.node.ask_terms(SHORT)
+                assert terms is not None
+                peer.begin(terms)
+                peer.topology.versions, peer.topology.anchors = versions, anchors
+                peer.hold_all()
+                peer.node.belong()
+            assert [peer_id for peer_id, _, _ in agree(again)[0].contributions] == ["a", "b", "c"]
+        finally:
+            stop_peers(again)
+
+    def test_who_was_away_for_longer_than_blocks_are_remembered_leaps(
+        self, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(gossip_peer, "REMEMBERED_DECISIONS", 3)
+        peers = started(4, tmp_path)
+        peers.pop().node.stop()
+        for _ in range(5):
+            agree(peers)
+        with peers[0].node.lock:
+            height = peers[0].node.peer.state.height
+        again = Peer("d", folder=str(tmp_path / "d")).join()
+        peers.append(again)
+        wait_until(lambda: again.node.peer.state.height > height and again.node.peer.is_member)
+        assert again.topology.versions[0] == 5
+        wait_until(lambda: again.node.is_lost(0, 4))
+        agree(peers)
+
+    def test_what_is_not_written_down_is_not_said(self, started: Started, tmp_path: Path) -> None:
+        peers = started(2, tmp_path)
+        folder = peers[0].node._folder
+        assert folder is not None
+        keep, full = folder.keep, threading.Event()
+
+        def keep_if_there_is_room(keepsake: gossip_peer.Keepsake) -> None:
+            if not full.is_set():
+                raise OSError(28, "No space left on device")
+            keep(keepsake)
+
+        folder.keep = keep_if_there_is_room  # type: ignore[method-assign]
+        peers[0].offer(0, 1)
+        peers[1].offer(0, 2)
+        wait_until(lambda: "No space left" in peers[0].node.shared.trouble)
+        with peers[1].node.lock:
+            heard = [says.digest for says, _ in peers[1].node.peer.missing().values()]
+        assert heard == []
+        assert peers[0].node.round_of(0, 1) is None
+        full.set()
+        assert peers[0].take(0).block == peers[1].take(0).block
+        assert peers[0].node.shared.trouble == ""
+
+    def test_a_thread_that_fails_ends_the_node_and_says_why(self, started: Started) -> None:
+        peers = started(2)
+
+        def fail(fragment: int, data: memoryview) -> str:
+            raise RuntimeError("the check is broken")
+
+        peers[0].topology.check = fail  # type: ignore[method-assign]
+        peers[1].offer(0, 1)
+        wait_until(lambda: peers[0].node.failure)
+        assert "the check is broken" in peers[0].node.failure
+        with pytest.raises(ExchangeFailed, match="the check is broken"):
+            peers[0].node.watch(timeout_s=SHORT)
+
+    def test_no_thread_is_left_when_a_node_has_stopped(self, started: Started, tmp_path: Path) -> None:
+        before = set(threading.enumerate())
+        peers = started(3, tmp_path)
+        agree(peers)
+        stop_peers(peers)
+        wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+class TestLiars:
+    def test_a_part_that_a_holder_altered_is_fetched_elsewhere(self, started: Started) -> None:
+        peers = started(4)
+        honest = peers[0].node.service.get_part
+
+        def lie_to_d(request: GetPart | GetHeld) -> tuple[HeldAnswer, memoryview]:
+            answer, data = honest(request)
+            return answer, memoryview(b"\xff" * len(data)) if request.sender == "d" else data  # type: ignore[union-attr]
+
+        peers[0].node.service.get_part = lie_to_d  # type: ignore[method-assign]
+        decided = agree(peers)
+        assert [peer_id for peer_id, _, _ in decided[3].contributions] == ["a", "b", "c", "d"]
+        assert bytes(decided[3].contributions[0][2]) == bytes([1]) * SIZES[0]
+        assert peers[3].node.counts["wrong"] >= 1
+
+    def test_who_offers_two_things_under_one_key_is_expelled_by_all(self, started: Started) -> None:
+        peers = started(4)
+        liar, others = peers[3], peers[:3]
+        with liar.node.lock:
+            book, run_id = liar.node.peer.book, liar.node.peer.run_id
+            facts = {"run_id": run_id, "fragment": 0, "version": 1, "sequence": 1, "size_bytes": SIZES[0], "steps": 1}
+            said = [book.write(Offered(**facts, digest=d * 64, base_hash="0" * 32)) for d in "ab"]  # type: ignore[arg-type]
+        told = iter([said[0], said[1], said[0]])
+        convene(
+            others,
+            lambda peer, run_id, height: Converse(
+                run_id=run_id, sender="d", height=height, statements=(next(told),), proofs=(), decisions=()
+            ),
+        )
+        wait_until(lambda: all(ids(peer) == ["a", "b", "c"] for peer in others))
+        for peer in others:
+            assert [member.peer_id for member in peer.node.peer.state.expelled] == ["d"]
+        wait_until(lambda: liar.node.peer.is_expelled)
+        agree(others)
+        assert all(ids(peer) == ["a", "b", "c"] for peer in others)
+
+    def test_a_proof_that_does_not_hold_is_ignored(self, started: Started) -> None:
+        peers = started(4)
+        victim, forger = peers[3], make_key()
+        with victim.node.lock:
+            book, run_id = victim.node.peer.book, victim.node.peer.run_id
+            facts = {"run_id": run_id, "fragment": 0, "version": 1, "size_bytes": SIZES[0], "steps": 1}
+            offered = [Offered(**facts, sequence=s, digest="a" * 64, base_hash="0" * 32) for s in (7, 8)]  # type: ignore[arg-type]
+            first, second = (book.write(says) for says in offered)
+        body = body_of(Offered(**facts, sequence=7, digest="b" * 64, base_hash="0" * 32))  # type: ignore[arg-type]
+        forged = Signed(author=victim.node.key, body=body, signature=forger.sign(body))
+        proofs = (
+            Proof(first=first, second=forged),
+            Proof(first=first, second=second),
+            Proof(first=first, second=first),
+        )
+        convene(
+            peers[:3],
+            lambda peer, run_id, height: Converse(run_id=run_id, sender="b", height=height, proofs=proofs),
+        )
+        assert [peer_id for peer_id, _, _ in agree(peers)[0].contributions] == ["a", "b", "c", "d"]
+        assert not any(peer.node.peer.book.proofs for peer in peers)
+
+
+class TestTheDoor:
+    def test_a_wrong_token_is_refused(self, started: Started) -> None:
+        peers = started(2)
+        own = peers[0].node._door.access
+        wrong = Access(own.host, own.port, new_token("run"), own.fingerprint)
+        with pytest.raises(Unauthorized):
+            HttpTransport(wrong.join_string).ask(AskTerms(sender="x", protocol=1))
+        stranger = Peer("x", join=(wrong.join_string,))
+        with pytest.raises(Unauthorized):
+            stranger.node.ask_terms(SHORT)
+        stranger.node.stop()
+        assert ids(peers[0]) == ["a", "b"]
+
+    def test_a_peer_on_another_machine_takes_the_runs_token_from_the_join_string(
+        self, started: Started, tmp_path: Path
+    ) -> None:
+        peers = started(1)
+        elsewhere = Peer("b", join=(peers[0].node.join_string,), credentials=str(tmp_path)).join()
+        peers.append(elsewhere)
+        assert Credentials(tmp_path).tokens.load().run != elsewhere.node._door.token == peers[0].node._door.token
+        assert isinstance(transport_to(elsewhere).ask(AskTerms(sender="x", protocol=1)), Terms)
+        peers.append(Peer("c", join=(elsewhere.node.join_string,)).join())
+        agree(peers)
+
+    def test_a_server_says_that_it_is_no_peer_and_a_peer_that_it_is_no_server(self, started: Started) -> None:
+        peer = started(1)[0]
+        with pytest.raises(NotFound, match="this is a peer, not a server"):
+            transport_to(peer).call(Leave(run_id="r", worker_id="w", incarnation=1))
+        with pytest.raises(NotFound, match="this is a peer, not a server"):
+            transport_to(peer).call(
+                GetPart(run_id="r", worker_id="w", incarnation=1, fragment=0, version=0, part=0), into=memoryview(b"")
+            )
+        with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, host="127.0.0.1") as server:
+            stranger = Peer("x", join=(server.access.join_string,))
+            with pytest.raises(NotFound, match="this is a server, not a peer"):
+                stranger.node.ask_terms(SHORT)
+            stranger.node.stop()
+
+    def test_the_status_says_who_is_there(self, started: Started) -> None:
+        peers = started(2)
+        agree(peers)
+        status = transport_to(peers[0]).status()
+        assert status["versions"] == [1, 0]
+        assert [member["peer_id"] for member in status["members"]] == ["a", "b"]  # type: ignore[attr-defined]
+        assert status["failure"] == ""
+
+    def test_nobody_there_is_said_after_the_patience(self) -> None:
+        gone = Peer("gone")
+        join = gone.node.join_string
+        gone.node.stop()
+        lonely = Peer("lonely", join=(join,))
+        with pytest.raises(ServerUnreachable, match="no run could be joined in"):
+            lonely.node.ask_terms(0.2)
+        lonely.node.stop()
+
+    def test_a_folder_belongs_to_one_running_peer_of_one_run(self, started: Started, tmp_path: Path) -> None:
+        first, other = started(1, tmp_path)[0], started(1)[0]
+        folder = str(tmp_path / "a")
+        with pytest.raises(ConfigError, match="belongs to a peer that is running"):
+            Node(NodeSettings(peer_id="a", folder=folder))
+        first.node.stop()
+        with pytest.raises(ConfigError, match="is that of peer 'a'"):
+            Node(NodeSettings(peer_id="b", folder=folder))
+        again = Peer("a", folder=folder, join=(other.node.join_string,))
+        with pytest.raises(ConfigError, match=r"holds run .*, the peers to join run"):
+            again.node.ask_terms(SHORT)
+        again.node.stop()
+
+    def test_a_run_of_one_agrees_with_itself(self) -> None:
+        alone = Peer("alone", rules=GossipRules(min_peers=1, pace=RULES.pace)).found()
+        assert [peer_id for peer_id, _, _ in agree([alone])[0].contributions] == ["alone"]
+        assert isinstance(alone.topology, Adding)
+        alone.node.leave("done", patience_s=SHORT)
