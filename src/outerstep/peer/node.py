@@ -339,7 +339,7 @@ class Node:
         """With the lock held: nobody waits for this peer, or needs anything that it has."""
         peer, now = self.peer, self.clock()
         others = [m.key for m in peer.state.members if m.key != self.key and not peer.is_silent(m.key, now)]
-        beats = [peer.contacts.get(key) for key in others]
+        beats = [peer.contacts.get(key) for key in others if not self.talk.is_gone(key)]
         if peer.is_member and any(beat is None or beat.wants != "leave" for beat in beats):
             return False
         return all(beat is not None and self._knows_all(beat) for beat in beats)

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 30.0
 DISK_PATIENCE_S = 60.0
+FAILURES_OF_THE_GONE = 2
 
 
 @dataclass(eq=False)
@@ -65,6 +66,11 @@ class Talk:
         for member in self._shared.peer.state.members:
             if member.peer_id == peer_id and (line := self._lines.get(member.key)) is not None:
                 line.not_before = 0.0
+
+    def is_gone(self, key: str) -> bool:
+        """With the lock held: it does not answer any more. (It may have left just before.)"""
+        line = self._lines.get(key)
+        return line is not None and line.failures >= FAILURES_OF_THE_GONE
 
     def have_heard(self, news: int) -> bool:
         """With the lock held: does every member that can be reached know what was new then?"""
