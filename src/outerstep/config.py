@@ -20,8 +20,9 @@ DEFAULT_HOST = "127.0.0.1"
 LABEL = 256  # characters: what a message carries of a name
 ALLREDUCE = "allreduce"  # instead of a server's address: the ranks of the job agree among themselves
 GOSSIP = "gossip"  # likewise: peers that join and leave do
-PEERS_ALONE = ("peers", "advertise", "peer_dir", "insecure", "aggregation", "trim_fraction", "cosine_screen",
-               "bucket_size", "min_peers", "liars", "round_deadline_s", "heartbeat_timeout", "pattern")  # fmt: skip
+PEERS_ALONE = ("peers", "advertise", "peer_dir", "insecure", "announce", "aggregation", "trim_fraction",
+               "cosine_screen", "bucket_size", "min_peers", "liars", "round_deadline_s", "heartbeat_timeout",
+               "pattern")  # fmt: skip
 MOST = 1 << 53  # no setting is larger; JSON numbers are exact up to here
 
 T = TypeVar("T")
@@ -245,6 +246,7 @@ class WorkerConfig:
     advertise: str | None = None  # host, or host:port, that others should call; None = found out
     peer_dir: str | None = None  # keeps who this peer is and what it has said; None = a restart is another peer
     insecure: bool = False  # plain HTTP without tokens
+    announce: bool = False  # print the join string, and what to type on the next machine
     aggregation: str | None = None  # mean; core/robust
     trim_fraction: float | None = None
     cosine_screen: bool | None = None  # False
@@ -269,7 +271,7 @@ class WorkerConfig:
         _number(self, 0.0, "trim_fraction", "round_deadline_s", "heartbeat_timeout", optional=True)
         check_text(self, "listen", optional=False)
         check_text(self, "peers", "advertise", "peer_dir", "aggregation")
-        check_one_of(self, (True, False), "insecure")
+        check_one_of(self, (True, False), "insecure", "announce")
         check_one_of(self, (True, False, None), "cosine_screen")
         check_one_of(self, ("all", "pairs", "exponential", None), "pattern")
         check_one_of(self, ("stop", "repair"), "on_divergence")

@@ -280,6 +280,8 @@ WORKER_SETTINGS = (
             "none, a restart is then another peer; `outerstep peer`: outerstep-peer"),
     Setting("insecure", "--insecure", PEERS,
             "Plain HTTP without tokens: whoever reaches a peer's port can join and read and change the model."),
+    Setting("announce", "--announce", PEERS,
+            "Print the join string and what to type on the next machine; `outerstep peer` does unless told not to."),
     Setting("aggregation", "--aggregation", PEERS,
             "How contributions become one: mean, trimmed_mean, median, krum, multi_krum, geometric_median or "
             "centered_clipping.", "as the run has it, founder: mean"),

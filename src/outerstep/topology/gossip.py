@@ -46,11 +46,12 @@ WHOLE_PATIENCE_S = 60.0  # for one try to get a whole fragment; it is tried as l
 @dataclass(frozen=True)
 class GossipSettings:
     """`join_timeout_s`: how long to look for the peers to join. `leave_patience_s`: how long a peer that leaves stays
-    to tell the others what they may have missed."""
+    to tell the others what they may have missed. `announce` is called when this peer can be joined through."""
 
     wishes: GossipWishes
     join_timeout_s: float = 120.0
     leave_patience_s: float = 10.0
+    announce: Callable[[Node], None] = lambda node: None
 
 
 class GossipTopology:
@@ -98,6 +99,7 @@ class GossipTopology:
         versions = loaded.versions if known is None and loaded is not None else ()
         sizes = [form.up.size_bytes for form in holdings.forms]
         node.begin(terms.encode(), terms.rules, sizes, self, terms=known, versions=versions)
+        self._settings.announce(node)
         wholes = [holdings.found(f) if known is None else self._fetch(f, after=-1) for f in fragments]
         anchors = tuple(self._as_agreed(f, whole) for f, whole in enumerate(wholes))
         if loaded is None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import socket
+import sys
 from collections.abc import Mapping
 
 import msgspec
@@ -16,6 +18,7 @@ from ..config import ALLREDUCE, GOSSIP, WorkerConfig
 from ..coordination.exchange import Patience
 from ..errors import ConfigError, ModelError
 from ..peer import Node, NodeSettings
+from ..peer.folder import remembered_id
 from ..topology import Topology
 from ..topology.gossip_terms import GossipWishes
 from ..topology.group import GroupTopology
@@ -54,7 +57,7 @@ def find_ranks(config: WorkerConfig, environ: Mapping[str, str] = os.environ) ->
 
 def make_identity(config: WorkerConfig, ranks: Ranks | None) -> Identity:
     def make() -> Identity:
-        worker_id = config.worker_id or _make_worker_id()
+        worker_id = config.worker_id or _remembered_id(config) or _make_worker_id()
         if config.server_addr == ALLREDUCE:  # all ranks may have been given the same name
             _begin_to_talk()
             worker_id = f"{config.worker_id or 'rank'}-{dist.get_rank()}"
@@ -142,7 +145,11 @@ def _gossip_topology(config: WorkerConfig, identity: Identity, replica: Replica)
         make_node(config, identity.worker_id),
         tensors=replica.tensors,
         anchors=replica.anchors,
-        settings=GossipSettings(_gossip_wishes(config), join_timeout_s=config.join_timeout_s),
+        settings=GossipSettings(
+            _gossip_wishes(config),
+            join_timeout_s=config.join_timeout_s,
+            announce=_announce if config.announce else lambda node: None,
+        ),
     )
 
 
@@ -161,6 +168,21 @@ def _gossip_wishes(config: WorkerConfig) -> GossipWishes:
         round_deadline_s=config.round_deadline_s,
         heartbeat_timeout_s=config.heartbeat_timeout,
         pattern=config.pattern,
+    )
+
+
+def _remembered_id(config: WorkerConfig) -> str | None:
+    """A peer's id is part of who it is, and lies in its folder."""
+    return remembered_id(config.peer_dir) if config.peer_dir is not None else None
+
+
+def _announce(node: Node) -> None:
+    insecure = " --insecure" if node.settings.insecure else ""
+    print(
+        f"peer {node.peer_id} listens on {node.address}. On each other machine:\n\n"
+        f"    outerstep peer{insecure} --join {shlex.quote(node.join_string)} -- python train.py\n",
+        file=sys.stderr,
+        flush=True,
     )
 
 
