@@ -24,6 +24,7 @@ from ..core.codecs import Dither
 from ..core.feedback import ErrorFeedback
 from ..errors import ConfigError, ExchangeFailed, NotFinite, PeerLost, RoundStuck, WorkerError
 from ..peer import DecidedRound, Node
+from ..statements import ChainState
 from ..types import Manifest, Participant, Plan, Watched, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
 from .encode import Sender, as_deltas, encode_frame, write_frame
@@ -100,12 +101,26 @@ class GossipTopology:
         sizes = [form.up.size_bytes for form in holdings.forms]
         node.begin(terms.encode(), terms.rules, sizes, self, terms=known, versions=versions)
         self._settings.announce(node)
-        wholes = [holdings.found(f) if known is None else self._fetch(f, after=-1) for f in fragments]
+        founding = known is None or self._is_alone(known.state)
+        wholes = [holdings.found(f) if founding else self._fetch(f, after=-1) for f in fragments]
         anchors = tuple(self._as_agreed(f, whole) for f, whole in enumerate(wholes))
         if loaded is None:
             return Joined(node.peer_id, terms.plan, manifest, anchors)
         self._begins = tuple(self._beside_loaded(f, whole) for f, whole in enumerate(wholes))
         return Joined(node.peer_id, terms.plan, manifest, anchors, frozenset(fragments))
+
+    def _is_alone(self, state: ChainState) -> bool:
+        """All that is left of a run is this peer and its folder, which keeps what it said and not what it held."""
+        if any(member.key != self._node.key for member in state.members):
+            return False
+        loaded = self._holdings.loaded
+        if any(state.versions) and (loaded is None or loaded.versions != state.versions):
+            raise ConfigError(
+                f"peer_dir {self._node.settings.folder!r} is that of a run at version {max(state.versions)} of which "
+                "nobody else is left, and the weights are not kept there: load a state of that version "
+                "(load_state_dict), or found a new run with an empty peer_dir"
+            )
+        return True
 
     def _beside_loaded(self, fragment: int, whole: Found) -> Agreed:
         """A loaded state yields to the run: where that has moved on, what the state had not sent is dropped (it may
