@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .model_folder import load_model, save_model
     from .server import DiLoCoServer, HealthMonitor
     from .topology.client import DiLoCoClient
+    from .topology.gradient_gossip import GradientGossip
     from .worker import DiLoCoTrainer, DiLoCoWorker, attach
 
 _WHERE = {
@@ -27,6 +28,7 @@ _WHERE = {
     "DiLoCoTrainer": ".worker",
     "DiLoCoWorker": ".worker",
     "FragmentManager": ".core.fragments",
+    "GradientGossip": ".topology.gradient_gossip",
     "HealthMonitor": ".server",
     "OuterstepError": ".errors",
     "RobustAggregator": ".core.robust",
@@ -41,6 +43,7 @@ __all__ = [
     "DiLoCoTrainer",
     "DiLoCoWorker",
     "FragmentManager",
+    "GradientGossip",
     "HealthMonitor",
     "OuterstepError",
     "RobustAggregator",

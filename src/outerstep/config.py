@@ -22,6 +22,10 @@ LABEL = 256  # characters: what a message carries of a name
 ALLREDUCE = "allreduce"  # instead of a server's address: the ranks of the job agree among themselves
 TORCHFT = "torchft"  # likewise: replicas that meet at a lighthouse do
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"  # where torchft itself looks for it
+GOSSIP = "gossip"  # likewise: peers that join and leave do
+PEERS_ALONE = ("peers", "advertise", "peer_dir", "insecure", "announce", "aggregation", "trim_fraction",
+               "cosine_screen", "bucket_size", "min_peers", "liars", "round_deadline_s", "heartbeat_timeout",
+               "pattern")  # fmt: skip
 MOST = 1 << 53  # no setting is larger; JSON numbers are exact up to here
 
 T = TypeVar("T")
@@ -224,7 +228,7 @@ class ServerConfig:
 class WorkerConfig:
     """Everything a worker can be told. None = follow the plan of the run, or without a server the usual."""
 
-    server_addr: str  # host:port, a join string, http://host:port for an insecure server; "allreduce", "torchft" = none
+    server_addr: str  # host:port, a join string, http://host:port for an insecure server; or one of the three above
     credentials: str | None = (
         None  # the folder that `outerstep join` stored what it knows in; None = ~/.config/outerstep
     )
@@ -266,6 +270,22 @@ class WorkerConfig:
     quorum_timeout_s: float = 300.0  # how long one try to meet waits for the others; then it is tried again
     transfer_timeout_s: float = 60.0  # of what a quorum does together: who takes longer is left out
     replica_backend: Literal["gloo", "nccl"] = "gloo"  # what values travel by, from host memory or from GPU to GPU
+    # Between peers (docs/concepts/gossip.md). None from `aggregation` on = as the run has it; its founder: the usual.
+    peers: str | None = None  # addresses or join strings to join through, with spaces between; None = found a run
+    listen: str = "0.0.0.0:0"  # host:port for the other peers; port 0 = any free one
+    advertise: str | None = None  # host, or host:port, that others should call; None = found out
+    peer_dir: str | None = None  # keeps who this peer is and what it has said; None = a restart is another peer
+    insecure: bool = False  # plain HTTP without tokens
+    announce: bool = False  # print the join string, and what to type on the next machine
+    aggregation: str | None = None  # mean; core/robust
+    trim_fraction: float | None = None
+    cosine_screen: bool | None = None  # False
+    bucket_size: int | None = None  # 1
+    min_peers: int | None = None  # 2, or as many as the rule needs
+    liars: int | None = None  # 1: so many may say what they like, of more than three times as many
+    round_deadline_s: float | None = None  # wait for all that are alive
+    heartbeat_timeout: float | None = None  # 30 seconds of silence until a peer counts as dead
+    pattern: Literal["all", "pairs", "exponential"] | None = None  # all: who exchanges with whom
 
     def __post_init__(self) -> None:
         _whole(self, 1, "sync_every", "num_fragments", optional=True)
@@ -278,6 +298,14 @@ class WorkerConfig:
         _whole(self, 1, "min_replicas")
         check_one_of(self, ("gloo", "nccl"), "replica_backend")
         _number(self, 0.0, "outer_lr", "outer_momentum", optional=True)
+        _whole(self, 1, "bucket_size", "min_peers", optional=True)
+        _whole(self, 0, "liars", optional=True)
+        _number(self, 0.0, "trim_fraction", "round_deadline_s", "heartbeat_timeout", optional=True)
+        check_text(self, "listen", optional=False)
+        check_text(self, "peers", "advertise", "peer_dir", "aggregation")
+        check_one_of(self, (True, False), "insecure", "announce")
+        check_one_of(self, (True, False, None), "cosine_screen")
+        check_one_of(self, ("all", "pairs", "exponential", None), "pattern")
         check_one_of(self, ("stop", "repair"), "on_divergence")
         check_one_of(self, ("equal", "samples", "tokens", None), "weight_by")
         check_one_of(self, (True, False, None), "nesterov")
@@ -308,12 +336,12 @@ class WorkerConfig:
     def __repr__(self) -> str:
         """Without the token that a join string holds."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["server_addr"] = redact(str(self.server_addr))
+        values |= {name: redact(str(values[name])) for name in ("server_addr", "peers") if values[name] is not None}
         return f"WorkerConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
     def has_server(self) -> bool:
-        return self.server_addr not in (ALLREDUCE, TORCHFT)
+        return self.server_addr not in (ALLREDUCE, GOSSIP, TORCHFT)
 
     @property
     def wishes(self) -> Wishes:
@@ -403,12 +431,19 @@ def _check_who_says(config: WorkerConfig) -> None:
             if getattr(config, name) is not None:
                 raise ConfigError(
                     f"{name} is the server's to say, got {getattr(config, name)!r} for a worker: start the server with "
-                    f"it, or train without one (server_addr={ALLREDUCE!r} or {TORCHFT!r})"
+                    f"it, or train without one (server_addr={ALLREDUCE!r}, {GOSSIP!r} or {TORCHFT!r})"
                 )
     elif config.dylu:
         raise ConfigError(
             f"dylu needs a server: without one (server_addr={config.server_addr!r}) all take the same steps"
         )
+    if config.server_addr != GOSSIP:
+        for name in PEERS_ALONE:
+            if getattr(config, name) not in (None, False):
+                raise ConfigError(
+                    f"{name} is for peers, and server_addr is {redact(config.server_addr)!r}: say "
+                    f"server_addr={GOSSIP!r}, or leave it out"
+                )
 
 
 def _whole(config: object, least: int, *names: str, optional: bool = False) -> None:

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "server": PLAIN
     | {"config", "core", "coordination", "durable", "model_folder", "observe", "pool"}
     | {"security", "torch_file", "wire"},
-    "worker": PLAIN | {"config", "settings", "core", "coordination", "security", "topology", "wire"},
+    "worker": PLAIN | {"config", "settings", "core", "coordination", "peer", "security", "topology", "wire"},
     "compat": PLAIN | {"config", "core", "coordination", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
     "cli": PLAIN

@@ -15,15 +15,20 @@ class Among(StrEnum):
 
     SERVER = "server"
     ALLREDUCE = "allreduce"
+    GOSSIP = "gossip"
 
 
 def demo(
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes, each with its own data.")] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Worker processes, each with its own data. [dim]Default: 2, of peers 3.[/dim]"),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each worker.")] = 600,
     sync_every: Annotated[int, typer.Option(min=1, help="H: steps between exchanges.")] = 25,
     seed: Annotated[int, typer.Option(help="Of the initial weights and the data order.")] = 0,
     topology: Annotated[
-        Among, typer.Option(help="The workers agree through a server, or without one among themselves.")
+        Among,
+        typer.Option(help="The workers agree through a server, or without one among themselves: ranks, or peers."),
     ] = Among.SERVER,
     folder: Annotated[Path, typer.Option(help="Where logs, model, plot and results go.")] = Path("outerstep-demo"),
 ) -> None:
@@ -34,4 +39,5 @@ def demo(
     """
     from ..demo.run import DemoSettings, run_demo
 
-    run_demo(DemoSettings(folder, workers, steps, sync_every, seed, topology.value), Console())
+    count = workers or (3 if topology is Among.GOSSIP else 2)
+    run_demo(DemoSettings(folder, count, steps, sync_every, seed, topology.value), Console())

@@ -37,14 +37,17 @@ class OuterOptimizer(Protocol):
 
 
 class Nesterov:
-    """SGD with (Nesterov) momentum, as in the module's docstring; `nesterov=False` gives θ − η·buf."""
+    """SGD with (Nesterov) momentum, as in the module's docstring; `nesterov=False` gives θ − η·buf. `portable`: with
+    the bits of `portable_step` instead of torch's."""
 
-    def __init__(self, lr: float = 0.7, momentum: float = 0.9, *, nesterov: bool = True) -> None:
+    def __init__(
+        self, lr: float = 0.7, momentum: float = 0.9, *, nesterov: bool = True, portable: bool = False
+    ) -> None:
         if not 0.0 < lr < math.inf:
             raise ConfigError(f"outer lr must be a number > 0, got {lr}")
         if not 0.0 <= momentum < 1.0:
             raise ConfigError(f"outer momentum must be in [0, 1), got {momentum}")
-        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self.lr, self.momentum, self.nesterov, self.portable = lr, momentum, nesterov, portable
         self._buf: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -82,6 +85,10 @@ class NesterovStep:
         rule, stop = self._rule, start + g.numel()
         flat, buf, is_first = self._flat.get(name) or self._open(name, theta)
         flat = flat[start:stop]
+        if rule.portable:
+            kept = flat if buf is None else buf[start:stop]  # (without momentum it is not looked at)
+            portable_step(flat, kept, g, rule.lr, rule.momentum, nesterov=rule.nesterov)
+            return
         if buf is None:
             flat.add_(g, alpha=-rule.lr)
             return
@@ -96,7 +103,7 @@ class NesterovStep:
         """A parameter of which this is the first block."""
         buf, is_first = self._rule._buf.get(name), False
         if buf is None and self._rule.momentum:
-            buf, is_first = torch.empty_like(theta), True
+            buf, is_first = torch.zeros_like(theta) if self._rule.portable else torch.empty_like(theta), True
             self._rule._buf[name] = buf
         found = self._flat[name] = (theta.view(-1), None if buf is None else buf.view(-1), is_first)
         return found

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ..model_folder import load_model, save_model
-from ..security import JOIN_VARIABLE, Credentials
+from ..security import JOIN_VARIABLE, Access, Credentials
 from ..wire.http_transport import HttpTransport
 from .corpus import evaluation_batches, load_corpus
 from .model import build_model
@@ -45,7 +45,7 @@ class DemoSettings:
     steps: int = 600
     sync_every: int = 25
     seed: int = 0
-    topology: Literal["server", "allreduce"] = "server"
+    topology: Literal["server", "allreduce", "gossip"] = "server"
 
     @property
     def credentials(self) -> Path:
@@ -109,7 +109,7 @@ def run_demo(settings: DemoSettings, console: Console) -> list[Row]:
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("*.jsonl"), *folder.glob("*.log")]:
         old.unlink()
-    for old in folder.glob("*-run"):  # or the servers would go on with it
+    for old in [*folder.glob("*-run"), *folder.glob("*-peer")]:  # or servers and peers would go on with it
         shutil.rmtree(old)
     model = build_model(settings.seed)
     parameters = sum(p.numel() for p in model.parameters())
@@ -159,15 +159,32 @@ def _alone_with_outer_step(settings: DemoSettings) -> Team:
 
 
 def _team(settings: DemoSettings, label: str, learning_rate: float, workers: list[Process], server_name: str) -> Team:
-    """With a server of that name, or as ranks that find each other as those of a torchrun job do."""
+    """With a server of that name, or as ranks that find each other as those of a torchrun job do, or as peers."""
     if settings.topology == "server":
         server, address = _server(settings, server_name, len(workers))
         return Team(label, learning_rate, workers, server, address, settings.credentials)
+    if settings.topology == "gossip":
+        _acquaint(settings, workers)
+        return Team(label, learning_rate, workers)
     port = str(free_port())
     for rank, worker in enumerate(workers):
         place = {"RANK": str(rank), "WORLD_SIZE": str(len(workers)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         worker.environ |= place
     return Team(label, learning_rate, workers)
+
+
+def _acquaint(settings: DemoSettings, workers: list[Process]) -> None:
+    """The first founds the run, at a place where the others find it."""
+    port, identity = free_port(), Credentials(settings.credentials).server_identity()
+    place = Access("127.0.0.1", port, identity.tokens.load().run, identity.fingerprint)
+    for number, worker in enumerate(workers):
+        worker.environ |= {
+            "OUTERSTEP_CREDENTIALS": str(settings.credentials),
+            "OUTERSTEP_MIN_PEERS": str(len(workers)),
+            "OUTERSTEP_LISTEN": f"127.0.0.1:{0 if number else port}",
+        }
+        if number:
+            worker.environ["OUTERSTEP_PEERS"] = place.join_string  # not in argv, which everybody can read
 
 
 def _plain(settings: DemoSettings, name: str, label: str, learning_rate: float, shards: list[int]) -> Team:
@@ -197,10 +214,14 @@ def _worker(settings: DemoSettings, name: str, shard: int, learning_rate: float,
     if save:
         script += ["--save", str(folder / save)]
     alone: list[object] = []
-    if settings.topology == "allreduce":  # what a server would be told
-        alone = ["--server", "allreduce", "--sync-every", settings.sync_every]
-        alone += ["--outer-lr", OUTER_LR, "--outer-momentum", OUTER_MOMENTUM]
-    command = python_module("outerstep", "worker", "--worker-id", name, *alone, "--", *script)
+    if settings.topology != "server":  # what a server would be told
+        alone = ["--sync-every", settings.sync_every, "--outer-lr", OUTER_LR, "--outer-momentum", OUTER_MOMENTUM]
+    if settings.topology == "allreduce":
+        alone += ["--server", "allreduce"]
+    role = "worker"
+    if settings.topology == "gossip":
+        role, alone = "peer", [*alone, "--peer-dir", folder / f"{name}-peer"]
+    command = python_module("outerstep", role, "--worker-id", name, *alone, "--", *script)
     return Process(name, command, folder / f"{name}.log", progress, _threads(settings.workers))
 
 

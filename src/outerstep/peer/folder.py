@@ -134,6 +134,14 @@ class PeerFolder:
             raise _unreadable(file, error) from error
 
 
+def remembered_id(place: str | os.PathLike[str]) -> str | None:
+    """Under which id a peer has used this folder; None: nobody has."""
+    try:
+        return msgspec.json.decode(read_secret(Path(place) / "run.json"), type=RunFacts).peer_id
+    except (OSError, msgspec.MsgspecError):  # who opens it says what is wrong with it
+        return None
+
+
 def _unreadable(file: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"{file} cannot be read: {error}; restore it, or give this peer an empty folder, with which it comes as "
@@ -160,4 +168,4 @@ def _lock(place: Path) -> int:
     return descriptor
 
 
-__all__ = ["PeerFolder", "RunFacts"]
+__all__ = ["PeerFolder", "RunFacts", "remembered_id"]

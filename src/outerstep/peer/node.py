@@ -337,21 +337,23 @@ class Node:
             with self.lock:
                 self.peer.leave(self.clock())
                 self.keeper.note()
-                self.shared.wait(self._is_dispensable, patience_s)
+                said = self.shared.news
+                self.shared.wait(lambda: self._is_dispensable() and self.talk.have_heard(said), patience_s)
         self.stop()
 
     def _is_dispensable(self) -> bool:
         """With the lock held: nobody waits for this peer, or needs anything that it has."""
         peer, now = self.peer, self.clock()
         others = [m.key for m in peer.state.members if m.key != self.key and not peer.is_silent(m.key, now)]
-        beats = [peer.contacts.get(key) for key in others]
+        beats = [peer.contacts.get(key) for key in others if not self.talk.is_gone(key)]
         if peer.is_member and any(beat is None or beat.wants != "leave" for beat in beats):
             return False
         return all(beat is not None and self._knows_all(beat) for beat in beats)
 
     def _knows_all(self, beat: Beat) -> bool:
-        if beat.height < self.peer.state.height:
-            return False
+        """(Who leaves needs nothing more; it may be gone already.)"""
+        if beat.wants == "leave" or beat.height < self.peer.state.height:
+            return beat.wants == "leave"
         held = [version for version, _ in beat.held]
         return beat.wants != "belong" or all(h >= v for h, v in zip(held, self.peer.state.versions, strict=False))
 

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 30.0
 DISK_PATIENCE_S = 60.0
+FAILURES_OF_THE_GONE = 2
 
 
 @dataclass(eq=False)
@@ -30,6 +31,7 @@ class _Line:
     key: str
     height: int = -1  # of the last block that it knows; -1 = it has not said yet
     seen: int = -1  # the news that it was told of
+    heard: int = -1  # those that it has answered to
     failures: int = 0
     not_before: float = 0.0
     is_wanted: bool = True
@@ -64,6 +66,15 @@ class Talk:
         for member in self._shared.peer.state.members:
             if member.peer_id == peer_id and (line := self._lines.get(member.key)) is not None:
                 line.not_before = 0.0
+
+    def is_gone(self, key: str) -> bool:
+        """With the lock held: it does not answer any more. (It may have left just before.)"""
+        line = self._lines.get(key)
+        return line is not None and line.failures >= FAILURES_OF_THE_GONE
+
+    def have_heard(self, news: int) -> bool:
+        """With the lock held: does every member that can be reached know what was new then?"""
+        return all(line.heard >= news or line.failures for line in self._lines.values())
 
     def troubles(self) -> dict[str, str]:
         """By key: why the last talk with it came to nothing."""
@@ -109,7 +120,7 @@ class Talk:
         return told if self._keeper.wait_until_kept(DISK_PATIENCE_S) else None
 
     def _converse(self, line: _Line, told: Converse) -> None:
-        transport = self._contacts.transport(line.key)
+        transport, said = self._contacts.transport(line.key), line.seen
         try:
             if transport is None:
                 raise Refused("nobody has said where it is")
@@ -121,7 +132,7 @@ class Talk:
             return
         with self._shared.lock:
             self.conversations += 1
-            line.failures, line.trouble = 0, ""
+            line.failures, line.trouble, line.heard = 0, "", said
             self._hear(line, told, answer)
 
     def _hear(self, line: _Line, told: Converse, answer: Converse) -> None:

@@ -315,9 +315,9 @@ def _make_optimizer(
     buffer_size, lr, momentum = config.delayed_nesterov, config.outer_lr, config.outer_momentum
     if factory is not None:
         return DelayedNesterov.from_sgd(buffer_size, factory, shapes) if buffer_size else TorchOuter(factory, shapes)
-    return (
-        DelayedNesterov(buffer_size, lr, momentum) if buffer_size else Nesterov(lr, momentum, nesterov=config.nesterov)
-    )
+    if buffer_size:
+        return DelayedNesterov(buffer_size, lr, momentum)
+    return Nesterov(lr, momentum, nesterov=config.nesterov, portable=config.deterministic)
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:

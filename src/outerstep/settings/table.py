@@ -105,7 +105,7 @@ ROUNDS, ASYNC, STREAMING, OUTER = "Rounds", "Asynchronous", "Streaming", "Outer 
 MODEL, SAVING, NETWORK, SECURITY, LIMITS = "Model", "Saving", "Network", "Security", "Limits"
 AGGREGATION = "Robust aggregation"
 JOINING, EXCHANGES, PATIENCE = "Joining", "Exchanges", "Patience"
-NO_SERVER, REPLICAS = "Without a server", "torchft"
+NO_SERVER, PEERS, REPLICAS = "Without a server", "Between peers", "torchft"
 
 FIRST_WORKER = "the first worker's wish, else"
 AS_THE_RUN = "as the run has it"
@@ -232,8 +232,8 @@ SERVER_SETTINGS = (
 WORKER_SETTINGS = (
     Setting("server_addr", "--server", JOINING,
             "The server's host:port, or its whole join string; http://host:port for one that was started --insecure; "
-            "\"allreduce\" = none, the ranks of the job agree among themselves; \"torchft\" = none, replicas do that "
-            "meet at a lighthouse."),
+            "\"allreduce\" = none, the ranks of the job agree among themselves; \"gossip\" = none, peers do; "
+            "\"torchft\" = none, replicas do that meet at a lighthouse."),
     Setting("credentials", "--credentials", JOINING,
             "Folder that `outerstep join` stored what it knows in.", "~/.config/outerstep"),
     Setting("worker_id", "--worker-id", JOINING, "A name that survives restarts.", "made from host and process"),
@@ -298,6 +298,39 @@ WORKER_SETTINGS = (
             "Seconds for what the replicas of a quorum do together; who takes longer is left out of it."),
     Setting("replica_backend", "--replica-backend", REPLICAS,
             "What values travel by between replicas: gloo from host memory, or nccl from GPU to GPU."),
+    Setting("peers", "--join", PEERS,
+            "Peers to join through: addresses or join strings, several with spaces between.", "none: found a run"),
+    Setting("listen", "--listen", PEERS, "host:port on which the other peers reach this one; port 0 = any free one."),
+    Setting("advertise", "--advertise", PEERS,
+            "Host, or host:port, that the others should call.", "found out"),
+    Setting("peer_dir", "--peer-dir", PEERS,
+            "Folder that keeps who this peer is and what it has said.",
+            "none, a restart is then another peer; `outerstep peer`: outerstep-peer"),
+    Setting("insecure", "--insecure", PEERS,
+            "Plain HTTP without tokens: whoever reaches a peer's port can join and read and change the model."),
+    Setting("announce", "--announce", PEERS,
+            "Print the join string and what to type on the next machine; `outerstep peer` does unless told not to."),
+    Setting("aggregation", "--aggregation", PEERS,
+            "How contributions become one: mean, trimmed_mean, median, krum, multi_krum, geometric_median or "
+            "centered_clipping.", "as the run has it, founder: mean"),
+    Setting("trim_fraction", "--trim-fraction", PEERS,
+            "Of trimmed_mean: how much is cut off at each end.", "a fifth, and at least one"),
+    Setting("cosine_screen", "--cosine-screen", PEERS,
+            "Leave out what points away from the mean of the others (five peers or more).",
+            "as the run has it, founder: off"),
+    Setting("bucket_size", "--bucket-size", PEERS,
+            "2 averages random pairs before the rule.", "as the run has it, founder: 1"),
+    Setting("min_peers", "--min-peers", PEERS,
+            "No round is made of fewer contributions.", "as the run has it, founder: 2, or what the rule needs"),
+    Setting("liars", "--liars", PEERS,
+            "Peers that may say what they like, of more than three times as many.", "as the run has it, founder: 1"),
+    Setting("round_deadline_s", "--round-deadline", PEERS,
+            "A round waits so many seconds after its first contribution.", "as the run has it, founder: for all alive"),
+    Setting("heartbeat_timeout", "--heartbeat-timeout", PEERS,
+            "Seconds of silence until a peer counts as dead.", "as the run has it, founder: 30"),
+    Setting("pattern", "--pattern", PEERS,
+            "Who exchanges with whom: all with all, or each round with one other, drawn at random or in turn.",
+            "as the run has it, founder: all"),
 )  # fmt: skip
 
 SERVER = Role("server", ServerConfig, ServerCommand, SERVER_SETTINGS, {})

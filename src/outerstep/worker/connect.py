@@ -1,21 +1,26 @@
 """Who a worker is, and its way to the others: to a server, its own or that of the group of processes it is one of; or
-without a server, to the other ranks or replicas."""
+without a server, to the other ranks, peers or replicas."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
+import shlex
 import socket
+import sys
 from collections.abc import Mapping
 
 import msgspec
 import torch.distributed as dist
 
-from ..config import ALLREDUCE, LIGHTHOUSE_VARIABLE, TORCHFT, WorkerConfig, parse_lighthouse
+from ..config import ALLREDUCE, GOSSIP, LIGHTHOUSE_VARIABLE, TORCHFT, WorkerConfig, parse_lighthouse
 from ..coordination.exchange import Patience
 from ..errors import ConfigError, ModelError
+from ..peer import Node, NodeSettings
+from ..peer.folder import remembered_id
 from ..topology import Topology
+from ..topology.gossip_terms import GossipWishes
 from ..topology.group import GroupTopology
 from ..topology.memory import KEPT, Memory
 from ..topology.ranks import Ranks
@@ -26,6 +31,7 @@ from ..wire.http_transport import HttpTransport
 from .inner import InnerState
 from .replica import Replica
 
+USUAL_BEAT_S = 2.0  # between peers
 OTHER_CONNECTIONS = 4  # heartbeats, and other fragments' exchanges, beside the one that sends its parts
 
 
@@ -53,7 +59,7 @@ def find_ranks(config: WorkerConfig, environ: Mapping[str, str] = os.environ) ->
 
 def make_identity(config: WorkerConfig, ranks: Ranks | None) -> Identity:
     def make() -> Identity:
-        worker_id = config.worker_id or _make_worker_id()
+        worker_id = config.worker_id or _remembered_id(config) or _make_worker_id()
         if config.server_addr == ALLREDUCE:  # all ranks may have been given the same name
             _begin_to_talk()
             worker_id = f"{config.worker_id or 'rank'}-{dist.get_rank()}"
@@ -70,6 +76,8 @@ def connect(
         return _allreduce_topology(config, identity, replica)
     if config.server_addr == TORCHFT:
         return _torchft_topology(config, identity, replica, ranks, inner)
+    if config.server_addr == GOSSIP:
+        return _gossip_topology(config, identity, replica)
     if ranks is None:
         if shards.sections > 1:
             raise ModelError(
@@ -176,6 +184,75 @@ def _outer_rule(config: WorkerConfig) -> OuterRule:
         lr=usual.lr if config.outer_lr is None else config.outer_lr,
         momentum=usual.momentum if config.outer_momentum is None else config.outer_momentum,
         nesterov=usual.nesterov if config.nesterov is None else config.nesterov,
+    )
+
+
+def _gossip_topology(config: WorkerConfig, identity: Identity, replica: Replica) -> Topology:
+    if replica.shards.sections > 1 or replica.is_data_parallel:
+        raise ModelError(
+            "this model is sharded, or wrapped in DistributedDataParallel: its processes are one worker together, and "
+            "with server_addr='gossip' every process is a peer; give each the whole model, or use a server"
+        )
+    from ..topology.gossip import GossipSettings, GossipTopology
+
+    return GossipTopology(
+        make_node(config, identity.worker_id),
+        tensors=replica.tensors,
+        anchors=replica.anchors,
+        settings=GossipSettings(
+            _gossip_wishes(config),
+            join_timeout_s=config.join_timeout_s,
+            announce=_announce if config.announce else lambda node: None,
+        ),
+    )
+
+
+def _gossip_wishes(config: WorkerConfig) -> GossipWishes:
+    return GossipWishes(
+        outer_lr=config.outer_lr,
+        outer_momentum=config.outer_momentum,
+        nesterov=config.nesterov,
+        weight_by=config.weight_by,
+        aggregation=config.aggregation,
+        trim_fraction=config.trim_fraction,
+        cosine_screen=config.cosine_screen,
+        bucket_size=config.bucket_size,
+        min_peers=config.min_peers,
+        liars=config.liars,
+        round_deadline_s=config.round_deadline_s,
+        heartbeat_timeout_s=config.heartbeat_timeout,
+        pattern=config.pattern,
+    )
+
+
+def _remembered_id(config: WorkerConfig) -> str | None:
+    """A peer's id is part of who it is, and lies in its folder."""
+    return remembered_id(config.peer_dir) if config.peer_dir is not None else None
+
+
+def _announce(node: Node) -> None:
+    insecure = " --insecure" if node.settings.insecure else ""
+    print(
+        f"peer {node.peer_id} listens on {node.address}. On each other machine:\n\n"
+        f"    outerstep peer{insecure} --join {shlex.quote(node.join_string)} -- python train.py\n",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def make_node(config: WorkerConfig, peer_id: str) -> Node:
+    """This process's voice among the peers; it listens from now on."""
+    return Node(
+        NodeSettings(
+            peer_id=peer_id,
+            listen=config.listen,
+            advertise=config.advertise,
+            join=tuple((config.peers or "").split()),
+            folder=config.peer_dir,
+            credentials=config.credentials,
+            insecure=config.insecure,
+            beat_every_s=min(config.heartbeat_interval or USUAL_BEAT_S, USUAL_BEAT_S),
+        )
     )
 
 

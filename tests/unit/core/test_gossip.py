@@ -1,0 +1,88 @@
+"""Rounds of two: the rule against its equation, who exchanges with whom, and what it leads to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outerstep.core.gossip import NoLoCo, average_step, exponential_partner, noloco_step, random_partner
+from outerstep.errors import ConfigError
+
+IDS = [f"peer-{i:02d}" for i in range(8)]
+
+
+def test_the_step_is_the_papers_with_its_signs() -> None:
+    source = torch.Generator().manual_seed(0)
+    phi, theta, other_phi, other_theta, m = (torch.randn(50, generator=source) for _ in range(5))
+    moved, memory = phi.clone(), m.clone()
+    noloco_step(moved, memory, phi - theta, other_phi, other_phi - other_theta, NoLoCo())
+    learned = ((theta - phi) + (other_theta - other_phi)) / 2
+    expected = 0.5 * m + 0.7 * learned - 0.7 * (phi - (phi + other_phi) / 2)
+    torch.testing.assert_close(memory, expected)
+    torch.testing.assert_close(moved, phi + expected)
+
+
+def test_a_peer_moves_the_way_it_has_learned() -> None:
+    phi, m = torch.zeros(3), torch.zeros(3)
+    delta = torch.tensor([-1.0, -2.0, 0.0])  # anchor − local: it has learned (1, 2, 0)
+    noloco_step(phi, m, delta, torch.zeros(3), delta, NoLoCo())
+    assert phi.tolist() == pytest.approx([0.7, 1.4, 0.0])
+
+
+def test_two_that_learn_nothing_come_together() -> None:
+    ours, theirs = torch.ones(4), -torch.ones(4)
+    m_ours, m_theirs, nothing = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    for _ in range(40):
+        before = ours.clone()
+        noloco_step(ours, m_ours, nothing, theirs, nothing, NoLoCo())
+        noloco_step(theirs, m_theirs, nothing, before, nothing, NoLoCo())
+    assert float((ours - theirs).abs().max()) < 1e-3
+    assert float(ours.abs().max()) < 1e-3  # and their mean stays where it was
+
+
+def test_a_round_of_pairs_pairs_everybody_with_one_and_differs_from_the_next() -> None:
+    seen = set()
+    for turn in range(20):
+        partners = {one: random_partner(IDS, one, "seed", turn) for one in IDS}
+        assert all(other is not None and partners[other] == one and other != one for one, other in partners.items())
+        seen.add(tuple(partners.values()))
+    assert len(seen) > 10
+
+
+def test_with_an_odd_number_one_sits_out_and_not_always_the_same() -> None:
+    alone = [next(one for one in IDS[:5] if random_partner(IDS[:5], one, "seed", t) is None) for t in range(30)]
+    assert len(set(alone)) > 2
+    for turn in range(5):
+        assert sum(random_partner(IDS[:5], one, "seed", turn) is None for one in IDS[:5]) == 1
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_the_exponential_graph_has_the_exact_mean_after_log2_n_rounds(n: int) -> None:
+    source = torch.Generator().manual_seed(n)
+    ids = IDS[:n]
+    phi = {one: torch.randint(-512, 512, (5,), generator=source).float() for one in ids}
+    mean = torch.stack(list(phi.values())).mean(0)  # whole numbers: halves are exact
+    nothing = torch.zeros(5)
+    for turn in range(n.bit_length() - 1):
+        partners = {one: exponential_partner(ids, one, turn) for one in ids}
+        assert all(other is not None and partners[other] == one for one, other in partners.items())
+        before = {one: values.clone() for one, values in phi.items()}
+        for one, other in partners.items():
+            assert other is not None
+            average_step(phi[one], nothing, before[other], nothing)
+    assert all(torch.equal(values, mean) for values in phi.values())
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 6, 7])
+def test_with_other_numbers_of_peers_some_sit_out_and_pairs_are_still_mutual(n: int) -> None:
+    for turn in range(6):
+        partners = {one: exponential_partner(IDS[:n], one, turn) for one in IDS[:n]}
+        assert all(other is None or partners[other] == one for one, other in partners.items())
+    everybody = [exponential_partner(IDS[:n], one, turn) for one in IDS[:n] for turn in range(6)]
+    assert n == 1 or any(everybody)
+
+
+def test_settings_out_of_range_are_refused_by_name() -> None:
+    for settings, name in (({"momentum": 1.0}, "momentum"), ({"outer_lr": 0.0}, "lr"), ({"pull": 2.0}, "pull")):
+        with pytest.raises(ConfigError, match=name):
+            NoLoCo(**settings)
