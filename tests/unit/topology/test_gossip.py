@@ -13,7 +13,6 @@ from torch import nn
 
 from outerstep import DiLoCoWorker
 from outerstep.config import WorkerConfig
-from outerstep.errors import ConfigError, ManifestMismatch, PlanMismatch
 from outerstep.peer import Node, NodeSettings
 from outerstep.server import DiLoCoServer
 from outerstep.topology.news import anchor_hash
