@@ -34,7 +34,7 @@ from support import (
     wait_until,
 )
 
-PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "port": 0}
+PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "port": 0}
 WORKERS = "abcde"
 ATTACKER = "c"
 RULES: dict[str, dict[str, Any]] = {
