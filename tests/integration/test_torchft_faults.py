@@ -289,6 +289,7 @@ def test_no_lighthouse_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_training_goes_on_while_the_lighthouse_is_away(lighthouse: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outerstep.topology.torchft_crew.CONNECT_S", 1.0)
     accounts = Accounts(monkeypatch)
     model = Ledger(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -6,6 +6,8 @@
     3. it encodes that mean, once, and sends the bytes to all others          (n−1)/n of the mean
        with the sums of squares that tell how the round went (core/watch.py)
 
+Steps 1 and 2 go run by run, so that of the others' contributions only some MiB lie here at a time.
+
 What is applied is what was encoded, so the bits are equal on all ranks whatever a processor's vectors do to a sum. A
 collective of torch would add bf16 in bf16 and could not add int4 at all; for fp32 it would move as many bytes as this
 (times: bench/allreduce.py), but add in another order than a server does.
@@ -14,7 +16,7 @@ collective of torch would add bf16 in bf16 and could not add int4 at all; for fp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +32,8 @@ from ..errors import WorkerError
 from .forms import Form
 from .news import cuts
 from .slices import Piece, Slice, slices_of
+
+RUN_BYTES = 16 << 20  # of a contribution, from each rank at a time
 
 
 class Carrier(Protocol):
@@ -77,7 +81,10 @@ class Reducer:
         self.fragment, self.form = fragment, form
         self._down = down_rules
         self._links, self._peers = links, peers
-        self._slices = slices_of(form, peers.size)
+        self._count = runs_of(form, peers.size)
+        self._runs = slices_of(form, peers.size * self._count)  # the same cuts, and some between them
+        self._own = self._runs[peers.rank * self._count : (peers.rank + 1) * self._count]
+        self._starts, self._stops = _extents(piece for run in self._own for piece in run.pieces)
         self._up_begins = {entry.name: entry.begin for entry in form.up.entries}
         self._down_begins = {entry.name: entry.begin for entry in form.update.entries}
         self.left_out: dict[str, Tensor] = {}  # by tensor, this rank's piece of it
@@ -89,22 +96,24 @@ class Reducer:
         order of the ranks."""
         links, rank = self._links, self._peers.rank
         sent, received = links.bytes_sent, links.bytes_received
-        own, others = self._slices[rank], [r for r in range(self._peers.size) if r != rank]
-        room, rooms = self._rooms(own, others)
-        links.swap([(r, frame[slice(*self._slices[r].up)]) for r in others], list(rooms.items()))
+        others = [r for r in range(self._peers.size) if r != rank]
         mean = links.take(self.form.update.size_bytes)
-        contributions = [frame[slice(*own.up)] if r == rank else rooms[r] for r in range(self._peers.size)]
         sums = torch.zeros(self._peers.size, 2, dtype=torch.float64, device=links.device)  # per rank: Σ g², Σ Δ²
-        sums[rank, 0] = self._sum(own, contributions, weights, mean, dither)
         sums[rank, 1] = squares
+        for number, run in enumerate(self._own):
+            room, rooms = self._rooms(run, others)
+            outgoing = [(r, frame[slice(*self._runs[r * self._count + number].up)]) for r in others]
+            links.swap(outgoing, list(rooms.items()))
+            contributions = [frame[slice(*run.up)] if r == rank else rooms[r] for r in range(self._peers.size)]
+            sums[rank, 0] += self._sum(run, contributions, weights, mean, dither)
+            links.give_back(room)
         notes = sums.view(torch.uint8)
         links.swap(
-            [(r, data) for r in others for data in (mean[slice(*own.down)], notes[rank])],
-            [(r, data) for r in others for data in (mean[slice(*self._slices[r].down)], notes[r])],
+            [(r, data) for r in others for data in (mean[self._down_of(rank)], notes[rank])],
+            [(r, data) for r in others for data in (mean[self._down_of(r)], notes[r])],
         )
         if links.device.type == "cuda":
             torch.cuda.current_stream(links.device).synchronize()
-        links.give_back(room)
         of_mean, of_each = sums.cpu().unbind(1)
         return Mean(
             mean,
@@ -113,6 +122,11 @@ class Reducer:
             norm=math.sqrt(of_mean.sum()),
             norms=tuple(of_each.sqrt().tolist()),
         )
+
+    def _down_of(self, rank: int) -> slice:
+        """The bytes of the mean that this rank makes."""
+        first, last = self._runs[rank * self._count], self._runs[(rank + 1) * self._count - 1]
+        return slice(first.down[0], last.down[1])
 
     def _rooms(self, own: Slice, others: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """For this rank's slice of everybody else's contribution: some memory, and by rank its part of that. Each is
@@ -179,9 +193,10 @@ class Reducer:
         if not self.form.rules[name].feedback:
             rule.codec.encode(g, out, noise)
             return
+        first = self._starts[name]
         if name not in self.left_out:
-            self.left_out[name] = torch.zeros(piece.stop - piece.start, device=g.device)
-        owed = self.left_out[name][start - piece.start : stop - piece.start]
+            self.left_out[name] = torch.zeros(self._stops[name] - first, device=g.device)
+        owed = self.left_out[name][start - first : stop - first]
         compensate(owed, g, decay_of(rule.codec), owed)
         send(rule.codec, owed, out, noise)
 
@@ -208,6 +223,21 @@ class Reducer:
         return WorkerError(f"the mean of fragment {self.fragment} overflows fp32: the contributions are far too large")
 
 
+def runs_of(form: Form, size: int) -> int:
+    """How many runs each rank's slice is cut into: so often contributions are swapped, before the mean is."""
+    return max(math.ceil(form.up.size_bytes / size / RUN_BYTES), 1)
+
+
+def _extents(pieces: Iterable[Piece]) -> tuple[dict[str, int], dict[str, int]]:
+    """Where what is held of each tensor begins and ends; the pieces come in order."""
+    starts: dict[str, int] = {}
+    stops: dict[str, int] = {}
+    for piece in pieces:
+        starts.setdefault(piece.name, piece.start)
+        stops[piece.name] = piece.stop
+    return starts, stops
+
+
 def _blocks(piece: Piece, device: torch.device) -> list[tuple[int, int]]:
     return [(piece.start + a, piece.start + b) for a, b in cuts(piece.stop - piece.start, device)]
 
@@ -220,4 +250,4 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     return norm.square()
 
 
-__all__ = ["Carrier", "Circle", "Mean", "Reducer"]
+__all__ = ["Carrier", "Circle", "Mean", "Reducer", "runs_of"]

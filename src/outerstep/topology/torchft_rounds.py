@@ -39,7 +39,7 @@ from .encode import OnDevice
 from .forms import forms_of
 from .news import News, Updates, Whole, anchor_hash, cuts
 from .payload import Payload
-from .reduce import Mean, Reducer
+from .reduce import Mean, Reducer, runs_of
 from .stepped import Momentum, Stepped
 from .terms import Header, Rank, check_pair, weights_of
 from .torchft_crew import Crew, Quorum, TorchftSettings
@@ -286,8 +286,8 @@ class Rounds:
                 brought.payload.data, weights, lambda name: Dither.of(run_id, turn, version, name), brought.squares
             )
         else:
-            lines.swap([], [])
-            lines.swap([], [])
+            for _ in range(runs_of(self.forms[turn], len(active)) + 1):
+                lines.swap([], [])
         lines.members = range(lines.size)
         idle = [rank for rank in lines.members if rank not in active]
         if not idle:

@@ -206,3 +206,22 @@ def test_large_values_are_finite() -> None:
     big = [{name: torch.full(shape, 3e19) for name, shape in SHAPES.items()} for _ in range(2)]
     ranks = reducers("fp32", 2)
     assert decoded(ranks[0].form, reduce(ranks, big, [1.0, 1.0])[0])["w"].eq(3e19).all()
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "int4+feedback", "int8+feedback+stochastic"])
+@pytest.mark.parametrize("run_bytes", [50, 150])
+def test_run_by_run_the_mean_is_the_same_also_what_is_owed_of_it(
+    recipe: str, run_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, weights = reducers(recipe, 3), [1.0, 2.0, 1.0]
+    monkeypatch.setattr("outerstep.topology.reduce.RUN_BYTES", run_bytes)
+    cut = reducers(recipe, 3)
+    assert cut[0]._count > 1
+    for seed in (0, 10):
+        contributions = [deltas(seed + rank) for rank in range(3)]
+        for one, other in zip(reduce(whole, contributions, weights), reduce(cut, contributions, weights), strict=True):
+            for entry in whole[0].form.update.entries:
+                assert torch.equal(one[entry.begin : entry.end], other[entry.begin : entry.end])
+    for one, other in zip(whole, cut, strict=True):
+        assert one.left_out.keys() == other.left_out.keys()
+        assert all(torch.equal(one.left_out[name], other.left_out[name]) for name in one.left_out)
