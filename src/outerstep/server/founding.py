@@ -118,7 +118,7 @@ def make_stores(
     up, down = Recipe.parse(plan.codec), Recipe.parse(plan.down_codec)
     specs = {spec.name: spec for spec in manifest.parameters}
     initial, shelf = service.model.initial(manifest), Shelf()
-    return [
+    stores = [
         FragmentStore(
             i,
             [specs[name] for name in names],
@@ -137,6 +137,9 @@ def make_stores(
         )
         for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
     ]
+    for store in stores:
+        store.down.follows_means = config.combining.name == "mean"
+    return stores
 
 
 def open_run(
