@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from outerstep.cli.status import render
 from outerstep.coordination.gossip import GossipRules
 from outerstep.coordination.gossip import peer as gossip_peer
-from outerstep.errors import ConfigError, ExchangeFailed, NotFound, ServerUnreachable, Unauthorized
+from outerstep.errors import (
+    ConfigError,
+    ExchangeFailed,
+    Forbidden,
+    NotFound,
+    OtherRun,
+    ProtocolMismatch,
+    ServerUnreachable,
+    Unauthorized,
+)
 from outerstep.peer import Node, NodeSettings
-from outerstep.security import Access, Credentials
+from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.signing import make_key
 from outerstep.security.tokens import new_token
 from outerstep.server import DiLoCoServer
 from outerstep.statements import Converse, Offered, Proof, Signed, body_of
 from outerstep.types import GetPart, Leave
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.peers import AskTerms, GetHeld, HeldAnswer, Terms
+from outerstep.wire.messages import AnyRequest
+from outerstep.wire.peers import AskParts, AskTerms, GetHeld, HeldAnswer, PeerAnswer, Terms
 from peers import RULES, SHORT, SIZES, Adding, Peer, agree, start_peers, stop_peers
 from support import in_threads, tiny_model, wait_until
 
@@ -202,6 +217,38 @@ class TestFailures:
         assert peers[0].take(0).block == peers[1].take(0).block
         assert peers[0].node.shared.trouble == ""
 
+    def test_a_neighbour_that_swallows_everything_keeps_the_others_from_nothing(self, started: Started) -> None:
+        peers = started(4)
+        deaf = peers.pop()
+        host, port = parse_address(deaf.node.address)
+        deaf.node.stop()
+        with socket.create_server((host, port)) as swallows:
+            agree(peers)
+            agree(peers)
+            swallows.setblocking(False)
+            swallows.accept()[0].close()  # somebody did call
+        assert ids(peers[0]) == ["a", "b", "c"]
+
+    def test_a_round_whose_bytes_nobody_gives_is_lost_and_the_whole_taken_instead(self, started: Started) -> None:
+        peers = started(3)
+        for value, peer in enumerate(peers[:2]):
+            answer = peer.node.service.answer
+
+            def deny(request: AnyRequest, answer: Callable[[AnyRequest], PeerAnswer] = answer) -> PeerAnswer:
+                if isinstance(request, AskParts) and request.sender == "c":
+                    raise NotFound("not for you")
+                return answer(request)
+
+            peer.node.service.answer = deny  # type: ignore[method-assign]
+            peer.offer(0, value)
+        peers[2].offer(0, 2)
+        for peer in peers[:2]:
+            peer.take(0)
+        wait_until(lambda: peers[2].node.is_lost(0, 1))
+        assert peers[2].node.round_of(0, 1) is None
+        peers[2].heal()
+        assert len({tuple(peer.topology.anchors) for peer in peers}) == 1
+
     def test_a_thread_that_fails_ends_the_node_and_says_why(self, started: Started) -> None:
         peers = started(2)
 
@@ -306,6 +353,23 @@ class TestTheDoor:
         peers.append(Peer("c", join=(elsewhere.node.join_string,)).join())
         agree(peers)
 
+    def test_the_users_own_admin_token_shows_the_status_and_no_more(self, started: Started) -> None:
+        peer = started(1)[0]
+        own = peer.node._door.access
+        admin = Access(own.host, own.port, "", own.fingerprint, admin=Credentials().tokens.load().admin)
+        transport = HttpTransport(admin.join_string)
+        assert transport.status()["run_id"] == peer.node.peer.run_id
+        with pytest.raises(Forbidden):
+            transport.ask(AskTerms(sender="x", protocol=1))
+
+    def test_a_peer_of_another_version_is_told_so(self, started: Started) -> None:
+        with pytest.raises(ProtocolMismatch, match="speaks protocol 1, the other 2"):
+            transport_to(started(1)[0]).ask(AskTerms(sender="x", protocol=2))
+
+    def test_what_belongs_to_another_run_is_refused(self, started: Started) -> None:
+        with pytest.raises(OtherRun):
+            transport_to(started(1)[0]).ask(Converse(run_id="another", sender="x", height=0))
+
     def test_a_server_says_that_it_is_no_peer_and_a_peer_that_it_is_no_server(self, started: Started) -> None:
         peer = started(1)[0]
         with pytest.raises(NotFound, match="this is a peer, not a server"):
@@ -323,10 +387,22 @@ class TestTheDoor:
     def test_the_status_says_who_is_there(self, started: Started) -> None:
         peers = started(2)
         agree(peers)
+        peers[1].node.note_progress(7, 2.0, 0.5)
+        wait_until(lambda: transport_to(peers[0]).status()["members"][1]["step"] == 7)  # type: ignore[index]
         status = transport_to(peers[0]).status()
         assert status["versions"] == [1, 0]
         assert [member["peer_id"] for member in status["members"]] == ["a", "b"]  # type: ignore[attr-defined]
         assert status["failure"] == ""
+        console = Console(width=160, record=True)
+        console.print(render(status, peers[0].node.address))
+        shown = console.export_text()
+        assert "peer a" in shown
+        assert "fragment 0: version 1; waiting for a, b" in shown
+        assert re.search(r"│ b +│ 127\.0\.0\.1:\d+ │ 7 +│ 2\.00 +│ 0\.5000", shown)
+
+    def test_the_status_of_a_peer_that_has_not_begun_can_be_asked_too(self) -> None:
+        with Peer("a").node as node:
+            assert "has not joined a run yet" in str(render(HttpTransport(node.join_string).status(), node.address))
 
     def test_nobody_there_is_said_after_the_patience(self) -> None:
         gone = Peer("gone")
@@ -349,6 +425,23 @@ class TestTheDoor:
         with pytest.raises(ConfigError, match=r"holds run .*, the peers to join run"):
             again.node.ask_terms(SHORT)
         again.node.stop()
+
+    def test_a_forked_process_keeps_neither_the_port_nor_the_folder(self, tmp_path: Path) -> None:
+        node = Peer("a", folder=str(tmp_path)).node
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                has_let_go = node._door._http._listener.fileno() == -1 and node._folder._lock is None  # type: ignore[union-attr]
+                os.write(writer, b"yes" if has_let_go else b"no")
+            finally:
+                os._exit(0)
+        assert os.read(reader, 3) == b"yes"
+        os.waitpid(child, 0)
+        assert isinstance(HttpTransport(node.join_string).status(), dict)  # it is still the parent's
+        with pytest.raises(ConfigError, match="belongs to a peer that is running"):
+            Peer("a", folder=str(tmp_path))
+        node.stop()
 
     def test_a_run_of_one_agrees_with_itself(self) -> None:
         alone = Peer("alone", rules=GossipRules(min_peers=1, pace=RULES.pace)).found()

@@ -55,6 +55,8 @@ def status(
 
 def render(status: dict[str, Any], address: str) -> RenderableType:
     """The status as a person reads it: a few lines of facts, the workers, and why nothing happens if nothing does."""
+    if status["mode"] == "gossip":
+        return _peer(status, address)
     lines: list[RenderableType] = [
         f"[bold]{address}[/bold]  run {status['run_id']}  {status['mode']}  up {duration(status['uptime_s'])}",
         f"round [bold]{status['sync_round']}[/bold]  {status['total_submissions']} contribution(s)  "
@@ -78,6 +80,32 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
             f"fragment {i}: version {fragment['version']}; contributed: {escape(done)}; "
             f"waiting for {escape(fragment['waiting_for'])}"
         )
+    return Group(*lines)
+
+
+def _peer(status: dict[str, Any], address: str) -> RenderableType:
+    """The same of a peer of a run without a server."""
+    head = f"[bold]{address}[/bold]  peer {escape(status['peer_id'])}  up {duration(status['uptime_s'])}"
+    if not status["begun"]:
+        return f"{head}  has not joined a run yet"
+    table = Table("peer", "address", "step", "steps/s", "loss", "seen", "trouble")
+    for member in status["members"]:
+        facts = {"step": "", "steps_per_second": 0.0, "loss": None, "last_seen_s": 0.0, "address": "", **member}
+        cells = [facts["address"], facts["step"], COLUMNS["steps/s"](facts), COLUMNS["loss"](facts)]
+        cells += ["itself" if facts.get("self") else COLUMNS["seen"](facts), facts.get("trouble", "")]
+        table.add_row(escape(member["peer_id"]), *(escape(str(cell)) for cell in cells))
+    lines: list[RenderableType] = [
+        f"{head}  run {status['run_id']}  block {status['height']}",
+        f"received {size(status['bytes_received'])}, sent {size(status['bytes_sent'])}",
+        table,
+    ]
+    if not status["is_member"]:
+        lines.append("[yellow]it does not belong to the run, or not yet[/yellow]")
+    for word, who in (("silent", status["silent"]), ("proven to lie, and expelled", status["expelled"])):
+        lines += [f"[red]{word}: {escape(', '.join(who))}[/red]"] if who else []
+    lines += [f"[red]{escape(status[what])}[/red]" for what in ("failure", "trouble") if status[what]]
+    for i, fragment in enumerate(status["fragments"]):
+        lines.append(f"fragment {i}: version {fragment['version']}; waiting for {escape(fragment['waiting_for'])}")
     return Group(*lines)
 
 

@@ -94,6 +94,10 @@ class Door:
     def stop(self, patience_s: float) -> None:
         self._http.stop(patience_s=patience_s)
 
+    def let_go(self) -> None:
+        """In a process that was forked."""
+        self._http.let_go()
+
     # --- reaching others --------------------------------------------------------------------------------------------
 
     def reach(self, access: Access, timeout_s: float) -> HttpTransport:

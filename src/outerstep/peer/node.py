@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -76,8 +78,10 @@ class Node:
         self.started_at = clock()
         self.holdings = Holdings(settings.memory_bytes)
         self._survey = Survey(self._door, settings.peer_id, self._key, self._pause)
+        self.progress: tuple[int, float, float | None] = (0, 0.0, None)
         self._document = b""
         self._is_stopped = False
+        _alive.add(self)
 
     @property
     def peer_id(self) -> str:
@@ -310,7 +314,9 @@ class Node:
             return self.shared.changes
 
     def note_progress(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """For the others to see; it travels with the next beat."""
         with self.lock:
+            self.progress = (step, steps_per_second, loss)
             self.peer.note_progress(step, steps_per_second, loss)
 
     def status(self) -> dict[str, object]:
@@ -416,5 +422,18 @@ class Node:
             with contextlib.suppress(OSError):
                 self._folder.close()
 
+
+_alive: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A training process forks, for its data say. If it is killed, its children live on for a while: they must not
+    keep the port and the folder from the process that comes in its place."""
+    for node in _alive:
+        node._door.let_go()
+        node._close_folder()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 __all__ = ["Node"]

@@ -50,13 +50,15 @@ def build_status(node: Node) -> dict[str, object]:
 def _member(node: Node, key: str, peer_id: str, now: float) -> dict[str, object]:
     """One member, as this peer knows it."""
     if key == node.key:
-        return {"peer_id": peer_id, "address": node.address, "height": node.peer.state.height, "self": True}
+        step, steps_per_second, loss = node.progress
+        facts = {"step": step, "steps_per_second": steps_per_second, "loss": loss}
+        return {"peer_id": peer_id, "address": node.address, "height": node.peer.state.height, "self": True, **facts}
     beat = node.peer.contacts.get(key)
-    facts: dict[str, object] = {"peer_id": peer_id, "trouble": node.talk.troubles().get(key, "")}
+    known: dict[str, object] = {"peer_id": peer_id, "trouble": node.talk.troubles().get(key, "")}
     if beat is None:
-        return facts
+        return known
     return {
-        **facts,
+        **known,
         "address": beat.address,
         "height": beat.height,
         "wants": beat.wants,

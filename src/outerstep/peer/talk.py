@@ -44,7 +44,7 @@ class Talk:
         self._beat_every_s = beat_every_s
         self._lines: dict[str, _Line] = {}
         self._draw = random.Random()
-        self.is_behind = False  # somebody is so far ahead that its blocks are not to be had any more
+        self.stuck_at = -1  # a height at which nobody has the next block any more, as it seems
         self.conversations = 0
 
     def start(self) -> None:
@@ -133,9 +133,9 @@ class Talk:
         with self._shared.lock:
             self.conversations += 1
             line.failures, line.trouble, line.heard = 0, "", said
-            self._hear(line, answer)
+            self._hear(line, told, answer)
 
-    def _hear(self, line: _Line, answer: Converse) -> None:
+    def _hear(self, line: _Line, told: Converse, answer: Converse) -> None:
         """With the lock held. Who is behind, or ahead by more than fits into one answer, is called again at once; but
         only as long as that leads further."""
         peer = self._shared.peer
@@ -143,8 +143,8 @@ class Talk:
         peer.hear(answer, self._shared.clock())
         line.height = answer.height
         we_lag = answer.height > peer.state.height
-        if we_lag and not answer.decisions:
-            self.is_behind = True
+        if we_lag and not answer.decisions and peer.state.height == told.height:
+            self.stuck_at = told.height
         moved = peer.state.height > before or answer.height > line_before
         if (we_lag or answer.height < peer.state.height) and moved:
             line.seen = -1

@@ -36,9 +36,9 @@ class Upkeep:
                     return
                 node.holdings.keep_only(node.peer.needed() | node.rounds.needed())
                 self._note_places()
-                is_behind, node.talk.is_behind = node.talk.is_behind, False
+                is_stuck = node.talk.stuck_at == node.peer.state.height
             node.wholes.drop_unused()
-            if is_behind:
+            if is_stuck:
                 self._catch_up()
 
     def _note_places(self) -> None:
@@ -55,7 +55,7 @@ class Upkeep:
         """More than f of the members as this peer knows them must name the same state."""
         node = self._node
         with node.lock:
-            peer = node.peer
+            peer, height = node.peer, node.peer.state.height
             keys = [member.key for member in peer.state.members if member.key != node.key]
             needed = liars_among(len(peer.state.members), peer.rules.liars) + 1
         found = self._survey.newest_state(self._contacts, keys, peer.run_id, needed)
@@ -63,8 +63,8 @@ class Upkeep:
             return
         state, beats = found
         with node.lock:
-            if state.height > peer.state.height:
-                log.info("the run is %d blocks ahead: going on from there", state.height - peer.state.height)
+            if state.height > height == peer.state.height:  # else the next block has come meanwhile
+                log.info("the run is %d blocks ahead: going on from there", state.height - height)
                 node.keeper.leap(state)
                 peer.hear(Converse(run_id=peer.run_id, sender=node.peer_id, height=0, statements=beats), node.clock())
                 node.keeper.note()

@@ -150,6 +150,10 @@ class HttpService:
         if self._thread.is_alive():
             self._thread.join(timeout=patience_s)
 
+    def let_go(self) -> None:
+        """In a process that was forked: the port is its parent's, and free when that one is gone."""
+        self._listener.close()
+
     def _accept(self) -> None:
         while not self._stopping.is_set():
             try:
