@@ -47,6 +47,7 @@ class Wholes:
         self._lock = threading.Lock()
         self._snapshots: dict[int, list[_Snapshot]] = {}
         self._draw = random.Random()
+        self.bytes_received = 0
 
     # --- for others -------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,20 @@ class Wholes:
         self._shared.check()
         raise ServerUnreachable(f"fragment {fragment} could not be fetched from any peer in {patience_s:g} s: {why}")
 
+    def fetch_from(self, key: str, fragment: int, least_version: int) -> tuple[int, memoryview] | None:
+        """What this very member holds, if its version is not below that; None: it does not, or not now."""
+        with self._shared.lock:
+            peer = self._shared.peer
+            request = AskWhole(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
+        answer = self._ask(key, request)
+        if isinstance(answer, str) or answer.version < least_version:
+            return None
+        if answer.parts.part_size_bytes != WHOLE_PART_BYTES:
+            return None
+        arrival = _expect(answer)
+        digest = answer.parts.digest(about_whole(request.run_id, fragment, answer.version))
+        return (answer.version, arrival.room.view) if self._fetch_from(key, arrival, digest) else None
+
     def _survey(self, fragment: int) -> tuple[int, str, list[tuple[str, Whole]], str]:
         """The newest version that enough members name the same digest for: version, digest, and who did."""
         with self._shared.lock:
@@ -149,7 +164,9 @@ class Wholes:
             return False
         nothing: Callable[[], None] = lambda: None  # noqa: E731
         try:
-            return fetch_parts(transport, self._shared, arrival, digest, nothing)
+            is_here = fetch_parts(transport, self._shared, arrival, digest, nothing)
+            self.bytes_received += len(arrival.room.view) if is_here else 0
+            return is_here
         except OuterstepError as error:
             log.debug("a fragment could not be fetched from %s: %s", transport.address, error)
             return False

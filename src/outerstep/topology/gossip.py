@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.codecs import Dither
 from ..core.feedback import ErrorFeedback
-from ..errors import ConfigError, ExchangeFailed, NotFinite, PeerLost, RoundStuck, WorkerError
+from ..errors import ConfigError, ExchangeFailed, NotFinite, PeerLost, PlanMismatch, RoundStuck, WorkerError
 from ..peer import DecidedRound, Node
 from ..statements import ChainState
 from ..types import Manifest, Participant, Plan, Watched, Wishes
@@ -88,6 +88,11 @@ class GossipTopology:
         else:
             terms = GossipTerms.decode(known.document)
             check_joiner(terms, manifest, wishes, self._settings.wishes)
+            if terms.pattern != "all":
+                raise PlanMismatch(
+                    f"the run has pattern={terms.pattern}, which a peer must know before it begins",
+                    hint=f"start this peer with pattern={terms.pattern!r} (--pattern {terms.pattern})",
+                )
         beat_s = node.settings.beat_every_s
         if terms.heartbeat_timeout_s < LEAST_BEATS * beat_s:
             raise ConfigError(
@@ -360,7 +365,8 @@ class GossipTopology:
         watched: Watched | None = None,
     ) -> Agreed:
         assert self._plan is not None, "not joined"
-        sent, received = self._node.service.bytes_sent, self._node.counts.get("fetched_bytes", 0)
+        sent = self._node.service.bytes_sent
+        received = self._node.counts.get("fetched_bytes", 0) + self._node.wholes.bytes_received
         before, self._traffic = self._traffic, (sent, received)
         return Agreed(
             fragment=fragment,

@@ -14,6 +14,7 @@ import msgspec
 from ..coordination.gossip import GossipRules
 from ..coordination.plan import check_manifest
 from ..core.codecs.recipe import Recipe
+from ..core.gossip import NoLoCo
 from ..core.robust import RobustAggregator
 from ..errors import BadRequest, ConfigError, PlanMismatch
 from ..types import Manifest, Plain, Plan, WeightBy, Wishes
@@ -127,14 +128,14 @@ def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str, *
         manifest=manifest,
         plan=msgspec.structs.replace(plan, heartbeat_timeout_s=timeout_s, tokenizer=wishes.tokenizer or ""),
         outer_lr=usual.lr if own.outer_lr is None else own.outer_lr,
-        outer_momentum=usual.momentum if own.outer_momentum is None else own.outer_momentum,
+        outer_momentum=_momentum(own, usual.momentum),
         nesterov=usual.nesterov if own.nesterov is None else own.nesterov,
         aggregation=aggregation,
         trim_fraction=own.trim_fraction,
         cosine_screen=screened,
         bucket_size=bucket_size,
         min_peers=_min_peers(own, aggregation, bucket_size, cosine_screen=screened),
-        liars=rules.liars if own.liars is None else own.liars,
+        liars=_liars(own, rules.liars),
         round_deadline_s=own.round_deadline_s,
         heartbeat_timeout_s=timeout_s,
         pattern=own.pattern or "all",
@@ -142,6 +143,24 @@ def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str, *
     )
     terms.check()
     return terms
+
+
+def _momentum(own: GossipWishes, usual: float) -> float:
+    if own.outer_momentum is not None:
+        return own.outer_momentum
+    return NoLoCo().momentum if own.pattern == "pairs" else usual
+
+
+def _liars(own: GossipWishes, usual: int) -> int:
+    """In pairs nobody looks at what a peer tells another: who lies is believed."""
+    if own.pattern in (None, "all"):
+        return usual if own.liars is None else own.liars
+    if own.liars:
+        raise ConfigError(
+            f"liars={own.liars} is for pattern='all', where all see the same; with pattern={own.pattern!r} nobody can "
+            "tell: leave it out"
+        )
+    return 0
 
 
 def _min_peers(own: GossipWishes, aggregation: str, bucket_size: int, *, cosine_screen: bool) -> int:

@@ -194,8 +194,10 @@ def _gossip_topology(config: WorkerConfig, identity: Identity, replica: Replica)
             "with server_addr='gossip' every process is a peer; give each the whole model, or use a server"
         )
     from ..topology.gossip import GossipSettings, GossipTopology
+    from ..topology.pairs import PairsTopology
 
-    return GossipTopology(
+    topology = GossipTopology if config.pattern in (None, "all") else PairsTopology
+    return topology(
         make_node(config, identity.worker_id),
         tensors=replica.tensors,
         anchors=replica.anchors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from outerstep.peer import Node, NodeSettings
 from outerstep.server import DiLoCoServer
 from outerstep.topology.news import anchor_hash
 from outerstep.worker import connect
-from support import in_threads, memory_worker, params_of, tiny_model, train_steps
+from support import in_threads, memory_worker, params_of, tiny_model, train_steps, wait_until
 
 SYNC_EVERY = 3
 PATIENCE_S = 240.0  # for a busy machine
@@ -164,3 +165,144 @@ def test_the_mean_of_all_has_the_bits_of_a_deterministic_server(around: Around, 
     for model in models.values():
         for name, value in params_of(model).items():
             assert torch.equal(value, expected[name]), name
+
+
+def test_a_peer_that_comes_later_gets_anchor_and_momentum_and_counts_from_then_on(around: Around) -> None:
+    with make_worker("a") as first, make_worker("b") as second:
+        both(first, second, rounds=3)
+        with make_worker("c") as third:
+            assert third.sync_metrics["versions"] == [3]
+            assert hash_of(third) == hash_of(first)
+            wait_until(lambda: len(around.nodes["a"].peer.state.members) == 3)
+            hashes = in_threads(*(lambda w=w: train_rounds(w, 3) for w in (first, second, third)), timeout_s=PATIENCE_S)
+            assert hashes[0] == hashes[1] == hashes[2]
+            assert third.sync_metrics["sync_count"] == 3
+
+
+def train_rounds(worker: DiLoCoWorker, rounds: int) -> list[str]:
+    found = []
+    for number in range(rounds):
+        train_steps(worker.model, worker.optimizer, SYNC_EVERY, seed=ord(worker.worker_id) + number)
+        found.append(hash_of(worker))
+    return found
+
+
+def both(*workers: DiLoCoWorker, rounds: int) -> list[list[str]]:
+    return in_threads(*(lambda w=w: train_rounds(w, rounds) for w in workers), timeout_s=PATIENCE_S)
+
+
+def test_a_peer_with_nan_says_so_is_not_waited_for_and_goes_on_from_the_agreed_weights(around: Around) -> None:
+    with make_worker("a") as first, make_worker("b") as second:
+        both(first, second, rounds=1)
+        with torch.no_grad():
+            next(second.model.parameters())[0, 0] = float("nan")
+        hashes = both(first, second, rounds=1)
+        assert hashes[0] == hashes[1]
+        assert second.sync_metrics["reloads"] == 1
+        assert all(p.isfinite().all() for p in second.model.parameters())
+        assert second.sync_metrics["steps_discarded"] == SYNC_EVERY
+        after = both(first, second, rounds=1)
+        assert after[0] == after[1] != hashes[0]
+
+
+def test_a_peer_whose_anchor_is_not_the_others_is_not_counted_and_takes_theirs(around: Around) -> None:
+    with make_worker("a", min_peers=2) as a, make_worker("b") as b, make_worker("c") as c:
+        both(a, b, c, rounds=2)
+        name = a.plan.fragments[0][0]
+        with torch.no_grad():  # a bit has flipped, and with it the hash
+            c._replica.anchors[name].view(-1)[0] += 1.0
+            held = around.nodes["c"].peer.anchors[0]
+            c._topology._holdings[0].anchor_hash = "0" * 32  # type: ignore[attr-defined]
+        assert held[0] == 2
+        # c misses one round, takes the others' anchor, and contributes what it had at once to the next.
+        jobs = [lambda w=w, n=n: train_rounds(w, n) for w, n in ((a, 2), (b, 2), (c, 1))]
+        hashes = in_threads(*jobs, timeout_s=PATIENCE_S)
+        assert hashes[0] == hashes[1]
+        assert hashes[2] == hashes[0][1:]
+        assert c.sync_metrics["missed_rounds"] == 1
+
+
+def test_a_joiner_that_wants_something_else_is_refused_by_name_and_one_that_leaves_it_out_is_not(
+    around: Around,
+) -> None:
+    with make_worker("a", outer_lr=0.5):
+        for settings, said in (
+            ({"sync_every": 7}, "sync_every=7, but the run has sync_every=3"),
+            ({"codec": "int4"}, "codec=int4, but the run has codec=fp32"),
+            ({"outer_lr": 0.7}, "outer_lr=0.7, but the run has outer_lr=0.5"),
+            ({"aggregation": "median"}, "aggregation=median, but the run has aggregation=mean"),
+        ):
+            with pytest.raises(PlanMismatch, match=said):
+                make_worker("b", **settings).start()
+            around.nodes["b"].stop()
+        with pytest.raises(ManifestMismatch, match="missing"):
+            make_worker("b", nn.Linear(6, 5)).start()
+        around.nodes["b"].stop()
+        with make_worker("b", sync_every=3, codec="fp32") as second:
+            assert second.plan.sync_every == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"aggregation": "trimmed_mean", "trim_fraction": 0.2, "min_peers": 3}, "trim"),
+        ({"aggregation": "krum", "min_peers": 3}, "krum"),
+        ({"down_codec": "int8"}, "down_codec"),
+        ({"heartbeat_timeout": 0.6}, "heartbeat_timeout must be at least 3 beats"),
+        ({"pattern": "pairs", "aggregation": "median"}, "aggregation=median compares the contributions of many"),
+    ],
+)
+def test_a_run_that_cannot_be_is_not_founded(around: Around, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_worker("a", **settings).start()
+
+
+def test_what_is_for_peers_is_refused_with_a_server(around: Around) -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError, match="aggregation is for peers"):
+        DiLoCoWorker(model, torch.optim.SGD(model.parameters()), "127.0.0.1:1", aggregation="median")
+
+
+def test_a_run_is_founded_from_a_saved_state_with_its_momentum_and_norms(
+    around: Around, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_worker("a") as first, make_worker("b") as second:
+        both(first, second, rounds=2)
+        state, weights = copy.deepcopy(first.state_dict()), copy.deepcopy(first.model.state_dict())
+        expected = both(first, second, rounds=2)[0]
+    again = Around()
+    monkeypatch.setattr(connect, "make_node", again.make_node)
+    model = tiny_model(ord("a"))
+    model.load_state_dict(weights)
+    worker = make_worker("a", model)
+    worker.load_state_dict(state)
+    with worker, make_worker("b") as other:
+        assert worker.sync_metrics["versions"] == other.sync_metrics["versions"] == [2]
+        assert both(worker, other, rounds=2) == [expected, expected]
+    again.close()
+
+
+def test_a_joiners_saved_state_yields_to_the_run(around: Around) -> None:
+    with make_worker("a") as first, make_worker("b") as second:
+        both(first, second, rounds=1)
+        state, weights = copy.deepcopy(second.state_dict()), copy.deepcopy(second.model.state_dict())
+        both(first, second, rounds=2)
+        model = tiny_model(ord("b"))
+        model.load_state_dict(weights)
+        state["worker_id"] = "c"
+        worker = make_worker("c", model)
+        worker.load_state_dict(state)
+        with worker:
+            assert worker.sync_metrics["versions"] == [3]
+            assert hash_of(worker) == hash_of(first)
+
+
+def test_fragments_in_the_background_give_equal_bits_too(around: Around) -> None:
+    settings = {"num_fragments": 2, "fragment_delay": 1, "sync_every": 4, "codec": "int8", "min_peers": 3}
+    workers = [make_worker("a", **settings), make_worker("b"), make_worker("c")]
+    for worker in workers:
+        worker.start()
+    both(*workers, rounds=6)
+    in_threads(*(worker.stop for worker in workers), timeout_s=PATIENCE_S)
+    assert all(min(worker.sync_metrics["versions"]) >= 4 for worker in workers)
+    assert len({hash_of(worker) for worker in workers}) == 1

@@ -1,0 +1,115 @@
+"""What two peers show each other in a turn, and the step that each takes from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.gossip import NoLoCo, average_step, noloco_step
+from ..errors import BadFrame
+from . import Contribution, Sight
+from .contents import Contents
+from .forms import Form
+from .news import Kind, Proof, anchor_hash
+from .standing import Standing, read_standing, write_standing
+from .stepped import Momentum
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a peer publishes of a fragment in a turn: φ whole, Δ encoded."""
+
+    turn: int
+    anchor: Mapping[str, Tensor]
+    delta: memoryview
+
+    def write(self, form: Form) -> memoryview:
+        whole = write_standing(form, Standing(self.turn, anchor_hash(self.anchor.values()), self.anchor, {}, (), {}))
+        return memoryview(bytearray(len(self.delta).to_bytes(8, "little") + bytes(self.delta) + bytes(whole)))
+
+    @classmethod
+    def read(cls, form: Form, data: memoryview) -> Shown:
+        size = int.from_bytes(data[:8], "little")
+        if size != form.up.size_bytes:
+            raise BadFrame(f"a contribution to this fragment has {form.up.size_bytes} bytes, got {size}")
+        whole = read_standing(form, memoryview(bytearray(data[8 + size :])), {})
+        return cls(whole.version, whole.anchor, memoryview(bytearray(data[8 : 8 + size])))
+
+
+class PairTicket:
+    def __init__(self, contribution: Contribution, sequence: int, stuck_after_s: float | None) -> None:
+        self.fragment, self.turn = contribution.fragment, contribution.base_version + 1
+        self.sequence, self.stuck_after_s = sequence, stuck_after_s
+        self.waiting_for = "its partner"
+        self.own: Shown | None = None
+        self.partner: Shown | None = None
+        self.partner_id = ""
+        self.refusal = ""
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def look(self, timeout_s: float) -> Sight:
+        return Sight(self.done.wait(timeout_s), waiting_for=self.waiting_for)
+
+    def cancel(self) -> None:
+        """What was published stays published; the wait ends with the process."""
+
+
+class PairStep:
+    """News of an anchor: the step of one turn, block by block. `shown`: one's own and the partner's (its own again, if
+    there is none)."""
+
+    def __init__(
+        self,
+        form: Form,
+        contents: Contents,
+        shown: tuple[Shown, Shown],
+        rule: NoLoCo | None,
+        momentum: Momentum,
+        homes: Mapping[str, torch.device],
+        roles: Mapping[str, str],
+    ) -> None:
+        self.names = tuple(entry.name for entry in form.full.entries)
+        self.kinds: tuple[Kind, ...] = ("update",)
+        self.frames: tuple[memoryview, ...] = ()
+        self._numels = contents.sizes
+        self._deltas = [contents.reader(one.delta).tensors() for one in shown]
+        self._partner = shown[1].anchor
+        self._rule, self._momentum, self._homes, self._roles = rule, momentum, homes, roles
+        self._proof = Proof("")
+
+    @property
+    def is_proven(self) -> bool:
+        """There is nobody to compare with."""
+        return True
+
+    @property
+    def digest(self) -> str:
+        return self._proof.digest
+
+    @torch.no_grad()
+    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+        theta = held if in_place else held.clone()
+        own, partners = (deltas[name][start:stop].to(held.device) for deltas in self._deltas)
+        partner_phi = self._partner[name].reshape(-1)[start:stop].to(held.device)
+        if self._rule is None or self._roles[name] != "parameter":
+            average_step(theta, own, partner_phi, partners)
+        else:
+            kept = self._momentum.of(name, self._numels[name], self._homes[name])[start:stop]
+            m = kept.to(held.device)
+            noloco_step(theta, m, own, partner_phi, partners, self._rule)
+            if m is not kept:
+                kept.copy_(m)
+        self._proof.feed(theta)
+        return theta
+
+
+__all__ = ["PairStep", "PairTicket", "Shown"]
