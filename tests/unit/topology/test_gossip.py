@@ -6,6 +6,7 @@ import copy
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from outerstep import DiLoCoWorker
 from outerstep.config import WorkerConfig
+from outerstep.errors import ConfigError, ManifestMismatch, PlanMismatch
 from outerstep.peer import Node, NodeSettings
 from outerstep.server import DiLoCoServer
 from outerstep.topology.news import anchor_hash
@@ -234,10 +236,8 @@ def test_a_joiner_that_wants_something_else_is_refused_by_name_and_one_that_leav
         ):
             with pytest.raises(PlanMismatch, match=said):
                 make_worker("b", **settings).start()
-            around.nodes["b"].stop()
         with pytest.raises(ManifestMismatch, match="missing"):
             make_worker("b", nn.Linear(6, 5)).start()
-        around.nodes["b"].stop()
         with make_worker("b", sync_every=3, codec="fp32") as second:
             assert second.plan.sync_every == 3
 
@@ -306,3 +306,41 @@ def test_fragments_in_the_background_give_equal_bits_too(around: Around) -> None
     in_threads(*(worker.stop for worker in workers), timeout_s=PATIENCE_S)
     assert all(min(worker.sync_metrics["versions"]) >= 4 for worker in workers)
     assert len({hash_of(worker) for worker in workers}) == 1
+
+
+def test_a_peer_that_is_all_that_is_left_of_a_run_says_that_it_has_no_weights(tmp_path: Path) -> None:
+    settings = {"peer_dir": str(tmp_path / "a"), "insecure": True, "listen": "127.0.0.1:0", "min_peers": 1}
+    with make_worker("a", **settings) as worker:
+        train_rounds(worker, 1)
+        state, weights = copy.deepcopy(worker.state_dict()), copy.deepcopy(worker.model.state_dict())
+    again = make_worker("a", **settings)
+    with pytest.raises(ConfigError, match="a run at version 1 of which nobody else is left"):
+        again.start()
+    model = tiny_model()
+    model.load_state_dict(weights)
+    loaded = make_worker("a", model, **settings)
+    loaded.load_state_dict(state)
+    with loaded:
+        train_rounds(loaded, 1)
+        assert loaded.sync_metrics["versions"] == [2]
+
+
+def test_a_peer_whose_training_hangs_falls_silent(around: Around) -> None:
+    with make_worker("a", min_peers=1, heartbeat_interval=0.0) as worker:
+        train_rounds(worker, 1)
+        node = around.nodes["a"]
+
+        def beats() -> int:
+            with node.lock:
+                return node.peer._number
+
+        node.note_progress(3, 1.0, None)
+        before = beats()
+        wait_until(lambda: beats() > before + 1)
+        with node.lock:
+            node.shared.progress_at = node.clock() - 1000.0
+            before, said = beats(), node.shared.news
+        wait_until(lambda: node.shared.news > said + 2)  # so many pulses later
+        assert beats() == before
+        node.note_progress(4, 1.0, None)
+        wait_until(lambda: beats() > before)
