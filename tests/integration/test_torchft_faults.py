@@ -296,7 +296,7 @@ def test_training_goes_on_while_the_lighthouse_is_away(lighthouse: str, monkeypa
     line = Proxy(lighthouse)
     worker = make(
         line.address, "a", model, optimizer, min_replicas=1, outer_lr=1.0, outer_momentum=0.0,
-        offline_after_s=0.3, offline_rounds=2,
+        offline_after_s=0.3, offline_rounds=2, quorum_timeout_s=1.0,
     )  # fmt: skip
     with line, worker:
         count(model, optimizer, 0, H)

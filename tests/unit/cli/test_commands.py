@@ -410,6 +410,16 @@ class TestWorker:
         assert handed["OUTERSTEP_CONFIG"] == os.path.abspath("other.toml")
         assert resolve(WORKER, {}, environ=handed)["sync_every"].source == "default"
 
+    def test_a_topology_stands_for_the_server_that_is_not_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        handed: dict[str, str] = {}
+        monkeypatch.setattr("os.execve", lambda program, words, environ: handed.update(environ))
+        run(f"worker --topology torchft --lighthouse h:29510 -- {sys.executable} train.py")
+        assert (handed["DILOCO_SERVER"], handed["OUTERSTEP_LIGHTHOUSE"]) == ("torchft", "h:29510")
+        with pytest.raises(ConfigError, match="leave one of the two out"):
+            run(f"worker --topology torchft --server h:1 -- {sys.executable} train.py")
+        with pytest.raises(ConfigError, match="lighthouse must be host:port, got 'h'"):
+            run(f"worker --topology torchft --lighthouse h -- {sys.executable} train.py")
+
 
 class TestControl:
     @pytest.fixture
