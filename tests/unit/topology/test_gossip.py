@@ -6,6 +6,7 @@ import copy
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -307,3 +308,22 @@ def test_fragments_in_the_background_give_equal_bits_too(around: Around) -> None
     in_threads(*(worker.stop for worker in workers), timeout_s=PATIENCE_S)
     assert all(min(worker.sync_metrics["versions"]) >= 4 for worker in workers)
     assert len({hash_of(worker) for worker in workers}) == 1
+
+
+def test_a_peer_that_is_all_that_is_left_of_a_run_says_that_it_has_no_weights(tmp_path: Path) -> None:
+    settings = {"peer_dir": str(tmp_path / "a"), "insecure": True, "listen": "127.0.0.1:0", "min_peers": 1}
+    with make_worker("a", **settings) as worker:
+        train_rounds(worker, 1)
+        state, weights = copy.deepcopy(worker.state_dict()), copy.deepcopy(worker.model.state_dict())
+    again = make_worker("a", **settings)
+    with pytest.raises(ConfigError, match="a run at version 1 of which nobody else is left"):
+        again.start()
+    again.abandon("refused")
+    again._topology.leave("refused")
+    model = tiny_model()
+    model.load_state_dict(weights)
+    loaded = make_worker("a", model, **settings)
+    loaded.load_state_dict(state)
+    with loaded:
+        train_rounds(loaded, 1)
+        assert loaded.sync_metrics["versions"] == [2]
