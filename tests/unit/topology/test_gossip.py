@@ -236,10 +236,8 @@ def test_a_joiner_that_wants_something_else_is_refused_by_name_and_one_that_leav
         ):
             with pytest.raises(PlanMismatch, match=said):
                 make_worker("b", **settings).start()
-            around.nodes["b"].stop()
         with pytest.raises(ManifestMismatch, match="missing"):
             make_worker("b", nn.Linear(6, 5)).start()
-        around.nodes["b"].stop()
         with make_worker("b", sync_every=3, codec="fp32") as second:
             assert second.plan.sync_every == 3
 
@@ -318,8 +316,6 @@ def test_a_peer_that_is_all_that_is_left_of_a_run_says_that_it_has_no_weights(tm
     again = make_worker("a", **settings)
     with pytest.raises(ConfigError, match="a run at version 1 of which nobody else is left"):
         again.start()
-    again.abandon("refused")
-    again._topology.leave("refused")
     model = tiny_model()
     model.load_state_dict(weights)
     loaded = make_worker("a", model, **settings)
@@ -327,3 +323,24 @@ def test_a_peer_that_is_all_that_is_left_of_a_run_says_that_it_has_no_weights(tm
     with loaded:
         train_rounds(loaded, 1)
         assert loaded.sync_metrics["versions"] == [2]
+
+
+def test_a_peer_whose_training_hangs_falls_silent(around: Around) -> None:
+    with make_worker("a", min_peers=1, heartbeat_interval=0.0) as worker:
+        train_rounds(worker, 1)
+        node = around.nodes["a"]
+
+        def beats() -> int:
+            with node.lock:
+                return node.peer._number
+
+        node.note_progress(3, 1.0, None)
+        before = beats()
+        wait_until(lambda: beats() > before + 1)
+        with node.lock:
+            node.shared.progress_at = node.clock() - 1000.0
+            before, said = beats(), node.shared.news
+        wait_until(lambda: node.shared.news > said + 2)  # so many pulses later
+        assert beats() == before
+        node.note_progress(4, 1.0, None)
+        wait_until(lambda: beats() > before)
