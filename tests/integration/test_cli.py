@@ -37,6 +37,7 @@ def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subp
         ["server"],
         ["join"],
         ["worker"],
+        ["peer"],
         ["status"],
         ["doctor"],
         ["control"],
@@ -141,6 +142,31 @@ def test_what_a_worker_leaves_out_follows_the_plan() -> None:
     script = "import os; print([k for k in os.environ if k.startswith('DILOCO_')])"
     done = outerstep("worker", "--server", "h:1", "--", sys.executable, "-c", script)
     assert done.stdout.strip() == "['DILOCO_SERVER']"
+
+
+def test_a_peer_hands_its_settings_to_the_script_and_the_join_string_not_in_argv() -> None:
+    script = (
+        "import json, os, sys\n"
+        "print(json.dumps({k: v for k, v in os.environ.items() if k.startswith(('DILOCO_', 'OUTERSTEP_'))}))\n"
+        "sys.exit(len([word for word in sys.argv if 'outerstep:' in word]))"
+    )
+    place = f"outerstep://run-{'x' * 43}@10.0.0.1:8600#sha256={'0' * 64}"
+    done = outerstep(
+        "peer", "--join", place, "--min-peers", "3", "--aggregation", "median", "--worker-id", "left",
+        "--", sys.executable, "-c", script,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    expected = {
+        "DILOCO_SERVER": "gossip",
+        "DILOCO_WORKER_ID": "left",
+        "OUTERSTEP_PEERS": place,
+        "OUTERSTEP_MIN_PEERS": "3",
+        "OUTERSTEP_AGGREGATION": "median",
+        "OUTERSTEP_PEER_DIR": "outerstep-peer",
+        "OUTERSTEP_ANNOUNCE": "1",
+    }
+    assert {name: found.get(name) for name in expected} == expected
 
 
 def test_status_tells_a_person_and_a_program() -> None:

@@ -220,7 +220,7 @@ def _worker(settings: DemoSettings, name: str, shard: int, learning_rate: float,
         alone += ["--server", "allreduce"]
     role = "worker"
     if settings.topology == "gossip":
-        role, alone = "peer", [*alone, "--peer-dir", folder / f"{name}-peer"]
+        role, alone = "peer", [*alone, "--no-announce", "--peer-dir", folder / f"{name}-peer"]
     command = python_module("outerstep", role, "--worker-id", name, *alone, "--", *script)
     return Process(name, command, folder / f"{name}.log", progress, _threads(settings.workers))
 

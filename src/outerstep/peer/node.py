@@ -314,8 +314,10 @@ class Node:
             return self.shared.changes
 
     def note_progress(self, step: int, steps_per_second: float, loss: float | None) -> None:
-        """For the others to see; it travels with the next beat."""
+        """For the others to see; it travels with the next beat. A training that has reported once must go on to, or
+        this peer falls silent (talk.py)."""
         with self.lock:
+            self.shared.progress_at = self.clock()
             self.progress = (step, steps_per_second, loss)
             self.peer.note_progress(step, steps_per_second, loss)
 

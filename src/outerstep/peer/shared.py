@@ -28,6 +28,7 @@ class Shared:
         self.failure = ""  # why the node cannot go on
         self.trouble = ""  # why it has to wait
         self.is_stopping = False
+        self.progress_at: float | None = None  # when the training last reported; None = it never did
         self._peer: GossipPeer | None = None
         self._threads: list[threading.Thread] = []
 

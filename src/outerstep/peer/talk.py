@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 30.0
 DISK_PATIENCE_S = 60.0
 FAILURES_OF_THE_GONE = 2
+STALLED_S = 120.0  # a worker reports several times a minute, or it has stopped to on purpose (stalled_after_s)
 
 
 @dataclass(eq=False)
@@ -84,11 +85,18 @@ class Talk:
         shared = self._shared
         with shared.lock:
             while not shared.is_stopping:
-                shared.peer.tick(shared.clock())
+                if not self._is_stalled():
+                    shared.peer.tick(shared.clock())
                 shared.news += 1
                 self._keeper.note()
                 self._contacts.keep_only({member.key for member in shared.peer.state.members})
                 shared.wait(lambda: False, self._beat_every_s)
+
+    def _is_stalled(self) -> bool:
+        """Alive is who trains, not who has a thread: whose training has stopped to report falls silent, so that the
+        others go on without it. If it wakes up, it is let in again."""
+        at = self._shared.progress_at
+        return at is not None and self._shared.clock() - at > STALLED_S
 
     # --- one line ---------------------------------------------------------------------------------------------------
 

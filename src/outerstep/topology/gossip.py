@@ -80,6 +80,13 @@ class GossipTopology:
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         """Found a run, or join the one that the known peers are in, with its newest anchor."""
+        try:
+            return self._join(manifest, wishes)
+        except BaseException:
+            self._node.stop()  # nobody shall find a peer there that is none
+            raise
+
+    def _join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
         node, holdings = self._node, self._holdings
         known = node.ask_terms(self._settings.join_timeout_s)

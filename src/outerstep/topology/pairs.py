@@ -78,6 +78,13 @@ class PairsTopology:
     # --- membership -------------------------------------------------------------------------------------------------
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
+        try:
+            return self._join(manifest, wishes)
+        except BaseException:
+            self._node.stop()
+            raise
+
+    def _join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
         node = self._node
         known = node.ask_terms(self._settings.join_timeout_s)

@@ -10,6 +10,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ..coordination.exchange import Patience
 from ..errors import ConfigError, ModelError
 from ..peer import Node, NodeSettings
 from ..peer.folder import remembered_id
+from ..security.secret_files import write_secret
 from ..topology import Topology
 from ..topology.gossip_terms import GossipWishes
 from ..topology.group import GroupTopology
@@ -233,10 +235,19 @@ def _remembered_id(config: WorkerConfig) -> str | None:
 
 
 def _announce(node: Node) -> None:
-    insecure = " --insecure" if node.settings.insecure else ""
+    """What to type on the next machine. The join string holds the run's token: it is shown to people, and not to log
+    files; those are told where it lies."""
+    folder, insecure = node.settings.folder, " --insecure" if node.settings.insecure else ""
+    where = shlex.quote(node.join_string)
+    if folder is not None:
+        file = Path(folder).absolute() / "join"
+        write_secret(file, f"{node.join_string}\n".encode())
+        where = where if insecure or sys.stderr.isatty() else f'"$(cat {shlex.quote(str(file))})"'
+    elif not insecure and not sys.stderr.isatty():
+        where = f"{node.address}   (its join string is not for logs: give this peer a peer_dir, and it lies there)"
     print(
         f"peer {node.peer_id} listens on {node.address}. On each other machine:\n\n"
-        f"    outerstep peer{insecure} --join {shlex.quote(node.join_string)} -- python train.py\n",
+        f"    outerstep peer{insecure} --join {where} -- python train.py\n",
         file=sys.stderr,
         flush=True,
     )

@@ -101,14 +101,11 @@ def test_what_needs_all_is_refused_in_pairs(around: Around) -> None:  # noqa: F8
     ):
         with pytest.raises(ConfigError, match=said):
             make_worker("a", pattern="pairs", **settings).start()
-        around.nodes["a"].stop()
 
 
 def test_a_joiner_must_know_the_pattern(around: Around) -> None:  # noqa: F811
     with make_worker("a", pattern="pairs"):
         with pytest.raises(PlanMismatch, match="--pattern pairs"):
             make_worker("b").start()
-        around.nodes["b"].stop()
         with pytest.raises(PlanMismatch, match="pattern=exponential, but the run has pattern=pairs"):
             make_worker("b", pattern="exponential").start()
-        around.nodes["b"].stop()
