@@ -96,7 +96,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(arguments: list[str], said:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["sevrer"], "No such command 'sevrer'. Did you mean 'server'?"),
+        (["sevrer"], "No such command 'sevrer'. Did you mean 'server'"),
         (["token", "rotat"], "Did you mean 'rotate'?"),
         (["server", "--sync-evry", "3"], "No such option: --sync-evry (Possible options: "),
         (["worker", "--server", "127.0.0.1:9"], "Missing argument 'COMMAND…'"),
