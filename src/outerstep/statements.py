@@ -199,7 +199,7 @@ def key_of(statement: AnyStatement) -> tuple[object, ...] | None:
             return None
 
 
-_statements = msgspec.msgpack.Decoder(AnyStatement)
+_statements: msgspec.msgpack.Decoder[AnyStatement] = msgspec.msgpack.Decoder(AnyStatement)
 
 __all__ = [
     "AnyStatement",
