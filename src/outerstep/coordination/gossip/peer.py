@@ -38,7 +38,7 @@ from .acquaintances import Acquaintances
 from .ballot import Ballot, Ballots
 from .blocks import Blocks
 from .book import Book, Sign, Verify
-from .offers import Offers, digests_of, offered_in
+from .offers import Offer, Offers, digests_of, offered_in
 from .rules import GossipRules
 
 REMEMBERED_DECISIONS = 64
@@ -350,6 +350,13 @@ class GossipPeer:
             return f"{', '.join(silent)}: {len(heard)} of {len(members)} peers are heard of, {quorum} must agree"
         offers = self._offers.of_round(fragment, self.state.versions[fragment] + 1, members)
         missing = [m.peer_id for m in members if m.key not in offers]
+        own = offers.get(self.member.key)
+        apart = [m.peer_id for m in members if own and m.key in offers and not _start_alike(offers[m.key], own)]
+        if apart and not missing:
+            return (
+                f"enough peers with the same anchor: {', '.join(apart)} started from another one than this peer; if "
+                "that does not change, start those anew that hold the wrong one"
+            )
         return ", ".join(missing) or "the others' agreement"
 
     # --- deciding ---------------------------------------------------------------------------------------------------
@@ -431,6 +438,10 @@ def _as_many_as_fit(statements: list[Signed]) -> tuple[Signed, ...]:
     by_length = sorted(statements, key=lambda signed: len(signed.body))[:MOST_STATEMENTS]
     ends = accumulate(len(signed.body) for signed in by_length)
     return tuple(signed for signed, end in zip(by_length, ends, strict=True) if end <= MOST_BYTES_TOLD)
+
+
+def _start_alike(one: Offer, other: Offer) -> bool:
+    return one.says.base_hash == other.says.base_hash
 
 
 __all__ = ["GossipPeer", "Keepsake"]
