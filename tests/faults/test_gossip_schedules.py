@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from outerstep.coordination.gossip import chain
-from outerstep.coordination.gossip.ballot import Ballot
 from outerstep.coordination.gossip.blocks import Blocks
 from outerstep.coordination.gossip.book import Book
 from outerstep.simulate.gossip import SimPeer, run_gossip
@@ -66,17 +65,6 @@ def test_rubbish_and_withheld_bytes_stop_nobody() -> None:
         assert history.rounds > 3
 
 
-def plant_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who precommitted a block votes for another in the next turn."""
-    original = Ballot._start
-
-    def start(self: Ballot, turn: int) -> None:
-        original(self, turn)
-        self._locked = self._valid = None
-
-    monkeypatch.setattr(Ballot, "_start", start)
-
-
 def plant_small_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half is enough."""
 
@@ -114,7 +102,7 @@ def plant_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plant",
-    [plant_no_lock, plant_small_quorum, plant_amnesia, plant_credulity, plant_blindness],
+    [plant_small_quorum, plant_amnesia, plant_credulity, plant_blindness],
     ids=lambda p: p.__name__,
 )
 def test_a_planted_mistake_is_found(

@@ -314,18 +314,21 @@ def test_all_at_once_carries_the_same_bytes_as_one_by_one() -> None:
     """The way of NCCL, over gloo: three replicas, of which one brings nothing."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def work(rank: int) -> dict[int, list[int]]:
+    def work(rank: int) -> list[list[int]]:
         lines = Lines("gloo", torch.device("cpu"), 20.0)
         lines.configure(f"127.0.0.1:{store.port}/test", "x", rank, 3)
         lines.members = [0, 2]
         if rank == 1:
-            lines._swap_all_at_once({}, {})
-            return {}
-        mine = [0, 2].index(rank)
-        out = {1 - mine: torch.arange(5, dtype=torch.uint8) + 10 * rank}
-        into = {1 - mine: torch.zeros(5, dtype=torch.uint8)}
+            lines._swap_all_at_once([], [])
+            return []
+        other = 1 - [0, 2].index(rank)
+        out = [
+            (other, torch.arange(5, dtype=torch.uint8) + 10 * rank),
+            (other, torch.tensor([rank], dtype=torch.uint8)),
+        ]
+        into = [(other, torch.zeros(5, dtype=torch.uint8)), (other, torch.zeros(1, dtype=torch.uint8))]
         lines._swap_all_at_once(out, into)
-        return {r: data.tolist() for r, data in into.items()}
+        return [data.tolist() for _, data in into]
 
     got = in_threads(*(lambda rank=rank: work(rank) for rank in range(3)))
-    assert got == [{1: [20, 21, 22, 23, 24]}, {}, {0: [0, 1, 2, 3, 4]}]
+    assert got == [[[20, 21, 22, 23, 24], [2]], [], [[0, 1, 2, 3, 4], [0]]]

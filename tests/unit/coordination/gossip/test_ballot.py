@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from outerstep.coordination.gossip import chain
 from outerstep.coordination.gossip.ballot import Ballot, Ballots, Pace, Verdict
 from outerstep.coordination.gossip.book import Book
@@ -56,13 +58,16 @@ class Four:
         decided: list[Decision | None] = []
         for _ in range(rounds):
             decided = [self.ballots[i].advance(now) for i in who]
-            for i in who:
-                for j in who:
-                    for signed in self.ballots[i].statements:
-                        statement = self.books[j].read(signed)
-                        assert isinstance(statement, Proposed | Voted)
-                        self.ballots[j].hear(signed, statement)
+            self.tell(who, who)
         return decided
+
+    def tell(self, tellers: list[int], hearers: list[int]) -> None:
+        for i in tellers:
+            for j in hearers:
+                for signed in self.ballots[i].statements:
+                    statement = self.books[j].read(signed)
+                    assert isinstance(statement, Proposed | Voted)
+                    self.ballots[j].hear(signed, statement)
 
 
 def test_all_four_decide_the_proposers_block_in_the_first_turn() -> None:
@@ -90,16 +95,49 @@ def test_a_dead_proposer_costs_a_turn() -> None:
     assert len({digest_of_block(d.block) for d in decided if d is not None}) == 1
 
 
-def test_what_one_may_have_decided_is_the_only_thing_the_others_can() -> None:
-    """Three precommit a block, and only one of them hears so; it is gone. The rest decide the same block, later."""
+def decide_apart() -> tuple[str, set[str]]:
+    """One member hears three precommits, decides and is gone; of the three that are left, one heard too little in time
+    and precommits nothing. What it decided, and what they do."""
     four = Four()
-    four.talk([0, 1, 2, 3], now=0.0, rounds=4)  # proposed, prevoted; precommits are said, and not heard yet
-    leader = next(i for i in range(4) if four.ballots[i].advance(0.0) is not None or i == 3)
-    rest = [i for i in range(4) if i != leader]
-    before = four.ballots[rest[0]].kept.locked
-    assert before is not None
-    decided = [d for now in range(1, 60) for d in four.talk(rest, now=float(now), rounds=2) if d is not None]
-    assert {digest_of_block(d.block) for d in decided} == {digest_of_block(before.block)}
+    proposer = four.keys.index(four.ballots[0].proposer(0))
+    leader, follower, deaf = (i for i in range(4) if i != proposer)
+    heard = [proposer, leader, follower]
+    four.talk(heard, now=0.0, rounds=2)  # proposed, and prevoted by three
+    for i in heard:
+        four.ballots[i].advance(0.0)  # the precommits are on their way
+    four.ballots[deaf].advance(0.0)
+    four.ballots[deaf].advance(3.0)  # it has waited for a proposal for long enough
+    for signed in four.ballots[follower].statements:
+        vote = four.books[deaf].read(signed)
+        if isinstance(vote, Voted) and vote.kind == "prevote" and signed.author != four.keys[leader]:
+            four.ballots[deaf].hear(signed, vote)
+    four.ballots[deaf].advance(3.0)
+    four.ballots[deaf].advance(5.5)  # and for a third vote for the same block
+    four.tell(heard, [leader])
+    decided = four.ballots[leader].advance(6.0)
+    assert decided is not None
+    rest = [proposer, follower, deaf]
+    blocks = {digest_of_block(d.block) for now in range(6, 90) for d in four.talk(rest, now=float(now), rounds=2) if d}
+    return digest_of_block(decided.block), blocks
+
+
+def test_what_one_may_have_decided_is_the_only_thing_the_others_can() -> None:
+    decided, by_the_rest = decide_apart()
+    assert by_the_rest == {decided}
+
+
+def test_without_locks_the_others_would_decide_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would prove nothing."""
+    start = Ballot._start
+
+    def forget(self: Ballot, turn: int) -> None:
+        start(self, turn)
+        self._locked = self._valid = None
+
+    monkeypatch.setattr(Ballot, "_start", forget)
+    decided, by_the_rest = decide_apart()
+    assert by_the_rest
+    assert decided not in by_the_rest
 
 
 def test_a_restarted_peer_does_not_vote_twice() -> None:
