@@ -53,9 +53,12 @@ bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/wan.py --quick
 	$(BIN)/python bench/connections.py --quick
 	$(BIN)/python bench/round.py --quick
+	$(BIN)/python bench/floor.py --quick
 	$(BIN)/python bench/memory.py --quick
 	$(BIN)/python bench/journal.py --quick
 	$(BIN)/python bench/allreduce.py --quick
+	$(BIN)/python bench/watching.py --quick
+	$(BIN)/python bench/torchft_sync.py --quick
 
 soak: $(READY)  ## A storm of kills and cuts over a real run, then what its histories say (MINUTES=60 SEED=7)
 	$(BIN)/python tests/faults/soak.py --minutes $(or $(MINUTES),1) --seed $(or $(SEED),0)
