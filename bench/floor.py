@@ -4,7 +4,7 @@ A round reads and writes memory that bare sockets do not touch. This measures th
 torch has for it, by cache-sized blocks, without any protocol, hash or check, beside bare sockets in the same run:
 
     send     each of k workers: bf16(anchor − local)
-    close    the server, on as many processes as there are cores: mean of k contributions, outer step, bf16(update), apply
+    close    the server, one process per core: mean of k contributions, outer step, bf16(update), apply
     adopt    each of k workers: anchor += update; local = anchor
 
 If sockets and arithmetic each keep all cores busy, as they do here, a round takes at least bare + send + close + adopt:
