@@ -84,7 +84,8 @@ class PeerService:
                 node.shared.fail(f"what {told.sender} said: {type(error).__name__}: {error}")
                 raise
             if not node.keeper.wait_until_kept(DISK_PATIENCE_S):
-                raise Busy("this peer cannot write down what it would say", retry_after_s=RETRY_S)
+                why = "is stopping" if node.shared.is_stopping else "cannot write down what it would say"
+                raise Busy(f"this peer {why}", retry_after_s=RETRY_S)
         return answer
 
     def _whole(self, request: AskWhole) -> Whole:
