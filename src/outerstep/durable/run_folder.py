@@ -8,22 +8,20 @@ state-…/     the checkpoints (server/saved)
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from ..errors import ConfigError, ModelError
+from ..errors import ModelError
 from ..types import Plain, Positive, RunId
 from .disk import make_folders, replace_synced
+from .lock import lock
 
 log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-LOCK_FILE = "lock"
 JOURNAL = "journal"
 DEFAULT_PLACE = "outerstep-run"
 FORMAT, VERSION = "outerstep run", 1
@@ -45,7 +43,7 @@ class RunFolder:
         self._lock: int | None = None
         self.place = place
         make_folders(place)
-        self._lock = _lock(place)
+        self._lock = lock(place, owner="server", folder="save_dir")
         try:
             self.facts = read_run(place)
         except BaseException:
@@ -92,23 +90,3 @@ def read_run(place: Path) -> RunFacts | None:
 def has_journal(place: Path) -> bool:
     journal = place / JOURNAL
     return journal.is_dir() and any(journal.iterdir())
-
-
-def _lock(place: Path) -> int:
-    """The descriptor that holds the lock. The system lets go of it when the process ends, however it ends."""
-    descriptor = os.open(place / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(descriptor, 512).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise ConfigError(
-            f"save_dir {str(place)!r} belongs to a server that is running ({holder}); stop that one, or give this one "
-            "a save_dir of its own"
-        ) from error
-    except OSError as error:  # some network file systems have no locks
-        log.warning("%s cannot be locked (%s): see to it that no second server uses it", place, error)
-    with suppress(OSError):  # a full disk: who holds it is only said for people
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-    return descriptor

@@ -12,10 +12,8 @@ A file holds what it held before or what it holds now, whenever the power is cut
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +23,7 @@ from msgspec.structs import replace
 from ..coordination.gossip import Keepsake
 from ..coordination.gossip.ballot import Ballots
 from ..durable.disk import replace_synced
+from ..durable.lock import lock
 from ..errors import ConfigError
 from ..security.secret_files import make_folder, read_secret, write_secret
 from ..security.signing import SigningKey, open_key
@@ -57,7 +56,7 @@ class PeerFolder:
         self._lock: int | None = None
         try:
             make_folder(self.place)
-            self._lock = _lock(self.place)
+            self._lock = lock(self.place, owner="peer", folder="peer_dir")
             self.key: SigningKey = open_key(self.place / "key.pem")
             self.facts = self._read_facts()
             self.keepsake = self._read("keepsake", Keepsake) if self.facts is not None else None
@@ -147,25 +146,6 @@ def _unreadable(file: Path, error: Exception) -> ConfigError:
         f"{file} cannot be read: {error}; restore it, or give this peer an empty folder, with which it comes as "
         "somebody new (never with an older copy of its folder: it would contradict itself, and be expelled for it)"
     )
-
-
-def _lock(place: Path) -> int:
-    descriptor = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(descriptor, 512).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise ConfigError(
-            f"the folder {str(place)!r} belongs to a peer that is running ({holder}); stop that one, or give this one "
-            "a folder of its own"
-        ) from error
-    except OSError as error:  # some network file systems have no locks
-        log.warning("%s cannot be locked (%s): see to it that no second peer uses it", place, error)
-    with suppress(OSError):  # who holds it is only said for people
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-    return descriptor
 
 
 __all__ = ["PeerFolder", "RunFacts", "remembered_id"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PeerLost
-from .memory import KEPT, Memory
+from .memory import KEPT, Memory, Rooms
 from .peers import Peers
 
 SPREAD_BYTES = 64 << 20  # of a whole anchor on its way through a GPU
@@ -30,21 +30,8 @@ class Links:
         self.device, self.memory, self.pinned = device, memory, pinned
         self.bytes_sent = self.bytes_received = 0
         self._group, self._peers = group, peers
-        self._taken: dict[int, memoryview] = {}  # by its address
-
-    def take(self, size_bytes: int) -> Tensor:
-        """Bytes on the links' device, not specified; `give_back` when nobody reads them any more."""
-        if self.device.type != "cpu" or size_bytes == 0:
-            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        view = self.memory.take(size_bytes, pinned=self.pinned)
-        data = torch.frombuffer(view, dtype=torch.uint8)
-        self._taken[data.data_ptr()] = view
-        return data
-
-    def give_back(self, data: Tensor) -> None:
-        view = self._taken.pop(data.data_ptr(), None) if data.numel() else None
-        if view is not None:
-            self.memory.give_back(view)
+        rooms = Rooms(device, memory, pinned=pinned)
+        self.take, self.give_back = rooms.take, rooms.give_back
 
     def swap(self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]) -> None:
         """To each rank of `out` its bytes, from each rank of `into` its own; what goes to one rank comes in order."""

@@ -60,3 +60,26 @@ class Memory:
                 if one.unused_for == 1:
                     one.memory.madvise(mmap.MADV_FREE)
                 one.unused_for += 1
+
+
+class Rooms:
+    """The same as tensors of bytes, on a device: host memory from `memory`, a GPU's from torch. `pinned`: a GPU is to
+    read or write the former."""
+
+    def __init__(self, device: torch.device, memory: Memory, *, pinned: bool = False) -> None:
+        self.device, self.memory, self.pinned = device, memory, pinned
+        self._taken: dict[int, memoryview] = {}  # by its address
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Not specified; `give_back` when nobody reads it any more."""
+        if self.device.type != "cpu" or size_bytes == 0:
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        view = self.memory.take(size_bytes, pinned=self.pinned)
+        data = torch.frombuffer(view, dtype=torch.uint8)
+        self._taken[data.data_ptr()] = view
+        return data
+
+    def give_back(self, data: torch.Tensor) -> None:
+        view = self._taken.pop(data.data_ptr(), None) if data.numel() else None
+        if view is not None:
+            self.memory.give_back(view)

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     Work,
 )
 
-from .memory import KEPT, Memory
+from .memory import KEPT, Memory, Rooms
 
 Backend = Literal["gloo", "nccl"]
 TAG = 0
@@ -39,7 +39,8 @@ class Lines:
         self.bytes_sent = self.bytes_received = 0
         self._words = torchft.ProcessGroupGloo(timeout=timeout)
         self._values = torchft.ProcessGroupNCCL(timeout=timeout) if backend == "nccl" else self._words
-        self._taken: dict[int, memoryview] = {}  # by its address
+        rooms = Rooms(self.device, self.memory, pinned=self.pinned)
+        self.take, self.give_back = rooms.take, rooms.give_back
 
     # --- what the Manager asks for --------------------------------------------------------------------------------
 
@@ -91,20 +92,6 @@ class Lines:
         return heard
 
     # --- values ---------------------------------------------------------------------------------------------------
-
-    def take(self, size_bytes: int) -> Tensor:
-        """Bytes on the values' device, not specified; `give_back` when nobody reads them any more."""
-        if self.device.type != "cpu" or size_bytes == 0:
-            return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        view = self.memory.take(size_bytes, pinned=self.pinned)
-        data = torch.frombuffer(view, dtype=torch.uint8)
-        self._taken[data.data_ptr()] = view
-        return data
-
-    def give_back(self, data: Tensor) -> None:
-        view = self._taken.pop(data.data_ptr(), None) if data.numel() else None
-        if view is not None:
-            self.memory.give_back(view)
 
     def swap(self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]) -> None:
         """To each member of `out` its bytes, from each of `into` its own, both numbered as in `members`; what goes to

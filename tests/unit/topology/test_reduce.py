@@ -18,8 +18,7 @@ from outerstep.core.codecs.recipe import Recipe
 from outerstep.errors import WorkerError
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
-from outerstep.topology.links import Links
-from outerstep.topology.memory import Memory
+from outerstep.topology.memory import Memory, Rooms
 from outerstep.topology.peers import Peers
 from outerstep.topology.reduce import Mean, Reducer
 from outerstep.topology.slices import slices_of
@@ -41,13 +40,14 @@ def make_form(recipe: str) -> tuple[Form, dict[str, Any]]:
     return forms_of(plan, Manifest(parameters=SPECS))[0], {spec.name: down.rule(spec) for spec in SPECS}
 
 
-class ThreadLinks(Links):
-    """Between the threads of a test, over a table."""
+class ThreadLinks:
+    """A carrier between the threads of a test, over a table."""
 
     def __init__(self, peers: Peers, table: dict[tuple[int, int], list[Tensor]], meeting: threading.Barrier) -> None:
-        self.device, self.memory, self.pinned = torch.device("cpu"), Memory(), False
+        self.device = torch.device("cpu")
         self.bytes_sent = self.bytes_received = 0
-        self._taken = {}
+        rooms = Rooms(self.device, Memory())
+        self.take, self.give_back = rooms.take, rooms.give_back
         self._rank, self._table, self._meeting = peers.rank, table, meeting
 
     def swap(self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]) -> None:
