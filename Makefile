@@ -29,7 +29,7 @@ demo: $(READY)  ## Train one model with a server and two workers, compare, plot
 test: $(READY)  ## Everything (JOBS=1: one test at a time)
 	$(PYTEST)
 
-quick: $(READY)  ## About two minutes: no long process tests, fewer schedules
+quick: $(READY)  ## About four minutes: no long process tests, fewer schedules
 	$(PYTEST) -m "not slow"
 
 check: $(READY)  ## Format, lint, types, architecture
