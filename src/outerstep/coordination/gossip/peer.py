@@ -43,7 +43,6 @@ from .rules import GossipRules
 
 REMEMBERED_DECISIONS = 64
 MOST_BYTES_TOLD = 8 << 20  # of statements, in one conversation
-STRANGERS = 64  # of whom beats are kept, though they do not belong to the run
 
 
 class Keepsake(Plain, frozen=True):
