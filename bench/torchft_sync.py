@@ -7,11 +7,11 @@ The bounds: no slower and no more memory, on 25M and 100M parameters, measured i
                           delay; with error checks (finite values, the anchors' hashes) that the other does not have
 
 Two replicas each, in processes of their own with one thread; the one real lighthouse. Measured is the step that is due,
-from a barrier until the slower replica is done with it, and the most anonymous memory of a replica over the whole run
-(model, anchor, outer state and buffers; no gradients and no inner optimizer's state). Blocks of rounds of each variant
-alternate, with fresh processes for each, so that whatever else this machine does meets all of them. CPU seconds are the
-busier replica's, all threads: what a machine that does other things tells least about is the time on the clock. Ratios
-are of medians: below 1 we are faster, or smaller.
+from a barrier until the slower replica is done with it, and the most anonymous memory of a replica from joining to the
+last exchange (model, anchor, outer state and buffers; no gradients and no inner optimizer's state). Blocks of rounds of
+each variant alternate, with fresh processes for each, so that whatever else this machine does meets all of them. CPU
+seconds are the busier replica's, all threads: what a machine that does other things tells least about is the time on
+the clock. Ratios are of medians: below 1 we are faster, or smaller.
 
     python bench/torchft_sync.py                     # about four minutes; needs torchft, and 10 GB of memory for 100M
     python bench/torchft_sync.py --quick             # 8M parameters, one block
@@ -106,12 +106,12 @@ def block(name: str, address: str, size: str, rounds: int) -> dict[str, Any]:
             spans = together(replicas, "timed")
             seconds.append(wall_s(spans))
             cpu_s.append(max(span.value for span in spans))
+        for watch in watches:
+            watch.stop()  # before the digest, whose fp64 copies are neither's own
+        peak = max(watch.peak_anon_bytes for watch in watches)
         ends = {span.value for span in together(replicas, "digest")}
         if len(ends) != 1:
             raise RuntimeError(f"{name}: the replicas ended with different values: {ends}")
-        for watch in watches:
-            watch.stop()
-        peak = max(watch.peak_anon_bytes for watch in watches)
     say(f"{size}, {name}: median {median(seconds[1:]):.3f} s, at most {peak / 1e9:.2f} GB")
     return {"variant": name, "size": size, "seconds": seconds[1:], "cpu_s": cpu_s[1:], "peak_bytes": peak}
 
