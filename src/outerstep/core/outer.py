@@ -76,6 +76,11 @@ class NesterovStep:
         self._rule = rule
         self._flat: dict[str, tuple[Tensor, Tensor | None, bool]] = {}  # θ, buf; is it the parameter's first step?
 
+    def open(self, params: Mapping[str, Tensor]) -> None:
+        """All parameters that will step, beforehand: then blocks of them may come from several threads."""
+        for name, theta in params.items():
+            self._open(name, theta)
+
     def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
         """Values [start, start + |g|) of a parameter, counted in its flat form. (Under no_grad; it is called often.)
 

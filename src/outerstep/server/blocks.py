@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
 
 from ..wire.frames import Layout
 
-BLOCK_VALUES = 1 << 18  # 1 MiB of fp32: the calls cost little beside the arithmetic, and a handful of blocks is cached
-GROUP = 4  # blocks that go from one thread to the other at once: each time costs a change of threads
-LEAD = 2  # groups that one thread may be ahead of the other: what it has done is still in the cache they share
+BLOCK_VALUES = 1 << 19  # 2 MiB of fp32: the calls cost little beside the arithmetic, and a handful of blocks is cached
+GROUP = 2  # blocks that a thread takes at once: each time costs a change of threads
+
+Room = TypeVar("Room")
+Made = TypeVar("Made")
+Seal = Callable[["Block", Made], None]
 
 
 @dataclass(frozen=True)
@@ -41,23 +46,65 @@ def cut(of: Layout) -> Iterator[Block]:
             yield Block(entry.name, start, min(start + BLOCK_VALUES, numel), first + start)
 
 
-def ahead(blocks: Sequence[Block], work: Callable[[Block], None]) -> Iterator[Block]:
-    """Every block in its order, after `work` was done for it: by a thread of its own, which is a few blocks ahead of
-    whoever asks for them. What goes wrong there is raised here."""
-    with ThreadPoolExecutor(1, thread_name_prefix="outerstep-ahead") as thread:
-        under_way: deque[tuple[Sequence[Block], Future[None]]] = deque()
-        for start in range(0, len(blocks), GROUP):
-            group = blocks[start : start + GROUP]
-            under_way.append((group, thread.submit(_each, work, group)))
-            if len(under_way) > LEAD:
-                group, done = under_way.popleft()
-                done.result()
-                yield from group
-        for group, done in under_way:
-            done.result()
-            yield from group
+def hand_in_hand(
+    blocks: Sequence[Block], new_room: Callable[[], Room], work: Callable[[Block, Room], Made], seal: Seal[Made]
+) -> None:
+    """`work` for every block, by two threads that take the next few each time; then `seal`, with what came of it, block
+    by block in their order and never two at a time. Each thread has a room of its own to work in. What goes wrong in
+    one of them ends the other too, and is raised here."""
+    hands = _Hands(blocks, new_room, work, seal)
+    other = threading.Thread(target=hands.run, name="outerstep-other-hand")
+    other.start()
+    hands.run()
+    other.join()
+    if hands.error is not None:
+        raise hands.error
 
 
-def _each(work: Callable[[Block], None], blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        work(block)
+class _Hands(Generic[Room, Made]):
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        new_room: Callable[[], Room],
+        work: Callable[[Block, Room], Made],
+        seal: Seal[Made],
+    ) -> None:
+        self._groups = [blocks[start : start + GROUP] for start in range(0, len(blocks), GROUP)]
+        self._new_room, self._work, self._seal = new_room, work, seal
+        self._taken = self._sealed = 0
+        self._changed = threading.Condition()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with torch.no_grad():
+                room = self._new_room()
+                while (number := self._next()) is not None:
+                    group = self._groups[number]
+                    made = [self._work(block, room) for block in group]
+                    if not self._is_our_turn(number):
+                        return
+                    for block, one in zip(group, made, strict=True):
+                        self._seal(block, one)
+                    self._pass_on()
+        except BaseException as error:  # noqa: BLE001 - raised by whoever asked for the work
+            with self._changed:
+                self.error = self.error or error
+                self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        with self._changed:
+            if self.error is not None or self._taken == len(self._groups):
+                return None
+            self._taken += 1
+            return self._taken - 1
+
+    def _is_our_turn(self, number: int) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self.error is not None or self._sealed == number)
+            return self.error is None
+
+    def _pass_on(self) -> None:
+        with self._changed:
+            self._sealed += 1
+            self._changed.notify_all()

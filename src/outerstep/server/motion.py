@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from ..core.codecs import Dither
-from ..core.watch import sum_of_squares, watched
+from ..core.watch import watched
 from ..digest import data_hash
 from ..types import Participant, Watched
 from ..wire.frames import Layout
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Motion:
-    """`target` is T, flat: move a block of it, then call `follow` for that block; all blocks, in their order."""
+    """`target` is T, flat: move a block of it, then call `follow` for that block; all blocks, in their order. (Or
+    `move` them in any order, and `seal` them in theirs.)"""
 
     def __init__(
         self, down: Downlink, version: int, before: Frame, frame: Frame, target: Tensor, update: Frame | None
@@ -37,6 +38,7 @@ class Motion:
         self._down = down
         self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
         self._anchor = xxhash.xxh3_128()
+        self._scratch = torch.empty(BLOCK_VALUES)
         if update is None:
             if not self.in_place:
                 self._new.copy_(self._old)
@@ -46,12 +48,10 @@ class Motion:
         self._encoded = update.data(down.update, torch.uint8)
         self._begins = {entry.name: entry.begin for entry in down.update.entries}
         self._hasher = PartHasher(update.view, down.part_size_bytes)
-        self._scratch = torch.empty(BLOCK_VALUES)
 
-    def along(self, g: Tensor) -> None:
-        """T moves along this block of the mean, which is still in the cache: what is watched of it costs next to
-        nothing here."""
-        self._squares += sum_of_squares(g)
+    def along(self, squares: float) -> None:
+        """T moved along a block of the mean with this Σ g²."""
+        self._squares += squares
 
     def watched(self, participants: Sequence[Participant]) -> Watched | None:
         """How the round went, as far as it is the same for all workers. Of several pushes that each moved T by itself
@@ -66,18 +66,31 @@ class Motion:
         return None
 
     def follow(self, block: Block) -> None:
-        """T is where it should be in this block: bring θ there, as far as the codec can. (Under no_grad.)"""
+        """T is where it should be in this block: bring θ there, as far as the codec can."""
+        self.move(block, self._scratch)
+        self.seal(block)
+
+    def move(self, block: Block, room: Tensor) -> None:
+        """That, without its hashes: of any block at any time. `room` is for a block. (Under no_grad.)"""
         theta = self._new[block.place : block.end]
         if self.update is not None:
-            self._send(block, theta)
-        begin = self._down.full.data_begin
-        self._anchor.update(self.frame.view[begin + 4 * block.place : begin + 4 * block.end])
+            self._send(block, theta, room[: block.count])
         if not _is_finite(theta):
             raise FloatingPointError(f"the outer step made tensor {block.name!r} of version {self.version} not finite")
 
-    def _send(self, block: Block, theta: Tensor) -> None:
+    def seal(self, block: Block) -> None:
+        """Hash a block that was moved; one after the other, in their order."""
+        if self.update is not None:
+            codec = self._down.rules[block.name].codec
+            self._hasher.advance(
+                self._down.update.data_begin + self._begins[block.name] + codec.encoded_bytes(block.stop)
+            )
+        begin = self._down.full.data_begin
+        self._anchor.update(self.frame.view[begin + 4 * block.place : begin + 4 * block.end])
+
+    def _send(self, block: Block, theta: Tensor, d: Tensor) -> None:
         rule = self._down.rules[block.name]
-        old, d = self._old[block.place : block.end], self._scratch[: block.count]
+        old = self._old[block.place : block.end]
         torch.sub(self.target[block.place : block.end], old, out=d)
         first = self._begins[block.name] + rule.codec.encoded_bytes(block.start)
         end = self._begins[block.name] + rule.codec.encoded_bytes(block.stop)
@@ -88,7 +101,6 @@ class Motion:
         rule.codec.encode(d, encoded, dither)
         rule.codec.decode(encoded, d)
         torch.add(old, d, out=theta)
-        self._hasher.advance(self._down.update.data_begin + end)
 
     def result(self) -> tuple[str, tuple[str, ...]]:
         """The anchor's hash, and those of the update's parts."""

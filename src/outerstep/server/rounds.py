@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.25, 5.0  # how often a disk that is full or broken is tried again
+GATHER_S = 0.1  # contributions that come within such a time are added in one pass
 NOTE_PATIENCE_S = 5.0  # how long an answer waits for what it says to be on the disk
 
 
@@ -148,12 +149,14 @@ class RoundsThread:
     # --- in the thread --------------------------------------------------------------------------------------------
 
     def _carry_out(self) -> None:
-        while (taken := self._work.get()) is not None:
-            number, job = taken
+        while True:
+            job: Job | None = None
             try:
+                taken = self._next()
+                if taken is None:
+                    break
+                number, job = taken
                 self._do(number, job)
-                if self._work.empty():
-                    self._accumulate()
             except _GivenUp:
                 log.warning(
                     "stopping although the disk is in trouble: what it holds is the state before the last round"
@@ -162,10 +165,20 @@ class RoundsThread:
                 return
             except Exception as error:  # the model may be half done: say so to everybody and do nothing more
                 log.exception("the server cannot go on")
-                self._service.fail(f"{type(job).__name__} failed: {type(error).__name__}: {error}")
+                what = type(job) if job is not None else Accumulate
+                self._service.fail(f"{what.__name__} failed: {type(error).__name__}: {error}")
                 self._disappoint(job)
                 return
         self._disappoint(None)
+
+    def _next(self) -> tuple[int, Job] | None:
+        """What to do next. If nothing comes for a moment, contributions that wait are added first: those of machines
+        near each other come almost together, and the end of their round right after them."""
+        try:
+            return self._work.get(timeout=GATHER_S)
+        except queue.Empty:
+            self._accumulate()
+            return self._work.get()
 
     def _do(self, number: int, job: Job) -> None:
         match job:

@@ -20,12 +20,13 @@ from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov, Push
 from ..core.outer import Nesterov, NesterovStep, OuterOptimizer
 from ..core.robust import Verdict
+from ..core.watch import sum_of_squares
 from ..digest import data_hash
 from ..errors import ModelError
 from ..types import GetPart, ParameterSpec, Participant, Payload
 from ..wire.frames import layout
 from ..wire.sections import most_bytes, row_pieces
-from .blocks import BLOCK_VALUES, Block, ahead, cut
+from .blocks import BLOCK_VALUES, Block, cut, hand_in_hand
 from .combining import Contribution, combine
 from .decoding import Decoder, UpTensor
 from .downlink import Downlink
@@ -178,20 +179,22 @@ class FragmentStore:
         total = self._sums.get(version)
         if total is None:
             total = self._sums[version] = _Sum(self._shelf.take(self.numel))
-        readers = self._readers(counted)
+        readers, scratch = self._readers(counted), torch.empty(BLOCK_VALUES)
         for block in self._blocks:
-            self._gather(block, total.values[block.place : block.end], readers, version, onto=total.weight > 0.0)
+            out = total.values[block.place : block.end]
+            self._gather(block, out, readers, version, scratch, onto=total.weight > 0.0)
         total.weight = _with(total.weight, counted)
 
     def _readers(self, addends: Sequence[Addend]) -> list[_Reader]:
-        scratch = torch.empty(BLOCK_VALUES)
-        return [_Reader(self.decoder(addend.sections), addend, scratch) for addend in addends]
+        return [_Reader(self.decoder(addend.sections), addend) for addend in addends]
 
-    def _gather(self, block: Block, out: Tensor, readers: Sequence[_Reader], version: int, *, onto: bool) -> None:
-        """out (+)= Σ w·Δ of this block."""
+    def _gather(
+        self, block: Block, out: Tensor, readers: Sequence[_Reader], version: int, scratch: Tensor, *, onto: bool
+    ) -> None:
+        """out (+)= Σ w·Δ of this block; `scratch` has room for one."""
         for i, reader in enumerate(readers):
             first = i == 0 and not onto
-            values = out if first else reader.scratch[: block.count]
+            values = out if first else scratch[: block.count]
             reader.read(block, values)
             addend = reader.addend
             self._rebase_if_late(values, block, addend, version)
@@ -319,34 +322,39 @@ class FragmentStore:
     ) -> None:
         """Everything that happens to a block, while it is in the cache. The step overwrites what it is given: a mean
         that is to be kept it gets as a copy."""
-        targets, scratch = self._by_name(motion.target), torch.empty(BLOCK_VALUES)
+        targets = self._by_name(motion.target)
+        step.open({name: targets[name] for name, role in self._roles.items() if role == "parameter"})
 
-        @torch.no_grad()
-        def move_target(block: Block) -> None:
-            g = mean[block.place : block.end] if mean is not None else scratch[: block.count]
-            self._gather(block, g, gather.readers, motion.version, onto=gather.onto)
+        def move(block: Block, room: Tensor) -> float:
+            scratch, spare = room[0, : block.count], room[1]
+            g = mean[block.place : block.end] if mean is not None else scratch
+            self._gather(block, g, gather.readers, motion.version, spare, onto=gather.onto)
             divide(g, gather.weight)
-            motion.along(g)
+            squares = sum_of_squares(g)
             role = self._roles[block.name]
             if role == "parameter":
-                step.block(
-                    block.name, targets[block.name], scratch[: block.count].copy_(g) if keep_mean else g, block.start
-                )
+                step.block(block.name, targets[block.name], scratch.copy_(g) if keep_mean else g, block.start)
             elif role == "average":  # a buffer is not optimized: the mean of the workers' values replaces it
                 motion.target[block.place : block.end].sub_(g)
+            motion.move(block, spare)
+            return squares
 
-        for block in ahead(self._blocks, move_target):
-            motion.follow(block)
+        def seal(block: Block, squares: float) -> None:
+            motion.along(squares)
+            motion.seal(block)
+
+        hand_in_hand(self._blocks, lambda: torch.empty(2, BLOCK_VALUES), move, seal)
 
     def _step_whole(
         self, motion: Motion, optimizer: OuterOptimizer, gather: _Gather, mean: Tensor, *, keep_mean: bool
     ) -> None:
         """With an optimizer of which we only know that it steps whole tensors. It may change its gradients."""
+        scratch = torch.empty(BLOCK_VALUES)
         for block in self._blocks:
             g = mean[block.place : block.end]
-            self._gather(block, g, gather.readers, motion.version, onto=gather.onto)
+            self._gather(block, g, gather.readers, motion.version, scratch, onto=gather.onto)
             divide(g, gather.weight)
-            motion.along(g)
+            motion.along(sum_of_squares(g))
         params, grads = self._by_name(motion.target), self._by_name(mean.clone() if keep_mean else mean)
         trained = [name for name, role in self._roles.items() if role == "parameter"]
         optimizer.step({name: params[name] for name in trained}, {name: grads[name] for name in trained})
@@ -356,12 +364,12 @@ class FragmentStore:
 
     def _close_pushed(self, motion: Motion, rule: DelayedNesterov, pushes: Sequence[Addend]) -> None:
         """T ← T moved by each contribution as the rule says, one by one; θ follows the last."""
-        targets = self._by_name(motion.target)
+        targets, scratch = self._by_name(motion.target), torch.empty(BLOCK_VALUES)
         motion.pushes = [push.weight for push in pushes]
         for number, reader in enumerate(self._readers(pushes), 1):
             push = rule.begin(self.index)
             for block in self._blocks:
-                values = reader.scratch[: block.count]
+                values = scratch[: block.count]
                 reader.read(block, values)
                 self._push(push, rule, motion, block, values, reader.addend, targets)
                 if number == len(pushes):
@@ -405,10 +413,10 @@ class FragmentStore:
 
 
 class _Reader:
-    """The values of one contribution, block by block; `scratch` has room for a block of them."""
+    """The values of one contribution, block by block."""
 
-    def __init__(self, decoder: Decoder, addend: Addend, scratch: Tensor) -> None:
-        self.addend, self.scratch = addend, scratch
+    def __init__(self, decoder: Decoder, addend: Addend) -> None:
+        self.addend = addend
         self._decoder = decoder
         self._data = torch.frombuffer(addend.payload, dtype=torch.uint8)
 

@@ -1,62 +1,84 @@
-"""Two threads at the blocks of a fragment: one ahead, one behind."""
+"""Two threads at the blocks of a fragment."""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
+import torch
 
-from outerstep.server.blocks import GROUP, LEAD, Block, ahead
+from outerstep.server.blocks import GROUP, Block, hand_in_hand
 
 BLOCKS = [Block("t", i, i + 1, i) for i in range(10 * GROUP + 1)]
 
 
-def test_every_block_comes_in_its_order_and_after_its_work() -> None:
-    done: list[Block] = []
-    came = []
-    for block in ahead(BLOCKS, done.append):
-        assert block in done
-        came.append(block)
-    assert came == done == BLOCKS
+class Work:
+    """Notes who does what; each thread's room is the thread. Block number `slow` takes until the other thread has
+    worked on another one."""
 
+    def __init__(self, slow: int = -1, fails_at: int = -1) -> None:
+        self.by: dict[int, threading.Thread] = {}
+        self._slow, self._fails_at = slow, fails_at
+        self._changed = threading.Condition()
 
-def test_the_work_is_done_by_another_thread_and_is_only_a_little_ahead() -> None:
-    threads: set[int] = set()
-    done: list[Block] = []
-
-    def work(block: Block) -> None:
-        threads.add(threading.get_ident())
-        done.append(block)
-
-    for behind, _ in enumerate(ahead(BLOCKS, work)):
-        assert len(done) <= behind + (LEAD + 1) * GROUP
-    assert len(threads) == 1
-    assert threading.get_ident() not in threads
-
-
-def test_what_goes_wrong_ahead_is_raised_where_the_blocks_are_taken() -> None:
-    def work(block: Block) -> None:
-        if block.place == 2 * GROUP + 1:
+    def __call__(self, block: Block, room: threading.Thread) -> int:
+        assert room is threading.current_thread()
+        assert not torch.is_grad_enabled()
+        if block.place == self._fails_at:
             raise FloatingPointError("not finite")
+        with self._changed:
+            if block.place == self._slow:
+                assert self._changed.wait_for(lambda: any(who is not room for who in self.by.values()), 60.0)
+            self.by[block.place] = room
+            self._changed.notify_all()
+        return -block.place
 
-    came: list[Block] = []
+
+def run(work: Work, seal_fails_at: int = -1) -> list[int]:
+    sealed: list[int] = []
+    sealing = threading.Lock()
+
+    def seal(block: Block, made: int) -> None:
+        assert sealing.acquire(blocking=False), "two blocks are sealed at the same time"
+        try:
+            assert made == -block.place
+            if block.place == seal_fails_at:
+                raise FloatingPointError("cannot be sealed")
+            sealed.append(block.place)
+        finally:
+            sealing.release()
+
+    try:
+        hand_in_hand(BLOCKS, threading.current_thread, work, seal)
+    finally:
+        assert not any(thread.name == "outerstep-other-hand" for thread in threading.enumerate())
+    return sealed
+
+
+@pytest.mark.parametrize("slow", [-1, 0, GROUP, 5 * GROUP])
+def test_every_block_is_sealed_once_in_its_order_however_slow_one_of_them_is(slow: int) -> None:
+    work = Work(slow)
+    assert run(work) == [block.place for block in BLOCKS]
+    assert sorted(work.by) == [block.place for block in BLOCKS]
+
+
+def test_both_threads_work() -> None:
+    """While one of them is busy with its first block the other goes on with the next."""
+    work = Work(slow=0)
+    run(work)
+    assert len(set(work.by.values())) == 2
+    assert threading.current_thread() in work.by.values()
+
+
+@pytest.mark.parametrize("at", [0, GROUP, 10 * GROUP])
+def test_what_goes_wrong_in_either_thread_is_raised_and_ends_both(at: int) -> None:
     with pytest.raises(FloatingPointError, match="not finite"):
-        came.extend(ahead(BLOCKS, work))
-    assert came == BLOCKS[: 2 * GROUP]
-
-
-def test_nothing_is_worked_on_any_more_when_whoever_takes_the_blocks_has_failed() -> None:
-    done: list[Block] = []
-
-    def take() -> None:
-        for _ in ahead(BLOCKS, done.append):
-            raise FloatingPointError("not finite")
-
-    with pytest.raises(FloatingPointError):
-        take()
-    assert len(done) <= (LEAD + 1) * GROUP
-    assert not any(thread.name.startswith("outerstep-ahead") for thread in threading.enumerate())
+        run(Work(fails_at=at))
+    work = Work()
+    with pytest.raises(FloatingPointError, match="cannot be sealed"):
+        run(work, seal_fails_at=at)
+    assert max(work.by) <= at + 3 * GROUP  # the other thread has not gone on for long
 
 
 def test_no_blocks() -> None:
-    assert list(ahead([], lambda _: None)) == []
+    hand_in_hand([], lambda: None, lambda block, room: None, lambda block, made: None)
