@@ -1,11 +1,14 @@
 """How near to bare sockets can a round come at all, on this machine?
 
 A round reads and writes memory that bare sockets do not touch. This measures the least of it, in the fewest passes that
-torch has for it, by cache-sized blocks, without any protocol, hash or check, beside bare sockets in the same run:
+torch has for it, by cache-sized blocks and without any protocol, beside bare sockets in the same run:
 
     send     each of k workers: bf16(anchor − local)
     close    the server, one process per core: mean of k contributions, outer step, bf16(update), apply
     adopt    each of k workers: anchor += update; local = anchor
+
+and the same with what tells damage and divergence: a hash of all that is sent and received and of each new anchor, and
+a norm of what the server received, which is not finite if a value is not.
 
 If sockets and arithmetic each keep all cores busy, as they do here, a round takes at least bare + send + close + adopt:
 the *floor*. bare ÷ floor is then the most of bare sockets' rate that a round can reach.
@@ -22,13 +25,16 @@ import os
 import tempfile
 from pathlib import Path
 
+import xxhash
+
 from bare_sockets import BareClient, BareServer
 from harness import Actor, median, print_table, say, together, wall_s, write_json
 from models import count
 from provenance import provenance
 
-BLOCK = 1 << 16  # values: 256 KiB of fp32, so that what lies between two passes stays in a core's cache
+BLOCK = 1 << 20  # values: of 64K, 256K and a million the fastest
 PHASES = ("send", "close", "adopt")
+WITH_CHECKS = ", with checks"
 
 
 class FloorWorker:
@@ -40,16 +46,23 @@ class FloorWorker:
         self._update = torch.full((numel,), 1e-3, dtype=torch.bfloat16)
         self._room = torch.empty(BLOCK)
 
-    def send(self) -> None:
+    def send(self, checks: bool) -> None:
         import torch
 
+        hashed = xxhash.xxh3_64()
         for anchor, local, sent in _blocks(self._anchor, self._local, self._sent):
             sent.copy_(torch.sub(anchor, local, out=self._room[: len(sent)]))
+            if checks:
+                hashed.update(_bytes(sent))
 
-    def adopt(self) -> None:
+    def adopt(self, checks: bool) -> None:
+        received, anchored = xxhash.xxh3_64(), xxhash.xxh3_128()
         for anchor, local, update in _blocks(self._anchor, self._local, self._update):
-            room = self._room[: len(update)]
-            local.copy_(anchor.add_(room.copy_(update)))
+            if checks:
+                received.update(_bytes(update))
+            local.copy_(anchor.add_(self._room[: len(update)].copy_(update)))
+            if checks:
+                anchored.update(_bytes(anchor))
 
     def close(self) -> None:
         """An actor's end."""
@@ -66,8 +79,11 @@ class FloorServer:
         self._update = torch.zeros(numel, dtype=torch.bfloat16)
         self._g, self._room = torch.empty(BLOCK), torch.empty(BLOCK)
 
-    def close_round(self) -> None:
+    def close_round(self, checks: bool) -> None:
         """θ is moved by what is sent, so that it and the target lie together; the target is a scratch block."""
+        if checks:
+            self._look()
+        sent, anchored = xxhash.xxh3_64(), xxhash.xxh3_128()
         for theta, buf, update, *received in _blocks(self._theta, self._buf, self._update, *self._received):
             g, room = self._g[: len(update)], self._room[: len(update)]
             g.copy_(received[0])
@@ -77,9 +93,28 @@ class FloorServer:
             buf.mul_(0.9).add_(g)
             update.copy_(g.add_(buf, alpha=0.9).mul_(-0.7))
             theta.add_(room.copy_(update))
+            if checks:
+                sent.update(_bytes(update))
+                anchored.update(_bytes(theta))
+
+    def _look(self) -> None:
+        """At contributions, as they come in."""
+        import torch
+
+        for contribution in self._received:
+            hashed = xxhash.xxh3_64()
+            for part in contribution.split(8 * BLOCK):
+                hashed.update(_bytes(part))
+                float(torch.linalg.vector_norm(part))
 
     def close(self) -> None:
         """An actor's end."""
+
+
+def _bytes(tensor):  # type: ignore[no-untyped-def]  # torch is not imported in the parent
+    import torch
+
+    return tensor.view(torch.uint8).numpy().data
 
 
 def _blocks(*tensors):  # type: ignore[no-untyped-def]  # torch is not imported in the parent
@@ -87,6 +122,7 @@ def _blocks(*tensors):  # type: ignore[no-untyped-def]  # torch is not imported 
 
 
 def measure(numel: int, workers: int, rounds: int) -> list[dict[str, float]]:
+    """Seconds of each phase; those with checks under names of their own."""
     runs: list[dict[str, float]] = []
     cores = os.cpu_count() or 1
     with contextlib.ExitStack() as stack:
@@ -100,9 +136,13 @@ def measure(numel: int, workers: int, rounds: int) -> list[dict[str, float]]:
         servers = [stack.enter_context(Actor(FloorServer, numel // cores, workers)) for _ in range(cores)]
         for number in range(rounds + 1):
             run = {"bare": wall_s(together(bare, "upload")) + wall_s(together(bare, "fetch"))}
-            run["send"] = wall_s(together(clients, "send"))
-            run["close"] = wall_s(together(servers, "close_round"))
-            run["adopt"] = wall_s(together(clients, "adopt"))
+            for checks in (False, True):
+                seconds = {
+                    "send": wall_s(together(clients, "send", checks)),
+                    "close": wall_s(together(servers, "close_round", checks)),
+                    "adopt": wall_s(together(clients, "adopt", checks)),
+                }
+                run |= {f"{name}{WITH_CHECKS if checks else ''}": value for name, value in seconds.items()}
             if number > 0:  # the first one touches the memory
                 runs.append(run)
                 say(", ".join(f"{name} {seconds:.3f} s" for name, seconds in run.items()))
@@ -118,15 +158,17 @@ def main() -> None:
     given = parser.parse_args()
     numel, _ = count("8M" if given.quick else "103M")
     runs = measure(numel, given.workers, given.rounds)
-    seconds = {name: median([run[name] for run in runs]) for name in ("bare", *PHASES)}
-    floor = sum(seconds.values())
-    most = median([run["bare"] / sum(run.values()) for run in runs])
+    seconds = {name: median([run[name] for run in runs]) for name in runs[0]}
     rows = [[name, f"{value:.3f}"] for name, value in seconds.items()]
     print_table(f"{given.workers} workers, {numel / 1e6:.0f}M parameters, bf16", ["what", "seconds"], rows)
-    print(f"a round takes at least {floor:.3f} s, so it reaches at most {most:.2f} of bare sockets")
+    most = {}
+    for kind in ("", WITH_CHECKS):
+        floor = sum(seconds[name] for name in ("bare", *(f"{phase}{kind}" for phase in PHASES)))
+        most[kind] = median([run["bare"] / (run["bare"] + sum(run[f"{p}{kind}"] for p in PHASES)) for run in runs])
+        print(f"a round{kind} takes at least {floor:.3f} s, so it reaches at most {most[kind]:.2f} of bare sockets")
     if given.json is not None:
-        facts = {"machine": provenance(), "workers": given.workers, "parameters": numel, "runs": runs, "most": most}
-        write_json(given.json, facts)
+        facts = {"machine": provenance(), "workers": given.workers, "parameters": numel, "runs": runs}
+        write_json(given.json, {**facts, "most": most[""], "most_with_checks": most[WITH_CHECKS]})
 
 
 if __name__ == "__main__":
