@@ -20,7 +20,7 @@ from ..core.fragments import due_fragment, send_step
 from ..errors import ExchangeFailed, Refused, RoundStuck, ServerError, ServerUnreachable
 from ..topology import Agreed, Contribution, Joined, Sight, Topology
 from ..types import Plan
-from .interrupts import deferred
+from .deferring import deferred
 from .progress import Flight, Metrics, Offline, Progress, Work, say_so
 from .replica import Replica
 from .saved import SavedFragment, SavedState, check_plan

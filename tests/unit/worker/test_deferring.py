@@ -10,7 +10,7 @@ import torch
 
 from outerstep.server import DiLoCoServer
 from outerstep.worker import replica
-from outerstep.worker.interrupts import deferred
+from outerstep.worker.deferring import deferred
 from outerstep.worker.replica import Block
 from support import TwoLedgers, count, in_threads, memory_worker
 
