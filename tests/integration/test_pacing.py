@@ -179,7 +179,7 @@ def test_very_different_h_with_synchronous_fragments_never_wait_in_a_circle(dela
         known.wait(30.0)
         paced.topology.heartbeat(0, speeds[i], None)
         paced.worker._started.assign(paced.topology.orders(at_exchange=False).sync_every)
-        paced.worker._started._new_cycle()
+        paced.worker._started.books.begin_cycle()
         own = paced.worker.sync_every
         paced.train(18)
         paced.worker.stop()

@@ -119,7 +119,7 @@ class Trainer:
 
     def restart(self) -> None:
         saved = self.checkpoint()
-        self.under_way += len(self.worker._started.flights)
+        self.under_way += len(self.worker._started.books.flights)
         self.kill()
         self.build(saved)
 

@@ -158,13 +158,13 @@ class ShardedTopology:
         fragment = contribution.fragment
         amounts = self._ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
         sizes = tuple(self._layout(fragment, section).size_bytes for section in range(self._shards.sections))
-        offer = self._inner.make_offer(of_all(contribution, amounts), sizes)
+        offer = self._inner.outgoing.make_offer(of_all(contribution, amounts), sizes)
         payload = None
         if self._takes_part:
-            payload = self._inner.new_payload(contribution.deltas, self._up(fragment), self._ours(offer).start)
+            payload = self._inner.outgoing.new_payload(contribution.deltas, self._up(fragment), self._ours(offer).start)
 
         def encode(payload: Payload, up: Layout) -> None:
-            self._inner.encode(contribution, offer.sequence, payload, up, self._excerpts(fragment))
+            self._inner.outgoing.encode(contribution, offer.sequence, payload, up, self._excerpts(fragment))
 
         return self._carry(fragment, offer, payload, stuck_after_s, encode)
 
@@ -236,9 +236,9 @@ class ShardedTopology:
         settled = self._ranks.tell(lambda: _known(ours), Settled)
         if ticket.own is not None:
             assert isinstance(ticket.own, ServerTicket)
-            self._inner.settle(ticket.own, counted=settled.counted)
+            self._inner.outgoing.settle(ticket.own, counted=settled.counted)
         elif ticket.claims and settled.counted:
-            self._inner.owe_nothing(ticket.fragment)
+            self._inner.outgoing.owe_nothing(ticket.fragment)
         agreed = self._take(settled)
         if ticket.own is None:
             return agreed

@@ -27,7 +27,7 @@ from ..core.watch import norm_of, watched
 from ..errors import ConfigError, ModelError, NotFinite, WorkerError
 from ..topology.stepped import Momentum, OuterRule
 from ..types import Watched
-from .interrupts import deferred
+from .deferring import deferred
 from .peer_exchange import Gossip, Peer, collect
 from .reload import forget_non_finite
 from .replica import Replica

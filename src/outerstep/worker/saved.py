@@ -33,8 +33,8 @@ from .progress import Flight, Work
 
 if TYPE_CHECKING:
     from ..topology import Topology
+    from .books import Books
     from .replica import Replica
-    from .sync import Synchronizer
 
 STATE_FORMAT = 2
 
@@ -97,23 +97,24 @@ class SavedState(Plain, frozen=True):
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(worker_id: str, sync: Synchronizer, replica: Replica, topology: Topology) -> dict[str, Any]:
+def write(worker_id: str, books: Books, replica: Replica, topology: Topology) -> dict[str, Any]:
     """Plain tensors, numbers and text; the live tensors."""
+    cycle = books.cycle
     return {
         "format": STATE_FORMAT,
         "worker_id": worker_id,
-        "work": asdict(sync.work),
-        "cycle": {"step": sync.cycle_step, "sync_every": sync.sync_every, "assigned": sync.assigned or 0},
-        "fragments": [_write_fragment(i, sync, topology) for i in range(len(sync.fragments))],
+        "work": asdict(books.work),
+        "cycle": {"step": cycle.step, "sync_every": cycle.sync_every, "assigned": cycle.assigned or 0},
+        "fragments": [_write_fragment(i, books, topology) for i in range(len(books.fragments))],
         "anchors": dict(replica.anchors),
         "local_hash": replica.local_hash(),
-        "metrics": asdict(sync.metrics),
-        "topology": topology.state_dict(sync.flights),
+        "metrics": asdict(books.metrics),
+        "topology": topology.state_dict(books.flights),
     }
 
 
-def _write_fragment(index: int, sync: Synchronizer, topology: Topology) -> dict[str, Any]:
-    progress, flight = sync.fragments[index], sync.flights.get(index)
+def _write_fragment(index: int, books: Books, topology: Topology) -> dict[str, Any]:
+    progress, flight = books.fragments[index], books.flights.get(index)
     contributions = []
     if progress.late is not None:
         landed = Flight(progress.late, progress.counted, 0)
@@ -121,7 +122,7 @@ def _write_fragment(index: int, sync: Synchronizer, topology: Topology) -> dict[
     if flight is not None:
         contributions.append(_write_contribution(flight, topology, counted_in=None))
     return {
-        "names": list(sync.plan.fragments[index]),
+        "names": list(books.plan.fragments[index]),
         "version": progress.version,
         "counted": asdict(progress.counted),
         "oldest_base": progress.oldest_base,

@@ -97,7 +97,9 @@ class DiLoCoWorker:
         self._saved: SavedState | None = None
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
-        inner = InnerState(model, self.optimizer, self._replica.tensors, stateful or {}, lambda: self._started.work)
+        inner = InnerState(
+            model, self.optimizer, self._replica.tensors, stateful or {}, lambda: self._started.books.work
+        )
         self._topology = topology or connect(self.config, identity, self._replica, ranks, inner)
         self._interrupts = Interrupts(self.config.preempt_patience_s)
         self._sync: Synchronizer | None = None
@@ -134,10 +136,11 @@ class DiLoCoWorker:
             saved=self._saved,
         )
         self._saved = None  # its tensors are in place
+        plan = self._sync.books.plan
         _attached.add(self.optimizer)
         self._hook = self.optimizer.register_step_post_hook(self._after_step)
         self._resumed_at = self._clock()
-        interval_s = self._heartbeat_interval_s(self._sync.plan)
+        interval_s = self._heartbeat_interval_s(plan)
         if interval_s > 0:
             self._heart = threading.Thread(
                 target=self._beat, args=(interval_s,), name="outerstep-heartbeat", daemon=True
@@ -145,8 +148,8 @@ class DiLoCoWorker:
             self._heart.start()
         if self.config.handle_signals:
             self._interrupts.install()
-        log.info("worker %s joined %s: %s", self.worker_id, redact(self.config.server_addr), _describe(self._sync.plan))
-        if self.config.dylu and not self._sync.plan.dylu:
+        log.info("worker %s joined %s: %s", self.worker_id, redact(self.config.server_addr), _describe(plan))
+        if self.config.dylu and not plan.dylu:
             log.warning(
                 "this worker asked for dynamic local updates, but the run has none (start the server with --dylu)"
             )
@@ -228,7 +231,7 @@ class DiLoCoWorker:
         anchor, what the codec owes, the contributions under way. Plain tensors, numbers and text; the live tensors, so
         save them before the next step. In a group each process has its own. worker/saved.py says what a restart does
         with it."""
-        return saved.write(self.worker_id, self._started, self._replica, self._topology)
+        return saved.write(self.worker_id, self._started.books, self._replica, self._topology)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the start, into a worker of the same run and worker_id (a worker that was given no id takes it from
@@ -262,27 +265,27 @@ class DiLoCoWorker:
 
     @property
     def plan(self) -> Plan:
-        return self._started.plan
+        return self._started.books.plan
 
     @property
     def sync_every(self) -> int:
         """H: this worker's own under dynamic local updates, else the plan's."""
-        return self._started.sync_every
+        return self._started.books.cycle.sync_every
 
     @property
     def sync_metrics(self) -> dict[str, float | int | str | list[int] | None]:
         """Counters of the exchanges so far (progress.py), and how the last ones went (watching.py)."""
-        sync, metrics = self._started, self._started.metrics
+        books, metrics = self._started.books, self._started.books.metrics
         return {
             "worker_id": self.worker_id,
-            "local_step": sync.work.steps,
-            "samples": sync.work.samples,
-            "tokens": sync.work.tokens,
-            "sync_every": sync.sync_every,
-            "versions": [progress.version for progress in sync.fragments],
+            "local_step": books.work.steps,
+            "samples": books.work.samples,
+            "tokens": books.work.tokens,
+            "sync_every": books.cycle.sync_every,
+            "versions": [progress.version for progress in books.fragments],
             "steps_per_second": round(self.steps_per_second, 4),
             **{name: getattr(metrics, name) for name in metrics.__dataclass_fields__},
-            **sync.watching.metrics,
+            **books.watching.metrics,
         }
 
     @property
@@ -300,7 +303,8 @@ class DiLoCoWorker:
         value = None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._last_loss = value if value is not None and math.isfinite(value) else None
         if self._sync is not None:
-            self._sync.watching.reported(self._last_loss, self._sync.work.steps)
+            books = self._sync.books
+            books.watching.reported(self._last_loss, books.work.steps)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -334,7 +338,7 @@ class DiLoCoWorker:
             self._in_exchange = False
             self._progress_at = time.monotonic()
         if exchanged:
-            sync.watching.inner_grad_norm = self._gradient_norm()
+            sync.books.watching.inner_grad_norm = self._gradient_norm()
         orders = self._topology.orders(at_exchange=exchanged)
         leaving = self._asked_to_leave(exchanged)
         obeyed = self._obey(dataclasses.replace(orders, drain=leaving) if leaving else orders)
@@ -395,7 +399,7 @@ class DiLoCoWorker:
             if self._is_stalled():
                 continue
             try:
-                self._topology.heartbeat(sync.work.steps, self.steps_per_second, self.last_loss)
+                self._topology.heartbeat(sync.books.work.steps, self.steps_per_second, self.last_loss)
             except OuterstepError as error:
                 # The exchange has its own patience and raises what cannot be mended; a missed beat is not an error.
                 log.debug("heartbeat: %s", error)

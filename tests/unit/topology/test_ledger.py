@@ -153,7 +153,7 @@ class Book:
 
     def audit(self) -> None:
         """When nothing is under way: what the server has counted and the worker not heard of is applied and unsent."""
-        assert not self.worker._started.flights
+        assert not self.worker._started.books.flights
         unsent = self.unsent()
         for name, total in self.steps.items():
             applied = sum((one[name] for one in self.server.applied), torch.zeros(total.shape))
@@ -229,7 +229,7 @@ def test_a_contribution_left_open_is_settled_later(arrived: bool) -> None:
     book.step()
     with book.no_line(from_poll=arrived):
         book.step()
-        assert book.worker._started.flights
+        assert book.worker._started.books.flights
         book.step(2)
     book.step()
     book.audit()
@@ -267,7 +267,7 @@ def test_with_a_delay_and_what_was_done_meanwhile_carried_along(missed: bool) ->
     for _ in range(4):
         book.step(3)  # sent
         if missed:
-            wait_until(lambda: book.worker._started.flights[0].ticket.look(0.0).done)
+            wait_until(lambda: book.worker._started.books.flights[0].ticket.look(0.0).done)
             book.move_on()
         book.step(2)  # landed
         book.audit()
@@ -280,7 +280,7 @@ def test_a_restart_between_sending_and_landing() -> None:
     book.step(4)
     wait_until(lambda: book.server.last_sequence == 1)
     book.restart()
-    assert book.worker._started.flights[0].land_at == 5
+    assert book.worker._started.books.flights[0].land_at == 5
     book.step()
     book.audit()
     assert book.owed > 0
@@ -321,7 +321,7 @@ def test_whatever_happens_in_whatever_order(seed: int) -> None:
             with suppress(AssertionError), book.no_line(from_poll=event == "gone"):
                 book.step(rng.randint(1, 3))
         book.step(rng.randint(0, 2))
-        if not book.worker._started.flights:
+        if not book.worker._started.books.flights:
             book.audit()
     book.worker.force_sync()
     book.audit()

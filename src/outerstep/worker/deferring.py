@@ -1,4 +1,7 @@
-"""Ctrl-C at the wrong moment."""
+"""What must not be done by half: Ctrl-C and SIGTERM wait until it is whole.
+
+signals.py says what they ask of a worker then.
+"""
 
 from __future__ import annotations
 
