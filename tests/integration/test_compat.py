@@ -364,6 +364,7 @@ def test_who_registers_again_after_the_round_closed_contributes_to_the_next() ->
 # --- life and death -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_client_that_hung_up_while_it_waited_dies_of_silence_and_its_contribution_stays() -> None:
     with serving(num_workers=2, heartbeat_timeout=2.0) as (server, address):
         a, b = OldClient(address, "a"), OldClient(address, "b")
@@ -954,6 +955,7 @@ def test_a_body_that_comes_drop_by_drop_is_cut_off() -> None:
 # --- the example --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_example_client_trains_reports_and_leaves() -> None:
     script = Path(__file__).parents[2] / "examples" / "compat_client.py"
     with serving(num_workers=2, num_fragments=2, sync_every=10) as (server, address):

@@ -18,12 +18,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from amounts import cases
 from outerstep.digest import data_hash
 from outerstep.errors import ConfigError, ModelError
 from outerstep.model_folder import STATE, WEIGHTS, load_checkpoint, load_model, load_state_dict
@@ -217,7 +218,7 @@ def states(draw: st.DrawFn) -> SavedState:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@cases(150)
 @given(states())
 def test_any_state_comes_back_bit_for_bit(state: SavedState) -> None:
     with tempfile.TemporaryDirectory() as folder:
