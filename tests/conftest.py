@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("ci", derandomize=True, print_blob=True)
+settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=20)  # as `make quick` says
 settings.register_profile("deep", max_examples=10_000, print_blob=True)  # by hand: --hypothesis-profile deep
 settings.load_profile("ci")
 

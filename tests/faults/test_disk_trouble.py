@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from amounts import mostly_slow
 from outerstep.errors import Busy, ServerError
 from outerstep.server import DiLoCoServer
 from outerstep.types import Poll, PollAnswer
@@ -49,13 +50,17 @@ class BadDisk:
 
 @pytest.mark.row("F11")
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+@pytest.mark.parametrize("number", mostly_slow([errno.ENOSPC, errno.EIO], [errno.ENOSPC]), ids=["full", "broken"])
 def test_a_round_that_cannot_be_written_is_announced_when_it_can(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outerstep.server.rounds.NOTE_PATIENCE_S", 0.2)
-    monkeypatch.setattr("outerstep.server.rounds.LAST_RETRY_S", 0.25)
-    monkeypatch.setattr("outerstep.server.downlink.MOTION_PATIENCE_S", 0.2)
+    for patience in (
+        "rounds.NOTE_PATIENCE_S",
+        "rounds.FIRST_RETRY_S",
+        "rounds.LAST_RETRY_S",
+        "downlink.MOTION_PATIENCE_S",
+    ):
+        monkeypatch.setattr(f"outerstep.server.{patience}", 0.05)
     server = DiLoCoServer(Ledger().state_dict(), 1, port=0, save_dir=str(tmp_path), **FACTS)
     server.service.start()
     client, newcomer = HandClient(Relocatable(server.service)), HandClient(MemoryTransport(server.service), "new")

@@ -50,6 +50,7 @@ def test_at_10_mbit_and_200_ms_rounds_complete_and_no_timeout_fires(monkeypatch:
         assert server.status()["total_worker_deaths"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.row("F15", level="WAN")
 def test_nobody_waits_for_a_worker_whose_line_is_ten_times_slower_and_it_still_contributes() -> None:
     """A quorum of two: rounds close while the third one's bytes are still on their way, and then they count."""
@@ -89,6 +90,7 @@ def test_nobody_waits_for_a_worker_whose_line_is_ten_times_slower_and_it_still_c
         assert server.get_global_params()["cells"][2] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.row("F15", level="WAN")
 def test_with_dynamic_local_updates_a_machine_ten_times_slower_takes_fewer_steps_and_is_in_every_round() -> None:
     steps, rounds = 30, 4

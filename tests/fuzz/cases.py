@@ -12,22 +12,18 @@ import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
+
+import amounts
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-USUAL = 100  # max_examples of the profile "ci"
-
 
 def cases(count: int) -> Callable[[F], F]:
-    """So many in `make test`; more with a profile that has more."""
-    many = max(count * settings.default.max_examples // USUAL, 1)  # type: ignore[union-attr]
-    return settings(  # type: ignore[return-value]
-        max_examples=many,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
-    )
+    """So many in `make test`, however long each of them takes."""
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    return amounts.cases(count, suppress_health_check=slow)
 
 
 SNIPPETS = [

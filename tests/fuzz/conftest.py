@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import settings
 
-from fuzz.cases import USUAL
+from amounts import USUAL
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,6 +25,7 @@ from outerstep.settings.kinds import write
 from outerstep.types import Commit, Control, GetPart, Heartbeat, Join, Leave, Offer, Poll, PutPart, Request
 from outerstep.wire import strict_json
 from outerstep.wire.messages import address_of, decode_error, decode_request, encode_error, parse_query
+from typed import typed
 
 HEAD: dict[str, Any] = {"run_id": "r", "worker_id": "w", "incarnation": 1}
 GOOD: dict[type[Request], dict[str, Any]] = {
@@ -189,13 +190,9 @@ def test_keywords_of_any_name_are_taken_or_refused(role: str, settings: dict[str
 ), max_size=5))  # fmt: skip
 def test_a_command_line_of_any_words_ends_with_a_documented_exit_code(words: list[str]) -> None:
     """Words that would start something are left out: what is tested is how they are read."""
-    from typer.testing import CliRunner
-
-    from outerstep.cli import app
-
     if any(word in ("worker", "demo", "join", "control", "status", "token", "init") for word in words):
         words = [*words, "--no-such-option"]
-    result = CliRunner().invoke(app, words, env={"OUTERSTEP_CONFIG": "/dev/null"})
+    result = typed(words, env={"OUTERSTEP_CONFIG": "/dev/null"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         assert isinstance(result.exception, OuterstepError), (
             result.exception

@@ -310,6 +310,7 @@ def test_no_answer_for_too_long_is_one_clear_error_and_nothing_is_lost() -> None
     run.stop()
 
 
+@pytest.mark.slow
 def test_a_worker_that_only_waits_for_the_others_is_not_offline() -> None:
     """However long the round takes: the server answers, and says for whom it waits."""
     run = Run(offline_after_s=0.4, patience=Patience(first_backoff_s=0.01, longest_backoff_s=0.02, poll_wait_s=1.0))

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from amounts import mostly_slow
 from outerstep.model_folder import save_model
 from outerstep.security import Credentials
 from outerstep.server import DiLoCoServer
 from outerstep.worker import DiLoCoWorker
 from ports import free_port
 from support import tiny_model
+
+LOADS_A_MODEL = pytest.mark.slow  # and torch before it, which takes seconds
 
 
 def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -32,22 +35,13 @@ def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subp
 
 @pytest.mark.parametrize(
     "command",
-    [
-        [],
-        ["server"],
-        ["join"],
-        ["worker"],
-        ["peer"],
-        ["status"],
-        ["doctor"],
-        ["control"],
-        ["token"],
-        ["config", "show"],
-        ["demo"],
-    ],
+    mostly_slow(
+        ["", "server", "join", "worker", "peer", "status", "doctor", "control", "token", "config show", "demo"],
+        quick=["", "server"],
+    ),
 )
-def test_help_teaches(command: list[str]) -> None:
-    done = outerstep(*command, "--help")
+def test_help_teaches(command: str) -> None:
+    done = outerstep(*command.split(), "--help")
     assert done.returncode == 0
     assert "Usage" in done.stdout
     assert len(done.stdout.splitlines()) > 8
@@ -63,19 +57,29 @@ def test_the_version_is_printed() -> None:
     [
         (["sevrer"], "server"),
         (["server", "-m", "x"], "--num-workers"),
-        (["server", "-m", "/nonexistent", "-n", "2"], "no model at /nonexistent"),
-        (["server", "-m", "{model}", "-n", "0"], "num_workers must be ≥ 1, got 0"),
-        (["server", "-m", "{model}", "-n", "2", "--codec", "zip"], "unknown codec 'zip'; known: bf16, "),
-        (
+        pytest.param(["server", "-m", "/nonexistent", "-n", "2"], "no model at /nonexistent", marks=LOADS_A_MODEL),
+        pytest.param(["server", "-m", "{model}", "-n", "0"], "num_workers must be ≥ 1, got 0", marks=LOADS_A_MODEL),
+        pytest.param(
+            ["server", "-m", "{model}", "-n", "2", "--codec", "zip"],
+            "unknown codec 'zip'; known: bf16, ",
+            marks=LOADS_A_MODEL,
+        ),
+        pytest.param(
             ["server", "-m", "{model}", "-n", "2", "--min-workers", "3"],
             "min_workers (3) must not exceed num_workers (2)",
+            marks=LOADS_A_MODEL,
         ),
-        (
+        pytest.param(
             ["server", "-m", "{model}", "-n", "4", "--aggregation", "trimmed_mean", "--trim-fraction", "0.2"],
             "a trim_fraction of 0.2 trims nothing of 4",
+            marks=LOADS_A_MODEL,
         ),
-        (["server", "-m", "{model}", "-n", "4", "--async", "--aggregation", "median"], "async_mode has one in each"),
-        (["server", "-m", "{model}", "-n", "2", "--sync-evry", "3"], "--sync-every"),
+        pytest.param(
+            ["server", "-m", "{model}", "-n", "4", "--async", "--aggregation", "median"],
+            "async_mode has one in each",
+            marks=LOADS_A_MODEL,
+        ),
+        pytest.param(["server", "-m", "{model}", "-n", "2", "--sync-evry", "3"], "--sync-every", marks=LOADS_A_MODEL),
         (["status", "--server", "127.0.0.1:9"], "no answer from 127.0.0.1:9"),
         (["status", "--server", "nonsense:port"], "host:port"),
         (["worker", "--server", "127.0.0.1:9"], "COMMAND"),
@@ -169,6 +173,7 @@ def test_a_peer_hands_its_settings_to_the_script_and_the_join_string_not_in_argv
     assert {name: found.get(name) for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_status_tells_a_person_and_a_program() -> None:
     with DiLoCoServer(tiny_model().state_dict(), num_workers=2, port=0, sync_every=50) as server:
         model = tiny_model()
@@ -184,6 +189,7 @@ def test_status_tells_a_person_and_a_program() -> None:
         worker.abandon("over")
 
 
+@pytest.mark.slow
 def test_a_server_says_what_to_type_on_the_next_machine(tmp_path: Path) -> None:
     save_model(tiny_model(), tmp_path / "model")
     port = str(free_port())

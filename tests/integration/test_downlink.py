@@ -131,6 +131,7 @@ def test_an_exact_downlink_is_always_whole() -> None:
     server.service.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("down", ["bf16", "fp32"])
 def test_a_reader_of_the_whole_never_sees_bytes_that_change(down: str) -> None:
     """Three read as fast as they can while rounds close; whatever they were told to fetch, they get, or nothing."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from amounts import mostly_slow
 from outerstep.server import DiLoCoServer
 from outerstep.server.saved import load_state
 from outerstep.types import Manifest, ParameterSpec
@@ -51,6 +52,7 @@ MODES: dict[str, dict[str, Any]] = {
         "outer_optimizer_factory": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9, weight_decay=0.01),
     },
 }
+QUICK = ["synchronous", "int4 both ways, at random", "asynchronous, int4 down", "averaged buffers, a torch optimizer"]
 
 
 def make_server(folder: Path, model: Any = tiny_model, **settings: Any) -> DiLoCoServer:
@@ -70,7 +72,7 @@ def outer_state(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.row("F29")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, QUICK))
 def test_a_run_killed_at_any_step_equals_the_uninterrupted_one_bit_for_bit(mode: str, tmp_path: Path) -> None:
     def run(folder: Path, kills: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
         server = make_server(folder, **MODES[mode])

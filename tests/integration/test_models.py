@@ -71,6 +71,7 @@ def test_what_is_frozen_after_the_start_stays_in_the_exchange_and_adds_nothing()
     assert_same(params_of(model), after)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_under_the_plain_names() -> None:
     plain, inner = tiny_model(), tiny_model()
     server = serve(plain, num_workers=2, sync_every=2)

@@ -138,6 +138,7 @@ class TestARun:
 
 
 class TestFailures:
+    @pytest.mark.slow
     def test_the_others_go_on_without_a_dead_peer_and_it_heals_from_its_folder(
         self, started: Started, tmp_path: Path
     ) -> None:
@@ -177,6 +178,7 @@ class TestFailures:
         finally:
             stop_peers(again)
 
+    @pytest.mark.slow
     def test_who_was_away_for_longer_than_blocks_are_remembered_leaps(
         self, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -217,6 +219,7 @@ class TestFailures:
         assert peers[0].take(0).block == peers[1].take(0).block
         assert peers[0].node.shared.trouble == ""
 
+    @pytest.mark.slow
     def test_a_neighbour_that_swallows_everything_keeps_the_others_from_nothing(self, started: Started) -> None:
         peers = started(4)
         deaf = peers.pop()

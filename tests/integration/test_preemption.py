@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from amounts import mostly_slow
 from integration.test_exit import EXACT, Mode, Two, every_mode
 from support import in_threads, wait_until
 
@@ -64,7 +65,7 @@ def test_after_its_step_it_contributes_everything_and_leaves(mode: Mode, steps: 
 
 @pytest.mark.row("F10")
 @behind_a_barrier
-@pytest.mark.parametrize("patience_s", [0.0, 60.0], ids=["out of time", "in time"])
+@pytest.mark.parametrize("patience_s", mostly_slow([0.0, 60.0], [60.0]), ids=["out of time", "in time"])
 def test_while_it_waits_for_a_round_it_still_contributes_every_fragment(mode: Mode, patience_s: float) -> None:
     two = Two(mode.server(2), preempt_patience_s=patience_s).start()
     worker, ended = two.workers[0], threading.Event()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from amounts import mostly_slow
 from outerstep import load_model
 from outerstep.coordination.uploads import Upload
 from outerstep.errors import BadRequest, Busy, ConfigError, Kicked, ServerFailed
@@ -45,6 +46,7 @@ MODES: dict[str, dict[str, Any]] = {
     "asynchronous, int4 down": {"async_mode": True, "dn_buffer_size": 3, "down_codec": "int4"},
     "a torch optimizer": {"outer_optimizer_factory": lambda params: torch.optim.Adam(params, lr=0.01)},
 }
+QUICK = ["synchronous", "int4 both ways, at random", "asynchronous, int4 down", "a torch optimizer"]
 
 
 def make_server(folder: Path | None, **settings: Any) -> DiLoCoServer:
@@ -66,7 +68,7 @@ def train_on(transport: Relocatable, server: DiLoCoServer) -> tuple[DiLoCoWorker
     return worker, model, optimizer
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, QUICK))
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(mode: str, tmp_path: Path) -> None:
     def run(*, interrupt: bool) -> dict[str, torch.Tensor]:
         folder = tmp_path / str(interrupt)

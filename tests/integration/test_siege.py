@@ -152,6 +152,7 @@ def drip(socks: list[socket.socket], over: threading.Event) -> None:
                 sock.send(byte)
 
 
+@pytest.mark.slow
 @pytest.mark.row("F17")
 def test_two_hundred_that_stand_still_and_a_flood_of_garbage_harm_nobody(fortress: Fortress) -> None:
     with Healthy(fortress) as worker, contextlib.ExitStack() as stack:
@@ -213,6 +214,7 @@ def test_workers_keep_their_room_however_many_strangers_hold_on(tmp_path: Path) 
         fortress.server.stop()
 
 
+@pytest.mark.slow
 def test_guessing_tokens_becomes_slow_and_a_worker_still_gets_in(fortress: Fortress) -> None:
     def guess() -> None:
         with contextlib.suppress(OSError), fortress.secured() as sock:
@@ -227,6 +229,7 @@ def test_guessing_tokens_becomes_slow_and_a_worker_still_gets_in(fortress: Fortr
     assert client.contribute(make_frame({"cells": torch.ones(4096)})).version == 1
 
 
+@pytest.mark.slow
 def test_idle_connections_are_closed_and_their_owners_do_not_notice(fortress: Fortress) -> None:
     transport = fortress.transport()
     transport.status()

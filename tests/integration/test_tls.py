@@ -1,6 +1,7 @@
 """The service behind TLS with a certificate from an authority: parts, polls and refusals cross encrypted.
 
-What a server does by itself, with a certificate of its own and tokens, is in test_secure.py."""
+What a server does by itself, with tokens and a certificate of its own, is in test_secure.py
+and test_secure_certificates.py."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from amounts import mostly_slow
 from outerstep.core.codecs import CODECS
 from outerstep.server import DiLoCoServer
 from outerstep.topology.news import anchor_hash
@@ -50,7 +51,7 @@ def run(server: DiLoCoServer, workers: int, number: int, **settings: Any) -> lis
 
 
 @pytest.mark.parametrize("streaming", [{}, {"num_fragments": 3, "fragment_delay": 1}])
-@pytest.mark.parametrize("codec", RECIPES)
+@pytest.mark.parametrize("codec", mostly_slow(RECIPES, ["bf16", "int4+feedback"]))
 def test_all_workers_hold_the_servers_bits(codec: str, streaming: dict[str, Any]) -> None:
     settings = {"codec": codec, "sync_every": 4, "part_size_bytes": 1 << 16, **streaming}
     with DiLoCoServer(Wide().state_dict(), num_workers=2, port=0, **settings) as server:

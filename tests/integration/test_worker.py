@@ -302,6 +302,7 @@ def test_a_missed_round_keeps_the_steps_and_undoes_nobodys_work() -> None:
     b.abandon("test over")
 
 
+@pytest.mark.slow
 def test_a_full_pool_lets_everybody_in_one_after_the_other() -> None:
     settings = {"sync_every": 2, "pool_bytes": 1, "spool_bytes": 0, "part_size_bytes": 64, **PLAIN}
     server = DiLoCoServer(tiny_model().state_dict(), num_workers=4, port=0, **settings)

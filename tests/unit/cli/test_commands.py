@@ -11,10 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from outerstep import model_folder, server
-from outerstep.cli import app
 from outerstep.cli.server import spelled_out
 from outerstep.cli.worker import training_command
 from outerstep.errors import ConfigError
@@ -22,6 +20,7 @@ from outerstep.security import Access
 from outerstep.settings import ROLES, WORKER, Role, resolve
 from outerstep.types import Control, ControlAnswer, Wishes
 from outerstep.wire.http_transport import HttpTransport
+from typed import typed
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +33,7 @@ def _nothing_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(line: str) -> str:
     """What a command prints; its error is raised."""
-    result = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = typed(shlex.split(line), env={"COLUMNS": "200", "NO_COLOR": "1"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -325,7 +324,7 @@ class TestServer:
         self, end: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Started, "status", lambda _: end)
-        done = CliRunner().invoke(app, ["server", "-m", "folder", "-n", "3"])
+        done = typed(["server", "-m", "folder", "-n", "3"])
         assert done.exit_code == 1
         assert said in done.output
 

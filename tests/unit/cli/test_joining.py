@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from outerstep.cli import app
 from outerstep.errors import ConfigError, TransportError, Unauthorized
 from outerstep.security import Access, Credentials, parse_join_string
 from outerstep.security.tokens import new_token
 from outerstep.server import DiLoCoServer
 from support import tiny_model
+from typed import typed
 
 PIN = "ab" * 32
 TOKEN = new_token("run")
@@ -33,7 +32,7 @@ def _nothing_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(line: str, stdin: str | None = None) -> str:
-    result = CliRunner().invoke(app, shlex.split(line), input=stdin, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = typed(shlex.split(line), input=stdin, env={"COLUMNS": "200", "NO_COLOR": "1"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output

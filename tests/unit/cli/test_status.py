@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from outerstep.cli import app
 from outerstep.cli.status import count, duration, render, size
 from outerstep.errors import ConfigError
+from typed import typed
 
 WORKER = {"hostname": "alpha", "step": 120, "steps_per_second": 2.5, "loss": 1.5, "last_seen_s": 3.2}
 SYNC: dict[str, Any] = {
@@ -132,6 +131,6 @@ def test_numbers_are_short() -> None:
 
 @pytest.mark.parametrize(("line", "said"), [("5", "without --watch"), ("--watch --json", "leave --watch out")])
 def test_what_makes_no_sense_together_is_refused(line: str, said: str) -> None:
-    result = CliRunner().invoke(app, ["status", *line.split()])
+    result = typed(["status", *line.split()])
     assert isinstance(result.exception, ConfigError)
     assert said in str(result.exception)

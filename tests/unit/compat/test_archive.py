@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from amounts import cases
 from outerstep.compat.archive import describe
 from outerstep.compat.tensors import Expected, read_tensors, write_tensors
 from outerstep.errors import BadTensors, NotFinite, Refused, TooLarge, UnsupportedMedia
@@ -56,7 +57,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=100, deadline=None)
+@cases(100)
 @given(st.dictionaries(st.text(min_size=1, max_size=40), st.tuples(shapes, dtypes), max_size=8), st.booleans())
 def test_what_torch_saves_is_read_bit_for_bit(
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]], ordered: bool

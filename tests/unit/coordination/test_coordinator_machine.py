@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from amounts import cases
 from outerstep.coordination.control import carry_out as control
 from outerstep.coordination.effects import Accumulate, CloseRound, DropUpload
 from outerstep.coordination.uploads import Upload
@@ -375,9 +375,4 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase
-TestCoordinatorMachine.settings = settings(
-    max_examples=400,
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-)
+TestCoordinatorMachine.settings = cases(400, stateful_step_count=50, derandomize=True)

@@ -5,14 +5,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amounts import cases
 from outerstep.core.aggregate import add_weighted, divide, weighted_mean
 from outerstep.errors import ConfigError
 
-PROPERTY = settings(max_examples=100, deadline=None)
+PROPERTY = cases(100)
 weights = st.floats(1e-3, 1e6)
 weight_lists = st.lists(weights, min_size=1, max_size=6)
 sizes = st.integers(1, 300)

@@ -46,6 +46,7 @@ def coded(codec: Codec, values: Tensor, dither: Dither | None) -> Tensor:
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_vector_width_and_threads_do_not_change_a_bit(capability: str) -> None:
     code = (

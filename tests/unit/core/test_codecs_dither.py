@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amounts import cases
 from outerstep.core.codecs import BF16, CONTROL_2BIT, E3M0, FP32, INT4, INT8, Codec, Dither
 from outerstep.core.codecs.dither import unit
 
@@ -49,7 +50,7 @@ def test_what_needs_no_rounding_is_not_changed(codec: Codec) -> None:
 
 
 @rounding
-@settings(max_examples=30, deadline=None)
+@cases(30)
 @given(blocks=st.integers(0, 2), seed=st.integers(0, 2**64 - 1))
 def test_a_piece_is_rounded_as_it_is_within_the_whole(codec: Codec, blocks: int, seed: int) -> None:
     border, values = blocks * codec.block_values, torch.randn(3 * codec.block_values + 5)

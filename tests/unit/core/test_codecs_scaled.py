@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amounts import cases
 from outerstep.core.codecs import CONTROL_2BIT, E3M0, INT4, INT8, Codec
 
-PROPERTY = settings(max_examples=60, deadline=None)
+PROPERTY = cases(60)
 
 
 def nearest_integer(t: float) -> int:

@@ -7,15 +7,16 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amounts import cases
 from outerstep.core.codecs import SPARSE64, Dither, SparseCodec
 from outerstep.core.codecs.sparse import pack_indices, tree_sum, unpack_indices
 from outerstep.errors import ConfigError
 
-PROPERTY = settings(max_examples=60, deadline=None)
+PROPERTY = cases(60)
 CHUNK = 4096
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amounts import cases
 from outerstep.core.codecs import CODECS, FP32, INT4, INT8, SPARSE64, Codec
 from outerstep.core.feedback import ErrorFeedback, compensate, decay_of, send
 from outerstep.errors import ConfigError
@@ -111,7 +112,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@cases(200)
 @given(actions=actions)
 def test_every_step_is_applied_kept_or_unsent_exactly_once(actions: list[tuple[str, int, int, int]]) -> None:
     book = Book(Eights(), block=2)

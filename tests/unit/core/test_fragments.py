@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from amounts import cases
 from outerstep.core.fragments import FragmentManager, Strategy, check_cycle, due_fragment, send_step
 from outerstep.core.manifest import block_of
 from outerstep.errors import ConfigError
@@ -16,7 +17,7 @@ from outerstep.types import ParameterSpec
 
 STRATEGIES: list[Strategy] = ["contiguous", "strided", "counted"]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-PROPERTY = settings(max_examples=200, deadline=None)
+PROPERTY = cases(200)
 
 
 def spec(name: str, numel: int = 10, *, embedding: bool = False) -> ParameterSpec:

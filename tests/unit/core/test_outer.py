@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from amounts import cases
 from outerstep.core.outer import (
     Nesterov,
     OptimizerFactory,
@@ -201,7 +202,7 @@ class TestEveryOuterOptimizer:
 
 
 class TestNesterov:
-    @settings(max_examples=40, deadline=None)
+    @cases(40)
     @given(
         seed=st.integers(0, 2**31),
         numel=st.integers(1, 200),
@@ -384,6 +385,7 @@ class TestPortable:
         usual, portable = self.run(0.7, 0.9, nesterov, False), self.run(0.7, 0.9, nesterov, True)
         assert (usual - portable).abs().max() <= 1e-6 * usual.abs().max()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("capability", ["default", "avx2"])
     def test_neither_vectors_nor_threads_change_a_bit(self, capability: str) -> None:
         code = (

@@ -5,9 +5,10 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from amounts import cases
 from outerstep.core.views import bytes_of, fp32_views
 from outerstep.wire.frames import layout
 
@@ -76,7 +77,7 @@ class TestViews:
         with pytest.raises(ValueError, match="buffer"):
             fp32_views(buffer_of(), [("w", (4,), 32)], FIRST_BYTE)
 
-    @settings(max_examples=100, deadline=None)
+    @cases(100)
     @given(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6), st.integers(0, 2**31))
     def test_what_bytes_of_wrote_into_a_frame_the_views_read_back(
         self, shapes: list[tuple[int, ...]], seed: int

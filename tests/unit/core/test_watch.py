@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amounts import cases
 from outerstep.core.watch import sum_of_squares, watched, whole_model
 from outerstep.types import Watched
 
@@ -36,7 +37,7 @@ def of(deltas: list[Tensor], weights: list[float]) -> Watched:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@cases(200)
 @given(rounds())
 def test_the_divergence_is_the_variance_of_the_local_weights(case: tuple[list[Tensor], list[float]]) -> None:
     deltas, weights = case
@@ -49,7 +50,7 @@ def test_the_divergence_is_the_variance_of_the_local_weights(case: tuple[list[Te
     assert found == pytest.approx(direct, rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@cases(200)
 @given(rounds())
 def test_the_similarity_is_the_mean_cosine_of_the_pairs_counted_with_their_norms(
     case: tuple[list[Tensor], list[float]],
@@ -113,7 +114,7 @@ def test_norms_that_are_a_little_off_never_lead_out_of_range() -> None:
     assert seen.weight_divergence == 0.0
 
 
-@settings(max_examples=100, deadline=None)
+@cases(100)
 @given(rounds(), st.integers(1, 39))
 def test_fragments_add_up_to_the_whole_model(case: tuple[list[Tensor], list[float]], cut: int) -> None:
     deltas, weights = case

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import torch
 from torch import Tensor
 
 from outerstep.digest import data_hash
+from outerstep.model_folder import STATE
 from outerstep.server.saved import Acceptance, OptimizerState, SavedState, WorkerRecord
 from outerstep.types import Manifest, ParameterSpec, Plan
 
@@ -105,3 +111,16 @@ def assert_same_state(left: SavedState, right: SavedState) -> None:
     ours, theirs = content(left), content(right)
     for field in ours:
         assert ours[field] == theirs[field], field
+
+
+def names_in(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+def rewrite(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what state.json says, with a hash that fits: somebody who knows the format."""
+    envelope = json.loads((place / STATE).read_bytes())
+    change(envelope["state"])
+    raw = msgspec.json.encode(envelope["state"])
+    envelope["state"], envelope["hash"] = msgspec.Raw(raw), data_hash([raw])
+    (place / STATE).write_bytes(msgspec.json.encode(envelope))

@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amounts import cases
 from outerstep.core.codecs import get_codec
 from outerstep.errors import BadFrame, BadTensors, NotFinite
 from outerstep.server import decoding
@@ -19,7 +20,7 @@ from outerstep.server.decoding import Decoder, Findings, UpTensor
 from outerstep.topology.encode import encode_frame
 from outerstep.wire.sections import rows_of, section_layout
 
-PROPERTY = settings(max_examples=60, deadline=None)
+PROPERTY = cases(60)
 CODECS = ["fp32", "bf16", "int8", "int4", "e3m0", "sparse64"]
 SHAPES = [(33, 700), (), (5,), (0, 3), (1, 9000), (7, 1)]
 

@@ -6,6 +6,7 @@ import builtins
 import errno
 import io
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,10 +92,13 @@ def model(tmp_path: Path) -> Path:
 
 def prepare(folder: Path, model: Path, disk: Disk) -> None:
     """Two states, and what an earlier crash left, so that the save has something to remove as well."""
-    for round_ in (1, 2):
-        save_state(old(round_), folder, model_files=model)
-    (folder / ".state-round-00000003.saving").mkdir()
-    (folder / ".state-round-00000003.saving" / "half").touch()
+    before = model.with_name("before")
+    if not before.exists():
+        for round_ in (1, 2):
+            save_state(old(round_), before, model_files=model)
+        (before / ".state-round-00000003.saving").mkdir()
+        (before / ".state-round-00000003.saving" / "half").touch()
+    shutil.copytree(before, folder, symlinks=True)
     disk.synced |= {_identity(file.stat()) for file in folder.rglob("*")}
 
 

@@ -61,6 +61,7 @@ def test_the_exponential_graph_ends_with_the_mean_of_all_after_log2_n_rounds_of_
     stop(workers)
 
 
+@pytest.mark.slow
 def test_pairs_learn_together_and_say_how_far_they_are_apart(around: Around) -> None:  # noqa: F811
     workers = start("abcd", around, pattern="pairs")
     seen: list[float] = []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
+from amounts import mostly_slow
 from outerstep.core.aggregate import weighted_mean
 from outerstep.core.codecs import Dither
 from outerstep.core.codecs.recipe import Recipe
@@ -209,7 +210,7 @@ def test_large_values_are_finite() -> None:
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "int4+feedback", "int8+feedback+stochastic"])
-@pytest.mark.parametrize("run_bytes", [50, 150])
+@pytest.mark.parametrize("run_bytes", mostly_slow([50, 150], [150]))
 def test_run_by_run_the_mean_is_the_same_also_what_is_owed_of_it(
     recipe: str, run_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

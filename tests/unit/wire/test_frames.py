@@ -9,9 +9,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from amounts import cases
 from outerstep.errors import BadFrame, BadTensors, Refused, UnsupportedMedia
 from outerstep.wire.frames import (
     DATA_ALIGNMENT,
@@ -24,7 +25,7 @@ from outerstep.wire.frames import (
     parse_frame,
 )
 
-FUZZ = settings(max_examples=300, deadline=None)
+FUZZ = cases(300)
 Tensors = list[tuple[str, tuple[int, ...], int]]
 Row = list[object]
 

@@ -5,9 +5,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from amounts import cases
 from outerstep.errors import BY_CODE, BadRequest, Busy, MethodNotAllowed, NotFound, Refused, ServerError, StaleRound
 from outerstep.statements import Converse, Decision, Proof, Round, Signed
 from outerstep.types import (
@@ -38,7 +39,7 @@ from outerstep.wire.messages import (
 )
 from outerstep.wire.peers import AskParts, AskTerms, AskWhole, GetHeld
 
-FUZZ = settings(max_examples=200, deadline=None)
+FUZZ = cases(200)
 
 counts = st.integers(0, 2**53)
 positives = st.integers(1, 2**53)

@@ -5,15 +5,16 @@ import math
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from amounts import cases
 from outerstep.errors import BadRequest
 from outerstep.types import Count, Label, Plain
 from outerstep.wire import strict_json
 from outerstep.wire.strict_json import MAX_DEPTH
 
-FUZZ = settings(max_examples=300, deadline=None)
+FUZZ = cases(300)
 LEVELS = 100_000
 
 

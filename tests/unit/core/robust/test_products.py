@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amounts import cases
 from outerstep.core.robust.products import Products, products, squares
 from outerstep.core.robust.streams import LEAF_VALUES, Block, Tensors, check_blocks, cut
 from outerstep.errors import ConfigError
@@ -29,7 +30,7 @@ def found(x: Tensor, stack_values: int = 1 << 20) -> Products:
 
 
 class TestProducts:
-    @settings(max_examples=40, deadline=None)
+    @cases(40)
     @given(n=st.integers(1, 6), m=st.sampled_from([0, 1, 5, 4096, 4097, 20_000]), seed=st.integers(0, 2**31))
     def test_they_are_those_of_the_values(self, n: int, m: int, seed: int) -> None:
         x = some(n, m, seed)

@@ -46,6 +46,7 @@ def digests(device: str = "cpu") -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "matrices"), [("default", "COMPATIBLE"), ("avx2", "AVX2")])
 def test_vector_width_and_threads_do_not_change_a_bit(capability: str, matrices: str) -> None:
     """`MKL_CBWR`: which of its ways the matrix library takes; they add in different orders."""

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import plain_rules as plain
+from amounts import cases
 from outerstep.core.aggregate import weighted_mean
 from outerstep.core.robust import (
     Bucketing,
@@ -34,7 +35,7 @@ from outerstep.core.robust.rule import Facts, to_bf16
 from outerstep.core.robust.selection import krum_scores
 from outerstep.errors import ConfigError
 
-PROPERTY = settings(max_examples=60, deadline=None)
+PROPERTY = cases(60)
 CPU = torch.device("cpu")
 counts = st.integers(3, 9)
 sizes = st.sampled_from([1, 2, 7, 33])
