@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -34,7 +34,7 @@ from ..core.watch import watched
 from ..errors import AnchorsDiffer, WorkerError
 from ..types import Manifest, Participant, Plan, WeightBy, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
-from .encode import OnDevice, Sender, Squares, as_deltas, write_frame, write_on_device
+from .encode import OnDevice, Squares, as_deltas, sender_to_peers, write_at
 from .forms import forms_of
 from .links import make_links
 from .news import Whole, anchor_hash
@@ -219,25 +219,12 @@ class AllReduceTopology:
     def _encode(self, contribution: Contribution, sequence: int, squares: Squares) -> Payload | OnDevice:
         """This rank's frame, on the links' device, or on its way there."""
         fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
-        form, device = self._reducers[fragment].form, self._links.device
+        form = self._reducers[fragment].form
         self._homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
-        self._feedback.begin(fragment, sequence)
-        sender = Sender(
-            fragment=fragment,
-            deltas=deltas,
-            rules=form.rules,
-            feedback=self._feedback,
-            dither=lambda name: Dither.of(self._run_id, fragment, sequence, f"{self._worker_id}/{name}"),
-            excerpts={},
-            squares=squares,
+        sender = sender_to_peers(
+            form, fragment, deltas, self._feedback, run_id=self._run_id, worker_id=self._worker_id, sequence=sequence
         )
-        if device.type == "cpu":
-            payload = Payload(
-                form.up, form.up.size_bytes, memory=self._links.memory, pinned=self._links.pinned, hashed=False
-            )
-            write_frame(payload, form.up, sender)
-            return payload
-        return write_on_device(form.up, sender, device)
+        return write_at(self._links, form.up, replace(sender, squares=squares))
 
     def _exchange(
         self, ticket: AllReduceTicket, contribution: Contribution, payload: Payload | OnDevice, squares: Squares

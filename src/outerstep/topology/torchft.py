@@ -26,13 +26,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..core.codecs import Dither
 from ..core.feedback import ErrorFeedback
 from ..errors import AnchorsDiffer, RoundStuck, WorkerError
 from ..types import Manifest, Plan, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
 from .allreduce import Begun
-from .encode import OnDevice, Sender, as_deltas, write_frame, write_on_device
+from .encode import OnDevice, as_deltas, sender_to_peers, write_at
 from .group import Amount, of_all
 from .payload import Payload
 from .ranks import Ranks
@@ -230,23 +229,12 @@ class TorchftTopology:
         return ticket
 
     def _encode(self, fragment: int, deltas: Measured, sequence: int) -> Payload | OnDevice:
-        form, device, lines = self._rounds.forms[fragment], self._lines.device, self._lines
+        form, run_id = self._rounds.forms[fragment], self._rounds.standing.run_id
         self._rounds.homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
-        run_id = self._rounds.standing.run_id
-        self._feedback.begin(fragment, sequence)
-        sender = Sender(
-            fragment=fragment,
-            deltas=deltas,
-            rules=form.rules,
-            feedback=self._feedback,
-            dither=lambda name: Dither.of(run_id, fragment, sequence, f"{self._worker_id}/{name}"),
-            excerpts={},
+        sender = sender_to_peers(
+            form, fragment, deltas, self._feedback, run_id=run_id, worker_id=self._worker_id, sequence=sequence
         )
-        if device.type == "cuda":
-            return write_on_device(form.up, sender, device)
-        payload = Payload(form.up, form.up.size_bytes, memory=lines.memory, pinned=lines.pinned, hashed=False)
-        write_frame(payload, form.up, sender)
-        return payload
+        return write_at(self._lines, form.up, sender)
 
     def _put(self, brought: Brought, stuck_after_s: float | None) -> TorchftTicket:
         ticket = TorchftTicket(brought, stuck_after_s, self)
