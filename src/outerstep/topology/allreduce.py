@@ -13,11 +13,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +34,8 @@ from ..core.watch import watched
 from ..errors import AnchorsDiffer, WorkerError
 from ..types import Manifest, Participant, Plan, WeightBy, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
+from .begun import Begun, NothingToPack
+from .carrying import CarryingThread, step_aside
 from .encode import OnDevice, Squares, as_deltas, sender_to_peers, write_at
 from .forms import forms_of
 from .links import make_links
@@ -102,22 +104,7 @@ class AllReduceTicket:
         """Too late: the others count on it. Who leaves says so, and they stop."""
 
 
-@dataclass(frozen=True)
-class Begun:
-    """An exchange that was over before it began."""
-
-    fragment: int
-    agreed: Agreed
-    failed: bool = False
-
-    def look(self, timeout_s: float) -> Sight:
-        return Sight(done=True)
-
-    def cancel(self) -> None:
-        """There is nothing to."""
-
-
-class AllReduceTopology:
+class AllReduceTopology(NothingToPack):
     def __init__(
         self,
         *,
@@ -147,8 +134,8 @@ class AllReduceTopology:
         self._roles: dict[str, str] = {}
         self._ranks: list[Rank] = []
         self._begun = self._landed = 0
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._carry, name="outerstep-allreduce", daemon=True).start()
+        self._thread = CarryingThread("outerstep-allreduce")
+        self._thread.submit(lambda: step_aside(self._links.device))
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -199,7 +186,7 @@ class AllReduceTopology:
         return Orders()
 
     def leave(self, reason: str) -> None:
-        self._work.put(None)
+        self._thread.stop()
         self._peers.leave(reason)
 
     # --- exchanges ------------------------------------------------------------------------------------------------
@@ -213,7 +200,7 @@ class AllReduceTopology:
         squares = Squares()
         with self._others_told():
             payload = self._encode(contribution, ticket.sequence, squares)
-        self._work.put(lambda: self._exchange(ticket, contribution, payload, squares))
+        self._thread.submit(lambda: self._exchange(ticket, contribution, payload, squares))
         return ticket
 
     def _encode(self, contribution: Contribution, sequence: int, squares: Squares) -> Payload | OnDevice:
@@ -405,13 +392,6 @@ class AllReduceTopology:
                 *here,
             )
 
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        """Nothing: a job that is started anew has lost what was under way, on every rank. Its steps are unsent."""
-        return {}
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
-        """See `pack`."""
-
     def catch_up(self, fragment: int) -> Begun:
         """Nobody went on without this rank: what all go on from is rank 0's anchor, which is this one's too."""
         return Begun(fragment, self._begins[fragment])
@@ -422,36 +402,12 @@ class AllReduceTopology:
     def _run_id(self) -> str:
         return self._ranks[0].run_id
 
-    def _carry(self) -> None:
-        device = self._links.device
-        beside: AbstractContextManager[object] = nullcontext()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            beside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        with beside:  # the training's own stream
-            while (work := self._work.get()) is not None:
-                work()
-
     def _in_turn(self, work: Callable[[], T]) -> T:
         """Have the carrying thread do this, after what was begun before; wait for it."""
-        made: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
-
-        def do() -> None:
-            try:
-                made.put(work())
-            except BaseException as error:  # noqa: BLE001 - raised below, in the thread that asked
-                made.put(error)
-
-        self._work.put(do)
-        while True:
-            try:
-                result = made.get(timeout=LOOK_S)
-                break
-            except queue.Empty:
-                self._peers.check()
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        done = self._thread.submit(work)
+        while not wait([done], LOOK_S).done:
+            self._peers.check()
+        return done.result()
 
     @contextmanager
     def _others_told(self) -> Iterator[None]:

@@ -10,8 +10,6 @@ and takes the others' anchor.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -27,9 +25,11 @@ from ..peer import DecidedRound, Node
 from ..statements import ChainState
 from ..types import Manifest, Participant, Plan, Watched, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
+from .begun import Begun, NothingToPack
+from .carrying import CarryingThread
 from .encode import Sender, as_deltas, encode_frame, write_frame
 from .gossip_terms import GossipTerms, GossipWishes, check_joiner, found
-from .gossip_ticket import Begun, GossipTicket
+from .gossip_ticket import GossipTicket
 from .holdings import Found, Holdings
 from .memory import Memory
 from .news import Whole
@@ -55,7 +55,7 @@ class GossipSettings:
     announce: Callable[[Node], None] = lambda node: None
 
 
-class GossipTopology:
+class GossipTopology(NothingToPack):
     def __init__(
         self,
         node: Node,
@@ -73,8 +73,7 @@ class GossipTopology:
         self._begun = 0
         self._belongs = False
         self._traffic = (0, 0)  # bytes sent and received that were told of
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._carry, name="outerstep-gossip", daemon=True).start()
+        self._thread = CarryingThread("outerstep-gossip")
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
@@ -151,7 +150,7 @@ class GossipTopology:
         return Orders()
 
     def leave(self, reason: str) -> None:
-        self._work.put(None)
+        self._thread.stop()
         self._node.leave(reason, self._settings.leave_patience_s)
 
     # --- what the node asks, in its own threads -----------------------------------------------------------------------
@@ -170,7 +169,7 @@ class GossipTopology:
         ticket = GossipTicket(contribution, self._begun, stuck_after_s, self._look)
         payload = self._encode(contribution, ticket.sequence)
         base_hash = self._holdings[contribution.fragment].anchor_hash
-        self._work.put(lambda: self._offer(ticket, contribution, payload, base_hash))
+        self._thread.submit(lambda: self._offer(ticket, contribution, payload, base_hash))
         return ticket
 
     def _encode(self, contribution: Contribution, sequence: int) -> Payload:
@@ -419,21 +418,8 @@ class GossipTopology:
         self._holdings.load_state_dict(state)
         self._feedback.load_state_dict(state["feedback"])
 
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        """Nothing: the others have it, or nobody will. If it counted, the run has moved on when this peer is back."""
-        return {}
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
-        """See `pack`."""
-
     def catch_up(self, fragment: int) -> Begun:
         return Begun(fragment, self._begins[fragment])
-
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _carry(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
 
 
 __all__ = ["GossipSettings", "GossipTopology"]

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,12 +30,13 @@ from ..errors import BadFrame, ConfigError, ExchangeFailed, NotFinite
 from ..peer import Node
 from ..types import Manifest, Plan, Watched, Wishes
 from . import Agreed, Contribution, Joined, Orders, Ticket
+from .begun import Begun, NothingToPack
+from .carrying import CarryingThread
 from .contents import Contents
 from .encode import Sender, as_deltas, encode_frame, write_frame
 from .forms import Form, forms_of
 from .gossip import GossipSettings
 from .gossip_terms import GossipTerms, check_joiner, found
-from .gossip_ticket import Begun
 from .memory import Memory
 from .news import Whole, anchor_hash
 from .pair_step import PairStep, PairTicket, Shown
@@ -51,7 +51,7 @@ WHOLE_PATIENCE_S = 60.0
 TURNS_SHOWN = 3  # who is ahead by less than so many turns still shows this one; of who is ahead by more, the newest
 
 
-class PairsTopology:
+class PairsTopology(NothingToPack):
     """The surface is that of `GossipTopology`."""
 
     def __init__(
@@ -72,8 +72,7 @@ class PairsTopology:
         self._begins: tuple[Agreed, ...] = ()
         self._begun = 0
         self._traffic = (0, 0)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._carry, name="outerstep-pairs", daemon=True).start()
+        self._thread = CarryingThread("outerstep-pairs")
 
     # --- membership -------------------------------------------------------------------------------------------------
 
@@ -133,7 +132,7 @@ class PairsTopology:
         return Orders()
 
     def leave(self, reason: str) -> None:
-        self._work.put(None)
+        self._thread.stop()
         self._node.leave(reason, self._settings.leave_patience_s)
 
     # --- what the node asks, in its own threads -----------------------------------------------------------------------
@@ -178,7 +177,7 @@ class PairsTopology:
         payload = Payload(form.up, form.up.size_bytes, memory=Memory(), pinned=pinned, hashed=False)
         write_frame(payload, form.up, sender)
         anchor = {e.name: v.clone() for e in form.full.entries for v in [on_host({"": self._anchors[e.name]})[""]]}
-        self._work.put(lambda: self._exchange(ticket, payload, anchor))
+        self._thread.submit(lambda: self._exchange(ticket, payload, anchor))
         return ticket
 
     def _exchange(self, ticket: PairTicket, payload: Payload, anchor: Mapping[str, Tensor]) -> None:
@@ -323,13 +322,6 @@ class PairsTopology:
         self._momentum.tensors = {name: value.clone() for name, value in state["momentum"].items()}
         self._feedback.load_state_dict(state["feedback"])
 
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        """Nothing: its steps are unsent."""
-        return {}
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
-        """See `pack`."""
-
     def catch_up(self, fragment: int) -> Begun:
         return Begun(fragment, self._begins[fragment])
 
@@ -377,10 +369,6 @@ class PairsTopology:
 
     def _home(self, name: str) -> torch.device:
         return self._anchors[name].device if name in self._anchors else self._tensors[name].device
-
-    def _carry(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
 
 
 __all__ = ["PairsTopology"]

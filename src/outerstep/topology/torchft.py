@@ -19,7 +19,6 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -30,7 +29,8 @@ from ..core.feedback import ErrorFeedback
 from ..errors import AnchorsDiffer, RoundStuck, WorkerError
 from ..types import Manifest, Plan, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
-from .allreduce import Begun
+from .begun import Begun, NothingToPack
+from .carrying import step_aside
 from .encode import OnDevice, as_deltas, sender_to_peers, write_at
 from .group import Amount, of_all
 from .payload import Payload
@@ -93,7 +93,7 @@ class TorchftTicket:
         """Who leaves is missed by the others, and they vote again."""
 
 
-class TorchftTopology:
+class TorchftTopology(NothingToPack):
     def __init__(
         self,
         *,
@@ -336,14 +336,9 @@ class TorchftTopology:
     # --- the carrying thread --------------------------------------------------------------------------------------
 
     def _carry(self) -> None:
-        device = self._lines.device
-        beside: AbstractContextManager[object] = nullcontext()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            beside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        with beside:  # the training's own stream
-            while (ticket := self._next()) is not None:
-                self._exchange(ticket)
+        step_aside(self._lines.device)
+        while (ticket := self._next()) is not None:
+            self._exchange(ticket)
 
     def _next(self) -> TorchftTicket | None:
         rounds = self._rounds
@@ -423,13 +418,6 @@ class TorchftTopology:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._saved = state
         self._feedback.load_state_dict(state["feedback"])
-
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        """Nothing: see `state_dict`."""
-        return {}
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
-        """See `pack`."""
 
     def catch_up(self, fragment: int) -> Begun:
         return Begun(fragment, self._begins.pop(fragment))
