@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.codecs import Dither
-from ..core.codecs.recipe import Recipe
 from ..core.feedback import ErrorFeedback
 from ..core.views import fp32_views
 from ..core.watch import watched
@@ -42,9 +40,9 @@ from .links import make_links
 from .news import Whole, anchor_hash
 from .payload import Payload
 from .peers import Peers
-from .reduce import Mean, Reducer
+from .reduce import Mean, Reducer, down_rules
 from .stepped import Momentum, OuterRule, Stepped
-from .terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, weights_of
+from .terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction, weights_of
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +149,8 @@ class AllReduceTopology(NothingToPack):
             self._ranks = [msgspec.msgpack.decode(one, type=Rank) for one in heard]
             check_terms(self._ranks)
             self._peers.labels = [f"rank {number}, {one.label}" for number, one in enumerate(self._ranks)]
-            forms, down = forms_of(plan, manifest), Recipe.parse(plan.down_codec)
+            forms, rules = forms_of(plan, manifest), down_rules(plan, manifest)
             self._roles = {spec.name: spec.role for spec in manifest.parameters}
-            rules = {spec.name: down.rule(spec) for spec in manifest.parameters}
             self._reducers = [Reducer(f, form, rules, self._links, self._peers) for f, form in enumerate(forms)]
             for reducer in self._reducers:
                 reducer.left_out = {n: e for n, e in self._left_out.items() if n in plan.fragments[reducer.fragment]}
@@ -164,16 +161,10 @@ class AllReduceTopology(NothingToPack):
         return Joined(self._worker_id, plan, manifest, anchors)
 
     def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
-        rule, momentum = self._settings.outer, self._momentum.tensors
-        return Rank(
-            worker_id=self._worker_id,
-            hostname=self._hostname,
-            pid=os.getpid(),
-            run_id=os.urandom(8).hex(),
-            size=self._peers.size,
-            manifest=manifest,
-            plan=plan,
-            outer={"outer_lr": rule.lr, "outer_momentum": rule.momentum, "nesterov": rule.nesterov},
+        own = introduction(self._worker_id, self._hostname, self._peers.size, manifest, plan, self._settings.outer)
+        momentum = self._momentum.tensors
+        return msgspec.structs.replace(
+            own,
             versions=self._versions or (0,) * len(plan.fragments),
             momentum_hash=anchor_hash(momentum[name] for name in sorted(momentum)) if momentum else "",
         )

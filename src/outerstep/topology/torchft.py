@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -36,10 +37,10 @@ from .group import Amount, of_all
 from .payload import Payload
 from .ranks import Ranks
 from .stepped import Stepped
-from .terms import check_loaded, draw_up
+from .terms import Rank, check_loaded, draw_up, introduction
 from .torchft_crew import Crew, TorchftSettings
 from .torchft_lines import Lines
-from .torchft_rounds import Brought, Outcome, Rounds, introduction
+from .torchft_rounds import Brought, Outcome, Rounds
 from .torchft_state import NOTHING, Measured, Snapshots, Standing, copies, write_state
 
 log = logging.getLogger(__name__)
@@ -142,9 +143,7 @@ class TorchftTopology(NothingToPack):
     def _join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
         plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
-        size = self._ranks.size if self._ranks is not None else 1
-        own = introduction(self._worker_id, self._hostname, manifest, plan, self._settings, size, self._sections)
-        rounds = Rounds(own, self._instance, self._settings, self._lines, self._tensors)
+        rounds = Rounds(self._introduction(manifest, plan), self._instance, self._settings, self._lines, self._tensors)
         crew = Crew(self._worker_id, self._settings, self._lines, self._ranks, state=self._state)
         self._joined = rounds, crew
         if self._saved is not None:
@@ -165,6 +164,12 @@ class TorchftTopology(NothingToPack):
         self._saved = rounds.healed_from = None
         begins = tuple(agreed[fragment] for fragment in range(len(plan.fragments)))
         return Joined(self._worker_id, plan, manifest, begins, overtaken, work)
+
+    def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
+        size = self._ranks.size if self._ranks is not None else 1
+        own = introduction(self._worker_id, self._hostname, size, manifest, plan, self._settings.outer)
+        shape = {"number of processes": size, "number of shards": self._sections}
+        return msgspec.structs.replace(own, outer={**own.outer, **shape})
 
     def _go_on_from(self, saved: Mapping[str, Any], plan: Plan) -> None:
         check_loaded(plan, saved["versions"], saved["anchors"].keys())
