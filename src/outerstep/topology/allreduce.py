@@ -34,11 +34,10 @@ from ..types import Manifest, Participant, Plan, WeightBy, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
 from .begun import Begun, NothingToPack
 from .carrying import CarryingThread, step_aside
-from .encode import OnDevice, Squares, as_deltas, sender_to_peers, write_at
+from .encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
 from .forms import forms_of
 from .links import make_links
 from .news import Whole, anchor_hash
-from .payload import Payload
 from .peers import Peers
 from .reduce import Mean, Reducer, down_rules
 from .stepped import Momentum, OuterRule, Stepped
@@ -194,7 +193,7 @@ class AllReduceTopology(NothingToPack):
         self._thread.submit(lambda: self._exchange(ticket, contribution, payload, squares))
         return ticket
 
-    def _encode(self, contribution: Contribution, sequence: int, squares: Squares) -> Payload | OnDevice:
+    def _encode(self, contribution: Contribution, sequence: int, squares: Squares) -> Encoded:
         """This rank's frame, on the links' device, or on its way there."""
         fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
         form = self._reducers[fragment].form
@@ -205,7 +204,7 @@ class AllReduceTopology(NothingToPack):
         return write_at(self._links, form.up, replace(sender, squares=squares))
 
     def _exchange(
-        self, ticket: AllReduceTicket, contribution: Contribution, payload: Payload | OnDevice, squares: Squares
+        self, ticket: AllReduceTicket, contribution: Contribution, payload: Encoded, squares: Squares
     ) -> None:
         """In the carrying thread."""
         try:

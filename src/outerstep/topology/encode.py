@@ -184,6 +184,9 @@ def write_on_device(layout: Layout, sender: Sender, device: torch.device) -> OnD
     return OnDevice(frame, torch.cuda.current_stream(device).record_event())
 
 
+Encoded = Payload | OnDevice
+
+
 class Place(Protocol):
     """Where a frame is to lie; `memory.Rooms`, or what bytes travel by (links.py)."""
 
@@ -192,7 +195,7 @@ class Place(Protocol):
     pinned: bool
 
 
-def write_at(place: Place, layout: Layout, sender: Sender) -> Payload | OnDevice:
+def write_at(place: Place, layout: Layout, sender: Sender) -> Encoded:
     """The frame, there or on its way there."""
     if place.device.type != "cpu":
         return write_on_device(layout, sender, place.device)

@@ -32,9 +32,8 @@ from ..types import Manifest, Plan, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
 from .begun import Begun, NothingToPack
 from .carrying import step_aside
-from .encode import OnDevice, as_deltas, sender_to_peers, write_at
+from .encode import Encoded, as_deltas, sender_to_peers, write_at
 from .group import Amount, of_all
-from .payload import Payload
 from .ranks import Ranks
 from .stepped import Stepped
 from .terms import Rank, check_loaded, draw_up, introduction
@@ -233,7 +232,7 @@ class TorchftTopology(NothingToPack):
             raise
         return ticket
 
-    def _encode(self, fragment: int, deltas: Measured, sequence: int) -> Payload | OnDevice:
+    def _encode(self, fragment: int, deltas: Measured, sequence: int) -> Encoded:
         form, run_id = self._rounds.forms[fragment], self._rounds.standing.run_id
         self._rounds.homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
         sender = sender_to_peers(

@@ -33,10 +33,9 @@ from ..core.watch import watched
 from ..digest import data_hash
 from ..errors import AnchorsDiffer, ModelError, WorkerError
 from ..types import Participant, Watched
-from .encode import OnDevice
+from .encode import Encoded
 from .forms import forms_of
 from .news import News, Updates, Whole, anchor_hash, cuts
-from .payload import Payload
 from .reduce import Mean, Reducer, down_rules, runs_of
 from .stepped import Momentum, Stepped
 from .terms import Header, Rank, check_pair, weights_of
@@ -60,7 +59,7 @@ class Brought:
     steps: int = 0
     samples: int = 0
     tokens: int = 0
-    payload: Payload | OnDevice | None = None
+    payload: Encoded | None = None
     refused: str = ""
     squares: float = 0.0  # Σ Δ²
     _error: BaseException | None = None
@@ -68,7 +67,7 @@ class Brought:
 
     def fill(
         self,
-        payload: Payload | OnDevice | None,
+        payload: Encoded | None,
         refused: str = "",
         squares: float = 0.0,
         error: BaseException | None = None,
