@@ -132,7 +132,7 @@ class AllReduceTopology(NothingToPack):
         self._ranks: list[Rank] = []
         self._begun = self._landed = 0
         self._thread = CarryingThread("outerstep-allreduce")
-        self._thread.submit(lambda: step_aside(self._links.device))
+        self._thread.submit(lambda: step_aside(self._links.device)).result()
 
     # --- membership -----------------------------------------------------------------------------------------------
 

@@ -263,12 +263,8 @@ class GossipTopology(PeerTopology):
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         """Anchor and momentum too: a run can be founded from it."""
-        holdings = self._holdings
-        return {
-            **holdings.state_dict(),
-            **holdings.rounds_dict(),
-            "feedback": self._feedback.state_dict(under_way),
-        }
+        kept = {**self._holdings.state_dict(), **self._holdings.rounds_dict()}
+        return {**kept, "feedback": self._feedback.state_dict(under_way)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "histories" not in state:

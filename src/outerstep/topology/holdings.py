@@ -202,14 +202,12 @@ class Holdings:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        nothing = [()] * len(state["versions"])
+        nothing: list[dict[str, Tensor]] = [{}] * len(state["versions"])
         self.loaded = Loaded(
             versions=tuple(state["versions"]),
             anchors={name: value.clone() for name, value in state["anchors"].items()},
             histories=tuple(tuple(map(tuple, rounds)) for rounds in state.get("histories", nothing)),
-            centres=tuple(
-                {n: v.clone() for n, v in dict(one).items()} or None for one in state.get("centres", nothing)
-            ),
+            centres=tuple({n: v.clone() for n, v in one.items()} or None for one in state.get("centres", nothing)),
         )
         self.momentum.tensors = {name: value.clone() for name, value in state["momentum"].items()}
 
