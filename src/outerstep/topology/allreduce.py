@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -27,22 +26,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.codecs import Dither
-from ..core.codecs.recipe import Recipe
 from ..core.feedback import ErrorFeedback
 from ..core.views import fp32_views
 from ..core.watch import watched
 from ..errors import AnchorsDiffer, WorkerError
 from ..types import Manifest, Participant, Plan, WeightBy, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
-from .encode import OnDevice, Sender, Squares, as_deltas, write_frame, write_on_device
+from .begun import Begun, NothingToPack
+from .carrying import CarryingThread, step_aside
+from .encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
 from .forms import forms_of
 from .links import make_links
 from .news import Whole, anchor_hash
-from .payload import Payload
 from .peers import Peers
-from .reduce import Mean, Reducer
+from .reduce import Mean, Reducer, down_rules
 from .stepped import Momentum, OuterRule, Stepped
-from .terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, weights_of
+from .terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction, weights_of
 
 log = logging.getLogger(__name__)
 
@@ -102,22 +101,7 @@ class AllReduceTicket:
         """Too late: the others count on it. Who leaves says so, and they stop."""
 
 
-@dataclass(frozen=True)
-class Begun:
-    """An exchange that was over before it began."""
-
-    fragment: int
-    agreed: Agreed
-    failed: bool = False
-
-    def look(self, timeout_s: float) -> Sight:
-        return Sight(done=True)
-
-    def cancel(self) -> None:
-        """There is nothing to."""
-
-
-class AllReduceTopology:
+class AllReduceTopology(NothingToPack):
     def __init__(
         self,
         *,
@@ -147,8 +131,8 @@ class AllReduceTopology:
         self._roles: dict[str, str] = {}
         self._ranks: list[Rank] = []
         self._begun = self._landed = 0
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._carry, name="outerstep-allreduce", daemon=True).start()
+        self._thread = CarryingThread("outerstep-allreduce")
+        self._thread.submit(lambda: step_aside(self._links.device)).result()
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -164,9 +148,8 @@ class AllReduceTopology:
             self._ranks = [msgspec.msgpack.decode(one, type=Rank) for one in heard]
             check_terms(self._ranks)
             self._peers.labels = [f"rank {number}, {one.label}" for number, one in enumerate(self._ranks)]
-            forms, down = forms_of(plan, manifest), Recipe.parse(plan.down_codec)
+            forms, rules = forms_of(plan, manifest), down_rules(plan, manifest)
             self._roles = {spec.name: spec.role for spec in manifest.parameters}
-            rules = {spec.name: down.rule(spec) for spec in manifest.parameters}
             self._reducers = [Reducer(f, form, rules, self._links, self._peers) for f, form in enumerate(forms)]
             for reducer in self._reducers:
                 reducer.left_out = {n: e for n, e in self._left_out.items() if n in plan.fragments[reducer.fragment]}
@@ -177,16 +160,10 @@ class AllReduceTopology:
         return Joined(self._worker_id, plan, manifest, anchors)
 
     def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
-        rule, momentum = self._settings.outer, self._momentum.tensors
-        return Rank(
-            worker_id=self._worker_id,
-            hostname=self._hostname,
-            pid=os.getpid(),
-            run_id=os.urandom(8).hex(),
-            size=self._peers.size,
-            manifest=manifest,
-            plan=plan,
-            outer={"outer_lr": rule.lr, "outer_momentum": rule.momentum, "nesterov": rule.nesterov},
+        own = introduction(self._worker_id, self._hostname, self._peers.size, manifest, plan, self._settings.outer)
+        momentum = self._momentum.tensors
+        return msgspec.structs.replace(
+            own,
             versions=self._versions or (0,) * len(plan.fragments),
             momentum_hash=anchor_hash(momentum[name] for name in sorted(momentum)) if momentum else "",
         )
@@ -199,7 +176,7 @@ class AllReduceTopology:
         return Orders()
 
     def leave(self, reason: str) -> None:
-        self._work.put(None)
+        self._thread.stop()
         self._peers.leave(reason)
 
     # --- exchanges ------------------------------------------------------------------------------------------------
@@ -213,34 +190,21 @@ class AllReduceTopology:
         squares = Squares()
         with self._others_told():
             payload = self._encode(contribution, ticket.sequence, squares)
-        self._work.put(lambda: self._exchange(ticket, contribution, payload, squares))
+        self._thread.submit(lambda: self._exchange(ticket, contribution, payload, squares))
         return ticket
 
-    def _encode(self, contribution: Contribution, sequence: int, squares: Squares) -> Payload | OnDevice:
+    def _encode(self, contribution: Contribution, sequence: int, squares: Squares) -> Encoded:
         """This rank's frame, on the links' device, or on its way there."""
         fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
-        form, device = self._reducers[fragment].form, self._links.device
+        form = self._reducers[fragment].form
         self._homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
-        self._feedback.begin(fragment, sequence)
-        sender = Sender(
-            fragment=fragment,
-            deltas=deltas,
-            rules=form.rules,
-            feedback=self._feedback,
-            dither=lambda name: Dither.of(self._run_id, fragment, sequence, f"{self._worker_id}/{name}"),
-            excerpts={},
-            squares=squares,
+        sender = sender_to_peers(
+            form, fragment, deltas, self._feedback, run_id=self._run_id, worker_id=self._worker_id, sequence=sequence
         )
-        if device.type == "cpu":
-            payload = Payload(
-                form.up, form.up.size_bytes, memory=self._links.memory, pinned=self._links.pinned, hashed=False
-            )
-            write_frame(payload, form.up, sender)
-            return payload
-        return write_on_device(form.up, sender, device)
+        return write_at(self._links, form.up, replace(sender, squares=squares))
 
     def _exchange(
-        self, ticket: AllReduceTicket, contribution: Contribution, payload: Payload | OnDevice, squares: Squares
+        self, ticket: AllReduceTicket, contribution: Contribution, payload: Encoded, squares: Squares
     ) -> None:
         """In the carrying thread."""
         try:
@@ -418,13 +382,6 @@ class AllReduceTopology:
                 *here,
             )
 
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        """Nothing: a job that is started anew has lost what was under way, on every rank. Its steps are unsent."""
-        return {}
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
-        """See `pack`."""
-
     def catch_up(self, fragment: int) -> Begun:
         """Nobody went on without this rank: what all go on from is rank 0's anchor, which is this one's too."""
         return Begun(fragment, self._begins[fragment])
@@ -435,36 +392,12 @@ class AllReduceTopology:
     def _run_id(self) -> str:
         return self._ranks[0].run_id
 
-    def _carry(self) -> None:
-        device = self._links.device
-        beside: AbstractContextManager[object] = nullcontext()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            beside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        with beside:  # the training's own stream
-            while (work := self._work.get()) is not None:
-                work()
-
     def _in_turn(self, work: Callable[[], T]) -> T:
         """Have the carrying thread do this, after what was begun before; wait for it."""
-        made: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
-
-        def do() -> None:
-            try:
-                made.put(work())
-            except BaseException as error:  # noqa: BLE001 - raised below, in the thread that asked
-                made.put(error)
-
-        self._work.put(do)
-        while True:
-            try:
-                result = made.get(timeout=LOOK_S)
-                break
-            except queue.Empty:
-                self._peers.check()
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        done = self._thread.submit(work)
+        while not wait([done], LOOK_S).done:
+            self._peers.check()
+        return done.result()
 
     @contextmanager
     def _others_told(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ..core.watch import sum_of_squares
 from ..wire.frames import Entry, Layout
 from . import Deltas
 from .device import Direct, Ferry
+from .forms import Form
 from .memory import Memory
 from .news import cuts
 from .payload import Payload
@@ -119,6 +121,28 @@ class Sender:
             self.squares.add(sent)
 
 
+def sender_to_peers(
+    form: Form,
+    fragment: int,
+    deltas: Deltas,
+    feedback: ErrorFeedback,
+    *,
+    run_id: str,
+    worker_id: str,
+    sequence: int,
+) -> Sender:
+    """Where there is no server: all of each tensor, with noise that no other contribution has."""
+    feedback.begin(fragment, sequence)
+    return Sender(
+        fragment=fragment,
+        deltas=deltas,
+        rules=form.rules,
+        feedback=feedback,
+        dither=lambda name: Dither.of(run_id, fragment, sequence, f"{worker_id}/{name}"),
+        excerpts={},
+    )
+
+
 def write_frame(payload: Payload, layout: Layout, sender: Sender) -> None:
     """Fill the payload, from front to back; what is encoded on a GPU arrives later, while training goes on. A block
     holds whole blocks of every codec, so that the bytes of one follow those of the other."""
@@ -158,6 +182,26 @@ def write_on_device(layout: Layout, sender: Sender, device: torch.device) -> OnD
             out = frame[first + codec.encoded_bytes(start) : first + codec.encoded_bytes(stop)]
             sender.encode(entry, start, stop, out)
     return OnDevice(frame, torch.cuda.current_stream(device).record_event())
+
+
+Encoded = Payload | OnDevice
+
+
+class Place(Protocol):
+    """Where a frame is to lie; `memory.Rooms`, or what bytes travel by (links.py)."""
+
+    device: torch.device
+    memory: Memory
+    pinned: bool
+
+
+def write_at(place: Place, layout: Layout, sender: Sender) -> Encoded:
+    """The frame, there or on its way there."""
+    if place.device.type != "cpu":
+        return write_on_device(layout, sender, place.device)
+    payload = Payload(layout, layout.size_bytes, memory=place.memory, pinned=place.pinned, hashed=False)
+    write_frame(payload, layout, sender)
+    return payload
 
 
 def encode_frame(tensors: Mapping[str, Tensor], layout: Layout, codecs: Mapping[str, Codec]) -> memoryview:

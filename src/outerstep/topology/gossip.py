@@ -10,103 +10,43 @@ and takes the others' anchor.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..core.codecs import Dither
-from ..core.feedback import ErrorFeedback
 from ..errors import ConfigError, ExchangeFailed, NotFinite, PeerLost, PlanMismatch, RoundStuck, WorkerError
-from ..peer import DecidedRound, Node
+from ..peer import DecidedRound
 from ..statements import ChainState
-from ..types import Manifest, Participant, Plan, Watched, Wishes
-from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
-from .encode import Sender, as_deltas, encode_frame, write_frame
-from .gossip_terms import GossipTerms, GossipWishes, check_joiner, found
-from .gossip_ticket import Begun, GossipTicket
-from .holdings import Found, Holdings
-from .memory import Memory
-from .news import Whole
-from .payload import Payload
+from ..types import Manifest, Wishes
+from . import Agreed, Contribution, Joined, Sight, Ticket
+from .begun import Begun
+from .encode import Encoded
+from .gossip_ticket import GossipTicket
+from .holdings import Found
+from .peer_topology import LOOK_S, GossipSettings, PeerTopology
 from .stepped import Stepped
 from .steps import Steps
 
 log = logging.getLogger(__name__)
 
 LEAST_BEATS = 3  # that a peer must miss to be declared dead
-LOOK_S = 1.0  # who waits looks at least so often, so that Ctrl-C gets through
-WHOLE_PATIENCE_S = 60.0  # for one try to get a whole fragment; it is tried as long as somebody may have it
 
 
-@dataclass(frozen=True)
-class GossipSettings:
-    """`join_timeout_s`: how long to look for the peers to join. `leave_patience_s`: how long a peer that leaves stays
-    to tell the others what they may have missed. `announce` is called when this peer can be joined through."""
-
-    wishes: GossipWishes
-    join_timeout_s: float = 120.0
-    leave_patience_s: float = 10.0
-    announce: Callable[[Node], None] = lambda node: None
-
-
-class GossipTopology:
-    def __init__(
-        self,
-        node: Node,
-        *,
-        tensors: Mapping[str, Tensor],
-        anchors: Mapping[str, Tensor],
-        settings: GossipSettings,
-    ) -> None:
-        """`tensors`: the model's by name, of which the founder's are what the run begins with; `anchors`: where the
-        last agreed ones are found."""
-        self._node, self._settings = node, settings
-        self._holdings, self._feedback = Holdings(tensors, anchors), ErrorFeedback()
-        self._plan: Plan | None = None
-        self._begins: tuple[Agreed, ...] = ()
-        self._begun = 0
-        self._belongs = False
-        self._traffic = (0, 0)  # bytes sent and received that were told of
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._carry, name="outerstep-gossip", daemon=True).start()
-
-    # --- membership ---------------------------------------------------------------------------------------------------
-
-    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
-        """Found a run, or join the one that the known peers are in, with its newest anchor."""
-        try:
-            return self._join(manifest, wishes)
-        except BaseException:
-            self._node.stop()  # nobody shall find a peer there that is none
-            raise
-
-    def _join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
-        assert manifest is not None
+class GossipTopology(PeerTopology):
+    def _enter(self, manifest: Manifest, wishes: Wishes) -> Joined:
         node, holdings = self._node, self._holdings
-        known = node.ask_terms(self._settings.join_timeout_s)
-        if known is None:
-            terms = found(manifest, wishes, self._settings.wishes, node.peer_id)
-        else:
-            terms = GossipTerms.decode(known.document)
-            check_joiner(terms, manifest, wishes, self._settings.wishes)
-            if terms.pattern != "all":
-                raise PlanMismatch(
-                    f"the run has pattern={terms.pattern}, which a peer must know before it begins",
-                    hint=f"start this peer with pattern={terms.pattern!r} (--pattern {terms.pattern})",
-                )
+        terms, known = self._find_terms(manifest, wishes)
+        if terms.pattern != "all":
+            raise PlanMismatch(
+                f"the run has pattern={terms.pattern}, which a peer must know before it begins",
+                hint=f"start this peer with pattern={terms.pattern!r} (--pattern {terms.pattern})",
+            )
         beat_s = node.settings.beat_every_s
         if terms.heartbeat_timeout_s < LEAST_BEATS * beat_s:
             raise ConfigError(
                 f"heartbeat_timeout must be at least {LEAST_BEATS} beats, got {terms.heartbeat_timeout_s:g} s and a "
                 f"beat every {beat_s:g} s; raise it where the run is founded, or lower heartbeat_interval"
             )
-        self._plan = terms.plan
         holdings.prepare(terms)
         loaded, fragments = holdings.loaded, range(len(holdings.forms))
         versions = loaded.versions if known is None and loaded is not None else ()
@@ -143,17 +83,6 @@ class GossipTopology:
         self._feedback.forget(fragment, names)
         return self._as_agreed(fragment, whole, counted=True)
 
-    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
-        self._node.note_progress(step, steps_per_second, loss)
-
-    def orders(self, *, at_exchange: bool) -> Orders:
-        """Nobody gives any."""
-        return Orders()
-
-    def leave(self, reason: str) -> None:
-        self._work.put(None)
-        self._node.leave(reason, self._settings.leave_patience_s)
-
     # --- what the node asks, in its own threads -----------------------------------------------------------------------
 
     def check(self, fragment: int, data: memoryview) -> str:
@@ -170,38 +99,15 @@ class GossipTopology:
         ticket = GossipTicket(contribution, self._begun, stuck_after_s, self._look)
         payload = self._encode(contribution, ticket.sequence)
         base_hash = self._holdings[contribution.fragment].anchor_hash
-        self._work.put(lambda: self._offer(ticket, contribution, payload, base_hash))
+        self._thread.submit(lambda: self._offer(ticket, contribution, payload, base_hash))
         return ticket
 
-    def _encode(self, contribution: Contribution, sequence: int) -> Payload:
-        fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
-        form, run_id = self._holdings.forms[fragment], self._node.peer.run_id
-        self._feedback.begin(fragment, sequence)
-        sender = Sender(
-            fragment=fragment,
-            deltas=deltas,
-            rules=form.rules,
-            feedback=self._feedback,
-            dither=lambda name: Dither.of(run_id, fragment, sequence, f"{self._node.peer_id}/{name}"),
-            excerpts={},
-        )
-        # Its memory is the node's afterwards, for as long as others may ask for it: it is not used again.
-        pinned = any(deltas.device(entry.name).type == "cuda" for entry in form.up.entries)
-        payload = Payload(form.up, form.up.size_bytes, memory=Memory(), pinned=pinned, hashed=False)
-        write_frame(payload, form.up, sender)
-        return payload
-
-    def _offer(self, ticket: GossipTicket, contribution: Contribution, payload: Payload, base_hash: str) -> None:
-        """In the carrying thread. What is of no use is not offered; but the others wait for something, so they get a
-        contribution that says: no training is in this."""
+    def _offer(self, ticket: GossipTicket, contribution: Contribution, payload: Encoded, base_hash: str) -> None:
+        """In the carrying thread."""
         try:
-            payload.wait()
-            data, fragment = payload.data.numpy().data, contribution.fragment
-            ticket.refusal = self._holdings.contents[fragment].check(data)
-            if ticket.refusal:
-                data = self._nothing(fragment)
+            data, ticket.refusal = self._check_own(contribution.fragment, payload)
             offered = self._node.offer(
-                fragment,
+                contribution.fragment,
                 data,
                 base_version=contribution.base_version,
                 base_hash=base_hash,
@@ -214,11 +120,6 @@ class GossipTopology:
             ticket.error = error
         finally:
             ticket.is_offered.set()
-
-    def _nothing(self, fragment: int) -> memoryview:
-        form = self._holdings.forms[fragment]
-        zeros = {entry.name: torch.zeros(entry.shape) for entry in form.up.entries}
-        return encode_frame(zeros, form.up, {name: rule.codec for name, rule in form.rules.items()})
 
     def _look(self, ticket: GossipTicket, timeout_s: float) -> Sight:
         give_up_at = time.monotonic() + timeout_s
@@ -327,7 +228,6 @@ class GossipTopology:
             fragment,
             version,
             Steps(self._holdings.names(fragment), steps),
-            "",  # known when the news were taken over
             counted=counted,
             refused=self._reproach(ticket),
             participants=last.participants,
@@ -348,92 +248,29 @@ class GossipTopology:
         whole = self._fetch(ticket.fragment, after=ticket.base_version)
         return self._as_agreed(ticket.fragment, whole, counted=counted, refused=self._reproach(ticket))
 
-    def _fetch(self, fragment: int, *, after: int) -> Found:
-        """The newest whole of a fragment, newer than `after`, with its momentum and what else belongs to it."""
-        while True:
-            version, data = self._node.fetch_whole(fragment, patience_s=WHOLE_PATIENCE_S)
-            if version > after:
-                return self._holdings.read(fragment, data)
-            self._node.watch(LOOK_S)
-
-    def _as_agreed(self, fragment: int, whole: Found, *, counted: bool = False, refused: str = "") -> Agreed:
-        return self._agreed(fragment, whole.version, whole.news, whole.anchor_hash, counted=counted, refused=refused)
-
-    def _agreed(
-        self,
-        fragment: int,
-        version: int,
-        news: Whole | Steps,
-        digest: str,
-        *,
-        counted: bool = False,
-        refused: str = "",
-        participants: tuple[Participant, ...] = (),
-        watched: Watched | None = None,
-    ) -> Agreed:
-        assert self._plan is not None, "not joined"
-        sent = self._node.service.bytes_sent
-        received = self._node.counts.get("fetched_bytes", 0) + self._node.wholes.bytes_received
-        before, self._traffic = self._traffic, (sent, received)
-        return Agreed(
-            fragment=fragment,
-            version=version,
-            counted=counted,
-            too_old=False,
-            news=news,
-            anchor_hash=digest,
-            participants=participants,
-            bytes_sent=sent - before[0],
-            bytes_received=received - before[1],
-            retries=0,
-            rejoins=0,
-            plan=self._plan,
-            counted_in=version if counted else 0,
-            refused=refused,
-            watched=watched,
-        )
-
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        """The anchor has moved, and this is its hash: the next contribution names it, and so do the node's beats."""
         fragment, before = agreed.fragment, self._holdings[agreed.fragment].version
         if not intact:
             log.warning("fragment %d: the anchor is not the others'; taking theirs", fragment)
             return self._as_agreed(fragment, self._fetch(fragment, after=agreed.version - 1))
         digest = agreed.news.digest if isinstance(agreed.news, Steps) else agreed.anchor_hash
-        self._holdings.rest(fragment, agreed.version, digest)
-        self._node.hold_anchor(fragment, agreed.version, digest)
+        self._rest(fragment, agreed.version, digest)
         for version in range(before + 1, agreed.version + 1):
             self._node.release(fragment, version)
-        if not self._belongs and self._holdings.are_complete:
-            self._belongs = True
-            self._node.belong()
         return None
 
     # --- what must not be forgotten -----------------------------------------------------------------------------------
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         """Anchor and momentum too: a run can be founded from it."""
-        return {**self._holdings.state_dict(), "feedback": self._feedback.state_dict(under_way)}
+        kept = {**self._holdings.state_dict(), **self._holdings.rounds_dict()}
+        return {**kept, "feedback": self._feedback.state_dict(under_way)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "histories" not in state:
+            raise ConfigError("the state was not saved with server_addr='gossip': load it where it was saved")
         self._holdings.load_state_dict(state)
         self._feedback.load_state_dict(state["feedback"])
-
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        """Nothing: the others have it, or nobody will. If it counted, the run has moved on when this peer is back."""
-        return {}
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
-        """See `pack`."""
-
-    def catch_up(self, fragment: int) -> Begun:
-        return Begun(fragment, self._begins[fragment])
-
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _carry(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
 
 
 __all__ = ["GossipSettings", "GossipTopology"]

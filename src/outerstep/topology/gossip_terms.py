@@ -102,6 +102,11 @@ class GossipTerms(Plain, frozen=True):
         )
 
     @property
+    def keeps_momentum(self) -> bool:
+        """Does the step go by earlier ones? NoLoCo's always does, the mean of two never."""
+        return self.pattern == "pairs" or (self.pattern == "all" and bool(self.outer_momentum))
+
+    @property
     def rules(self) -> GossipRules:
         return GossipRules(
             min_peers=self.min_peers,

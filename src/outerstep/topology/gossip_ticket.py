@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from . import Agreed, Contribution, Sight
+from . import Contribution, Sight
 
 
 class GossipTicket:
@@ -39,19 +38,4 @@ class GossipTicket:
         """Too late: what was said cannot be unsaid. It counts if the others decide so."""
 
 
-@dataclass(frozen=True)
-class Begun:
-    """An exchange that was over before it began."""
-
-    fragment: int
-    agreed: Agreed
-    failed: bool = False
-
-    def look(self, timeout_s: float) -> Sight:
-        return Sight(done=True)
-
-    def cancel(self) -> None:
-        """There is nothing to."""
-
-
-__all__ = ["Begun", "GossipTicket"]
+__all__ = ["GossipTicket"]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..core.robust import History
-from ..errors import ConfigError
 from ..peer import DecidedRound
 from .combined import Combined, Combiner
 from .contents import Contents
@@ -64,12 +63,12 @@ class Holdings:
     def __init__(self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor]) -> None:
         """`tensors`: the model's by name; `anchors`: where the last agreed ones are found, once they are."""
         self._tensors, self._anchors = tensors, anchors
-        self._momentum = Momentum()
+        self.momentum = Momentum()
         self._terms: GossipTerms | None = None
         self.forms: list[Form] = []
         self.contents: list[Contents] = []
         self._combiners: list[Combiner] = []
-        self._roles: dict[str, str] = {}
+        self.roles: dict[str, str] = {}
         self._held: list[Held] = []
         self._lock = threading.Lock()  # anchors move only while `is_moving`, which changes only under it
         self.loaded: Loaded | None = None
@@ -78,7 +77,7 @@ class Holdings:
         """This is the run."""
         self._terms = terms
         self.forms = forms_of(terms.plan, terms.manifest)
-        self._roles = {spec.name: spec.role for spec in terms.manifest.parameters}
+        self.roles = {spec.name: spec.role for spec in terms.manifest.parameters}
         self.contents = [Contents(form) for form in self.forms]
         self._combiners = [
             Combiner(form, contents, terms.aggregator, terms.plan.weight_by)
@@ -120,11 +119,11 @@ class Holdings:
 
     def read(self, fragment: int, data: memoryview) -> Found:
         """What another peer holds, momentum and all. The anchor itself is for whoever takes the news over."""
-        parameters = {name: role for name, role in self._roles.items() if role == "parameter"}
+        parameters = {name: role for name, role in self.roles.items() if role == "parameter"}
         standing = read_standing(self.forms[fragment], data, parameters)
         held = self.begin_to_move(fragment)
         for name, values in standing.momentum.items():
-            self._momentum.of(name, values.numel(), self._home(name)).copy_(values)
+            self.momentum.of(name, values.numel(), self._home(name)).copy_(values)
         held.history = standing.history
         held.centre = {name: values.clone() for name, values in standing.centre.items()} or None
         return Found(standing.version, Whole(standing.anchor, standing.anchor_hash), standing.anchor_hash)
@@ -138,19 +137,23 @@ class Holdings:
             standing = Standing(
                 version=held.version,
                 anchor_hash=held.anchor_hash,
-                anchor=on_host({name: self._anchors[name] for name in self.names(fragment)}),
+                anchor=self.anchor(fragment),
                 momentum=self._momentum_of(form),
                 history=held.history,
                 centre=held.centre or {},
             )
             return held.version, write_standing(form, standing)
 
+    def anchor(self, fragment: int) -> dict[str, Tensor]:
+        """As it is held, in host memory."""
+        return on_host({name: self._anchors[name] for name in self.names(fragment)})
+
     def _momentum_of(self, form: Form) -> dict[str, Tensor]:
         """By tensor, zeros where nothing has moved yet: the same bytes on all peers."""
-        if not self._run.outer_momentum:
+        if not self.run.keeps_momentum:
             return {}
-        names = [entry.name for entry in form.full.entries if self._roles[entry.name] == "parameter"]
-        return on_host({n: self._momentum.of(n, self._tensors[n].numel(), self._home(n)) for n in names})
+        names = [entry.name for entry in form.full.entries if self.roles[entry.name] == "parameter"]
+        return on_host({n: self.momentum.of(n, self._tensors[n].numel(), self._home(n)) for n in names})
 
     # --- moving -------------------------------------------------------------------------------------------------------
 
@@ -179,9 +182,8 @@ class Holdings:
         return combined
 
     def step(self, fragment: int, frame: Tensor) -> Stepped:
-        form = self.forms[fragment]
-        homes = {entry.name: self._home(entry.name) for entry in form.update.entries}
-        return Stepped(frame, form, self._run.outer, self._momentum, homes, self._roles)
+        homes = self.homes(fragment)
+        return Stepped(frame, self.forms[fragment], self.run.outer, self.momentum, homes, self.roles)
 
     # --- what must not be forgotten -----------------------------------------------------------------------------------
 
@@ -189,28 +191,36 @@ class Holdings:
         return {
             "versions": [held.version for held in self._held],
             "anchors": dict(self._anchors),
-            "momentum": dict(self._momentum.tensors),
+            "momentum": dict(self.momentum.tensors),
+        }
+
+    def rounds_dict(self) -> dict[str, Any]:
+        """What screens and rule remember of earlier rounds; in pairs there is neither."""
+        return {
             "histories": [[list(rates) for rates in held.history] for held in self._held],
             "centres": [dict(held.centre or {}) for held in self._held],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "histories" not in state:
-            raise ConfigError("the state was not saved with server_addr='gossip': load it where it was saved")
+        nothing: list[dict[str, Tensor]] = [{}] * len(state["versions"])
         self.loaded = Loaded(
             versions=tuple(state["versions"]),
             anchors={name: value.clone() for name, value in state["anchors"].items()},
-            histories=tuple(tuple(map(tuple, rounds)) for rounds in state["histories"]),
-            centres=tuple({n: v.clone() for n, v in one.items()} or None for one in state["centres"]),
+            histories=tuple(tuple(map(tuple, rounds)) for rounds in state.get("histories", nothing)),
+            centres=tuple({n: v.clone() for n, v in one.items()} or None for one in state.get("centres", nothing)),
         )
-        self._momentum.tensors = {name: value.clone() for name, value in state["momentum"].items()}
+        self.momentum.tensors = {name: value.clone() for name, value in state["momentum"].items()}
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     @property
-    def _run(self) -> GossipTerms:
+    def run(self) -> GossipTerms:
         assert self._terms is not None, "not joined"
         return self._terms
+
+    def homes(self, fragment: int) -> dict[str, torch.device]:
+        """Where its anchor is, by tensor."""
+        return {name: self._home(name) for name in self.names(fragment)}
 
     def _home(self, name: str) -> torch.device:
         return self._anchors[name].device if name in self._anchors else self._tensors[name].device

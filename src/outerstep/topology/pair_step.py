@@ -14,9 +14,9 @@ from ..errors import BadFrame
 from . import Contribution, Sight
 from .contents import Contents
 from .forms import Form
-from .news import Kind, Proof, anchor_hash
+from .news import anchor_hash
 from .standing import Standing, read_standing, write_standing
-from .stepped import Momentum
+from .stepped import Momentum, OwnStep
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,8 @@ class PairTicket:
         """What was published stays published; the wait ends with the process."""
 
 
-class PairStep:
-    """News of an anchor: the step of one turn, block by block. `shown`: one's own and the partner's (its own again, if
-    there is none)."""
+class PairStep(OwnStep):
+    """The step of one turn. `shown`: one's own and the partner's (its own again, if there is none)."""
 
     def __init__(
         self,
@@ -77,39 +76,18 @@ class PairStep:
         homes: Mapping[str, torch.device],
         roles: Mapping[str, str],
     ) -> None:
-        self.names = tuple(entry.name for entry in form.full.entries)
-        self.kinds: tuple[Kind, ...] = ("update",)
-        self.frames: tuple[memoryview, ...] = ()
-        self._numels = contents.sizes
+        super().__init__(form, momentum, homes, roles)
         self._deltas = [contents.reader(one.delta).tensors() for one in shown]
-        self._partner = shown[1].anchor
-        self._rule, self._momentum, self._homes, self._roles = rule, momentum, homes, roles
-        self._proof = Proof("")
+        self._partner, self._rule = shown[1].anchor, rule
 
-    @property
-    def is_proven(self) -> bool:
-        """There is nobody to compare with."""
-        return True
-
-    @property
-    def digest(self) -> str:
-        return self._proof.digest
-
-    @torch.no_grad()
-    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
-        theta = held if in_place else held.clone()
-        own, partners = (deltas[name][start:stop].to(held.device) for deltas in self._deltas)
-        partner_phi = self._partner[name].reshape(-1)[start:stop].to(held.device)
+    def _move(self, name: str, start: int, stop: int, theta: Tensor) -> None:
+        own, partners = (deltas[name][start:stop].to(theta.device) for deltas in self._deltas)
+        partner_phi = self._partner[name].reshape(-1)[start:stop].to(theta.device)
         if self._rule is None or self._roles[name] != "parameter":
             average_step(theta, own, partner_phi, partners)
         else:
-            kept = self._momentum.of(name, self._numels[name], self._homes[name])[start:stop]
-            m = kept.to(held.device)
-            noloco_step(theta, m, own, partner_phi, partners, self._rule)
-            if m is not kept:
-                kept.copy_(m)
-        self._proof.feed(theta)
-        return theta
+            with self._buf(name, start, stop, theta.device) as m:
+                noloco_step(theta, m, own, partner_phi, partners, self._rule)
 
 
 __all__ = ["PairStep", "PairTicket", "Shown"]

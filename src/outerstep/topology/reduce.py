@@ -25,10 +25,11 @@ from torch import Tensor
 
 from ..core.aggregate import divide
 from ..core.codecs import FP32, Dither
-from ..core.codecs.recipe import Rule
+from ..core.codecs.recipe import Recipe, Rule
 from ..core.feedback import compensate, decay_of, send
 from ..core.watch import sum_of_squares
 from ..errors import WorkerError
+from ..types import Manifest, Plan
 from .forms import Form
 from .news import cuts
 from .slices import Piece, Slice, slices_of
@@ -223,6 +224,12 @@ class Reducer:
         return WorkerError(f"the mean of fragment {self.fragment} overflows fp32: the contributions are far too large")
 
 
+def down_rules(plan: Plan, manifest: Manifest) -> dict[str, Rule]:
+    """What the mean is encoded with, by tensor."""
+    down = Recipe.parse(plan.down_codec)
+    return {spec.name: down.rule(spec) for spec in manifest.parameters}
+
+
 def runs_of(form: Form, size: int) -> int:
     """How many runs each rank's slice is cut into: so often contributions are swapped, before the mean is."""
     return max(math.ceil(form.up.size_bytes / size / RUN_BYTES), 1)
@@ -250,4 +257,4 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     return norm.square()
 
 
-__all__ = ["Carrier", "Circle", "Mean", "Reducer", "runs_of"]
+__all__ = ["Carrier", "Circle", "Mean", "Reducer", "down_rules", "runs_of"]

@@ -11,7 +11,9 @@ beforehand: it is computed here, and the ranks compare theirs afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +51,54 @@ class Momentum:
         return self.tensors[name]
 
 
-class Stepped:
-    """`homes`: where the anchors are; `roles`: which tensors are parameters, which averaged buffers."""
+class OwnStep(ABC):
+    """News that come of a step which everybody takes alone, where its own anchor is: `_move` says which. `homes`: where
+    the anchors are; `roles`: which tensors are parameters, which averaged buffers."""
+
+    kinds: tuple[Kind, ...] = ("update",)
+    frames: tuple[memoryview, ...] = ()
+
+    def __init__(
+        self, form: Form, momentum: Momentum, homes: Mapping[str, torch.device], roles: Mapping[str, str]
+    ) -> None:
+        self._numels = {entry.name: math.prod(entry.shape) for entry in form.full.entries}
+        self.names = tuple(self._numels)
+        self._momentum, self._homes, self._roles = momentum, homes, roles
+        self._proof = Proof("")
+
+    @property
+    def is_proven(self) -> bool:
+        """As far as one can tell alone."""
+        return True
+
+    @property
+    def digest(self) -> str:
+        """The anchor's hash, when all blocks were asked for."""
+        return self._proof.digest
+
+    @torch.no_grad()
+    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+        theta = held if in_place else held.clone()
+        self._move(name, start, stop, theta)
+        self._proof.feed(theta)
+        return theta
+
+    @abstractmethod
+    def _move(self, name: str, start: int, stop: int, theta: Tensor) -> None:
+        """θ[start:stop] ← θ′[start:stop]"""
+
+    @contextmanager
+    def _buf(self, name: str, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
+        """buf[start:stop] on `device`, to be changed there."""
+        kept = self._momentum.of(name, self._numels[name], self._homes[name])[start:stop]
+        buf = kept.to(device)
+        yield buf
+        if buf is not kept:
+            kept.copy_(buf)
+
+
+class Stepped(OwnStep):
+    """θ′ along the mean in `frame`."""
 
     def __init__(
         self,
@@ -61,54 +109,27 @@ class Stepped:
         homes: Mapping[str, torch.device],
         roles: Mapping[str, str],
     ) -> None:
-        self.names = tuple(entry.name for entry in form.update.entries)
-        self.kinds: tuple[Kind, ...] = ("update",)
-        self.frames: tuple[memoryview, ...] = ()
-        self._entries = {entry.name: entry for entry in form.update.entries}
-        self._numels = {name: math.prod(entry.shape) for name, entry in self._entries.items()}
-        self._data_begin = form.update.data_begin
+        super().__init__(form, momentum, homes, roles)
+        self.frame, self._rule = frame, rule
+        self._begins = {entry.name: form.update.data_begin + entry.begin for entry in form.update.entries}
         self._codecs = form.codecs
-        self.frame, self._rule, self._momentum = frame, rule, momentum
-        self._homes, self._roles = homes, roles
-        self._proof = Proof("")
         self._room = torch.empty(0)
 
-    @property
-    def is_proven(self) -> bool:
-        """As far as one rank can tell."""
-        return True
-
-    @property
-    def digest(self) -> str:
-        """The anchor's hash, when all blocks were asked for."""
-        return self._proof.digest
-
-    @torch.no_grad()
-    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
-        g = self._mean(name, start, stop, held.device)
-        theta = held if in_place else held.clone()
+    def _move(self, name: str, start: int, stop: int, theta: Tensor) -> None:
+        g, rule = self._mean(name, start, stop, theta.device), self._rule
         if self._roles[name] != "parameter":
             theta.sub_(g)
-        else:
-            self._step(name, start, stop, theta, g)
-        self._proof.feed(theta)
-        return theta
-
-    def _step(self, name: str, start: int, stop: int, theta: Tensor, g: Tensor) -> None:
-        rule, step = self._rule, STEP_VALUES if theta.device.type == "cpu" else stop - start
-        if not rule.momentum:
+        elif not rule.momentum:
             portable_step(theta, theta, g, rule.lr, 0.0)
-            return
-        kept = self._momentum.of(name, self._numels[name], self._homes[name])[start:stop]
-        buf = kept.to(theta.device)
-        for one in zip(theta.split(step), buf.split(step), g.split(step), strict=True):  # type: ignore[no-untyped-call]
-            portable_step(*one, rule.lr, rule.momentum, nesterov=rule.nesterov)
-        if buf is not kept:
-            kept.copy_(buf)
+        else:
+            step = STEP_VALUES if theta.device.type == "cpu" else stop - start
+            with self._buf(name, start, stop, theta.device) as buf:
+                for one in zip(theta.split(step), buf.split(step), g.split(step), strict=True):  # type: ignore[no-untyped-call]
+                    portable_step(*one, rule.lr, rule.momentum, nesterov=rule.nesterov)
 
     def _mean(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
         """g[start:stop]; who takes news over cuts tensors at borders of every codec's blocks."""
-        codec, first = self._codecs[name], self._data_begin + self._entries[name].begin
+        codec, first = self._codecs[name], self._begins[name]
         data = self.frame[first + codec.encoded_bytes(start) : first + codec.encoded_bytes(stop)]
         if self._room.numel() < stop - start or self._room.device != device:
             self._room = torch.empty(stop - start, device=device)
@@ -117,4 +138,4 @@ class Stepped:
         return g
 
 
-__all__ = ["Momentum", "OuterRule", "Stepped"]
+__all__ = ["Momentum", "OuterRule", "OwnStep", "Stepped"]

@@ -6,6 +6,7 @@ the first difference is refused by name, on every rank alike.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -16,6 +17,7 @@ from ..core.fragments import FragmentManager, check_cycle
 from ..errors import ConfigError, ManifestMismatch, OutOfStep, PlanMismatch, WorkerError
 from ..types import Manifest, Plan, WeightBy, Wishes
 from . import Contribution
+from .stepped import OuterRule
 
 MAX_STALENESS = 4  # rounds that a worker's own steps may wait, after a wait that was interrupted
 PART_SIZE_BYTES = 16 << 20
@@ -38,6 +40,22 @@ class Rank(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         return f"{self.worker_id} (process {self.pid} on {self.hostname})"
+
+
+def introduction(worker_id: str, hostname: str, size: int, manifest: Manifest, plan: Plan, rule: OuterRule) -> Rank:
+    """Of one that goes on from no state."""
+    return Rank(
+        worker_id=worker_id,
+        hostname=hostname,
+        pid=os.getpid(),
+        run_id=os.urandom(8).hex(),
+        size=size,
+        manifest=manifest,
+        plan=plan,
+        outer={"outer_lr": rule.lr, "outer_momentum": rule.momentum, "nesterov": rule.nesterov},
+        versions=(),
+        momentum_hash="",
+    )
 
 
 def draw_up(wishes: Wishes, weight_by: WeightBy, manifest: Manifest, worker_id: str) -> Plan:

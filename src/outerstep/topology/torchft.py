@@ -19,28 +19,27 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
-from ..core.codecs import Dither
 from ..core.feedback import ErrorFeedback
 from ..errors import AnchorsDiffer, RoundStuck, WorkerError
 from ..types import Manifest, Plan, Wishes
 from . import Agreed, Contribution, Joined, Orders, Sight, Ticket
-from .allreduce import Begun
-from .encode import OnDevice, Sender, as_deltas, write_frame, write_on_device
+from .begun import Begun, NothingToPack
+from .carrying import step_aside
+from .encode import Encoded, as_deltas, sender_to_peers, write_at
 from .group import Amount, of_all
-from .payload import Payload
 from .ranks import Ranks
 from .stepped import Stepped
-from .terms import check_loaded, draw_up
+from .terms import Rank, check_loaded, draw_up, introduction
 from .torchft_crew import Crew, TorchftSettings
 from .torchft_lines import Lines
-from .torchft_rounds import Brought, Outcome, Rounds, introduction
+from .torchft_rounds import Brought, Outcome, Rounds
 from .torchft_state import NOTHING, Measured, Snapshots, Standing, copies, write_state
 
 log = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class TorchftTicket:
         """Who leaves is missed by the others, and they vote again."""
 
 
-class TorchftTopology:
+class TorchftTopology(NothingToPack):
     def __init__(
         self,
         *,
@@ -143,9 +142,7 @@ class TorchftTopology:
     def _join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
         plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
-        size = self._ranks.size if self._ranks is not None else 1
-        own = introduction(self._worker_id, self._hostname, manifest, plan, self._settings, size, self._sections)
-        rounds = Rounds(own, self._instance, self._settings, self._lines, self._tensors)
+        rounds = Rounds(self._introduction(manifest, plan), self._instance, self._settings, self._lines, self._tensors)
         crew = Crew(self._worker_id, self._settings, self._lines, self._ranks, state=self._state)
         self._joined = rounds, crew
         if self._saved is not None:
@@ -166,6 +163,12 @@ class TorchftTopology:
         self._saved = rounds.healed_from = None
         begins = tuple(agreed[fragment] for fragment in range(len(plan.fragments)))
         return Joined(self._worker_id, plan, manifest, begins, overtaken, work)
+
+    def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
+        size = self._ranks.size if self._ranks is not None else 1
+        own = introduction(self._worker_id, self._hostname, size, manifest, plan, self._settings.outer)
+        shape = {"number of processes": size, "number of shards": self._sections}
+        return msgspec.structs.replace(own, outer={**own.outer, **shape})
 
     def _go_on_from(self, saved: Mapping[str, Any], plan: Plan) -> None:
         check_loaded(plan, saved["versions"], saved["anchors"].keys())
@@ -229,24 +232,13 @@ class TorchftTopology:
             raise
         return ticket
 
-    def _encode(self, fragment: int, deltas: Measured, sequence: int) -> Payload | OnDevice:
-        form, device, lines = self._rounds.forms[fragment], self._lines.device, self._lines
+    def _encode(self, fragment: int, deltas: Measured, sequence: int) -> Encoded:
+        form, run_id = self._rounds.forms[fragment], self._rounds.standing.run_id
         self._rounds.homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
-        run_id = self._rounds.standing.run_id
-        self._feedback.begin(fragment, sequence)
-        sender = Sender(
-            fragment=fragment,
-            deltas=deltas,
-            rules=form.rules,
-            feedback=self._feedback,
-            dither=lambda name: Dither.of(run_id, fragment, sequence, f"{self._worker_id}/{name}"),
-            excerpts={},
+        sender = sender_to_peers(
+            form, fragment, deltas, self._feedback, run_id=run_id, worker_id=self._worker_id, sequence=sequence
         )
-        if device.type == "cuda":
-            return write_on_device(form.up, sender, device)
-        payload = Payload(form.up, form.up.size_bytes, memory=lines.memory, pinned=lines.pinned, hashed=False)
-        write_frame(payload, form.up, sender)
-        return payload
+        return write_at(self._lines, form.up, sender)
 
     def _put(self, brought: Brought, stuck_after_s: float | None) -> TorchftTicket:
         ticket = TorchftTicket(brought, stuck_after_s, self)
@@ -348,14 +340,9 @@ class TorchftTopology:
     # --- the carrying thread --------------------------------------------------------------------------------------
 
     def _carry(self) -> None:
-        device = self._lines.device
-        beside: AbstractContextManager[object] = nullcontext()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            beside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        with beside:  # the training's own stream
-            while (ticket := self._next()) is not None:
-                self._exchange(ticket)
+        step_aside(self._lines.device)
+        while (ticket := self._next()) is not None:
+            self._exchange(ticket)
 
     def _next(self) -> TorchftTicket | None:
         rounds = self._rounds
@@ -435,13 +422,6 @@ class TorchftTopology:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._saved = state
         self._feedback.load_state_dict(state["feedback"])
-
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        """Nothing: see `state_dict`."""
-        return {}
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
-        """See `pack`."""
 
     def catch_up(self, fragment: int) -> Begun:
         return Begun(fragment, self._begins.pop(fragment))

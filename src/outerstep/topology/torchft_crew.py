@@ -17,7 +17,6 @@ import contextlib
 import http.client
 import logging
 import os
-import threading
 import time
 import urllib.request
 import warnings
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from torchft.checkpointing import HTTPTransport
 
 from ..errors import ServerUnreachable
 from ..types import WeightBy
+from .carrying import CarryingThread
 from .ranks import Ranks
 from .stepped import OuterRule
 from .torchft_lines import Backend, Lines
@@ -250,17 +251,9 @@ class _Hand:
     of a quorum that nobody wants any more."""
 
     def submit(self, work: Callable[..., None], **given: Any) -> Future[None]:
-        done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                work(**given)
-            except BaseException as error:  # noqa: BLE001 - for whoever asks for the result
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        threading.Thread(target=run, name="outerstep-quorum", daemon=True).start()
+        thread = CarryingThread("outerstep-quorum")
+        done = thread.submit(partial(work, **given))
+        thread.stop()
         return done
 
     def shutdown(self, wait: bool = True) -> None:

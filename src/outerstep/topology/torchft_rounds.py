@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,17 +28,15 @@ import torch
 from torch import Tensor
 
 from ..core.codecs import Dither
-from ..core.codecs.recipe import Recipe, Rule
 from ..core.views import fp32_views
 from ..core.watch import watched
 from ..digest import data_hash
 from ..errors import AnchorsDiffer, ModelError, WorkerError
-from ..types import Manifest, Participant, Plan, Watched
-from .encode import OnDevice
+from ..types import Participant, Watched
+from .encode import Encoded
 from .forms import forms_of
 from .news import News, Updates, Whole, anchor_hash, cuts
-from .payload import Payload
-from .reduce import Mean, Reducer, runs_of
+from .reduce import Mean, Reducer, down_rules, runs_of
 from .stepped import Momentum, Stepped
 from .terms import Header, Rank, check_pair, weights_of
 from .torchft_crew import Crew, Quorum, TorchftSettings
@@ -62,7 +59,7 @@ class Brought:
     steps: int = 0
     samples: int = 0
     tokens: int = 0
-    payload: Payload | OnDevice | None = None
+    payload: Encoded | None = None
     refused: str = ""
     squares: float = 0.0  # Σ Δ²
     _error: BaseException | None = None
@@ -70,7 +67,7 @@ class Brought:
 
     def fill(
         self,
-        payload: Payload | OnDevice | None,
+        payload: Encoded | None,
         refused: str = "",
         squares: float = 0.0,
         error: BaseException | None = None,
@@ -421,37 +418,8 @@ class Rounds:
         return {name: anchors[name] for name in self.plan.fragments[fragment]}
 
 
-def down_rules(plan: Plan, manifest: Manifest) -> dict[str, Rule]:
-    down = Recipe.parse(plan.down_codec)
-    return {spec.name: down.rule(spec) for spec in manifest.parameters}
-
-
-def introduction(
-    worker_id: str, hostname: str, manifest: Manifest, plan: Plan, settings: TorchftSettings, size: int, sections: int
-) -> Rank:
-    rule = settings.outer
-    return Rank(
-        worker_id=worker_id,
-        hostname=hostname,
-        pid=os.getpid(),
-        run_id=os.urandom(8).hex(),
-        size=size,
-        manifest=manifest,
-        plan=plan,
-        outer={
-            "outer_lr": rule.lr,
-            "outer_momentum": rule.momentum,
-            "nesterov": rule.nesterov,
-            "number of processes": size,
-            "number of shards": sections,
-        },
-        versions=(),
-        momentum_hash="",
-    )
-
-
 def _header(offer: Offer) -> Header:
     return Header(offer.fragment, 0, offer.steps, offer.samples, offer.tokens, last=False)
 
 
-__all__ = ["Brought", "Outcome", "Rounds", "introduction"]
+__all__ = ["Brought", "Outcome", "Rounds"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..aggregate import divide, sum_in_order
-from .rule import BlockFunction, Facts, check_fewest, check_weights, to_bf16, weighted_mean_of, weighted_sum
+from .rule import BlockFunction, Facts, check_offered, to_bf16, weighted_mean_of, weighted_sum
 
 
 def distances_to(mixture: Sequence[float], distances2: Sequence[Sequence[float]]) -> list[float]:
@@ -54,8 +54,7 @@ class GeometricMedian:
             raise ConfigError(f"smoothing must be above 0 and below 1, got {self.smoothing}")
 
     def check(self, offered: int, weights: Sequence[float]) -> None:
-        check_fewest(self, offered)
-        check_weights(weights)
+        check_offered(self, offered, weights)
 
     def begin(self, facts: Facts) -> BlockFunction:
         assert facts.products is not None
@@ -108,8 +107,7 @@ class CenteredClipping:
             raise ConfigError(f"radius must be a number > 0, got {self.radius}; None takes the median distance")
 
     def check(self, offered: int, weights: Sequence[float]) -> None:
-        check_fewest(self, offered)
-        check_weights(weights)
+        check_offered(self, offered, weights)
 
     def begin(self, facts: Facts) -> BlockFunction:
         assert facts.products is not None

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..aggregate import divide, sum_in_order
-from .rule import BlockFunction, Facts, are_equal, check_fewest, check_weights, weighted_mean_of
+from .rule import BlockFunction, Facts, are_equal, check_offered, weighted_mean_of
 
 DEFAULT_TRIM = 0.2
 HAIR = 1e-9  # ⌊(1/49)·49⌋ is 0 in floating point
@@ -42,8 +42,7 @@ class Mean:
     needs_centre: ClassVar[bool] = False
 
     def check(self, offered: int, weights: Sequence[float]) -> None:
-        check_fewest(self, offered)
-        check_weights(weights)
+        check_offered(self, offered, weights)
 
     def begin(self, facts: Facts) -> BlockFunction:
         return lambda values: weighted_mean_of(values, facts.weights)
@@ -85,8 +84,7 @@ class TrimmedMean:
                 f"(⌊{self.fraction:g}·{offered}⌋ = 0); the smallest that trims one is "
                 f"{math.ceil(1e4 / offered) / 1e4:g}, or wait for {self.fewest} contributions"
             )
-        check_fewest(self, offered)
-        check_weights(weights)
+        check_offered(self, offered, weights)
 
     def begin(self, facts: Facts) -> BlockFunction:
         weights = facts.weights
@@ -104,8 +102,7 @@ class Median:
     needs_centre: ClassVar[bool] = False
 
     def check(self, offered: int, weights: Sequence[float]) -> None:
-        check_fewest(self, offered)
-        check_weights(weights)
+        check_offered(self, offered, weights)
 
     def begin(self, facts: Facts) -> BlockFunction:
         return lambda values: median(values, facts.weights)

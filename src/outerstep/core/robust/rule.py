@@ -70,17 +70,19 @@ class Rule(Protocol):
         """For one or more contributions, whatever `check` asks for."""
 
 
-def check_weights(weights: Sequence[float]) -> None:
-    for weight in weights:
-        if not 0.0 < weight < math.inf:
-            raise ConfigError(f"a contribution's weight must be a number > 0, got {weight}")
-
-
-def check_fewest(rule: Rule, offered: int) -> None:
+def check_offered(rule: Rule, offered: int, weights: Sequence[float]) -> None:
+    """What every rule asks for: enough contributions, each with a weight."""
     if offered < rule.fewest:
         raise ConfigError(
             f"{rule.name} needs at least {rule.fewest} contributions, got {offered}; wait for more, or use another rule"
         )
+    check_weights(weights)
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    for weight in weights:
+        if not 0.0 < weight < math.inf:
+            raise ConfigError(f"a contribution's weight must be a number > 0, got {weight}")
 
 
 def are_equal(weights: Sequence[float]) -> bool:

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from .products import Products
-from .rule import BlockFunction, Facts, Selection, are_equal, check_fewest, check_weights, weighted_mean_of
+from .rule import BlockFunction, Facts, Selection, are_equal, check_offered, check_weights, weighted_mean_of
 
 
 def krum_scores(products: Products, attackers: int) -> list[float]:
@@ -90,8 +90,7 @@ class MultiKrum:
 
     def check(self, offered: int, weights: Sequence[float]) -> None:
         _check_enough(self.name, self.attackers, offered)
-        check_fewest(self, offered)
-        check_weights(weights)
+        check_offered(self, offered, weights)
 
     def begin(self, facts: Facts) -> BlockFunction:
         wanted = facts.offered - self.attackers if self.keep is None else self.keep
