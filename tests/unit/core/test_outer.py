@@ -1,9 +1,6 @@
 """The outer step: the built-in rule, and any torch optimizer in its place."""
 
 import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amounts import cases
+from other_vectors import computed_elsewhere
 from outerstep.core.outer import (
     Nesterov,
     OptimizerFactory,
@@ -385,21 +383,11 @@ class TestPortable:
         usual, portable = self.run(0.7, 0.9, nesterov, False), self.run(0.7, 0.9, nesterov, True)
         assert (usual - portable).abs().max() <= 1e-6 * usual.abs().max()
 
+    @classmethod
+    def digest(cls) -> str:
+        return hashlib.sha256(cls.run(0.7, 0.9, True, True).numpy().tobytes()).hexdigest()
+
     @pytest.mark.slow
     @pytest.mark.parametrize("capability", ["default", "avx2"])
     def test_neither_vectors_nor_threads_change_a_bit(self, capability: str) -> None:
-        code = (
-            "import sys, torch, hashlib; sys.path.insert(0, sys.argv[1]); import test_outer as t\n"
-            "for n in (1, 2):\n    torch.set_num_threads(n)\n"
-            "    print(hashlib.sha256(t.TestPortable.run(0.7, 0.9, True, True).numpy().tobytes()).hexdigest())"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, os.path.dirname(__file__)],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        here = hashlib.sha256(self.run(0.7, 0.9, True, True).numpy().tobytes()).hexdigest()
-        assert done.stdout.split() == [here, here]
+        assert computed_elsewhere(__file__, "t.TestPortable.digest()", capability) == {self.digest()}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 
+from other_vectors import computed_elsewhere
 from outerstep.core.robust import RULES, RobustAggregator
 
 NUMEL = 40_003  # enough for torch to use its second thread
@@ -50,22 +48,8 @@ def digests(device: str = "cpu") -> dict[str, str]:
 @pytest.mark.parametrize(("capability", "matrices"), [("default", "COMPATIBLE"), ("avx2", "AVX2")])
 def test_vector_width_and_threads_do_not_change_a_bit(capability: str, matrices: str) -> None:
     """`MKL_CBWR`: which of its ways the matrix library takes; they add in different orders."""
-    code = (
-        "import sys, torch; sys.path.insert(0, sys.argv[1]); import test_robust_bits as t\n"
-        "print(torch.backends.cpu.get_cpu_capability())\n"
-        "for n in (1, 2):\n    torch.set_num_threads(n); print(sorted(t.digests().items()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, os.path.dirname(__file__)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "MKL_CBWR": matrices},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    used, one, two = done.stdout.splitlines()
-    assert used.lower() == capability or capability != "default"
-    assert one == two == str(sorted(digests().items()))
+    found = computed_elsewhere(__file__, "sorted(t.digests().items())", capability, MKL_CBWR=matrices)
+    assert found == {str(sorted(digests().items()))}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
