@@ -312,6 +312,11 @@ class TestWorker:
             worker(worker_id=worker_id)
         assert str(e.value).endswith(f"got {worker_id!r}")
 
+    @pytest.mark.parametrize("peers", ["", " "])
+    def test_an_empty_join_does_not_found_another_run(self, peers: str) -> None:
+        with pytest.raises(ConfigError, match=r"^peers \(--join\) is empty: .* leave it out to found a run"):
+            worker(server_addr="gossip", peers=peers)
+
     @pytest.mark.parametrize(
         ("name", "value"), [("outer_lr", 0.5), ("outer_momentum", 0.0), ("nesterov", False), ("weight_by", "tokens")]
     )

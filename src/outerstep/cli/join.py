@@ -40,11 +40,13 @@ def join(
     """
     access = parse_join_string(_read(string))
     folder = Credentials(credentials_folder(credentials))
-    if check:
-        _check(access)
+    is_peer = check and _check(access)
     folder.remember(access)
     typer.echo(f"{access.address} is known now (in {folder.known_file}, which only you can read)")
-    if access.token:
+    if is_peer:
+        typer.echo(f"\n    outerstep status --server {access.address}")
+        typer.echo(f"    outerstep peer --join {access.address} -- python train.py\n")
+    elif access.token:
         typer.echo(f"\n    outerstep worker --server {access.address} -- python train.py\n")
 
 
@@ -60,7 +62,8 @@ def _read(string: str | None) -> str:
     return str(typer.prompt("The join string that the server printed", hide_input=True))
 
 
-def _check(access: Access) -> None:
+def _check(access: Access) -> bool:
+    """Does it answer? Says whether it is a peer of a run without a server."""
     transport = HttpTransport(access.join_string, timeout_s=TIMEOUT_S)
     try:
         status = transport.status()
@@ -68,4 +71,12 @@ def _check(access: Access) -> None:
         raise TransportError(f"{error}. Nothing was kept; --no-check keeps it without asking the server") from error
     finally:
         transport.close()
-    typer.echo(f"{access.address} answers: run {status['run_id']}, round {status['sync_round']}")
+    is_peer = status.get("mode") == "gossip"
+    if not is_peer:
+        at = f"run {status['run_id']}, round {status['sync_round']}"
+    elif status["begun"]:
+        at = f"peer {status['peer_id']} of run {status['run_id']}, height {status['height']}"
+    else:
+        at = f"peer {status['peer_id']} of a run that has not begun"
+    typer.echo(f"{access.address} answers: {at}")
+    return is_peer

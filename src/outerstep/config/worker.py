@@ -100,6 +100,10 @@ class WorkerConfig:
         check_number(self, 0.0, "trim_fraction", "round_deadline_s", "heartbeat_timeout", optional=True)
         check_text(self, "listen", optional=False)
         check_text(self, "peers", "advertise", "peer_dir", "aggregation")
+        if self.peers is not None and not self.peers.split():
+            raise ConfigError(
+                "peers (--join) is empty: give the join string or the address of a peer, or leave it out to found a run"
+            )
         check_one_of(self, (True, False), "insecure", "announce")
         check_one_of(self, (True, False, None), "cosine_screen")
         check_one_of(self, ("all", "pairs", "exponential", None), "pattern")

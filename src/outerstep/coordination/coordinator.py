@@ -379,6 +379,9 @@ class Coordinator:
         self.closing = self.closing or reason
         self.stop_at = now + self.drain_timeout_s
         self.order(sorted(self.members.live_ids), "drain", reason)
+        if not self.started:  # nobody new will come: what those here have done is not to wait for more of them
+            self._start_if_ready(now)
+            self._evaluate_all(now)
 
     def check_budget(self, now: float) -> None:
         """Enough tokens are in the model: the run has come to its end."""
@@ -423,7 +426,7 @@ class Coordinator:
         if self.started:
             return
         live = self.members.live_ids
-        if self.rules.may_start(len(live), self._first_join_at, now):
+        if (live and self.closing) or self.rules.may_start(len(live), self._first_join_at, now):
             self.started = True
             for fragment in self.fragments:
                 fragment.round.expected = set(self.members.awaited_ids(now))

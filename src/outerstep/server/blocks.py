@@ -51,14 +51,14 @@ def hand_in_hand(
 ) -> None:
     """`work` for every block, by two threads that take the next few each time; then `seal`, with what came of it, block
     by block in their order and never two at a time. Each thread has a room of its own to work in. What goes wrong in
-    one of them ends the other too, and is raised here."""
+    one of them ends the other too, and the first of it, in the blocks' order, is raised here."""
     hands = _Hands(blocks, new_room, work, seal)
     other = threading.Thread(target=hands.run, name="outerstep-other-hand")
     other.start()
     hands.run()
     other.join()
-    if hands.error is not None:
-        raise hands.error
+    if hands.errors:
+        raise hands.errors[min(hands.errors)]
 
 
 class _Hands(Generic[Room, Made]):
@@ -73,9 +73,10 @@ class _Hands(Generic[Room, Made]):
         self._new_room, self._work, self._seal = new_room, work, seal
         self._taken = self._sealed = 0
         self._changed = threading.Condition()
-        self.error: BaseException | None = None
+        self.errors: dict[int, BaseException] = {}  # by the number of a group
 
     def run(self) -> None:
+        number: int | None = 0
         try:
             with torch.no_grad():
                 room = self._new_room()
@@ -89,20 +90,20 @@ class _Hands(Generic[Room, Made]):
                     self._pass_on()
         except BaseException as error:  # noqa: BLE001 - raised by whoever asked for the work
             with self._changed:
-                self.error = self.error or error
+                self.errors[number or 0] = error
                 self._changed.notify_all()
 
     def _next(self) -> int | None:
         with self._changed:
-            if self.error is not None or self._taken == len(self._groups):
+            if self.errors or self._taken == len(self._groups):
                 return None
             self._taken += 1
             return self._taken - 1
 
     def _is_our_turn(self, number: int) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self.error is not None or self._sealed == number)
-            return self.error is None
+            self._changed.wait_for(lambda: bool(self.errors) or self._sealed == number)
+            return not self.errors
 
     def _pass_on(self) -> None:
         with self._changed:

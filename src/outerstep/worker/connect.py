@@ -238,16 +238,19 @@ def _announce(node: Node) -> None:
     """What to type on the next machine. The join string holds the run's token: it is shown to people, and not to log
     files; those are told where it lies."""
     folder, insecure = node.settings.folder, " --insecure" if node.settings.insecure else ""
-    where = shlex.quote(node.join_string)
+    where, hint = shlex.quote(node.join_string), ""
+    is_for_people = bool(insecure) or sys.stderr.isatty()
     if folder is not None:
         file = Path(folder).absolute() / "join"
         write_secret(file, f"{node.join_string}\n".encode())
-        where = where if insecure or sys.stderr.isatty() else f'"$(cat {shlex.quote(str(file))})"'
-    elif not insecure and not sys.stderr.isatty():
-        where = f"{node.address}   (its join string is not for logs: give this peer a peer_dir, and it lies there)"
+        hint = (
+            "" if is_for_people else f"JOIN_STRING is the line in {file} on this machine; it holds the run's token.\n"
+        )
+    elif not is_for_people:
+        hint = "JOIN_STRING holds the run's token and is not for logs: give this peer a peer_dir, and it lies there.\n"
     print(
         f"peer {node.peer_id} listens on {node.address}. On each other machine:\n\n"
-        f"    outerstep peer{insecure} --join {where} -- python train.py\n",
+        f"    outerstep peer{insecure} --join {where if is_for_people else 'JOIN_STRING'} -- python train.py\n\n{hint}",
         file=sys.stderr,
         flush=True,
     )

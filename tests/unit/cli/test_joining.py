@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from outerstep.errors import ConfigError, TransportError, Unauthorized
+from outerstep.peer import Node, NodeSettings
 from outerstep.security import Access, Credentials, parse_join_string
 from outerstep.security.tokens import new_token
 from outerstep.server import DiLoCoServer
@@ -53,6 +54,12 @@ class TestJoin:
         assert f"outerstep worker --server {address} -- python train.py" in said
         assert server.access.token not in said
         assert f"run {server.run_id}" in run(f"status --server {address}")
+
+    def test_a_peers_string_is_taken_too(self, tmp_path: Path) -> None:
+        with Node(NodeSettings("first", "127.0.0.1:0", credentials=str(tmp_path / "here"))) as node:
+            said = run("join -", node.join_string + "\n")
+        assert f"{node.address} answers: peer first of a run that has not begun" in said
+        assert f"outerstep peer --join {node.address} -- python train.py" in said
 
     @pytest.mark.parametrize("how", ["argument", "variable", "standard input"])
     def test_the_string_comes_as_one_likes(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,14 @@ class TestShutdown:
         desk.join("a")
         assert desk.live == {"a"}
 
+    def test_a_round_that_still_waited_for_workers_to_join_is_closed_with_those_who_are_here(self) -> None:
+        desk = Desk(num_workers=2)
+        desk.join("a")
+        desk.contribute("a")
+        assert desk.closed == []
+        ask(desk, "shutdown")
+        assert desk.closed == [(1, "a")]
+
     def test_the_last_contributions_still_count(self) -> None:
         desk = Desk("ab")
         ask(desk, "shutdown")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -78,6 +79,20 @@ def test_what_goes_wrong_in_either_thread_is_raised_and_ends_both(at: int) -> No
     with pytest.raises(FloatingPointError, match="cannot be sealed"):
         run(work, seal_fails_at=at)
     assert max(work.by) <= at + 3 * GROUP  # the other thread has not gone on for long
+
+
+def test_of_several_mistakes_the_first_in_the_order_of_the_blocks_is_raised() -> None:
+    both = threading.Barrier(2)
+
+    def work(block: Block, room: None) -> None:
+        if block.place in (0, GROUP):
+            both.wait(60.0)  # each thread is at the first block of its group
+            if block.place == 0:
+                time.sleep(0.02)
+            raise FloatingPointError(f"block {block.place}")
+
+    with pytest.raises(FloatingPointError, match="block 0"):
+        hand_in_hand(BLOCKS, lambda: None, work, lambda block, made: None)
 
 
 def test_no_blocks() -> None:
