@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,18 @@ class TestARun:
         peers.append(Peer("late", join=(peers[0].node.join_string,)).join())
         assert peers[2].topology.anchors[0] == bytes([3]) * SIZES[0]
         assert [peer_id for peer_id, _, _ in agree(peers)[0].contributions] == ["a", "b", "late"]
+
+    def test_a_contribution_from_a_newer_anchor_than_the_blocks_lead_to_waits_for_them(self, started: Started) -> None:
+        """As with a peer that was away: it has fetched the newest anchor, and the blocks come a little later."""
+        a, b = started(2)
+        with ThreadPoolExecutor(1) as thread:
+            data = memoryview(bytes([7]) * SIZES[0])
+            early = thread.submit(b.node.offer, 0, data, base_version=1, base_hash="0" * 32, steps=1)
+            for peer in (a, b):
+                peer.offer(0, 1)
+            says = early.result(SHORT)
+        assert says is not None
+        assert says.version == 2
 
     def test_a_contribution_that_comes_after_its_round_was_decided_is_not_offered(self, started: Started) -> None:
         peers = started(2)

@@ -51,6 +51,7 @@ from .wholes import Wholes
 log = logging.getLogger(__name__)
 
 STOP_PATIENCE_S = 5.0
+CHECK_S = 1.0  # who waits for blocks looks so often whether the node has failed
 LONGEST_SILENCE_S = 10.0  # of another peer in the middle of an answer
 
 
@@ -253,7 +254,8 @@ class Node:
         samples: int = 0,
         tokens: int = 0,
     ) -> Offered | None:
-        """Contribute to the round after `base_version`; the bytes are copied. None: that round is decided already."""
+        """Contribute to the round after `base_version`; the bytes are copied. None: that round is decided already. Who
+        has just come back may hold a newer anchor than its blocks lead to: it waits for those first."""
         self.shared.check()
         data = memoryview(data).cast("B")
         if len(data) != self._sizes[fragment]:
@@ -264,7 +266,9 @@ class Node:
         digest = self.holdings.put(about, data, self.settings.part_size_bytes)
         try:
             with self.lock:
-                if self.peer.state.versions[fragment] != base_version:
+                while not self.shared.wait(lambda: self.peer.state.versions[fragment] >= base_version, CHECK_S):
+                    self.shared.check()
+                if self.peer.state.versions[fragment] > base_version:
                     return None
                 says = self.peer.offer(
                     fragment, digest, base_hash, self.clock(), steps=steps, samples=samples, tokens=tokens

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 0.25
 TIMEOUT_S = 10.0
+QUIET_S = 2.0  # a peer that is just being started is not news
+SAY_EVERY_S = 15.0
 
 
 class Survey:
@@ -37,6 +39,7 @@ class Survey:
         """Through any of these peers. What cannot be mended by asking again (a wrong token, another protocol) is raised
         at once."""
         give_up_at = time.monotonic() + patience_s
+        say_at = time.monotonic() + QUIET_S
         why = "nobody was asked"
         while True:
             for place in places:
@@ -49,6 +52,9 @@ class Survey:
                 if enough is not None:
                     return enough
                 why = f"too few of {len(terms.state.members)} members say the same as {place.address}"
+            if time.monotonic() >= say_at:
+                say_at = time.monotonic() + SAY_EVERY_S
+                log.warning("%s; trying again, for %.0f s more", why, max(give_up_at - time.monotonic(), 0.0))
             if time.monotonic() >= give_up_at or not self._pause(PAUSE_S):
                 raise ServerUnreachable(f"no run could be joined in {patience_s:g} s: {why}")
 

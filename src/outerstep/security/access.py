@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
@@ -122,6 +123,18 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return (mapped or ip).is_loopback
+
+
+def is_here(host: str) -> bool:
+    """An address (not a name) of this very machine. What can be bound to is one."""
+    try:
+        ip = ipaddress.ip_address(host)
+        family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+    except (ValueError, OSError):
+        return False
+    return not ip.is_unspecified
 
 
 def redact(text: str) -> str:

@@ -7,8 +7,8 @@
             tokens.json
             join-8512.txt                the join string of the server on that port
 
-A server is found by its address: in OUTERSTEP_JOIN, else among the known ones, else, if the address is this machine's
-loopback, it is this user's own. So on one machine nothing has to be typed.
+A server is found by its address: in OUTERSTEP_JOIN, else among the known ones, else, if the address is this machine's,
+it is this user's own. So on one machine nothing has to be typed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigError, NoCredentials
-from .access import Access, is_join_string, is_loopback, parse_address, parse_join_string, write_address
+from .access import Access, is_here, is_join_string, is_loopback, parse_address, parse_join_string, write_address
 from .identity import ServerIdentity, open_identity, own_fingerprint, token_file
 from .secret_files import locked, read_secret, write_secret
 from .tokens import TokenFile
@@ -78,7 +78,7 @@ class Credentials:
         known = self.known().get(_place(host, port))
         if known is not None and not known.own:
             return Access(host, port, known.token, known.fingerprint, known.admin)
-        if known is not None or is_loopback(host):
+        if known is not None or is_loopback(host) or is_here(host):
             return self._own(host, port, known.fingerprint if known is not None else None)
         address = write_address(host, port)
         raise NoCredentials(

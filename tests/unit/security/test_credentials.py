@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -106,6 +107,28 @@ def test_on_the_loopback_it_is_ones_own_server_whichever_port_it_has(folder: Pat
         found = known.find(address)
         assert found is not None
         assert (found.token, found.admin, found.fingerprint) == (tokens.run, tokens.admin, identity.fingerprint)
+
+
+def test_so_it_is_on_another_address_of_this_machine_and_on_no_one_elses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = credentials(folder)
+    identity = known.server_identity()
+    bound: list[str] = []
+
+    def bind(_: socket.socket, address: tuple[str, int]) -> None:
+        bound.append(address[0])
+        if address[0] != "192.0.2.77":
+            raise OSError("Cannot assign requested address")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    found = known.find("192.0.2.77:9000")
+    assert found is not None
+    assert (found.host, found.fingerprint) == ("192.0.2.77", identity.fingerprint)
+    for elsewhere in ("192.0.2.78:9000", "example.org:9000", "0.0.0.0:9000"):
+        with pytest.raises(NoCredentials):
+            known.find(elsewhere)
+    assert bound == ["192.0.2.77", "192.0.2.78", "0.0.0.0"]  # a name is not looked up
 
 
 def test_a_tunnel_on_the_loopback_is_found_before_ones_own_server(folder: Path) -> None:
