@@ -42,6 +42,8 @@ def peer(
     its loop. What a joiner leaves out is as the run has it.
     """
     said = {field: value for field, value in found.items() if value.is_said}
+    if "peers" in said and not said["peers"].value:  # "$(cat …)" of a file that is not there
+        raise ConfigError("--join is empty: give the join string of a peer, or leave it out to found a run")
     said["server_addr"] = Sourced(GOSSIP, "`outerstep peer`")
     said.setdefault("peer_dir", Sourced(PEER_DIR, "`outerstep peer`"))
     said.setdefault("announce", Sourced(True, "`outerstep peer`"))

@@ -61,6 +61,11 @@ class TestJoin:
         assert f"{node.address} answers: peer first of a run that has not begun" in said
         assert f"outerstep peer --join {node.address} -- python train.py" in said
 
+    @pytest.mark.parametrize("nothing", ["''", "' '"])
+    def test_a_peer_that_is_to_join_nothing_does_not_found_a_run_instead(self, nothing: str) -> None:
+        with pytest.raises(ConfigError, match=r"--join is empty: .* leave it out to found a run"):
+            run(f"peer --join {nothing} -- {sys.executable} -c pass")
+
     @pytest.mark.parametrize("how", ["argument", "variable", "standard input"])
     def test_the_string_comes_as_one_likes(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if how == "argument":
