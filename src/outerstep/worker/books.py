@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from ..topology import Agreed, Joined
 from ..types import Plan
 from .cycle import Cycle
@@ -64,7 +66,8 @@ class Books:
         self.metrics.note(agreed)
         self.watching.adopted(agreed.fragment, agreed.watched, self.work.steps)
         if agreed.plan.revision != self.plan.revision:
-            log.info("the plan changed: sync_every=%d, delay=%d", agreed.plan.sync_every, agreed.plan.delay)
+            if replace(agreed.plan, revision=self.plan.revision) != self.plan:  # else the server was started again
+                log.info("the plan changed: sync_every=%d, delay=%d", agreed.plan.sync_every, agreed.plan.delay)
             self.plan = agreed.plan
             if self.cycle.step == 0:
                 self.begin_cycle()

@@ -343,7 +343,8 @@ class GossipPeer:
         if not self.is_member:
             return "the other peers, to take this one in"
         if len(members) < self.rules.min_peers:
-            return f"more peers: {len(members)} have joined, {self.rules.min_peers} are needed (min_peers)"
+            needed = f"{len(members)} have joined, {self.rules.min_peers} are needed (min_peers)"
+            return f"more peers: {needed}. Start one, or stop this one: it keeps its weights"
         if len(heard) < quorum:
             silent = [m.peer_id for m in members if m.peer_id not in heard]
             return f"{', '.join(silent)}: {len(heard)} of {len(members)} peers are heard of, {quorum} must agree"
