@@ -42,7 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from loss_table import Report, Run, markdown, merged, read
 from outerstep.core.aggregate import weighted_mean
 from outerstep.core.codecs import Codec, get_codec
-from outerstep.core.feedback import ErrorFeedback
+from outerstep.core.feedback import compensate, decay_of, send
 from outerstep.core.outer import Nesterov
 from outerstep.core.pseudogradient import adopt, pseudo_gradient
 from outerstep.demo.corpus import Corpus, evaluation_batches, load_corpus
@@ -261,7 +261,7 @@ class Exchange:
     def __init__(self, row: Row, start: Flat, settings: Settings) -> None:
         self.layout = Layout(settings.shape())
         self.up, self.down = get_codec(row.up), get_codec(row.down)
-        self.feedback = ErrorFeedback(self.up) if row.feedback else None
+        self.owed: dict[str, Tensor] | None = {} if row.feedback else None  # e, by part
         self.outer = Nesterov(*(row.outer or (settings.outer_lr, settings.outer_momentum)))
         # The gains are encoded in many short parts, each a handful of tiny calls: a GPU is no help with those.
         start = {"matrices": start["matrices"], "gains": start["gains"].cpu()}
@@ -280,15 +280,22 @@ class Exchange:
     def _upload(self, name: str, delta: Tensor) -> Tensor:
         """The workers' [k, n] as they arrive."""
         parts = self.layout.encoded_alone(name, delta, self.up)
-        if self.feedback is None:
-            sent = {key: encode(self.up, part) for key, part in parts.items()}
-        else:
-            sent, pending = self.feedback.begin(parts)
-            self.feedback.commit(pending)
+        sent = {key: self._send_up(key, part) for key, part in parts.items()}
         arrived = torch.empty_like(delta)
         for key, part in self.layout.encoded_alone(name, arrived, self.up).items():
             self.up.decode(sent[key], part)
         return arrived
+
+    def _send_up(self, key: str, delta: Tensor) -> Tensor:
+        """C(Δ), or with feedback C(β·e + Δ); every contribution counts."""
+        if self.owed is None:
+            return encode(self.up, delta)
+        wanted = torch.empty_like(delta)
+        compensate(self.owed.get(key), delta, decay_of(self.up), wanted)
+        data = torch.empty(self.up.encoded_bytes(wanted.numel()), dtype=torch.uint8, device=wanted.device)
+        send(self.up, wanted, data)
+        self.owed[key] = wanted
+        return data
 
     def _send_down(self, name: str, theta: Tensor) -> None:
         """θ ← θ + decode(C(T − θ))."""
