@@ -7,9 +7,9 @@ The claims measured, with 256 workers in synchronous rounds on two cores, beside
 3. Memory is bounded: contributions of 512 MB a round pass through a pool of 64 MiB.
 
 The server is a real one in a process of its own. The workers are thin: one process for all of them, without torch,
-driving the real exchange machine (`coordination/exchange.py`) over non-blocking sockets; 1M parameters, so 2 MB up as
-bf16 per contribution, and the whole agreement down. They train nothing and contribute again at once, so the server is
-never idle: that is the worst case. A third process asks for the status every 20 ms on a connection of its own.
+driving the real exchange machine (`coordination/worker/exchange.py`) over non-blocking sockets; 1M parameters, so 2
+MB up as bf16 per contribution, and the whole agreement down. They train nothing and contribute again at once, so the
+server is never idle: the worst case. A third process asks for the status every 20 ms on a connection of its own.
 
     python bench/connections.py                     # about three minutes
     python bench/connections.py --quick             # half a minute
@@ -48,8 +48,8 @@ from rich.console import Console
 from rich.table import Table
 
 from child import HANG_S, Helper
-from outerstep.coordination.exchange import Call, Exchange, Patience
-from outerstep.coordination.session import Session
+from outerstep.coordination.worker.exchange import Call, Exchange, Patience
+from outerstep.coordination.worker.session import Session
 from outerstep.digest import part_count, part_hash, part_range
 from outerstep.errors import Busy, OuterstepError, TransportError
 from outerstep.types import PROTOCOL_VERSION, Answer, GetPart, GetPartAnswer, Join, Offer, OfferAnswer, PutPart

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outerstep.coordination.exchange import Patience
+from outerstep.coordination.worker.exchange import Patience
 from outerstep.digest import part_count, part_hash, part_range, payload_hash
 from outerstep.errors import Busy
 from outerstep.types import (

@@ -48,8 +48,8 @@ from torch.utils.hooks import RemovableHandle
 from child import Helper
 from links import HANG_S, Link, emulated, validate
 from outerstep import DiLoCoServer, DiLoCoWorker
-from outerstep.coordination.exchange import Patience
-from outerstep.topology.server import ServerTopology
+from outerstep.coordination.worker.exchange import Patience
+from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Answer, GetPart, PutPart, Request
 from outerstep.wire.http_transport import HttpTransport
 from provenance import provenance

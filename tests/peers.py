@@ -10,7 +10,7 @@ from typing import Any
 from outerstep.coordination.gossip import GossipRules
 from outerstep.coordination.gossip.ballot import Pace
 from outerstep.digest import data_hash
-from outerstep.peer import DecidedRound, Node, NodeSettings, Terms
+from outerstep.topology.gossip.node import DecidedRound, Node, NodeSettings, Terms
 from support import wait_until
 
 RULES = GossipRules(min_peers=2, heartbeat_timeout_s=1.5, pace=Pace(first_s=0.6, more_s=0.3, most_s=3.0))

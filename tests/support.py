@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outerstep.coordination.exchange import Patience, Session
+from outerstep.coordination.worker.exchange import Patience, Session
 from outerstep.core.codecs import Dither, get_codec
 from outerstep.digest import part_count, part_hash, part_range, payload_hash
 from outerstep.server import DiLoCoServer
 from outerstep.topology.encode import encode_frame
-from outerstep.topology.server import ServerTopology
+from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import (
     PROTOCOL_VERSION,
     Agreement,

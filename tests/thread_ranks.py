@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outerstep.topology.ranks import Ranks
+from outerstep.topology.group.ranks import Ranks
 from support import in_threads
 
 

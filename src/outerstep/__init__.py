@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from .errors import OuterstepError
     from .model_folder import load_model, save_model
     from .server import DiLoCoServer, HealthMonitor
-    from .topology.client import DiLoCoClient
-    from .topology.gradient_gossip import GradientGossip
+    from .topology.gossip.gradient_gossip import GradientGossip
+    from .topology.server.client import DiLoCoClient
     from .worker import DiLoCoTrainer, DiLoCoWorker, attach
 
 _WHERE = {
-    "DiLoCoClient": ".topology.client",
+    "DiLoCoClient": ".topology.server.client",
     "DiLoCoServer": ".server",
     "DiLoCoTrainer": ".worker",
     "DiLoCoWorker": ".worker",
     "FragmentManager": ".core.fragments",
-    "GradientGossip": ".topology.gradient_gossip",
+    "GradientGossip": ".topology.gossip.gradient_gossip",
     "HealthMonitor": ".server",
     "OuterstepError": ".errors",
     "RobustAggregator": ".core.robust",

@@ -1,8 +1,8 @@
 """Where the bytes of contributions lie: in memory up to a limit, beyond it in files on disk.
 
 Both are mappings, so that a part is read from its socket straight into its place either way; how much there may be in
-all is decided elsewhere (coordination/uploads.py, peer/holdings.py). A spool file has no name and is gone when nobody
-uses it any more, also after a crash.
+all is decided elsewhere (coordination/server/uploads.py, topology/gossip/node/payloads.py). A spool file has no name
+and is gone when nobody uses it any more, also after a crash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Mapping:
 class Pool:
     """Rooms are used again: fresh memory has to be cleared and mapped page by page, which costs more than to fill it.
     In use and waiting to be used again, mappings never take more than the limits in all, except that one contribution
-    which is larger gets in when it is alone (coordination/uploads.py)."""
+    which is larger gets in when it is alone (coordination/server/uploads.py)."""
 
     def __init__(self, *, memory_bytes: int, spool_bytes: int, spool_dir: str | None = None) -> None:
         self._limits = {False: memory_bytes, True: spool_bytes}  # by "on disk?"

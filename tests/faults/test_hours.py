@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from outerstep.coordination.rounds import RoundRules
+from outerstep.coordination.server.rounds import RoundRules
 from outerstep.simulate import History, Scenario
 from outerstep.simulate.network import Conditions
 from outerstep.simulate.scenario import Fault

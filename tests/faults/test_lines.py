@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from faults.proxy import CutAfter, Flapping, FlipOnce, Judge, LoseAnswers, Proxy, pass_on
-from outerstep.coordination.exchange import Patience
+from outerstep.coordination.worker.exchange import Patience
 from outerstep.server import DiLoCoServer
 from outerstep.worker import DiLoCoWorker
 from support import Ledger, count, in_threads, record_agreements

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from outerstep.coordination.coordinator import Coordinator
-from outerstep.coordination.exchange import Outcome
-from outerstep.coordination.membership import Member
-from outerstep.coordination.rounds import RoundRules
+from outerstep.coordination.server.coordinator import Coordinator
+from outerstep.coordination.server.membership import Member
+from outerstep.coordination.server.rounds import RoundRules
+from outerstep.coordination.worker.exchange import Outcome
 from outerstep.durable.disk import Disk
 from outerstep.durable.journal import Journal
 from outerstep.simulate import History, Scenario, run

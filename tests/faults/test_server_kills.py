@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outerstep.coordination.exchange import Patience
+from outerstep.coordination.worker.exchange import Patience
 from outerstep.server import DiLoCoServer
 from outerstep.server.saved import load_state
-from outerstep.topology import Agreed
 from outerstep.topology.news import anchor_hash
-from outerstep.topology.server import ServerTopology
+from outerstep.topology.protocol import Agreed
+from outerstep.topology.server.topology import ServerTopology
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.transport import Transport

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outerstep.server import DiLoCoServer
-from outerstep.topology import Agreed, Contribution
+from outerstep.topology.protocol import Agreed, Contribution
 from outerstep.types import Wishes
 from support import assert_same, in_threads, memory_topology, params_of, tiny_model
 

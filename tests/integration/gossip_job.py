@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from outerstep import DiLoCoWorker
 from outerstep.errors import PeerLost
-from outerstep.peer import Node
 from outerstep.statements import Converse, Offered, Signed
+from outerstep.topology.gossip.node import Node
 from outerstep.topology.news import anchor_hash
 from support import tiny_model, train_steps
 

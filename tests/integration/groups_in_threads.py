@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from outerstep.server import DiLoCoServer
-from outerstep.topology import Agreed, Contribution, Ticket, Topology
-from outerstep.topology.group import GroupTopology
-from outerstep.topology.ranks import Ranks
-from outerstep.topology.server import ServerTopology
-from outerstep.topology.sharded import ShardedTopology, Shards
+from outerstep.topology.group.ranks import Ranks
+from outerstep.topology.group.sharded import ShardedTopology, Shards
+from outerstep.topology.group.topology import GroupTopology
+from outerstep.topology.protocol import Agreed, Contribution, Ticket, Topology
+from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Answer, Manifest, ParameterSpec, Request
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.sections import rows_of

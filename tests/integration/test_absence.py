@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outerstep.coordination.exchange import Patience
+from outerstep.coordination.worker.exchange import Patience
 from outerstep.errors import ServerUnreachable, TransportError
 from outerstep.server import DiLoCoServer
 from outerstep.types import Answer, Poll, Request

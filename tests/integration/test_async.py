@@ -13,7 +13,7 @@ from torch import Tensor
 from outerstep.core.outer import Nesterov
 from outerstep.errors import ConfigError
 from outerstep.server import DiLoCoServer
-from outerstep.topology.client import DiLoCoClient
+from outerstep.topology.server.client import DiLoCoClient
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker
 from support import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from outerstep.coordination.exchange import Patience
+from outerstep.coordination.worker.exchange import Patience
 from outerstep.errors import TransportError
 from outerstep.server import DiLoCoServer
 from outerstep.types import Answer, Request

@@ -36,10 +36,10 @@ from outerstep.errors import (
     WorkerError,
 )
 from outerstep.server import DiLoCoServer
-from outerstep.topology import Agreed, Ticket
-from outerstep.topology.ranks import Ranks, rebuild
-from outerstep.topology.ranks import describe as describe_error
-from outerstep.topology.sharded import ShardedTopology
+from outerstep.topology.group.ranks import Ranks, rebuild
+from outerstep.topology.group.ranks import describe as describe_error
+from outerstep.topology.group.sharded import ShardedTopology
+from outerstep.topology.protocol import Agreed, Ticket
 from outerstep.types import Agreement, Manifest, ParameterSpec, PutPart, Request, Wishes
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker.connect import find_ranks

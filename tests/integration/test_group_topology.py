@@ -26,8 +26,8 @@ from outerstep.errors import (
     ExchangeFailed,
 )
 from outerstep.server import DiLoCoServer
-from outerstep.topology import Agreed, Joined, Sight, Topology
-from outerstep.topology.ranks import Ranks
+from outerstep.topology.group.ranks import Ranks
+from outerstep.topology.protocol import Agreed, Joined, Sight, Topology
 from outerstep.types import GetPart, Offer, PutPart, Request, Wishes
 from outerstep.wire.sections import rows_of
 from support import memory_topology, wait_until

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from outerstep.server import DiLoCoServer
-from outerstep.topology import Agreed, Contribution
-from outerstep.topology.server import ServerTopology
-from outerstep.topology.ticket import ServerTicket
+from outerstep.topology.protocol import Agreed, Contribution
+from outerstep.topology.server.ticket import ServerTicket
+from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Wishes
 from outerstep.wire.memory import MemoryTransport
 from support import Ledger, in_threads, memory_topology, wait_until

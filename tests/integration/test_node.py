@@ -26,12 +26,12 @@ from outerstep.errors import (
     ServerUnreachable,
     Unauthorized,
 )
-from outerstep.peer import Node, NodeSettings
 from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.signing import make_key
 from outerstep.security.tokens import new_token
 from outerstep.server import DiLoCoServer
 from outerstep.statements import Converse, Offered, Proof, Signed, body_of
+from outerstep.topology.gossip.node import Node, NodeSettings
 from outerstep.types import GetPart, Leave
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import AnyRequest

@@ -15,7 +15,7 @@ import torch
 
 from outerstep.errors import Absurd, Conflict, ExchangeFailed, NotFinite, Quarantined
 from outerstep.server import DiLoCoServer
-from outerstep.topology.client import DiLoCoClient
+from outerstep.topology.server.client import DiLoCoClient
 from outerstep.types import Control
 from outerstep.wire.memory import MemoryTransport
 from support import (

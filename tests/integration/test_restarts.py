@@ -20,7 +20,7 @@ from torch import Tensor
 
 from amounts import mostly_slow
 from outerstep.server import DiLoCoServer
-from outerstep.topology.server import ServerTopology
+from outerstep.topology.server.topology import ServerTopology
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.worker import DiLoCoWorker
 from support import EAGER, assert_same, in_threads, params_of, tiny_model

@@ -12,10 +12,10 @@ import torch
 
 from amounts import mostly_slow
 from outerstep import load_model
-from outerstep.coordination.uploads import Upload
+from outerstep.coordination.server.uploads import Upload
 from outerstep.errors import BadRequest, Busy, ConfigError, Kicked, ServerFailed
 from outerstep.server import DiLoCoServer
-from outerstep.topology import Contribution
+from outerstep.topology.protocol import Contribution
 from outerstep.types import Control, ControlAnswer, Wishes
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker

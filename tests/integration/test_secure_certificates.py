@@ -194,7 +194,10 @@ def test_a_certificate_from_an_authority_is_pinned_or_checked_as_browsers_do(
 def test_another_version_of_the_protocol_is_refused_saying_what_to_do(
     site: Site, ahead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = {"server": "outerstep.coordination.admission", "worker": "outerstep.topology.server"}
+    ends = {
+        "server": "outerstep.coordination.server.admission",
+        "worker": "outerstep.topology.server.topology",
+    }
     monkeypatch.setattr(f"{ends[ahead]}.PROTOCOL_VERSION", 2)
     model = tiny_model()
     worker = DiLoCoWorker(

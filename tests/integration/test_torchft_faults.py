@@ -23,9 +23,9 @@ from outerstep import DiLoCoWorker
 from outerstep.errors import AnchorsDiffer, ConfigError, OuterstepError, PlanMismatch
 from outerstep.topology.news import anchor_hash
 from outerstep.topology.stepped import Stepped
-from outerstep.topology.torchft_crew import Crew
-from outerstep.topology.torchft_lines import Lines
-from outerstep.topology.torchft_rounds import Made, Outcome, Rounds
+from outerstep.topology.torchft.process_groups import Lines
+from outerstep.topology.torchft.quorum import Crew
+from outerstep.topology.torchft.rounds import Made, Outcome, Rounds
 from support import Ledger, count, in_threads, tiny_model, train_steps
 
 pytestmark = pytest.mark.slow
@@ -289,7 +289,7 @@ def test_no_lighthouse_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_training_goes_on_while_the_lighthouse_is_away(lighthouse: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outerstep.topology.torchft_crew.CONNECT_S", 1.0)
+    monkeypatch.setattr("outerstep.topology.torchft.quorum.CONNECT_S", 1.0)
     accounts = Accounts(monkeypatch)
     model = Ledger(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

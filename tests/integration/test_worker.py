@@ -17,8 +17,8 @@ from outerstep.errors import (
     WorkerError,
 )
 from outerstep.server import DiLoCoServer
-from outerstep.topology.client import DiLoCoClient
-from outerstep.topology.server import ServerTopology
+from outerstep.topology.server.client import DiLoCoClient
+from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Answer, Offer, Request
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker

@@ -16,7 +16,7 @@ from ..digest import data_hash
 from ..errors import BadRequest, Busy, Fenced, OuterstepError, Refused, ServerError, UnknownWorker
 from ..server import DiLoCoServer
 from ..server.pool import Pool
-from ..topology import Agreed
+from ..topology.protocol import Agreed
 from ..types import Count, Label, Manifest, WorkerId
 from ..wire import strict_json
 from ..wire.messages import BYTES_TYPE, JSON_TYPE

@@ -29,12 +29,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from ..coordination.exchange import Patience
+from ..coordination.worker.exchange import Patience
 from ..errors import Closing, OuterstepError, Refused, ServerError, StaleRound
 from ..server.pool import Pool, Room
-from ..topology import Agreed, Contribution
-from ..topology.server import ServerTopology
-from ..topology.ticket import ServerTicket
+from ..topology.protocol import Agreed, Contribution
+from ..topology.server.ticket import ServerTicket
+from ..topology.server.topology import ServerTopology
 from ..types import Plan, Wishes
 from ..wire.memory import MemoryTransport
 from ..wire.service import Service

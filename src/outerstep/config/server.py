@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from ..coordination.aggregation import Aggregation, RuleName
-from ..coordination.rounds import RoundRules
+from ..coordination.server.aggregation import Aggregation, RuleName
+from ..coordination.server.rounds import RoundRules
 from ..errors import ConfigError
 from ..security import DEFAULT_PORT, parse_address
 from ..types import Wishes
@@ -48,8 +48,8 @@ class ServerConfig:
     max_staleness: int | None = None  # refuse older ones; None = 4 rounds, asynchronous: 16 per worker
     weight_by: Literal["equal", "samples", "tokens"] = "equal"
     max_weight_ratio: float = 10.0  # no weight further than this factor from the usual one
-    norm_screen: float = 2.0  # leave out what is so many times as large as usual (coordination/screen.py); 0 = off
-    aggregation: RuleName = "mean"  # how the contributions of a round become one (coordination/aggregation.py)
+    norm_screen: float = 2.0  # leave out what is so many times as large as usual (docs/operating/screens.md); 0 = off
+    aggregation: RuleName = "mean"  # how the contributions of a round become one (coordination/server/aggregation.py)
     trim_fraction: float | None = None  # of trimmed_mean, at each end; None = a fifth, and at least one
     attackers: int | None = None  # f of krum and multi_krum; None = 1
     clip_radius: float | None = None  # ρ of centered_clipping; None = the median distance to the last aggregate

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..coordination.aggregation import Aggregation
+from ..coordination.server.aggregation import Aggregation
 from ..core.robust import (
     RULES,
     Bucketing,
@@ -74,7 +74,7 @@ def combine(
 ) -> Verdict:
     """The aggregate to `out`, flat fp32 memory laid out as the frame `of`; who is in it. `centre`: the aggregate before
     this one, laid out in the same way. `seed`: of the buckets. `refused`: workers whose contributions were offered too,
-    and refused: what is not finite when it came, and what is too large by the norm screen (coordination/screen.py).
+    and refused: what is not finite when it came, and what is too large by the norm screen.
     """
     rule, weight = rule_of(settings), contributions[0].weight
     return aggregate(

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..config import ServerConfig
-from ..coordination.coordinator import Coordinator
-from ..coordination.uploads import Upload
+from ..coordination.server.coordinator import Coordinator
+from ..coordination.server.uploads import Upload
 from ..digest import part_hash
 from ..errors import BadRequest, HashMismatch, MissingParts
 from ..types import ContributionKey, PutPart, PutPartAnswer

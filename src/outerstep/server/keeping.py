@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..config import ServerConfig
-from ..coordination.remembered import Remembered
+from ..coordination.server.remembered import Remembered
 from ..digest import Buffer
 from ..durable.disk import FolderDisk
 from ..durable.journal import Journal

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ..coordination.remembered import Remembered
+from ..coordination.server.remembered import Remembered
 from ..durable.journal import Record
 from ..errors import ModelError
 from ..types import Count, Hash, Participant, Plain, Positive

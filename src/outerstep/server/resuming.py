@@ -18,8 +18,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ..config import ServerConfig
-from ..coordination.plan import Settled, changed
-from ..coordination.remembered import LEAP, Remembered, resume
+from ..coordination.server.plan import Settled, changed
+from ..coordination.server.remembered import LEAP, Remembered, resume
 from ..durable.disk import FolderDisk
 from ..durable.journal import Journal, Record
 from ..durable.run_folder import RunFolder, has_journal

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ..coordination.aggregation import Aggregation
-from ..coordination.effects import Accumulate, CloseRound
-from ..coordination.remembered import Remembered, remember
+from ..coordination.server.aggregation import Aggregation
+from ..coordination.server.effects import Accumulate, CloseRound
+from ..coordination.server.remembered import Remembered, remember
 from ..core.delayed import DelayedNesterov
 from ..core.robust import Verdict
 from ..errors import Busy, ServerError, ServerFailed

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..config import ServerConfig
-from ..coordination.control import carry_out
-from ..coordination.coordinator import Coordinator
-from ..coordination.effects import Accumulate, CloseRound, DropUpload, Event, StopServer, is_news
-from ..coordination.policing import note_verdict
+from ..coordination.server.control import carry_out
+from ..coordination.server.coordinator import Coordinator
+from ..coordination.server.effects import Accumulate, CloseRound, DropUpload, Event, StopServer, is_news
+from ..coordination.server.policing import note_verdict
 from ..core.delayed import DelayedNesterov
 from ..core.robust import Verdict
 from ..durable.run_folder import RunFolder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ..coordination.budget import TokenBudget
-from ..coordination.membership import Member
+from ..coordination.server.budget import TokenBudget
+from ..coordination.server.membership import Member
 from ..durable.journal import Journal
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..coordination.exchange import Call, Exchange, Outcome
+from ..coordination.worker.exchange import Call, Exchange, Outcome
 from ..errors import OuterstepError, TransportError
 from ..types import Answer, GetPartAnswer, PutPart, Request
 from .agenda import Agenda

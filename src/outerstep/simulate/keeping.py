@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..coordination.remembered import Remembered
+from ..coordination.server.remembered import Remembered
 from ..digest import data_hash
 from ..durable.journal import Journal
 from ..types import Participant, Plain

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..coordination.exchange import Exchange, Outcome
-from ..coordination.fetch import Held
-from ..coordination.sending import Sending
+from ..coordination.worker.exchange import Exchange, Outcome
+from ..coordination.worker.fetch import Held
+from ..coordination.worker.sending import Sending
 from ..types import ContributionKey
 from .history import StepName
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..coordination.rounds import RoundRules
+from ..coordination.server.rounds import RoundRules
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from ..coordination.control import carry_out
-from ..coordination.coordinator import Coordinator
-from ..coordination.effects import Accumulate, CloseRound, DropUpload, Effect, Event
-from ..coordination.fragment import Fragment
-from ..coordination.plan import settle
-from ..coordination.remembered import Remembered, remember, resume
-from ..coordination.uploads import Upload
+from ..coordination.server.control import carry_out
+from ..coordination.server.coordinator import Coordinator
+from ..coordination.server.effects import Accumulate, CloseRound, DropUpload, Effect, Event
+from ..coordination.server.fragment import Fragment
+from ..coordination.server.plan import settle
+from ..coordination.server.remembered import Remembered, remember, resume
+from ..coordination.server.uploads import Upload
 from ..digest import data_hash, part_hash, payload_hash
 from ..durable.journal import Journal
 from ..errors import Busy, HashMismatch, ModelError, Refused, Superseded

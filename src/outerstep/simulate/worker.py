@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from ..coordination.exchange import Exchange, Outcome, Patience, Session
-from ..coordination.fetch import Held
+from ..coordination.worker.exchange import Exchange, Outcome, Patience, Session
+from ..coordination.worker.fetch import Held
 from ..errors import Fenced, Kicked, OuterstepError, RoundStuck, UnknownWorker
 from ..types import (
     PROTOCOL_VERSION,

@@ -16,12 +16,12 @@ from ..core.codecs.recipe import Rule
 from ..core.feedback import ErrorFeedback
 from ..core.watch import sum_of_squares
 from ..wire.frames import Entry, Layout
-from . import Deltas
 from .device import Direct, Ferry
 from .forms import Form
 from .memory import Memory
 from .news import cuts
 from .payload import Payload
+from .protocol import Deltas
 
 CPU = torch.device("cpu")
 

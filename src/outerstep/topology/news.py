@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..coordination.fetch import Held
+from ..coordination.worker.fetch import Held
 from ..core.codecs import Codec
 from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash

@@ -11,12 +11,12 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from ..coordination.plan import check_manifest, settle
+from ..coordination.server.plan import check_manifest, settle
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..errors import ConfigError, ManifestMismatch, OutOfStep, PlanMismatch, WorkerError
 from ..types import Manifest, Plan, WeightBy, Wishes
-from . import Contribution
+from .protocol import Contribution
 from .stepped import OuterRule
 
 MAX_STALENESS = 4  # rounds that a worker's own steps may wait, after a wait that was interrupted

@@ -13,7 +13,7 @@ from torch import nn
 from ..config import unknown
 from ..errors import ConfigError
 from ..settings import WORKER, Sourced, make_config, naming_sources, resolve
-from ..topology import Topology
+from ..topology.protocol import Topology
 from .worker import DiLoCoWorker
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ..topology import Agreed, Joined
+from ..topology.protocol import Agreed, Joined
 from ..types import Plan
 from .cycle import Cycle
 from .progress import Flight, Metrics, Progress, Work

@@ -16,18 +16,18 @@ import msgspec
 import torch.distributed as dist
 
 from ..config import ALLREDUCE, GOSSIP, LIGHTHOUSE_VARIABLE, TORCHFT, WorkerConfig, parse_lighthouse
-from ..coordination.exchange import Patience
+from ..coordination.worker.exchange import Patience
 from ..errors import ConfigError, ModelError
-from ..peer import Node, NodeSettings
-from ..peer.folder import remembered_id
 from ..security.secret_files import write_secret
-from ..topology import Topology
-from ..topology.gossip_terms import GossipWishes
-from ..topology.group import GroupTopology
+from ..topology.gossip.node import Node, NodeSettings
+from ..topology.gossip.node.folder import remembered_id
+from ..topology.gossip.terms import GossipWishes
+from ..topology.group.ranks import Ranks
+from ..topology.group.sharded import ShardedTopology
+from ..topology.group.topology import GroupTopology
 from ..topology.memory import KEPT, Memory
-from ..topology.ranks import Ranks
-from ..topology.server import ServerTopology
-from ..topology.sharded import ShardedTopology
+from ..topology.protocol import Topology
+from ..topology.server.topology import ServerTopology
 from ..topology.stepped import OuterRule
 from ..wire.http_transport import HttpTransport
 from .inner import InnerState
@@ -118,7 +118,10 @@ def _allreduce_topology(config: WorkerConfig, identity: Identity, replica: Repli
             "this model is wrapped in DistributedDataParallel: its ranks train in step and are one worker; with "
             "server_addr='allreduce' every rank is a worker of its own: leave the wrapper away"
         )
-    from ..topology.allreduce import AllReduceSettings, AllReduceTopology  # a build of torch may lack what it needs
+    from ..topology.allreduce.topology import (  # a build of torch may lack what it needs
+        AllReduceSettings,
+        AllReduceTopology,
+    )
 
     return AllReduceTopology(
         worker_id=identity.worker_id,
@@ -149,7 +152,7 @@ def _torchft_topology(
             "leave group='auto', and give every rank its DiLoCoWorker"
         )
     try:
-        from ..topology.torchft import TorchftSettings, TorchftTopology
+        from ..topology.torchft.topology import TorchftSettings, TorchftTopology
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "torchft":
             raise
@@ -195,8 +198,8 @@ def _gossip_topology(config: WorkerConfig, identity: Identity, replica: Replica)
             "this model is sharded, or wrapped in DistributedDataParallel: its processes are one worker together, and "
             "with server_addr='gossip' every process is a peer; give each the whole model, or use a server"
         )
-    from ..topology.gossip import GossipSettings, GossipTopology
-    from ..topology.pairs import PairsTopology
+    from ..topology.gossip.pairs import PairsTopology
+    from ..topology.gossip.topology import GossipSettings, GossipTopology
 
     topology = GossipTopology if config.pattern in (None, "all") else PairsTopology
     return topology(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from ..topology import Topology
+from ..topology.protocol import Topology
 from ..types import Plan
 from .books import Books
 from .cycle import Cycle

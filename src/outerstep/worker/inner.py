@@ -1,4 +1,4 @@
-"""What a worker has beside its anchor, for one who takes its place or joins it (topology/torchft.py): the optimizer's
+"""What a worker has beside its anchor, for one who takes its place or joins it (topology/torchft/): the optimizer's
 state, the buffers that are not exchanged, how much was trained, and what the user gave it to take along.
 
 Copies in host memory, and nothing but tensors, numbers, text and their containers: it is read by another process, which

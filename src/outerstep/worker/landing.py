@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 
 from ..errors import ExchangeFailed, Refused, ServerError
-from ..topology import Agreed, Topology
+from ..topology.protocol import Agreed, Topology
 from .books import Books
 from .deferring import deferred
 from .progress import Flight

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..topology import Agreed, Sight, Ticket
+from ..topology.protocol import Agreed, Sight, Ticket
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ..core.manifest import BufferPolicy, describe
 from ..core.pseudogradient import adopt, carry, mix, pseudo_gradient, rebase
 from ..errors import ModelError
-from ..topology import Deltas
+from ..topology.group.sharded import Shards
 from ..topology.news import News, cuts, values_hash
-from ..topology.sharded import Shards
+from ..topology.protocol import Deltas
 
 
 @dataclass(frozen=True)

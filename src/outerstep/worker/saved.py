@@ -32,7 +32,7 @@ from ..types import Count, Hash, Plain, Plan, Positive, TensorName
 from .progress import Flight, Work
 
 if TYPE_CHECKING:
-    from ..topology import Topology
+    from ..topology.protocol import Topology
     from .books import Books
     from .replica import Replica
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import ModelError
-from ..topology.sharded import Shards
+from ..topology.group.sharded import Shards
 from ..wire.sections import rows_of
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from ..errors import RoundStuck, ServerUnreachable
-from ..topology import Contribution, Joined, Sight, Topology
+from ..topology.protocol import Contribution, Joined, Sight, Topology
 from .books import Books
 from .going_on import books_of, go_on
 from .landing import Landing

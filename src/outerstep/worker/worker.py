@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..config import WorkerConfig, build
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..security import redact
-from ..topology import Orders, Topology
+from ..topology.protocol import Orders, Topology
 from ..types import Plan
 from . import saved
 from .connect import connect, find_ranks, make_identity

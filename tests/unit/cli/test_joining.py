@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from outerstep.errors import ConfigError, TransportError, Unauthorized
-from outerstep.peer import Node, NodeSettings
 from outerstep.security import Access, Credentials, parse_join_string
 from outerstep.security.tokens import new_token
 from outerstep.server import DiLoCoServer
+from outerstep.topology.gossip.node import Node, NodeSettings
 from support import tiny_model
 from typed import typed
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from outerstep.coordination.coordinator import Coordinator
-from outerstep.coordination.effects import Accumulate, CloseRound, DropUpload, Effect, Event
-from outerstep.coordination.fragment import Fragment
-from outerstep.coordination.plan import settle
-from outerstep.coordination.rounds import RoundRules
-from outerstep.coordination.uploads import Upload
+from outerstep.coordination.server.coordinator import Coordinator
+from outerstep.coordination.server.effects import Accumulate, CloseRound, DropUpload, Effect, Event
+from outerstep.coordination.server.fragment import Fragment
+from outerstep.coordination.server.plan import settle
+from outerstep.coordination.server.rounds import RoundRules
+from outerstep.coordination.server.uploads import Upload
 from outerstep.digest import part_count, part_hash, payload_hash
 from outerstep.types import (
     PROTOCOL_VERSION,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outerstep.coordination.effects import Accumulate
+from outerstep.coordination.server.effects import Accumulate
 from unit.coordination.builders import (
     Desk,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from outerstep.coordination.exchange import Call, Exchange, Patience, Session, Step
-from outerstep.coordination.sending import Sending
+from outerstep.coordination.worker.exchange import Call, Exchange, Patience, Session, Step
+from outerstep.coordination.worker.sending import Sending
 from outerstep.errors import (
     OuterstepError,
     TransportError,

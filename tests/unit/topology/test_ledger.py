@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from amounts import mostly_slow
-from outerstep.coordination.exchange import Patience
+from outerstep.coordination.worker.exchange import Patience
 from outerstep.core.codecs import CODECS
 from outerstep.errors import (
     BadTensors,
@@ -30,7 +30,7 @@ from outerstep.errors import (
     TransportError,
     WorkerError,
 )
-from outerstep.topology.server import ServerTopology
+from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Commit, Join, Offer, Poll, PutPart, Request
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica

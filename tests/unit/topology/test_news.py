@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outerstep.errors import ExchangeFailed
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.news import CPU_BLOCK_VALUES, Extent, Updates, Whole, anchor_hash, cuts, read_news
-from outerstep.topology.server import ServerTopology
+from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Poll
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica

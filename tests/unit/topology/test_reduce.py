@@ -17,10 +17,10 @@ from outerstep.core.aggregate import weighted_mean
 from outerstep.core.codecs import Dither
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.errors import WorkerError
+from outerstep.topology.allreduce.peers import Peers
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.memory import Memory, Rooms
-from outerstep.topology.peers import Peers
 from outerstep.topology.reduce import Mean, Reducer
 from outerstep.topology.slices import slices_of
 from outerstep.types import Manifest, ParameterSpec, Plan

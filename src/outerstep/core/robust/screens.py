@@ -16,9 +16,9 @@ The **cosine screen** refuses a contribution that points away from the mean of t
 at most ⌊(n − 1)/2⌋ of them, lowest first. Honest pseudo-gradients are nearly orthogonal, but not less than that; with
 fewer than five, chance alone would put one below the limit.
 
-A server has a norm screen of its own (coordination/screen.py, which says why there are two): it judges contributions
-one by one while they arrive, and what it let through is not judged again here (`stream.Screening.arrived`). The cosine
-screen is one and the same.
+A server has a norm screen of its own (coordination/server/screen.py, which says why there are two): it judges
+contributions one by one while they arrive, and what it let through is not judged again here
+(`stream.Screening.arrived`). The cosine screen is one and the same.
 """
 
 from __future__ import annotations

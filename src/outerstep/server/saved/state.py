@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...coordination.remembered import Acceptance as Acceptance
-from ...coordination.remembered import WorkerRecord as WorkerRecord
+from ...coordination.server.remembered import Acceptance as Acceptance
+from ...coordination.server.remembered import WorkerRecord as WorkerRecord
 from ...core.outer import State
 from ...errors import ModelError
 from ...types import Manifest, Plan

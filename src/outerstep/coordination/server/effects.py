@@ -1,0 +1,77 @@
+"""What the coordinator asks its driver to do. The driver carries effects out in the order they were given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...types import ContributionKey, Participant
+from .remembered import Remembered
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Decode this contribution, add it to the sum of the round that will make `version`, free its bytes. A rule that
+    takes contributions one by one (Delayed Nesterov) scales it by `scale`, its weight relative to the usual one.
+    `first`: of its round. `keep`: add it when its round closes, not before; it may still be left out."""
+
+    key: ContributionKey
+    version: int
+    weight: float
+    scale: float
+    base_version: int
+    sections: int = 1
+    first: bool = False
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class CloseRound:
+    """Take the outer step over what was accumulated, make it durable, publish it, then report `Coordinator.published`.
+    `left_out`: what was to be kept, and is not to be added after all. `turned_away`: workers that a rule counts among
+    those offered, though nothing was taken from them. `remembered`: what goes to disk with it, if the coordinator was
+    told to remember."""
+
+    fragment: int
+    version: int
+    participants: tuple[Participant, ...]
+    remembered: Remembered | None = None
+    left_out: frozenset[ContributionKey] = frozenset()
+    turned_away: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class DropUpload:
+    """Free the bytes of a contribution that will never be accepted."""
+
+    key: ContributionKey
+
+
+@dataclass(frozen=True)
+class StopServer:
+    """Everybody has left, or has had time enough to: end."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something an operator would want to know."""
+
+    kind: str
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+def is_news(effect: Effect) -> bool:
+    """May somebody who waits in a poll be told something else now? Hundreds may wait: to wake them all at every
+    contribution would take longer than the contribution does. A round's first one matters, because from then on the
+    round wants those who wait at other fragments; what a round made is announced when it is there."""
+    match effect:
+        case Accumulate():
+            return effect.first
+        case CloseRound() | DropUpload():
+            return False
+        case _:
+            return True
+
+
+Effect = Accumulate | CloseRound | DropUpload | StopServer | Event

@@ -1,0 +1,1 @@
+"""The worker's half of a round, without I/O."""

@@ -1,0 +1,471 @@
+"""The worker's side of one exchange, without I/O: offer, send parts, commit, poll, fetch parts.
+
+    exchange = Exchange(…)
+    while exchange.outcome is None:
+        for call in exchange.calls(now): …send it…        # several may be in flight
+        exchange.answered(call, answer, now)               # or exchange.failed(call, error, now)
+        …sleep until exchange.wake_at…
+
+The HTTP client and the simulator drive this same machine.
+
+    JOIN ◀──unknown──┐
+      └──▶ OFFER ──▶ SEND ──▶ COMMIT ──▶ POLL ──▶ FETCH ──▶ done
+             │ stale │          │          │ ▲       │
+             └───────┴──────────┴──────────┘ └───────┘ superseded while fetching
+
+Anything lost is asked again under the same key after a back-off with jitter; anything confusing goes back to OFFER,
+whose answer tells what the server has. Without a contribution (a worker that just joined) it begins at POLL. With an
+earlier contribution that is not confirmed yet (sending.py), that one is offered first, in the same way.
+
+The processes of a sharded group carry one contribution together: each runs this machine with a `Share`. It sends its
+own parts, then offers again until the server misses none; only the one that speaks commits. It ends at the agreement,
+and each process fetches the parts it needs with a machine that begins at FETCH. The server is where they meet.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from msgspec.structs import replace
+
+from ...errors import (
+    Busy,
+    Conflict,
+    Fenced,
+    FutureRound,
+    HashMismatch,
+    MissingParts,
+    OuterstepError,
+    Refused,
+    RoundStuck,
+    ServerError,
+    ServerFailed,
+    ServerUnreachable,
+    StaleRound,
+    Superseded,
+    TooOld,
+    TransportError,
+    UnknownWorker,
+)
+from ...types import (
+    Agreement,
+    Answer,
+    Commit,
+    CommitAnswer,
+    GetPart,
+    GetPartAnswer,
+    Join,
+    JoinAnswer,
+    OfContribution,
+    Offer,
+    OfferAnswer,
+    Poll,
+    PollAnswer,
+    PutPart,
+    PutPartAnswer,
+    Request,
+)
+from .fetch import Fetch, Held, Wanted
+from .patience import Patience as Patience
+from .sending import Outbox, Sending
+from .sending import Outcome as Outcome
+from .sending import Share as Share
+from .session import Session as Session
+
+FIRST_ASK_S, LAST_ASK_S = 0.02, 0.5  # how often a process of a group asks whether the others have sent their parts
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to send. The driver attaches the bytes: the part to a PutPart, a place to put it to a GetPart."""
+
+    id: int
+    request: Request
+
+
+class Step(Enum):
+    JOIN = "join"
+    OFFER = "offer"
+    SEND = "send"
+    COMMIT = "commit"
+    POLL = "poll"
+    FETCH = "fetch"
+
+
+class Exchange:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        fragment: int,
+        after: int,
+        now: float,
+        offer: Offer | None = None,
+        part_hashes: tuple[str, ...] = (),
+        earlier: Sending | None = None,
+        share: Share | None = None,
+        fetch: Wanted | None = None,
+        held: Held | None = None,
+        claim: int | None = None,
+        patience: Patience = Patience(),  # noqa: B008 - frozen
+        rng: random.Random | None = None,
+    ) -> None:
+        """`after`: the version we hold; without an offer, anything newer is fetched. `offer` carries the facts of the
+        contribution (its incarnation is replaced by the session's); its parts are sent as far as their hashes are
+        known, all of them or one by one with `part_ready`. `earlier`: one of this fragment that no agreement we hold
+        includes; it is confirmed, or lost, when this exchange is over. With a `share` it ends at the agreement; with
+        `fetch` it begins there. `held` tells the server what we have, if we do. `claim`, instead of an offer: the
+        sequence of a contribution that the server has accepted from an earlier start of this worker."""
+        self._session = session
+        self._fragment = fragment
+        self._newer_than = self._after = after
+        own = Sending(offer, dict(enumerate(part_hashes))) if offer is not None else None
+        self.outbox = Outbox(earlier, own, claim)
+        self._share = share
+        self._wanted_pieces = fetch
+        self._held = held
+        self._patience = patience
+        self._rng = rng or random.Random()
+        self._stays = patience.stay_for_own_round
+        self.outcome: Outcome | None = None
+        self.failure: OuterstepError | None = None
+        self.agreement: Agreement | None = fetch.agreement if fetch else None  # the one being fetched
+        self.retries = 0
+        self.rejoins = 0
+        self.waiting_for = ""  # what the server said the round waits for
+        self.wanted: frozenset[tuple[int, int]] = frozenset()  # (fragment, version) of other rounds that wait for us
+        self.fetch: Fetch | None = None  # the one under way, or the last
+        self._to_send: list[int] = []  # parts
+        self._in_flight: dict[int, Call] = {}
+        self._next_id = 0
+        self._failures = 0
+        self._damaged = 0
+        self._asked = 0  # times that only the others' parts were missing
+        self._not_before = now
+        self._last_answer_at = now
+        self._stuck_since: float | None = None
+        self.step = Step.JOIN
+        if session.answer is not None:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._wanted_pieces is not None:
+            self._begin_fetch(Fetch(self._wanted_pieces.agreement, self._wanted_pieces.pieces))
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """To what is next of our contributions; when the server has said of each whether it counts, to the agreement.
+        Asynchronous rounds close at once, so there everybody waits for the one it is in; so does who is leaving."""
+        if self.outbox.current is not None:
+            self._go(Step.OFFER)
+        else:
+            stays = self._stays or self._session.joined.plan.mode == "async"
+            self._after = self.outbox.awaited(self._newer_than, stays=stays)
+            self._go(Step.POLL)
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        self._go(Step.FETCH)
+        self.fetch = fetch
+        if fetch.is_complete:
+            self.outcome = self.outbox.outcome(fetch.agreement)  # it is what we hold
+
+    def part_ready(self, part: int, part_hash: str) -> None:
+        """This part of the contribution is encoded, and may be sent."""
+        assert self.outbox.own is not None
+        self.outbox.own.part_hashes[part] = part_hash
+
+    @property
+    def done(self) -> bool:
+        return self.outcome is not None or self.failure is not None
+
+    def silent_s(self, now: float) -> float:
+        """For how long an answer is overdue. (A poll may take the time it was given.)"""
+        allowed_s = self._patience.poll_wait_s if self.step is Step.POLL else 0.0
+        return max(now - self._last_answer_at - allowed_s, 0.0)
+
+    @property
+    def wake_at(self) -> float:
+        """Nothing is worth sending before this moment."""
+        return self._not_before
+
+    # --- what to send ---------------------------------------------------------------------------------------------
+
+    def calls(self, now: float) -> list[Call]:
+        """What to send now. Empty: wait for an answer, or until `wake_at`."""
+        if self.done or now < self._not_before:
+            return []
+        made: list[Call] = []
+        room = self._patience.calls_in_flight if self.step in (Step.SEND, Step.FETCH) else 1
+        while len(self._in_flight) < room:
+            request = self._next_request()
+            if request is None:
+                break
+            call = Call(self._next_id, request)
+            self._next_id += 1
+            self._in_flight[call.id] = call
+            made.append(call)
+        return made
+
+    def _next_request(self) -> Request | None:
+        match self.step:
+            case Step.JOIN:
+                return self._session.join_request
+            case Step.OFFER:
+                return self.outbox.offer(self._session.joined.incarnation)
+            case Step.SEND:
+                return self._next_part_to_send()
+            case Step.COMMIT:
+                return self._commit()
+            case Step.POLL:
+                return Poll(
+                    **self._session.head,
+                    fragment=self._fragment,
+                    after=self._after,
+                    held=self._held.version if self._held else 0,
+                    held_hash=self._held.hash if self._held else None,
+                    wait_s=self._patience.poll_wait_s if self._speaks else 0.0,
+                    sections=self._share.sections if self._share else 1,
+                    plan_revision=self._session.joined.plan.revision,
+                )
+            case Step.FETCH:
+                return self.fetch.next(self._fragment, self._session) if self.fetch else None
+
+    @property
+    def _part_size_bytes(self) -> int:
+        return self._session.joined.plan.part_size_bytes
+
+    def _commit(self) -> Commit | None:
+        proof = self.outbox.at.proof(self._part_size_bytes)
+        if proof is None:
+            return None
+        sequence = self.outbox.at.offer.sequence
+        return Commit(**self._session.head, fragment=self._fragment, sequence=sequence, payload_hash=proof)
+
+    def _next_part_to_send(self) -> Request | None:
+        hashes = self.outbox.at.part_hashes
+        part = next((part for part in self._to_send if part in hashes), None)
+        if part is None:
+            return None
+        self._to_send.remove(part)
+        return PutPart(
+            **self._session.head,
+            fragment=self._fragment,
+            sequence=self.outbox.at.offer.sequence,
+            part=part,
+            hash=hashes[part],
+        )
+
+    # --- what came back -------------------------------------------------------------------------------------------
+
+    def answered(self, call: Call, answer: Answer, now: float, *, received_hash: str | None = None) -> None:
+        """`received_hash`: of the bytes that came with a GetPart, computed by the driver."""
+        if self._in_flight.pop(call.id, None) is None or self.done:
+            return  # an answer to a question of an earlier step
+        self._last_answer_at = now
+        self._failures = 0
+        match call.request, answer:
+            case Join(), JoinAnswer():
+                self._session.answer = answer
+                self._begin()
+            case Offer(), OfferAnswer():
+                self._offered(self.outbox.of(call.request), answer, now)
+            case PutPart(), PutPartAnswer():
+                if not self._to_send and not self._in_flight:
+                    self._go(Step.COMMIT if self._share is None else Step.OFFER)
+            case Commit(), CommitAnswer():
+                self._accepted(self.outbox.of(call.request), answer.version)
+            case Poll(), PollAnswer():
+                self._polled(answer, now)
+            case GetPart(), GetPartAnswer():
+                self._got_part(call.request, answer, received_hash)
+            case _:
+                self._fail(TransportError(f"{type(call.request).__name__} was answered by {type(answer).__name__}"))
+
+    def failed(self, call: Call, error: OuterstepError, now: float) -> None:
+        """The call got no answer (TransportError) or a "no" (Refused)."""
+        if self._in_flight.pop(call.id, None) is None or self.done:
+            return
+        request = call.request
+        if isinstance(error, Refused) and not isinstance(error, ServerError):
+            self._last_answer_at = now
+        match error:
+            case UnknownWorker():
+                self.rejoins += 1
+                self._go(Step.JOIN)
+                self._back_off(now)
+            case Fenced() if not isinstance(request, Join):
+                # By a newer start; or by ourselves, if another exchange of ours has joined again. The server knows.
+                self._go(Step.JOIN)
+            case StaleRound() | TooOld() | FutureRound() if isinstance(request, OfContribution):
+                self._will_not_count(self.outbox.of(request), error)
+            case Conflict() | Superseded() if isinstance(request, Offer | Commit) and self._is_renamed(request):
+                self._will_not_count(self.outbox.of(request), error)
+            case MissingParts():
+                if self.outbox.earlier is not None:
+                    self.outbox.earlier.ask_again()  # if the server was restarted, that is missing too
+                self._go(Step.OFFER)
+                self._back_off(now)
+            case Superseded() if isinstance(request, GetPart) and self._wanted_pieces is None:
+                self.retries += 1
+                self._go(Step.POLL)
+            case Superseded() if isinstance(request, OfContribution) and self.outbox.of(request) is self.outbox.earlier:
+                # The next one was accepted after it. Which round it is in is not known, but none after that one's.
+                self._stays = True
+                self._accepted(self.outbox.of(request), 1)
+            case HashMismatch() if isinstance(request, PutPart):
+                self._part_damaged(request)
+            case ServerFailed():
+                self._fail(error)
+            case Busy() | TransportError() | ServerError():
+                self._again(request, error, now)
+            case _:
+                self._fail(error)
+
+    def _offered(self, sending: Sending, answer: OfferAnswer, now: float) -> None:
+        if answer.state == "accepted" and self._speaks and self._is_renamed(sending.offer):
+            self._go(Step.COMMIT)  # it compares what we have with what it has
+        elif answer.state == "accepted":
+            self._accepted(sending, answer.version)
+        elif answer.state == "wait":
+            self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
+        elif any(part >= sending.part_count(self._part_size_bytes) for part in answer.missing):
+            self._fail(TransportError(f"the server misses parts that do not exist: {answer.missing[-1]}"))
+        else:
+            self._send(answer.missing, now)
+
+    def _send(self, missing: Sequence[int], now: float) -> None:
+        """What is missing and ours to send; then commit, or wait until the others have sent theirs."""
+        ours = [part for part in missing if self._share is None or part in self._share.parts]
+        if ours:
+            self._go(Step.SEND)
+            self._to_send = ours
+        elif missing or not self._speaks:
+            self.waiting_for = "the other processes of this group to send their rows"
+            self._not_before = now + min(FIRST_ASK_S * 2.0**self._asked, LAST_ASK_S) * self._rng.uniform(0.5, 1.0)
+            self._asked = min(self._asked + 1, 16)
+        else:
+            self._go(Step.COMMIT)
+
+    @property
+    def _speaks(self) -> bool:
+        return self._share is None or self._share.speaks
+
+    def _is_renamed(self, request: OfContribution) -> bool:
+        """The server knows this start of the worker by another number than when the contribution was begun: it was
+        resumed from an older state, and may have taken this sequence from another start meanwhile."""
+        return self.outbox.of(request).offer.incarnation != self._session.joined.incarnation
+
+    def _accepted(self, sending: Sending, version: int) -> None:
+        sending.accepted(version, self._session.joined.incarnation)
+        self._go_on()
+
+    def _will_not_count(self, sending: Sending, error: Refused) -> None:
+        """The round closed without it. Fetch what it agreed on; the worker rebases or discards. Or the server was
+        resumed from a state older than what we hold: what it has is what everybody goes on from."""
+        sending.refused, sending.too_old = True, isinstance(error, TooOld)
+        if isinstance(error, FutureRound):
+            self._newer_than = -1
+        self._go_on()
+
+    def _polled(self, answer: PollAnswer, now: float) -> None:
+        if self.outbox.forgotten(answer.last_sequence):
+            self._go_on()
+        elif self.outbox.claim_forgotten(answer.last_sequence):
+            self._newer_than = -1  # there is nothing to send again: whatever is newest will do
+            self._go_on()
+        elif answer.agreement is None:
+            self._check_stuck(answer, now)
+            self.wanted = frozenset(answer.wanted)
+            self.waiting_for = answer.waiting_for
+            pause_s = answer.retry_after_s if self._speaks else self._patience.poll_wait_s
+            self._not_before = now + pause_s * self._rng.uniform(0.5, 1.5)
+            if self.outbox.try_again():
+                self._go_on()
+        else:
+            self.agreement = answer.agreement
+            if answer.plan is not None:
+                self._session.answer = replace(self._session.joined, plan=answer.plan)
+            if self._share is not None:
+                self.outcome = self.outbox.outcome(self.agreement)
+                return
+            self._begin_fetch(Fetch.whole(self.agreement, self._session.joined.plan.part_size_bytes))
+
+    def _check_stuck(self, answer: PollAnswer, now: float) -> None:
+        if not answer.stuck:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        limit_s = self._patience.stuck_after_s
+        if self._stuck_since is not None and limit_s is not None and now - self._stuck_since >= limit_s:
+            self._fail(RoundStuck(f"the round cannot close: it waits for {answer.waiting_for}"))
+
+    def _got_part(self, request: GetPart, answer: GetPartAnswer, received_hash: str | None) -> None:
+        fetch = self.fetch
+        assert fetch is not None
+        if received_hash != answer.hash:
+            self._part_damaged(request)
+            return
+        fetch.arrived(request, answer.hash)
+        if not fetch.is_complete:
+            return
+        if self._wanted_pieces is None and not fetch.is_as_announced:
+            self._damaged += 1
+            self._check_damage()
+            self._go(Step.POLL)
+            return
+        self.outcome = self.outbox.outcome(fetch.agreement)
+
+    # --- trouble --------------------------------------------------------------------------------------------------
+
+    def _part_damaged(self, request: PutPart | GetPart) -> None:
+        """A byte changed on its way: only that part travels again."""
+        self._damaged += 1
+        self._put_back(request)
+        self._check_damage()
+
+    def _put_back(self, request: Request) -> None:
+        if isinstance(request, PutPart):
+            self._to_send.insert(0, request.part)
+        elif isinstance(request, GetPart) and self.fetch is not None:
+            self.fetch.again(request)
+
+    def _check_damage(self) -> None:
+        if self._damaged > self._patience.damaged_parts:
+            self._fail(
+                HashMismatch(f"{self._damaged} parts arrived changed", hint="something on the path rewrites data")
+            )
+
+    def _again(self, request: Request, error: OuterstepError, now: float) -> None:
+        self._put_back(request)
+        if isinstance(error, Busy):
+            self._not_before = now + max(error.retry_after_s, 0.05) * self._rng.uniform(1.0, 1.5)
+            return
+        silent_s = now - self._last_answer_at
+        if silent_s > self._patience.give_up_after_s:
+            self._fail(
+                ServerUnreachable(
+                    f"no answer from the server for {silent_s:.0f} s (the limit is "
+                    f"{self._patience.give_up_after_s:g} s); last error: {error}"
+                )
+            )
+            return
+        self._back_off(now)
+
+    def _back_off(self, now: float) -> None:
+        self._failures += 1
+        self.retries += 1
+        self._not_before = now + self._patience.backoff_s(self._failures, self._rng)
+
+    def _fail(self, error: OuterstepError) -> None:
+        self.failure = error
+        self._in_flight.clear()
+
+    def _go(self, step: Step) -> None:
+        """Answers still on their way belong to the step that is left, and will be ignored."""
+        self.step = step
+        self._in_flight.clear()
+        self._to_send = []

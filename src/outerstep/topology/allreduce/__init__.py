@@ -1,0 +1,1 @@
+"""Every rank of a process group is a worker; there is no server."""

@@ -1,0 +1,412 @@
+"""Contributions become agreements among the workers themselves: every rank of a process group is a worker.
+
+All ranks exchange after the same step. They tell each other what they are about to exchange (peers.py), reduce their
+contributions to one mean that has the same bytes everywhere (reduce.py), take the outer step each on its own copy with
+arithmetic that gives the same bits on every machine (stepped.py), and compare the hash of what came out.
+
+Exchanges are carried by one thread, in the order in which they were begun, over a process group of its own: training
+and the user's collectives go on meanwhile. They are also taken over in that order, so that all ranks confer in one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core.codecs import Dither
+from ...core.feedback import ErrorFeedback
+from ...core.views import fp32_views
+from ...core.watch import watched
+from ...errors import AnchorsDiffer, WorkerError
+from ...types import Manifest, Participant, Plan, WeightBy, Wishes
+from ..carrying import CarryingThread, step_aside
+from ..encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
+from ..forms import forms_of
+from ..news import Whole, anchor_hash
+from ..pending import Begun, NothingToPack
+from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket
+from ..reduce import Mean, Reducer, down_rules
+from ..stepped import Momentum, OuterRule, Stepped
+from ..terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction, weights_of
+from .links import make_links
+from .peers import Peers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+NOT_YET_S = 0.001  # so that nobody waits in a tight loop for an exchange whose turn has not come
+LOOK_S = 1.0  # how often who waits for an exchange looks whether everybody is still there
+_names = itertools.count()  # of the workers of this process; all ranks make theirs in the same order
+
+
+@dataclass(frozen=True)
+class AllReduceSettings:
+    """What a server would say. `timeout_s`: how long to wait for a rank that is alive and does not come."""
+
+    outer: OuterRule
+    weight_by: WeightBy = "equal"
+    timeout_s: float = 1800.0
+    on_divergence: Literal["stop", "repair"] = "stop"
+
+
+class AllReduceTicket:
+    """An exchange in its turn. `is_next`: all that were begun before it have been taken over."""
+
+    def __init__(
+        self,
+        contribution: Contribution,
+        sequence: int,
+        stuck_after_s: float | None,
+        is_next: Callable[[int], bool],
+        look_after: Callable[[AllReduceTicket], None],
+    ) -> None:
+        self.fragment = contribution.fragment
+        self.sequence = sequence
+        self.base_version = contribution.base_version
+        self.stuck_after_s = stuck_after_s
+        self.mean: Mean | None = None
+        self.weights: tuple[float, ...] = ()
+        self.error: BaseException | None = None
+        self.waiting_for = ""
+        self.done = threading.Event()
+        self._is_next, self._look_after = is_next, look_after
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def look(self, timeout_s: float) -> Sight:
+        """Over is what can be taken over: not before those that were begun before it."""
+        is_next = self._is_next(self.sequence)
+        if not is_next:
+            time.sleep(NOT_YET_S)
+        done = self.done.wait(timeout_s if is_next else 0.0) and (is_next or self.failed)
+        if not done:
+            self._look_after(self)
+        return Sight(done, waiting_for=self.waiting_for)
+
+    def cancel(self) -> None:
+        """Too late: the others count on it. Who leaves says so, and they stop."""
+
+
+class AllReduceTopology(NothingToPack):
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        hostname: str,
+        tensors: Mapping[str, Tensor],
+        anchors: Mapping[str, Tensor],
+        settings: AllReduceSettings,
+    ) -> None:
+        """Of the default process group. `tensors`: the model's by name, of which rank 0's are what the run begins with;
+        `anchors`: where the last agreed ones are found."""
+        self._worker_id, self._hostname = worker_id, hostname
+        self._tensors, self._anchors = tensors, anchors
+        self._settings = settings
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()  # there is no public way to it
+        self._peers = Peers(store, rank, size, name=str(next(_names)), timeout_s=settings.timeout_s)
+        with self._others_told():
+            self._links = make_links(self._peers, tensors, settings.timeout_s)
+        self._feedback, self._momentum = ErrorFeedback(), Momentum()
+        self._versions: tuple[int, ...] = ()
+        self._loaded: dict[str, Tensor] | None = None  # anchors of a loaded state
+        self._left_out: Mapping[str, Tensor] = {}  # of the means, likewise
+        self._begins: tuple[Agreed, ...] = ()  # what the run begins with, or goes on from
+        self._reducers: list[Reducer] = []
+        self._homes: dict[str, torch.device] = {}
+        self._roles: dict[str, str] = {}
+        self._ranks: list[Rank] = []
+        self._begun = self._landed = 0
+        self._thread = CarryingThread("outerstep-allreduce")
+        self._thread.submit(lambda: step_aside(self._links.device)).result()
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
+        """Compare what everybody means to do, and begin with rank 0's weights."""
+        assert manifest is not None
+        with self._others_told():
+            plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
+            if self._loaded is not None:
+                check_loaded(plan, self._versions, self._loaded.keys())
+            own = self._introduction(manifest, plan)
+            heard = self._peers.exchange("join", msgspec.msgpack.encode(own))
+            self._ranks = [msgspec.msgpack.decode(one, type=Rank) for one in heard]
+            check_terms(self._ranks)
+            self._peers.labels = [f"rank {number}, {one.label}" for number, one in enumerate(self._ranks)]
+            forms, rules = forms_of(plan, manifest), down_rules(plan, manifest)
+            self._roles = {spec.name: spec.role for spec in manifest.parameters}
+            self._reducers = [Reducer(f, form, rules, self._links, self._peers) for f, form in enumerate(forms)]
+            for reducer in self._reducers:
+                reducer.left_out = {n: e for n, e in self._left_out.items() if n in plan.fragments[reducer.fragment]}
+            self._versions = own.versions
+            begin = self._loaded if self._loaded is not None else self._tensors
+            anchors = self._in_turn(lambda: tuple(self._spread(f, begin, plan) for f in range(len(forms))))
+        self._loaded, self._begins = None, anchors
+        return Joined(self._worker_id, plan, manifest, anchors)
+
+    def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
+        own = introduction(self._worker_id, self._hostname, self._peers.size, manifest, plan, self._settings.outer)
+        momentum = self._momentum.tensors
+        return msgspec.structs.replace(
+            own,
+            versions=self._versions or (0,) * len(plan.fragments),
+            momentum_hash=anchor_hash(momentum[name] for name in sorted(momentum)) if momentum else "",
+        )
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """Nobody collects them; the ranks see each other's pulses."""
+        self._links.memory.rest()
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        return Orders()
+
+    def leave(self, reason: str) -> None:
+        self._thread.stop()
+        self._peers.leave(reason)
+
+    # --- exchanges ------------------------------------------------------------------------------------------------
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> AllReduceTicket:
+        """Encode now (the weights will change); the rest happens when the exchanges before it are over."""
+        self._begun += 1
+        ticket = AllReduceTicket(
+            contribution, self._begun, stuck_after_s, lambda sequence: sequence == self._landed + 1, self._look_after
+        )
+        squares = Squares()
+        with self._others_told():
+            payload = self._encode(contribution, ticket.sequence, squares)
+        self._thread.submit(lambda: self._exchange(ticket, contribution, payload, squares))
+        return ticket
+
+    def _encode(self, contribution: Contribution, sequence: int, squares: Squares) -> Encoded:
+        """This rank's frame, on the links' device, or on its way there."""
+        fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
+        form = self._reducers[fragment].form
+        self._homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
+        sender = sender_to_peers(
+            form, fragment, deltas, self._feedback, run_id=self._run_id, worker_id=self._worker_id, sequence=sequence
+        )
+        return write_at(self._links, form.up, replace(sender, squares=squares))
+
+    def _exchange(
+        self, ticket: AllReduceTicket, contribution: Contribution, payload: Encoded, squares: Squares
+    ) -> None:
+        """In the carrying thread."""
+        try:
+            ticket.waiting_for = "the other ranks"
+            headers = self._confer(contribution, ticket)
+            ticket.weights = weights_of(headers, self._settings.weight_by)
+            version, fragment = contribution.base_version + 1, contribution.fragment
+            payload.wait()
+            ticket.mean = self._reducers[fragment].reduce(
+                payload.data,
+                ticket.weights,
+                lambda name: Dither.of(self._run_id, fragment, version, name),
+                squares.total(),
+            )
+        except BaseException as error:  # noqa: BLE001 - it surfaces in finish(), in the training thread
+            self._peers.fail(error)
+            ticket.error = error
+        finally:
+            payload.release()
+            ticket.waiting_for = ""
+            ticket.done.set()
+
+    def _confer(self, contribution: Contribution, ticket: AllReduceTicket) -> list[Header]:
+        """Is everybody about to exchange the same?"""
+        own = Header(
+            fragment=contribution.fragment,
+            base_version=contribution.base_version,
+            steps=contribution.steps,
+            samples=contribution.samples,
+            tokens=contribution.tokens,
+            last=ticket.stuck_after_s is not None,
+        )
+        heard = self._peers.exchange("exchange", msgspec.msgpack.encode(own), stuck_after_s=ticket.stuck_after_s)
+        headers = [msgspec.msgpack.decode(one, type=Header) for one in heard]
+        check_headers(headers)
+        return headers
+
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
+        """(`reload`: nobody here refuses a contribution and goes on without it.)"""
+        if isinstance(ticket, Begun):
+            return ticket.agreed
+        assert isinstance(ticket, AllReduceTicket)
+        while not ticket.done.wait(LOOK_S):  # in slices, so that Ctrl-C gets through
+            self._look_after(ticket)
+        if ticket.error is not None:
+            raise ticket.error
+        assert ticket.mean is not None
+        self._landed = ticket.sequence
+        self._feedback.settle(ticket.fragment, ticket.sequence, counted=True)
+        mean, form = ticket.mean, self._reducers[ticket.fragment].form
+        if mean.frame.is_cuda:  # it was made on another stream
+            mean.frame.record_stream(torch.cuda.current_stream(mean.frame.device))
+        news = Stepped(mean.frame, form, self._settings.outer, self._momentum, self._homes, self._roles)
+        version = ticket.base_version + 1
+        self._versions = tuple(version if f == ticket.fragment else v for f, v in enumerate(self._versions))
+        participants = tuple(
+            Participant(worker_id=rank.worker_id, sequence=ticket.sequence, weight=weight, norm=norm)
+            for rank, weight, norm in zip(self._ranks, ticket.weights, mean.norms, strict=True)
+        )
+        return Agreed(
+            fragment=ticket.fragment,
+            version=version,
+            counted=True,
+            too_old=False,
+            news=news,
+            anchor_hash="",  # known when the news were taken over
+            participants=participants,
+            bytes_sent=mean.bytes_sent,
+            bytes_received=mean.bytes_received,
+            retries=0,
+            rejoins=0,
+            plan=self._ranks[self._peers.rank].plan,
+            counted_in=version,
+            watched=watched(mean.norms[self._peers.rank], mean.norms, ticket.weights, mean.norm),
+        )
+
+    def _look_after(self, ticket: AllReduceTicket) -> None:
+        """The carrying thread may wait in an operation that does not know of a dead rank: then it is left there."""
+        try:
+            self._peers.check()
+        except WorkerError as error:
+            ticket.error = ticket.error or error
+            ticket.done.set()
+
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> AllReduceTicket:
+        """It goes on by itself, or it has failed for good."""
+        assert isinstance(ticket, AllReduceTicket)
+        return ticket
+
+    # --- the anchor -------------------------------------------------------------------------------------------------
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """Everybody compares the hash of its anchor with rank 0's."""
+        with self._others_told():
+            digest = agreed.news.digest if isinstance(agreed.news, Stepped) else agreed.anchor_hash if intact else ""
+            heard = self._peers.exchange("hash", f"{agreed.fragment} {agreed.version} {digest}".encode())
+            odd = [rank for rank, one in enumerate(heard) if one != heard[0]]
+            if isinstance(agreed.news, Stepped):
+                self._links.give_back(agreed.news.frame)
+            if not odd:
+                return None
+            who = " and ".join(f"{self._peers.labels[rank]} ({heard[rank].decode()})" for rank in odd)
+            message = (
+                f"fragment {agreed.fragment}, version {agreed.version}: {who} {'holds' if len(odd) == 1 else 'hold'} "
+                f"another anchor than {self._peers.labels[0]} ({heard[0].decode()})"
+            )
+            if self._settings.on_divergence == "stop":
+                raise AnchorsDiffer(f"{message}; on_divergence='repair' goes on with rank 0's")
+            log.warning("%s; going on with rank 0's", message)
+            return self._in_turn(lambda: self._repair(agreed))
+
+    def _repair(self, agreed: Agreed) -> Agreed:
+        """Rank 0's anchor and momentum of a fragment, on every rank."""
+        for name in agreed.news.names:
+            if self._roles[name] == "parameter" and self._settings.outer.momentum:
+                kept = self._momentum.of(name, self._tensors[name].numel(), self._home(name))
+                host = kept.cpu().contiguous()
+                self._links.spread(host.view(torch.uint8))
+                kept.copy_(host)
+        return self._spread(agreed.fragment, self._anchors, agreed.plan)
+
+    def _spread(self, fragment: int, values: Mapping[str, Tensor], plan: Plan) -> Agreed:
+        """Rank 0's values of a fragment, on every rank, as news."""
+        layout = self._reducers[fragment].form.full
+        data = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        views = fp32_views(data.numpy().data, layout.places, layout.data_begin)
+        for name, view in views.items() if self._peers.rank == 0 else ():
+            view.copy_(values[name].detach())
+        self._links.spread(data[layout.data_begin :])
+        digest = anchor_hash(views.values())
+        return Agreed(
+            fragment=fragment,
+            version=self._versions[fragment],
+            counted=False,
+            too_old=False,
+            news=Whole(views, digest),
+            anchor_hash=digest,
+            participants=(),
+            bytes_sent=0,
+            bytes_received=0,
+            retries=0,
+            rejoins=0,
+            plan=plan,
+        )
+
+    def _home(self, name: str) -> torch.device:
+        return self._anchors[name].device if name in self._anchors else self._tensors[name].device
+
+    # --- what must not be forgotten -------------------------------------------------------------------------------
+
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
+        """Anchor and momentum too: there is no server that keeps them."""
+        return {
+            "rank": self._peers.rank,
+            "size": self._peers.size,
+            "versions": list(self._versions),
+            "anchors": dict(self._anchors),
+            "momentum": dict(self._momentum.tensors),
+            "feedback": self._feedback.state_dict(under_way),
+            "left_out": {name: e for reducer in self._reducers for name, e in reducer.left_out.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        here, saved = (self._peers.rank, self._peers.size), (state["rank"], state["size"])
+        self._versions = tuple(state["versions"])
+        self._loaded = {name: value.clone() for name, value in state["anchors"].items()}
+        self._momentum.tensors = {name: value.clone() for name, value in state["momentum"].items()}
+        if here == saved:
+            self._feedback.load_state_dict(state["feedback"])
+            self._left_out = {name: value.clone() for name, value in state["left_out"].items()}
+        elif state["feedback"]["residuals"] or state["left_out"]:
+            log.warning(
+                "the state is of rank %d of %d, this is rank %d of %d: what its codec had left out is lost",
+                *saved,
+                *here,
+            )
+
+    def catch_up(self, fragment: int) -> Begun:
+        """Nobody went on without this rank: what all go on from is rank 0's anchor, which is this one's too."""
+        return Begun(fragment, self._begins[fragment])
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _run_id(self) -> str:
+        return self._ranks[0].run_id
+
+    def _in_turn(self, work: Callable[[], T]) -> T:
+        """Have the carrying thread do this, after what was begun before; wait for it."""
+        done = self._thread.submit(work)
+        while not wait([done], LOOK_S).done:
+            self._peers.check()
+        return done.result()
+
+    @contextmanager
+    def _others_told(self) -> Iterator[None]:
+        """What goes wrong inside is the end of the run: nobody shall wait for this rank."""
+        try:
+            yield
+        except BaseException as error:
+            self._peers.fail(error)
+            raise
+
+
+__all__ = ["AllReduceSettings", "AllReduceTicket", "AllReduceTopology"]

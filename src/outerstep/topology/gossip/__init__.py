@@ -1,0 +1,1 @@
+"""Peers without a server, which vote on every round."""

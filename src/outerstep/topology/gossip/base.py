@@ -1,0 +1,170 @@
+"""What is the same however the peers of a run exchange: all with all (gossip.py), or in pairs (pairs.py)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.feedback import ErrorFeedback
+from ...types import Manifest, Participant, Watched, Wishes
+from ..carrying import CarryingThread
+from ..encode import CPU, Encoded, as_deltas, encode_frame, sender_to_peers, write_at
+from ..memory import Memory, Rooms
+from ..news import News
+from ..pending import Begun, NothingToPack
+from ..protocol import Agreed, Contribution, Joined, Orders
+from .fragment_states import Found, Holdings
+from .node import Node, Terms
+from .terms import GossipTerms, GossipWishes, check_joiner, found
+
+LOOK_S = 1.0  # who waits looks at least so often, so that Ctrl-C gets through
+WHOLE_PATIENCE_S = 60.0  # for one try to get a whole fragment; it is tried as long as somebody may have it
+
+
+@dataclass(frozen=True)
+class GossipSettings:
+    """`join_timeout_s`: how long to look for the peers to join. `leave_patience_s`: how long a peer that leaves stays
+    to tell the others what they may have missed. `announce` is called when this peer can be joined through."""
+
+    wishes: GossipWishes
+    join_timeout_s: float = 120.0
+    leave_patience_s: float = 10.0
+    announce: Callable[[Node], None] = lambda node: None
+
+
+class PeerTopology(NothingToPack, ABC):
+    """Comes and goes, encodes, and says what was agreed. How it enters a run and exchanges is its kind's."""
+
+    def __init__(
+        self, node: Node, *, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], settings: GossipSettings
+    ) -> None:
+        """`tensors`: the model's by name, of which the founder's are what the run begins with; `anchors`: where the
+        last agreed ones are found."""
+        self._node, self._settings = node, settings
+        self._holdings, self._feedback = Holdings(tensors, anchors), ErrorFeedback()
+        self._begins: tuple[Agreed, ...] = ()  # what a loaded state has to catch up with
+        self._begun = 0
+        self._traffic = (0, 0)  # bytes sent and received that were told of
+        self._thread = CarryingThread("outerstep-gossip")
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
+        """Found a run, or join the one that the known peers are in, with its newest anchor."""
+        assert manifest is not None
+        try:
+            return self._enter(manifest, wishes)
+        except BaseException:
+            self._node.stop()  # nobody shall find a peer there that is none
+            raise
+
+    @abstractmethod
+    def _enter(self, manifest: Manifest, wishes: Wishes) -> Joined: ...
+
+    def _find_terms(self, manifest: Manifest, wishes: Wishes) -> tuple[GossipTerms, Terms | None]:
+        """Of the run, and what the known peers said of it; None: it is founded here."""
+        own = self._settings.wishes
+        known = self._node.ask_terms(self._settings.join_timeout_s)
+        if known is None:
+            return found(manifest, wishes, own, self._node.peer_id), None
+        terms = GossipTerms.decode(known.document)
+        check_joiner(terms, manifest, wishes, own)
+        return terms, known
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        self._node.note_progress(step, steps_per_second, loss)
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        """Nobody gives any."""
+        return Orders()
+
+    def leave(self, reason: str) -> None:
+        self._thread.stop()
+        self._node.leave(reason, self._settings.leave_patience_s)
+
+    def catch_up(self, fragment: int) -> Begun:
+        return Begun(fragment, self._begins[fragment])
+
+    # --- a contribution -----------------------------------------------------------------------------------------------
+
+    def _encode(self, contribution: Contribution, sequence: int) -> Encoded:
+        fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
+        form, run_id = self._holdings.forms[fragment], self._node.peer.run_id
+        sender = sender_to_peers(
+            form, fragment, deltas, self._feedback, run_id=run_id, worker_id=self._node.peer_id, sequence=sequence
+        )
+        # Its memory is the node's afterwards, for as long as others may ask for it: it is not used again.
+        pinned = any(deltas.device(entry.name).type == "cuda" for entry in form.up.entries)
+        return write_at(Rooms(CPU, Memory(), pinned=pinned), form.up, sender)
+
+    def _check_own(self, fragment: int, payload: Encoded) -> tuple[memoryview, str]:
+        """Its bytes; or, if they are of no use, such as say that no training is in them (the others wait for
+        something), and why."""
+        payload.wait()
+        data, form = payload.data.numpy().data, self._holdings.forms[fragment]
+        refusal = self._holdings.contents[fragment].check(data)
+        if refusal:
+            zeros = {entry.name: torch.zeros(entry.shape) for entry in form.up.entries}
+            data = encode_frame(zeros, form.up, {name: rule.codec for name, rule in form.rules.items()})
+        return data, refusal
+
+    # --- what was agreed ----------------------------------------------------------------------------------------------
+
+    def _fetch(self, fragment: int, *, after: int) -> Found:
+        """The newest whole of a fragment, newer than `after`, with its momentum and what else belongs to it."""
+        while True:
+            version, data = self._node.fetch_whole(fragment, patience_s=WHOLE_PATIENCE_S)
+            if version > after:
+                return self._holdings.read(fragment, data)
+            self._node.watch(LOOK_S)
+
+    def _as_agreed(self, fragment: int, whole: Found, *, counted: bool = False, refused: str = "") -> Agreed:
+        return self._agreed(fragment, whole.version, whole.news, whole.anchor_hash, counted=counted, refused=refused)
+
+    def _agreed(
+        self,
+        fragment: int,
+        version: int,
+        news: News,
+        digest: str = "",
+        *,
+        counted: bool = False,
+        refused: str = "",
+        participants: tuple[Participant, ...] = (),
+        watched: Watched | None = None,
+    ) -> Agreed:
+        """`digest`: "" if it is known when the news were taken over."""
+        sent = self._node.service.bytes_sent
+        received = self._node.counts.get("fetched_bytes", 0) + self._node.wholes.bytes_received
+        before, self._traffic = self._traffic, (sent, received)
+        return Agreed(
+            fragment=fragment,
+            version=version,
+            counted=counted,
+            too_old=False,
+            news=news,
+            anchor_hash=digest,
+            participants=participants,
+            bytes_sent=sent - before[0],
+            bytes_received=received - before[1],
+            retries=0,
+            rejoins=0,
+            plan=self._holdings.run.plan,
+            counted_in=version if counted else 0,
+            refused=refused,
+            watched=watched,
+        )
+
+    def _rest(self, fragment: int, version: int, digest: str) -> None:
+        """The anchor has moved, and this is its hash: the next contribution names it, and so do the node's beats."""
+        self._holdings.rest(fragment, version, digest)
+        self._node.hold_anchor(fragment, version, digest)
+        if self._holdings.are_complete and self._node.peer.wants == "watch":
+            self._node.belong()
+
+
+__all__ = ["LOOK_S", "GossipSettings", "PeerTopology"]

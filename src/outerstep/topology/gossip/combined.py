@@ -1,0 +1,141 @@
+"""How the contributions of an agreed round become one, the same bits on every peer.
+
+    screens:   finite, norm against the last rounds; cosine by choice           core/robust/screens.py
+    rule:      the mean, or a robust one                                        core/robust/
+    weights:   1, or what a contribution says of itself, within a factor of the round's median
+
+Contributions are read in the order of their peers' ids, in blocks; nothing here depends on who received what first.
+What is remembered from one round to the next (norms, and for centered clipping the last aggregate) is part of the run:
+a peer that joins gets it together with the anchor (standing.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+import torch
+from torch import Tensor
+
+from ...core.robust import Block, Bucketing, Candidate, History, RobustAggregator, Screening, Tensors, aggregate, cut
+from ...core.robust import remember as remember_rates
+from ...core.views import fp32_views
+from ...core.watch import sum_of_squares, watched
+from ...errors import ConfigError
+from ...statements import Offered
+from ...types import Participant, Watched, WeightBy
+from ..forms import Form
+from .contents import Contents
+
+MOST_WEIGHT_RATIO = 10.0  # between what a contribution says it weighs and what the median of its round does
+
+
+@dataclass(frozen=True)
+class Combined:
+    """`frame`: the aggregate in the form of an update, fp32; None: there was too little in the round for the rule, and
+    nothing moves. `participants` with the weight that each had, 0 = left out (`refused` says why)."""
+
+    frame: Tensor | None
+    participants: tuple[Participant, ...]
+    refused: dict[str, str]
+    history: History
+    centre: dict[str, Tensor] | None
+    watched: Watched | None
+
+
+@dataclass(frozen=True)
+class Combiner:
+    """Of one fragment. `aggregator` says the rule and the screens."""
+
+    form: Form
+    contents: Contents
+    aggregator: RobustAggregator
+    weight_by: WeightBy = "equal"
+
+    def combine(
+        self,
+        round_id: str,
+        contributions: Sequence[tuple[str, Offered, memoryview]],
+        history: History,
+        centre: dict[str, Tensor] | None,
+        own_id: str,
+    ) -> Combined:
+        """`round_id` seeds the buckets. Contributions without training in them count nothing."""
+        weights = weights_of([offered for _, offered, _ in contributions], self.weight_by)
+        candidates = [
+            Candidate[Block](peer_id, self.contents.reader(data), weight, offered.steps)
+            for (peer_id, offered, data), weight in zip(contributions, weights, strict=True)
+            if weight > 0.0
+        ]
+        if not self._is_enough(candidates):
+            participants = _participants(contributions, dict.fromkeys((p for p, _, _ in contributions), 0.0))
+            return Combined(None, participants, {}, history, centre, None)
+        layout, rule = self.form.update, self.aggregator.rule
+        frame = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+        made = fp32_views(frame.numpy().data, layout.places, layout.data_begin)
+        verdict = aggregate(
+            candidates,
+            cut(self.contents.sizes, len(candidates)),
+            Tensors(made),
+            rule.reseeded(round_id) if isinstance(rule, Bucketing) else rule,
+            screening=Screening(history, self.aggregator.cosine_screen),
+            centre=None if centre is None else Tensors(centre),
+        )
+        by_id = {c.worker_id: c for c in candidates}
+        counted = {peer_id: by_id[peer_id].weight for peer_id in verdict.accepted}
+        norms = [rate * math.sqrt(by_id[p].steps) for p, rate in zip(verdict.accepted, verdict.rates, strict=True)]
+        found = watched(
+            dict(zip(verdict.accepted, norms, strict=True)).get(own_id),
+            norms,
+            list(counted.values()),
+            math.sqrt(sum(sum_of_squares(values.view(-1)) for values in made.values() if values.numel())),
+            is_mean=rule.name == "mean",
+        )
+        return Combined(
+            frame,
+            _participants(contributions, counted),
+            dict(verdict.refused),
+            remember_rates(history, verdict.rates),
+            {name: values.clone() for name, values in made.items()} if rule.needs_centre else None,
+            found,
+        )
+
+    def _is_enough(self, candidates: Sequence[Candidate[Block]]) -> bool:
+        if not candidates:
+            return False
+        try:
+            self.aggregator.rule.check(len(candidates), [candidate.weight for candidate in candidates])
+            Screening(cosine=self.aggregator.cosine_screen).check(len(candidates))
+        except ConfigError:
+            return False
+        return True
+
+
+def weights_of(offers: Sequence[Offered], unit: WeightBy) -> list[float]:
+    """How much each contribution counts. What a peer says of itself is bounded by what its round's median says, so that
+    nobody gets far with a large word; who trained and says nothing counts as the least."""
+    if unit == "equal":
+        return [1.0 if offered.steps else 0.0 for offered in offers]
+    said = [float(getattr(offered, unit)) if offered.steps else 0.0 for offered in offers]
+    present = [amount for amount in said if amount > 0.0]
+    if not present:
+        return [1.0 if offered.steps else 0.0 for offered in offers]
+    usual = median_low(present)
+    least, most = usual / MOST_WEIGHT_RATIO, usual * MOST_WEIGHT_RATIO
+    return [
+        min(max(amount, least), most) if offered.steps else 0.0 for amount, offered in zip(said, offers, strict=True)
+    ]
+
+
+def _participants(
+    contributions: Sequence[tuple[str, Offered, memoryview]], counted: dict[str, float]
+) -> tuple[Participant, ...]:
+    return tuple(
+        Participant(worker_id=peer_id, sequence=offered.sequence, weight=counted.get(peer_id, 0.0))
+        for peer_id, offered, _ in contributions
+    )
+
+
+__all__ = ["Combined", "Combiner", "weights_of"]

@@ -1,0 +1,445 @@
+"""A peer as a process: the state machine of coordination/gossip with a place to be reached at, a memory and a disk.
+
+    node = Node(NodeSettings(peer_id="anna", join=("outerstep://…",), folder="peer"))
+    terms = node.ask_terms(patience_s=60)           # None: there is no run yet, found one
+    node.begin(document, rules, sizes, callbacks, terms=terms)
+    version, data = node.fetch_whole(0, patience_s=60)
+    node.hold_anchor(0, version, anchor_hash)
+    node.belong()                                   # the others wait for this peer from now on
+    node.offer(0, data, base_version=version, base_hash=anchor_hash, steps=500)
+    while (decided := node.round_of(0, version + 1)) is None:
+        node.watch(timeout_s=5)
+    node.release(0, version + 1)
+    node.leave("done", patience_s=30)
+
+Its threads, each of which ends the node if it fails (`failure`), for half a peer would mislead the others:
+pulse and talks (talk.py), looking and fetching (fetching.py), writing (keeping.py), and those of the HTTP service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from ....coordination.gossip import GossipPeer, GossipRules, Keepsake
+from ....coordination.gossip.chain import found
+from ....errors import Busy, ConfigError, ExchangeFailed, ServerUnreachable
+from ....security.signing import make_key, verify
+from ....statements import Beat, ChainState, Converse, Decision, Member, Offered
+from ....wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
+from .decided import DecidedRounds
+from .door import Contacts, Door
+from .fetching import Fetcher
+from .folder import PeerFolder, RunFacts
+from .keeping import Keeper
+from .payloads import Holdings
+from .service import PeerService
+from .settings import Callbacks, DecidedRound, NodeSettings
+from .shared import Shared
+from .snapshots import Wholes
+from .status import build_status
+from .survey import Survey
+from .talk import Talk
+from .upkeep import Upkeep
+
+log = logging.getLogger(__name__)
+
+STOP_PATIENCE_S = 5.0
+CHECK_S = 1.0  # who waits for blocks looks so often whether the node has failed
+LONGEST_SILENCE_S = 10.0  # of another peer in the middle of an answer
+
+
+class Node:
+    """Listens from the start; says something from `begin` on. `peer` may be used by others under `lock`."""
+
+    def __init__(self, settings: NodeSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings, self.clock = settings, clock
+        self.shared = Shared(clock)
+        self.lock = self.shared.lock
+        self._folder = PeerFolder(settings.folder) if settings.folder is not None else None
+        try:
+            facts = self._folder.facts if self._folder is not None else None
+            if facts is not None and facts.peer_id != settings.peer_id:
+                raise ConfigError(
+                    f"the folder {settings.folder!r} is that of peer {facts.peer_id!r}, got peer_id "
+                    f"{settings.peer_id!r}: take that id, or another folder"
+                )
+            self._key = self._folder.key if self._folder is not None else make_key()
+            self.service = PeerService(self)
+            self._door = Door(settings, self.service, facts.token if facts is not None else None)
+        except BaseException:
+            self._close_folder()
+            raise
+        self.started_at = clock()
+        self.holdings = Holdings(settings.memory_bytes)
+        self._survey = Survey(self._door, settings.peer_id, self._key, self._pause)
+        self.progress: tuple[int, float, float | None] = (0, 0.0, None)
+        self._document = b""
+        self._is_stopped = False
+        _alive.add(self)
+
+    @property
+    def peer_id(self) -> str:
+        return self.settings.peer_id
+
+    @property
+    def key(self) -> str:
+        """The public key: who this peer is."""
+        return self._key.public
+
+    @property
+    def address(self) -> str:
+        return self._door.address
+
+    @property
+    def join_string(self) -> str:
+        """What to type on the next machine. Holds the run's token: not for logs."""
+        return self._door.join_string
+
+    @property
+    def failure(self) -> str:
+        return self.shared.failure
+
+    @property
+    def peer(self) -> GossipPeer:
+        return self.shared.peer
+
+    # --- beginning --------------------------------------------------------------------------------------------------
+
+    def ask_terms(self, patience_s: float) -> Terms | None:
+        """Of the run that is to be joined, or that lies in the folder. None: there is none yet, found one."""
+        kept = self._kept_terms()
+        if not self._door.joins:
+            return kept
+        try:
+            terms = self._survey.find_terms(self._door.joins, patience_s if kept is None else min(patience_s, 1.0))
+        except ServerUnreachable:
+            if kept is None:
+                raise
+            log.info("none of the peers to join answers; going on with what the folder holds")
+            return kept
+        if kept is not None and kept.run_id != terms.run_id:
+            raise ConfigError(
+                f"the folder {self.settings.folder!r} holds run {kept.run_id}, the peers to join run {terms.run_id}: "
+                "give this peer an empty folder, or leave join out to go on with the run in it"
+            )
+        return terms
+
+    def _kept_terms(self) -> Terms | None:
+        folder = self._folder
+        if folder is None or folder.facts is None or folder.keepsake is None:
+            return None
+        return Terms(
+            run_id=folder.facts.run_id,
+            document=folder.document,
+            state=folder.keepsake.state,
+            liars=folder.facts.liars,
+            beats=folder.beats,
+        )
+
+    def begin(
+        self,
+        document: bytes,
+        rules: GossipRules,
+        sizes: Sequence[int],
+        callbacks: Callbacks,
+        *,
+        terms: Terms | None,
+        versions: Sequence[int] = (),
+    ) -> None:
+        """Found the run (`terms` None; `versions`: where a saved state goes on), or take part in it: watching, until
+        `belong`. `sizes`: how many bytes a contribution to each fragment has."""
+        if self.shared.has_begun:
+            raise ConfigError("this node has begun before; make a new one")
+        if len(document) > MOST_DOCUMENT_BYTES:
+            raise ConfigError(f"the terms of a run have at most {MOST_DOCUMENT_BYTES} bytes, got {len(document)}")
+        member = Member(peer_id=self.peer_id, key=self.key)
+        if terms is None:
+            state = found(member, len(sizes), tuple(versions))
+            terms = Terms(run_id=secrets.token_hex(8), document=document, state=state, liars=rules.liars)
+        if len(terms.state.versions) != len(sizes):
+            raise ConfigError(f"the run has {len(terms.state.versions)} fragments, got sizes for {len(sizes)}")
+        self._document, self._sizes = document, tuple(sizes)
+        keepsake = self._take_up(terms, document, rules)
+        peer = GossipPeer(
+            terms.run_id,
+            member,
+            self._key.sign,
+            verify,
+            rules,
+            keepsake,
+            sizes,
+            self.clock(),
+            address=self._door.address,
+            fingerprint=self._door.fingerprint,
+        )
+        with self.lock:
+            self._furnish(peer, callbacks)
+            greeting = Converse(run_id=terms.run_id, sender=self.peer_id, height=0, statements=terms.beats)
+            peer.hear(greeting, self.clock())
+            self._after_members()
+            self.keeper.note()
+        self.keeper.start()
+        self.talk.start()
+        self._fetcher.start()
+        self._upkeep.start()
+        self._warn_of_namesake(terms.state)
+
+    def _take_up(self, terms: Terms, document: bytes, rules: GossipRules) -> Keepsake:
+        """What this peer must not forget; with a folder it lies there."""
+        if self._folder is None:
+            return Keepsake(run_id=terms.run_id, state=terms.state)
+        facts = RunFacts(run_id=terms.run_id, peer_id=self.peer_id, token=self._door.token, liars=rules.liars)
+        try:
+            return self._folder.take_up(facts, document, terms.state, terms.beats)
+        except OSError as error:
+            raise ConfigError(f"the folder {self.settings.folder!r} cannot be written: {error.strerror}") from error
+
+    def _furnish(self, peer: GossipPeer, callbacks: Callbacks) -> None:
+        self.shared.begin(peer)
+        self.rounds = DecidedRounds(peer.state)
+        self._members = peer.state.members
+        self.keeper = Keeper(self.shared, self._folder, self._on_decided, self._on_leap)
+        self._contacts = Contacts(self._door, self._find_beat, LONGEST_SILENCE_S)
+        self.talk = Talk(self.shared, self.keeper, self._contacts, self.settings.beat_every_s)
+        self.wholes = Wholes(self.shared, self._contacts, callbacks)
+        self._fetcher = Fetcher(self.shared, self.keeper, self._contacts, self.holdings, self.rounds, callbacks)
+        self._upkeep = Upkeep(self, self._contacts, self._survey)
+
+    def terms(self) -> Terms:
+        """For who wants to join."""
+        with self.lock:
+            if not self.shared.has_begun:
+                kept = self._kept_terms()
+                if kept is None:
+                    raise Busy("this peer has not begun yet", hint="ask again", retry_after_s=1.0)
+                return kept
+            peer = self.peer
+            return Terms(
+                run_id=peer.run_id,
+                document=self._document,
+                state=peer.state,
+                liars=peer.rules.liars,
+                beats=peer.beats(),
+            )
+
+    # --- the topology's side ----------------------------------------------------------------------------------------
+
+    def belong(self) -> None:
+        """This peer holds the anchors now: ask to be a member, and be waited for."""
+        self.shared.check()
+        with self.lock:
+            self.peer.belong(self.clock())
+            self.keeper.note()
+
+    def hold_anchor(self, fragment: int, version: int, anchor_hash: str) -> None:
+        with self.lock:
+            self.peer.hold_anchor(fragment, version, anchor_hash)
+            self.keeper.note()
+
+    def offer(
+        self,
+        fragment: int,
+        data: memoryview,
+        *,
+        base_version: int,
+        base_hash: str,
+        steps: int,
+        samples: int = 0,
+        tokens: int = 0,
+    ) -> Offered | None:
+        """Contribute to the round after `base_version`; the bytes are copied. None: that round is decided already. Who
+        has just come back may hold a newer anchor than its blocks lead to: it waits for those first."""
+        self.shared.check()
+        data = memoryview(data).cast("B")
+        if len(data) != self._sizes[fragment]:
+            raise ExchangeFailed(
+                f"a contribution to fragment {fragment} has {self._sizes[fragment]} bytes, got {len(data)}"
+            )
+        about = about_contribution(self.peer.run_id, fragment)
+        digest = self.holdings.put(about, data, self.settings.part_size_bytes)
+        try:
+            with self.lock:
+                while not self.shared.wait(lambda: self.peer.state.versions[fragment] >= base_version, CHECK_S):
+                    self.shared.check()
+                if self.peer.state.versions[fragment] > base_version:
+                    return None
+                says = self.peer.offer(
+                    fragment, digest, base_hash, self.clock(), steps=steps, samples=samples, tokens=tokens
+                )
+                self.keeper.note()
+            return says
+        finally:
+            self.holdings.unpin(digest)
+
+    def round_of(self, fragment: int, version: int) -> DecidedRound | None:
+        """Decided, and all its bytes are here; None: not, or not yet."""
+        self.shared.check()
+        with self.lock:
+            taken = self.rounds.find(fragment, version)
+        if taken is None:
+            return None
+        held = [self.holdings.get(says.digest) for _, _, says in taken.offers]
+        pairs = zip(taken.offers, held, strict=True)
+        here = [(peer_id, says, payload.data) for (peer_id, _, says), payload in pairs if payload is not None]
+        return DecidedRound(taken.block, tuple(here)) if len(here) == len(held) else None
+
+    def is_lost(self, fragment: int, version: int) -> bool:
+        """It was decided, but its bytes can no longer be had: take the whole instead."""
+        with self.lock:
+            return self.rounds.is_lost(fragment, version)
+
+    def release(self, fragment: int, version: int) -> None:
+        """Taken over. Others may still ask for its bytes until two more rounds are decided."""
+        with self.lock:
+            taken = self.rounds.find(fragment, version)
+            if taken is not None:
+                taken.is_released = True
+
+    def fetch_whole(self, fragment: int, *, patience_s: float) -> tuple[int, memoryview]:
+        """The newest version of a fragment that more than f members name the same digest for (or all that can be heard,
+        if those are fewer), and its bytes."""
+        self.shared.check()
+        return self.wholes.fetch(fragment, patience_s)
+
+    def watch(self, timeout_s: float, since: int | None = None) -> int:
+        """Wait until something has changed. Returns a number to pass as `since` the next time, so that nothing that
+        happens in between is missed; raises if the node has failed."""
+        with self.lock:
+            seen = self.shared.changes if since is None else since
+            self.shared.wait(lambda: self.shared.changes != seen, timeout_s)
+            self.shared.check()
+            return self.shared.changes
+
+    def note_progress(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """For the others to see; it travels with the next beat. A training that has reported once must go on to, or
+        this peer falls silent (talk.py)."""
+        with self.lock:
+            self.shared.progress_at = self.clock()
+            self.progress = (step, steps_per_second, loss)
+            self.peer.note_progress(step, steps_per_second, loss)
+
+    def status(self) -> dict[str, object]:
+        with self.lock:
+            return build_status(self)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of what happened with contributions on their way here."""
+        return dict(self._fetcher.counts) if self.shared.has_begun else {}
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def leave(self, reason: str, patience_s: float) -> None:
+        """Leave the run: say so, stay until the others know all that this peer knows, stop."""
+        log.info("leaving: %s", reason)
+        if self.shared.has_begun and not self.failure:
+            with self.lock:
+                self.peer.leave(self.clock())
+                self.keeper.note()
+                said = self.shared.news
+                self.shared.wait(lambda: self._is_dispensable() and self.talk.have_heard(said), patience_s)
+        self.stop()
+
+    def _is_dispensable(self) -> bool:
+        """With the lock held: nobody waits for this peer, or needs anything that it has."""
+        peer, now = self.peer, self.clock()
+        others = [m.key for m in peer.state.members if m.key != self.key and not peer.is_silent(m.key, now)]
+        beats = [peer.contacts.get(key) for key in others if not self.talk.is_gone(key)]
+        if peer.is_member and any(beat is None or beat.wants != "leave" for beat in beats):
+            return False
+        return all(beat is not None and self._knows_all(beat) for beat in beats)
+
+    def _knows_all(self, beat: Beat) -> bool:
+        """(Who leaves needs nothing more; it may be gone already.)"""
+        if beat.wants == "leave" or beat.height < self.peer.state.height:
+            return beat.wants == "leave"
+        held = [version for version, _ in beat.held]
+        return beat.wants != "belong" or all(h >= v for h, v in zip(held, self.peer.state.versions, strict=False))
+
+    def stop(self) -> None:
+        """At once, without a word: the others will notice. Safe to call twice."""
+        with self.lock:
+            is_first, self._is_stopped = not self._is_stopped, True
+        if not is_first:
+            return
+        left = self.shared.stop(STOP_PATIENCE_S)
+        self._door.stop(STOP_PATIENCE_S if not self.failure else 0.0)
+        if self.shared.has_begun:
+            self._contacts.close()
+        if left:
+            log.info("still in the middle of something, and ending with the process: %s", ", ".join(left))
+        self._close_folder()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _on_decided(self, decision: Decision) -> None:
+        self.rounds.add(decision)
+        if self.peer.state.members != self._members:
+            self._after_members()
+
+    def _on_leap(self, state: ChainState) -> None:
+        self.rounds.leap(state)
+        self._after_members()
+
+    def _after_members(self) -> None:
+        """With the lock held: others belong to the run now."""
+        before = {member.peer_id for member in self._members}
+        self._members = self.peer.state.members
+        now = {member.peer_id for member in self._members}
+        if now != before:
+            log.info("members: %s", ", ".join(sorted(now)))
+        self.keeper.remember(self.peer.beats())
+        self.talk.ensure()
+
+    def _find_beat(self, key: str) -> Beat | None:
+        with self.lock:
+            return self.peer.contacts.get(key)
+
+    def _warn_of_namesake(self, state: ChainState) -> None:
+        if any(m.peer_id == self.peer_id and m.key != self.key for m in state.members):
+            log.warning(
+                "a member of the run is called %r already. If it is this peer, started without its folder, it is let "
+                "in when that one has been silent for long enough; if not, choose another id",
+                self.peer_id,
+            )
+
+    def _pause(self, seconds: float) -> bool:
+        with self.lock:
+            self.shared.wait(lambda: False, seconds)
+            return not self.shared.is_stopping
+
+    def _close_folder(self) -> None:
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                self._folder.close()
+
+
+_alive: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A training process forks, for its data say. If it is killed, its children live on for a while: they must not
+    keep the port and the folder from the process that comes in its place."""
+    for node in _alive:
+        node._door.let_go()
+        node._close_folder()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+__all__ = ["Node"]

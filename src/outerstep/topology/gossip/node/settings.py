@@ -1,0 +1,69 @@
+"""What a node is told, what it tells, and what it asks of the topology above it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from ....errors import ConfigError
+from ....statements import Offered, PeerId, Round
+from ....wire.messages import MAX_PART_BYTES
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """`listen`: host:port, port 0 = any free one. `advertise`: host or host:port that others should call. `join`:
+    addresses or join strings of peers; none, and nothing in the folder: this peer founds a run. `folder`: where its
+    identity and what it must not forget are kept; None = in memory only, and a restart makes it somebody else.
+    `credentials`: the user's folder with certificate and tokens. `insecure`: plain HTTP without tokens.
+    `memory_bytes`: of contributions; what does not fit lies in a spool file."""
+
+    peer_id: str
+    listen: str = "0.0.0.0:0"
+    advertise: str | None = None
+    join: tuple[str, ...] = ()
+    folder: str | None = None
+    credentials: str | None = None
+    insecure: bool = False
+    beat_every_s: float = 2.0
+    part_size_bytes: int = 16 << 20
+    memory_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        try:
+            msgspec.convert(self.peer_id, PeerId)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"a peer id has 1 to 128 letters, digits, '.', ':', '-' or '_'; got {self.peer_id!r}"
+            ) from error
+        if self.beat_every_s <= 0.0:
+            raise ConfigError(f"beat_every_s must be > 0 s, got {self.beat_every_s:g}")
+        if not 1 <= self.part_size_bytes <= MAX_PART_BYTES:
+            raise ConfigError(f"part_size_bytes must be in 1 … {MAX_PART_BYTES}, got {self.part_size_bytes}")
+        if self.memory_bytes < 0:
+            raise ConfigError(f"memory_bytes must be at least 0, got {self.memory_bytes}")
+
+
+class Callbacks(Protocol):
+    """What the topology does for the node. Both are called in threads of the node's, one call of each at a time."""
+
+    def check(self, fragment: int, data: memoryview) -> str:
+        """ "" = this contribution can be used; else why not."""
+
+    def whole(self, fragment: int) -> tuple[int, memoryview] | None:
+        """Version and bytes of the newest anchor with the outer state that goes with it, a consistent snapshot that
+        does not change any more; None = it is not held. All peers must write the same state as the same bytes."""
+
+
+@dataclass(frozen=True)
+class DecidedRound:
+    """A round that was decided, with the bytes of every contribution in it: (peer id, what was offered, its bytes), in
+    the order of the ids."""
+
+    block: Round
+    contributions: tuple[tuple[str, Offered, memoryview], ...]
+
+
+__all__ = ["Callbacks", "DecidedRound", "NodeSettings"]

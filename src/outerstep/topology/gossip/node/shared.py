@@ -1,0 +1,101 @@
+"""What the threads of a node share: one lock, the state machine under it, and how each of them learns of the others.
+
+Whoever has done something with the peer, under the lock, calls `Keeper.note` (keeping.py); that makes `changes` and, if
+there is something to tell the other peers, `news` count up, and wakes everybody who waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ....coordination.gossip import GossipPeer
+from ....errors import ExchangeFailed
+
+log = logging.getLogger(__name__)
+
+
+class Shared:
+    """`lock` guards everything in here, the peer above all."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.lock = threading.Condition()
+        self.clock = clock
+        self.changes = 0
+        self.news = 0
+        self.failure = ""  # why the node cannot go on
+        self.trouble = ""  # why it has to wait
+        self.is_stopping = False
+        self.progress_at: float | None = None  # when the training last reported; None = it never did
+        self._peer: GossipPeer | None = None
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def peer(self) -> GossipPeer:
+        """From `begin` on."""
+        if self._peer is None:
+            raise ExchangeFailed("this node has not begun yet: call begin() first")
+        return self._peer
+
+    @property
+    def has_begun(self) -> bool:
+        return self._peer is not None
+
+    def begin(self, peer: GossipPeer) -> None:
+        self._peer = peer
+
+    def changed(self) -> None:
+        """With the lock held: something is different now."""
+        self.changes += 1
+        self.lock.notify_all()
+
+    def wait(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        """With the lock held: until it is so, or the node stops."""
+        return self.lock.wait_for(lambda: self.is_stopping or is_so(), timeout_s) and not self.is_stopping
+
+    # --- threads ----------------------------------------------------------------------------------------------------
+
+    def start(self, name: str, job: Callable[[], None]) -> None:
+        """A thread whose end is the node's, if it ends with an exception: half a peer would mislead the others."""
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:
+                log.exception("%s failed", name)
+                self.fail(f"{name}: {type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=run, name=f"outerstep-{name}", daemon=True)
+        with self.lock:
+            if self.is_stopping:
+                return
+            self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
+            self._threads.append(thread)
+            thread.start()
+
+    def fail(self, why: str) -> None:
+        with self.lock:
+            self.failure = self.failure or why
+            self.is_stopping = True
+            self.changed()
+
+    def check(self) -> None:
+        if self.failure or self.is_stopping:
+            raise ExchangeFailed(f"this node has stopped: {self.failure or 'it was asked to'}")
+
+    def stop(self, patience_s: float) -> list[str]:
+        """Every thread ends; returns the names of those that have not."""
+        with self.lock:
+            self.is_stopping = True
+            self.changed()
+            threads = list(self._threads)
+        give_up_at = time.monotonic() + patience_s
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, give_up_at - time.monotonic()))
+        return [thread.name for thread in threads if thread.is_alive()]
+
+
+__all__ = ["Shared"]

@@ -1,0 +1,180 @@
+"""A fragment's anchor with its outer state, whole: for who comes anew, or has missed too much to follow.
+
+Serving: the topology's snapshot is kept for as long as somebody fetches it. Fetching: a version counts if more than f
+members name the same digest for it; then its parts may come from any of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ....coordination.gossip.chain import liars_among
+from ....errors import NotFound, OuterstepError, ServerUnreachable
+from ....pool import Room, private_memory
+from ....wire.peers import WHOLE_PART_BYTES, AskWhole, Whole, about_whole
+from .door import Contacts
+from .fetching import fetch_parts
+from .payloads import Arrival, Held, cut
+from .settings import Callbacks
+from .shared import Shared
+
+log = logging.getLogger(__name__)
+
+KEPT_S = 60.0  # after somebody last asked for a part of it
+KEPT_VERSIONS = 2  # of one fragment
+ASK_TIMEOUT_S = 60.0  # the other end may have to copy and hash a whole model
+PAUSE_S = 0.25
+
+
+@dataclass(eq=False)
+class _Snapshot:
+    version: int
+    digest: str
+    held: Held
+    used_at: float
+
+
+class Wholes:
+    def __init__(self, shared: Shared, contacts: Contacts, callbacks: Callbacks) -> None:
+        self._shared, self._contacts, self._callbacks = shared, contacts, callbacks
+        self._making = threading.Lock()
+        self._lock = threading.Lock()
+        self._snapshots: dict[int, list[_Snapshot]] = {}
+        self._draw = random.Random()
+        self.bytes_received = 0
+
+    # --- for others -------------------------------------------------------------------------------------------------
+
+    def offer(self, fragment: int) -> Whole:
+        """The newest that the topology holds."""
+        with self._making:
+            newest = self._callbacks.whole(fragment)
+            if newest is None:
+                raise NotFound(f"this peer does not hold fragment {fragment} itself yet", hint="ask another peer")
+            version, data = newest[0], memoryview(newest[1]).cast("B")
+            with self._lock:
+                kept = self._snapshots.setdefault(fragment, [])
+                snapshot = next((s for s in kept if s.version == version), None)
+            if snapshot is None:
+                parts = cut(data, WHOLE_PART_BYTES)
+                digest = parts.digest(about_whole(self._shared.peer.run_id, fragment, version))
+                snapshot = _Snapshot(version, digest, Held(parts, data), self._shared.clock())
+                with self._lock:
+                    kept.append(snapshot)
+                    del kept[:-KEPT_VERSIONS]
+        snapshot.used_at = self._shared.clock()
+        return Whole(version=version, parts=snapshot.held.parts)
+
+    def get(self, digest: str) -> Held | None:
+        with self._lock:
+            for kept in self._snapshots.values():
+                for snapshot in kept:
+                    if snapshot.digest == digest:
+                        snapshot.used_at = self._shared.clock()
+                        return snapshot.held
+        return None
+
+    def drop_unused(self) -> None:
+        now = self._shared.clock()
+        with self._lock:
+            for kept in self._snapshots.values():
+                kept[:] = [s for s in kept if now - s.used_at < KEPT_S]
+
+    # --- for this peer ----------------------------------------------------------------------------------------------
+
+    def fetch(self, fragment: int, patience_s: float) -> tuple[int, memoryview]:
+        give_up_at = time.monotonic() + patience_s
+        why = "nobody was asked yet"
+        while time.monotonic() < give_up_at and not self._shared.is_stopping:
+            version, digest, named_by, why = self._survey(fragment)
+            if named_by:
+                arrival = _expect(named_by[0][1])
+                for key, _ in named_by:
+                    if self._fetch_from(key, arrival, digest):
+                        return version, arrival.room.view
+                why = f"version {version} broke off; it was asked of {len(named_by)} peer(s)"
+            with self._shared.lock:
+                self._shared.wait(lambda: False, PAUSE_S)
+        self._shared.check()
+        raise ServerUnreachable(f"fragment {fragment} could not be fetched from any peer in {patience_s:g} s: {why}")
+
+    def fetch_from(self, key: str, fragment: int, least_version: int) -> tuple[int, memoryview] | None:
+        """What this very member holds, if its version is not below that; None: it does not, or not now."""
+        with self._shared.lock:
+            peer = self._shared.peer
+            request = AskWhole(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
+        answer = self._ask(key, request)
+        if isinstance(answer, str) or answer.version < least_version:
+            return None
+        if answer.parts.part_size_bytes != WHOLE_PART_BYTES:
+            return None
+        arrival = _expect(answer)
+        digest = answer.parts.digest(about_whole(request.run_id, fragment, answer.version))
+        return (answer.version, arrival.room.view) if self._fetch_from(key, arrival, digest) else None
+
+    def _survey(self, fragment: int) -> tuple[int, str, list[tuple[str, Whole]], str]:
+        """The newest version that enough members name the same digest for: version, digest, and who did."""
+        with self._shared.lock:
+            peer = self._shared.peer
+            now = self._shared.clock()
+            silent = {m.key: peer.is_silent(m.key, now) for m in peer.state.members if m.key != peer.member.key}
+            needed = liars_among(len(peer.state.members), peer.rules.liars) + 1
+            request = AskWhole(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
+        keys = sorted(silent, key=lambda key: (silent[key], self._draw.random()))
+        named: dict[tuple[int, str], list[tuple[str, Whole]]] = defaultdict(list)
+        why = "no other member is known"
+        for key in keys:
+            answer = self._ask(key, request)
+            if isinstance(answer, str):
+                why = answer
+                continue
+            is_cut_right = answer.parts.part_size_bytes == WHOLE_PART_BYTES
+            about = about_whole(request.run_id, fragment, answer.version)
+            digest = answer.parts.digest(about) if is_cut_right else ""
+            named[answer.version, digest].append((key, answer))
+            if digest and len(named[answer.version, digest]) >= needed:
+                return answer.version, digest, named[answer.version, digest], ""
+        heard = sum(map(len, named.values()))
+        if len(named) == 1 and 0 < heard < needed:  # all that can be heard say the same
+            (version, digest), by = next(iter(named.items()))
+            return version, digest, by if digest else [], "what was named cannot be"
+        if heard:
+            why = f"{heard} peer(s) named {len(named)} different states, {needed} must name the same"
+        return 0, "", [], why
+
+    def _ask(self, key: str, request: AskWhole) -> Whole | str:
+        transport = self._contacts.transport(key)
+        if transport is None:
+            return "nobody has said where the others are"
+        try:
+            answer = transport.ask(request, timeout_s=ASK_TIMEOUT_S)
+        except OuterstepError as error:
+            return str(error)
+        return answer if isinstance(answer, Whole) else f"{transport.address} answered with something else"
+
+    def _fetch_from(self, key: str, arrival: Arrival, digest: str) -> bool:
+        transport = self._contacts.transport(key)
+        if transport is None:
+            return False
+        nothing: Callable[[], None] = lambda: None  # noqa: E731
+        try:
+            is_here = fetch_parts(transport, self._shared, arrival, digest, nothing)
+            self.bytes_received += len(arrival.room.view) if is_here else 0
+            return is_here
+        except OuterstepError as error:
+            log.debug("a fragment could not be fetched from %s: %s", transport.address, error)
+            return False
+
+
+def _expect(whole: Whole) -> Arrival:
+    parts = whole.parts
+    return Arrival(Room(private_memory(parts.size_bytes), on_disk=False), parts, list(range(len(parts.digests))))
+
+
+__all__ = ["Wholes"]

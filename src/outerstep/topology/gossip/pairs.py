@@ -1,0 +1,221 @@
+"""Rounds of two: each peer exchanges with one other, another each time (core/gossip.py). The chain of blocks holds who
+belongs to the run, and no rounds: there is nothing that all agree on.
+
+In turn t a peer publishes its anchor φ and what it learned Δ, waits for its partner's of that turn, and steps:
+
+    pairs          NoLoCo: m ← α·m − β·mean(Δ) − γ·(φ − mean φ);  φ ← φ + m
+    exponential    φ ← the mean of both φ − Δ: after log2 n turns the mean of all
+
+Who has no partner, or whose partner does not come (it is silent, or the deadline is over), steps alone. Anchors differ
+from peer to peer; how far they are apart is told as `weight_divergence`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...core.gossip import NoLoCo, exponential_partner, random_partner
+from ...core.watch import sum_of_squares
+from ...errors import BadFrame, ConfigError, ExchangeFailed, NotFinite
+from ...types import Manifest, Watched, Wishes
+from ..encode import Encoded
+from ..pending import Begun
+from ..protocol import Agreed, Contribution, Joined, Ticket
+from .base import LOOK_S, GossipSettings, PeerTopology
+from .node import Node
+from .pair_step import PairStep, PairTicket, Shown
+
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 0.2  # a partner that has not come yet
+TURNS_SHOWN = 3  # who is ahead by less than so many turns still shows this one; of who is ahead by more, the newest
+
+
+class PairsTopology(PeerTopology):
+    def __init__(
+        self, node: Node, *, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], settings: GossipSettings
+    ) -> None:
+        super().__init__(node, tensors=tensors, anchors=anchors, settings=settings)
+        self._shown: dict[int, Shown] = {}
+        self._lock = threading.Lock()  # guards `_shown`
+
+    def _enter(self, manifest: Manifest, wishes: Wishes) -> Joined:
+        node, holdings = self._node, self._holdings
+        terms, known = self._find_terms(manifest, wishes)
+        holdings.prepare(terms)
+        fragments, is_loaded = range(len(holdings.forms)), holdings.loaded is not None
+        # The chain has more fragments than the model: the others are what is published in the last turns.
+        node.begin(terms.encode(), terms.rules, [1] * (len(fragments) * (1 + TURNS_SHOWN)), self, terms=known)
+        self._settings.announce(node)
+        if known is None:
+            self._begins = tuple(self._as_agreed(f, holdings.found(f)) for f in fragments)
+        else:  # some peer's anchor, to begin with
+            self._begins = tuple(self._as_agreed(f, self._fetch(f, after=-1), counted=is_loaded) for f in fragments)
+        overtaken = frozenset(fragments if is_loaded else ())
+        return Joined(node.peer_id, terms.plan, manifest, self._begins, overtaken)
+
+    # --- what the node asks, in its own threads -----------------------------------------------------------------------
+
+    def check(self, fragment: int, data: memoryview) -> str:
+        """Nothing is offered to all."""
+        return "in this run peers exchange in pairs"
+
+    def whole(self, fragment: int) -> tuple[int, memoryview] | None:
+        forms = self._holdings.forms
+        if fragment < len(forms):
+            return self._holdings.write(fragment)
+        with self._lock:
+            shown = self._shown.get(fragment)
+        return None if shown is None else (shown.turn, shown.write(forms[(fragment - len(forms)) // TURNS_SHOWN]))
+
+    # --- one exchange -------------------------------------------------------------------------------------------------
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> PairTicket:
+        self._begun += 1
+        ticket = PairTicket(contribution, self._begun, stuck_after_s)
+        payload = self._encode(contribution, ticket.sequence)
+        anchor = {name: value.clone() for name, value in self._holdings.anchor(ticket.fragment).items()}
+        self._thread.submit(lambda: self._exchange(ticket, payload, anchor))
+        return ticket
+
+    def _exchange(self, ticket: PairTicket, payload: Encoded, anchor: Mapping[str, Tensor]) -> None:
+        """In the carrying thread."""
+        try:
+            delta, ticket.refusal = self._check_own(ticket.fragment, payload)
+            ticket.own = Shown(ticket.turn, anchor, delta)
+            with self._lock:
+                self._shown[self._place(ticket)] = ticket.own
+            ticket.partner = self._wait_for_partner(ticket)
+        except BaseException as error:  # noqa: BLE001 - it surfaces in finish(), in the training thread
+            ticket.error = error
+        finally:
+            ticket.done.set()
+
+    def _wait_for_partner(self, ticket: PairTicket) -> Shown | None:
+        """What it published in this turn or a later one; None: it does not come."""
+        began_at, run = time.monotonic(), self._holdings.run
+        limits = [limit for limit in (run.round_deadline_s, ticket.stuck_after_s) if limit is not None]
+        while True:
+            key, ticket.partner_id = self._partner(ticket)
+            ticket.waiting_for = ticket.partner_id
+            if not key:
+                return None
+            shown = self._ask(key, ticket)
+            if shown is not None:
+                return shown
+            if limits and time.monotonic() - began_at > min(limits):
+                log.warning(
+                    "fragment %d turn %d: %s did not come; stepping alone",
+                    *(ticket.fragment, ticket.turn, ticket.partner_id),
+                )
+                return None
+            self._node.watch(ASK_AGAIN_S)
+
+    def _place(self, ticket: PairTicket) -> int:
+        """The number under which what is published in this turn is found."""
+        return len(self._holdings.forms) + ticket.fragment * TURNS_SHOWN + ticket.turn % TURNS_SHOWN
+
+    def _partner(self, ticket: PairTicket) -> tuple[str, str]:
+        """Key and id of who it is in this turn, of those that belong and are not silent."""
+        with self._node.lock:
+            peer, now, run = self._node.peer, time.monotonic(), self._holdings.run
+            enough = len(peer.state.members) >= run.min_peers
+            keys = {m.peer_id: m.key for m in peer.state.members if not peer.is_silent(m.key, now)}
+        own = self._node.peer_id
+        if own not in keys or not enough:
+            return ("?", "more peers") if ticket.stuck_after_s is None else ("", "")
+        if run.pattern == "pairs":
+            partner = random_partner(list(keys), own, f"{self._node.peer.run_id}/{ticket.fragment}", ticket.turn)
+        else:
+            partner = exponential_partner(list(keys), own, ticket.turn)
+        return (keys[partner], partner) if partner is not None else ("", "")
+
+    def _ask(self, key: str, ticket: PairTicket) -> Shown | None:
+        found = self._node.wholes.fetch_from(key, self._place(ticket), least_version=ticket.turn)
+        if found is None:
+            return None
+        try:
+            shown = Shown.read(self._holdings.forms[ticket.fragment], found[1])
+            wrong = self._holdings.contents[ticket.fragment].check(shown.delta)
+        except BadFrame as error:
+            wrong = error.message
+        if wrong:
+            log.warning("what %s published cannot be used (%s); stepping alone", ticket.partner_id, wrong)
+            return ticket.own
+        return shown
+
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
+        if isinstance(ticket, Begun):
+            return ticket.agreed
+        assert isinstance(ticket, PairTicket)
+        while not ticket.done.wait(LOOK_S):
+            pass
+        if ticket.error is not None:
+            raise ticket.error
+        assert ticket.own is not None
+        fragment, partner = ticket.fragment, ticket.partner or ticket.own
+        self._feedback.settle(fragment, ticket.sequence, counted=not ticket.refusal)
+        if ticket.refusal and not reload:
+            raise ExchangeFailed("this peer's own contribution cannot be used") from NotFinite(ticket.refusal)
+        holdings, run = self._holdings, self._holdings.run
+        holdings.begin_to_move(fragment)
+        rule = NoLoCo(run.outer_momentum, run.outer_lr) if run.pattern == "pairs" else None
+        news = PairStep(
+            holdings.forms[fragment],
+            holdings.contents[fragment],
+            (ticket.own, partner),
+            rule,
+            holdings.momentum,
+            holdings.homes(fragment),
+            holdings.roles,
+        )
+        refused = f"{ticket.refusal}, so it was not published: lower the learning rate" if ticket.refusal else ""
+        return self._agreed(
+            fragment, ticket.turn, news, counted=not refused, refused=refused, watched=self._watched(ticket)
+        )
+
+    def _watched(self, ticket: PairTicket) -> Watched:
+        """How far the two anchors are apart: the variance between them, ‖φ_i − φ_j‖²/4."""
+        assert ticket.own is not None
+        own = self._holdings.contents[ticket.fragment].reader(ticket.own.delta).tensors()
+        norm = math.sqrt(sum(sum_of_squares(values) for values in own.values() if values.numel()))
+        if ticket.partner is None:
+            return Watched(pseudo_grad_norm=norm)
+        pairs = [(ticket.own.anchor[n].reshape(-1), ticket.partner.anchor[n].reshape(-1)) for n in own]
+        apart = sum(sum_of_squares(ours - theirs) for ours, theirs in pairs if ours.numel())
+        return Watched(pseudo_grad_norm=norm, weight_divergence=apart / 4.0)
+
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> PairTicket:
+        assert isinstance(ticket, PairTicket)
+        ticket.stuck_after_s = stuck_after_s
+        return ticket
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        digest = agreed.news.digest if isinstance(agreed.news, PairStep) else agreed.anchor_hash
+        self._rest(agreed.fragment, agreed.version, digest)
+        return None
+
+    # --- what must not be forgotten -----------------------------------------------------------------------------------
+
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
+        return {
+            "pairs": True,
+            **self._holdings.state_dict(),
+            "feedback": self._feedback.state_dict(under_way),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "pairs" not in state:
+            raise ConfigError("the state was not saved with this pattern: load it where it was saved")
+        self._holdings.load_state_dict(state)
+        self._feedback.load_state_dict(state["feedback"])
+
+
+__all__ = ["PairsTopology"]

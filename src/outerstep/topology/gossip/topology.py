@@ -1,0 +1,276 @@
+"""Contributions become agreements among peers that nobody is in the middle of, and of which some may fail or lie.
+
+Each peer offers what it learned to all others. They decide which contributions a round is made of (coordination/gossip,
+carried by node/node.py), read those in the order of the peers' ids, combine them by the run's rule (combined.py), and
+take the outer step each on its own copy, with arithmetic that gives the same bits on every machine (stepped.py). The
+next contribution names the hash of the anchor it started from: whoever got somewhere else is not counted, sees that,
+and takes the others' anchor.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ...errors import ConfigError, ExchangeFailed, NotFinite, PeerLost, PlanMismatch, RoundStuck, WorkerError
+from ...statements import ChainState
+from ...types import Manifest, Wishes
+from ..encode import Encoded
+from ..pending import Begun
+from ..protocol import Agreed, Contribution, Joined, Sight, Ticket
+from ..stepped import Stepped
+from .base import LOOK_S, GossipSettings, PeerTopology
+from .fragment_states import Found
+from .node import DecidedRound
+from .steps import Steps
+from .ticket import GossipTicket
+
+log = logging.getLogger(__name__)
+
+LEAST_BEATS = 3  # that a peer must miss to be declared dead
+
+
+class GossipTopology(PeerTopology):
+    def _enter(self, manifest: Manifest, wishes: Wishes) -> Joined:
+        node, holdings = self._node, self._holdings
+        terms, known = self._find_terms(manifest, wishes)
+        if terms.pattern != "all":
+            raise PlanMismatch(
+                f"the run has pattern={terms.pattern}, which a peer must know before it begins",
+                hint=f"start this peer with pattern={terms.pattern!r} (--pattern {terms.pattern})",
+            )
+        beat_s = node.settings.beat_every_s
+        if terms.heartbeat_timeout_s < LEAST_BEATS * beat_s:
+            raise ConfigError(
+                f"heartbeat_timeout must be at least {LEAST_BEATS} beats, got {terms.heartbeat_timeout_s:g} s and a "
+                f"beat every {beat_s:g} s; raise it where the run is founded, or lower heartbeat_interval"
+            )
+        holdings.prepare(terms)
+        loaded, fragments = holdings.loaded, range(len(holdings.forms))
+        versions = loaded.versions if known is None and loaded is not None else ()
+        sizes = [form.up.size_bytes for form in holdings.forms]
+        node.begin(terms.encode(), terms.rules, sizes, self, terms=known, versions=versions)
+        self._settings.announce(node)
+        founding = known is None or self._is_alone(known.state)
+        wholes = [holdings.found(f) if founding else self._fetch(f, after=-1) for f in fragments]
+        anchors = tuple(self._as_agreed(f, whole) for f, whole in enumerate(wholes))
+        if loaded is None:
+            return Joined(node.peer_id, terms.plan, manifest, anchors)
+        self._begins = tuple(self._beside_loaded(f, whole) for f, whole in enumerate(wholes))
+        return Joined(node.peer_id, terms.plan, manifest, anchors, frozenset(fragments))
+
+    def _is_alone(self, state: ChainState) -> bool:
+        """All that is left of a run is this peer and its folder, which keeps what it said and not what it held."""
+        if any(member.key != self._node.key for member in state.members):
+            return False
+        loaded = self._holdings.loaded
+        if any(state.versions) and (loaded is None or loaded.versions != state.versions):
+            raise ConfigError(
+                f"peer_dir {self._node.settings.folder!r} is that of a run at version {max(state.versions)} of which "
+                "nobody else is left, and the weights are not kept there: load a state of that version "
+                "(load_state_dict), or found a new run with an empty peer_dir"
+            )
+        return True
+
+    def _beside_loaded(self, fragment: int, whole: Found) -> Agreed:
+        """A loaded state yields to the run: where that has moved on, what the state had not sent is dropped (it may
+        have been sent and counted after the state was saved)."""
+        names = self._holdings.names(fragment)
+        if self._holdings.is_as_loaded(fragment, whole):
+            return self._agreed(fragment, whole.version, Steps(names), whole.anchor_hash)
+        self._feedback.forget(fragment, names)
+        return self._as_agreed(fragment, whole, counted=True)
+
+    # --- what the node asks, in its own threads -----------------------------------------------------------------------
+
+    def check(self, fragment: int, data: memoryview) -> str:
+        return self._holdings.contents[fragment].check(data)
+
+    def whole(self, fragment: int) -> tuple[int, memoryview] | None:
+        return self._holdings.write(fragment)
+
+    # --- one exchange -------------------------------------------------------------------------------------------------
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GossipTicket:
+        """Encode now (the weights will change); it is checked and offered in the background."""
+        self._begun += 1
+        ticket = GossipTicket(contribution, self._begun, stuck_after_s, self._look)
+        payload = self._encode(contribution, ticket.sequence)
+        base_hash = self._holdings[contribution.fragment].anchor_hash
+        self._thread.submit(lambda: self._offer(ticket, contribution, payload, base_hash))
+        return ticket
+
+    def _offer(self, ticket: GossipTicket, contribution: Contribution, payload: Encoded, base_hash: str) -> None:
+        """In the carrying thread."""
+        try:
+            data, ticket.refusal = self._check_own(contribution.fragment, payload)
+            offered = self._node.offer(
+                contribution.fragment,
+                data,
+                base_version=contribution.base_version,
+                base_hash=base_hash,
+                steps=0 if ticket.refusal else contribution.steps,
+                samples=0 if ticket.refusal else contribution.samples,
+                tokens=0 if ticket.refusal else contribution.tokens,
+            )
+            ticket.offered_sequence = 0 if offered is None else offered.sequence
+        except BaseException as error:  # noqa: BLE001 - it surfaces in finish(), in the training thread
+            ticket.error = error
+        finally:
+            ticket.is_offered.set()
+
+    def _look(self, ticket: GossipTicket, timeout_s: float) -> Sight:
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            over = self._is_over(ticket)
+            if over is not None:
+                return over
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0.0:
+                break
+            if not ticket.is_offered.is_set():
+                ticket.is_offered.wait(min(left_s, LOOK_S))
+            else:
+                self._node.watch(min(left_s, LOOK_S))
+        with self._node.lock:
+            peer, now = self._node.peer, time.monotonic()
+            wanted = frozenset((f, v) for f, v in peer.rounds_waiting() if f != ticket.fragment)
+            return Sight(done=False, wanted=wanted, waiting_for=peer.waiting_for(ticket.fragment, now))
+
+    def _is_over(self, ticket: GossipTicket) -> Sight | None:
+        if ticket.error is None:
+            ticket.error = self._trouble(ticket)
+        if ticket.error is not None:
+            return Sight(done=True)
+        if not ticket.is_offered.is_set():
+            return None
+        version = ticket.base_version + 1
+        decided = self._node.round_of(ticket.fragment, version)
+        if decided is not None:
+            return Sight(done=True, missed=not self._counts(ticket, decided))
+        return Sight(done=True, missed=True) if self._node.is_lost(ticket.fragment, version) else None
+
+    def _trouble(self, ticket: GossipTicket) -> WorkerError | None:
+        """What makes waiting vain."""
+        with self._node.lock:
+            peer, now = self._node.peer, time.monotonic()
+            if peer.is_expelled:
+                return PeerLost(
+                    f"the others have excluded this peer ({self._node.peer_id}): it is proven to have signed two "
+                    "things that exclude each other. Was its folder (peer_dir) copied, or restored from a backup? "
+                    "Start it under another worker_id with an empty folder"
+                )
+            if not peer.is_short_of_peers(now):
+                ticket.short_since = None
+                return None
+            ticket.short_since = now if ticket.short_since is None else ticket.short_since
+            if ticket.stuck_after_s is not None and now - ticket.short_since > ticket.stuck_after_s:
+                return RoundStuck(f"fragment {ticket.fragment} waits for {peer.waiting_for(ticket.fragment, now)}")
+        return None
+
+    def _counts(self, ticket: GossipTicket, decided: DecidedRound) -> bool:
+        own = (self._node.peer_id, ticket.offered_sequence)
+        return own in [(peer_id, offered.sequence) for peer_id, offered, _ in decided.contributions]
+
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
+        if isinstance(ticket, Begun):
+            return ticket.agreed
+        assert isinstance(ticket, GossipTicket)
+        while not self._look(ticket, LOOK_S).done:
+            pass
+        if ticket.error is not None:
+            raise ticket.error
+        if ticket.refusal and not reload:
+            self._feedback.settle(ticket.fragment, ticket.sequence, counted=False)
+            raise ExchangeFailed("this peer's own contribution cannot be used") from NotFinite(self._reproach(ticket))
+        return self._take_over(ticket)
+
+    def _reproach(self, ticket: GossipTicket) -> str:
+        if not ticket.refusal:
+            return ""
+        return f"{ticket.refusal}, so it was not offered: lower the learning rate, or clip the gradients"
+
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GossipTicket:
+        """It goes on by itself, whatever became of the wait for it."""
+        assert isinstance(ticket, GossipTicket)
+        ticket.stuck_after_s, ticket.short_since = stuck_after_s, None
+        if isinstance(ticket.error, RoundStuck):
+            ticket.error = None
+        return ticket
+
+    # --- what was agreed ----------------------------------------------------------------------------------------------
+
+    def _take_over(self, ticket: GossipTicket) -> Agreed:
+        """All rounds that are decided and here, as one piece of news; or the whole, if they do not lead on from the
+        anchor that is held."""
+        fragment, held = ticket.fragment, self._holdings.begin_to_move(ticket.fragment)
+        steps: list[tuple[str, Stepped]] = []
+        counted, version, last = False, ticket.base_version, None
+        while (decided := self._node.round_of(fragment, version + 1)) is not None:
+            base_hash = decided.block.base_hash
+            if version == held.version and base_hash != held.anchor_hash:
+                log.warning(
+                    "fragment %d version %d: the others hold another anchor (%s) than this peer (%s); taking theirs",
+                    *(fragment, version, base_hash, held.anchor_hash),
+                )
+                return self._take_whole(ticket, counted=False)
+            last = self._holdings.combine(fragment, decided, self._node.peer.run_id, self._node.peer_id)
+            if last.frame is not None:
+                steps.append((base_hash, self._holdings.step(fragment, last.frame)))
+                counted = counted or self._counts(ticket, decided)
+            version += 1
+        if last is None:
+            return self._take_whole(ticket, counted=self._is_counted_in_lost(ticket))
+        self._feedback.settle(fragment, ticket.sequence, counted=counted)
+        return self._agreed(
+            fragment,
+            version,
+            Steps(self._holdings.names(fragment), steps),
+            counted=counted,
+            refused=self._reproach(ticket),
+            participants=last.participants,
+            watched=last.watched,
+        )
+
+    def _is_counted_in_lost(self, ticket: GossipTicket) -> bool:
+        """Its bytes are gone, but what was decided is known."""
+        with self._node.lock:
+            taken = self._node.rounds.find(ticket.fragment, ticket.base_version + 1)
+            key = self._node.peer.member.key
+        if taken is None or not ticket.offered_sequence:
+            return False
+        return any(signed.author == key for signed in taken.block.offers)
+
+    def _take_whole(self, ticket: GossipTicket, *, counted: bool) -> Agreed:
+        self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
+        whole = self._fetch(ticket.fragment, after=ticket.base_version)
+        return self._as_agreed(ticket.fragment, whole, counted=counted, refused=self._reproach(ticket))
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        fragment, before = agreed.fragment, self._holdings[agreed.fragment].version
+        if not intact:
+            log.warning("fragment %d: the anchor is not the others'; taking theirs", fragment)
+            return self._as_agreed(fragment, self._fetch(fragment, after=agreed.version - 1))
+        digest = agreed.news.digest if isinstance(agreed.news, Steps) else agreed.anchor_hash
+        self._rest(fragment, agreed.version, digest)
+        for version in range(before + 1, agreed.version + 1):
+            self._node.release(fragment, version)
+        return None
+
+    # --- what must not be forgotten -----------------------------------------------------------------------------------
+
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
+        """Anchor and momentum too: a run can be founded from it."""
+        kept = {**self._holdings.state_dict(), **self._holdings.rounds_dict()}
+        return {**kept, "feedback": self._feedback.state_dict(under_way)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "histories" not in state:
+            raise ConfigError("the state was not saved with server_addr='gossip': load it where it was saved")
+        self._holdings.load_state_dict(state)
+        self._feedback.load_state_dict(state["feedback"])
+
+
+__all__ = ["GossipSettings", "GossipTopology"]

@@ -1,0 +1,1 @@
+"""The processes of one torchrun job are one worker of a server."""

@@ -1,0 +1,424 @@
+"""A group of processes whose ranks hold different rows of the parameters (FSDP2) is one worker.
+
+Nothing gathers the whole model. Every rank has its own way to the server and speaks for the same worker:
+
+    contribute   each rank sends its rows as one section of the contribution (wire/sections.py), all under one key;
+                 rank 0 commits when the server misses nothing. The server is where they meet.
+    agree        rank 0 hears of the agreement and tells the others.
+    fetch        each rank fetches the parts that cover its rows, of the whole anchor or of the updates that lead to it.
+                 If the server holds them no longer, all try the newest: either every rank takes a version over, or none
+                 does. Taking it over, each compares the hash of its rows with the one that the agreement names for its
+                 section.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...coordination.worker.exchange import Share
+from ...coordination.worker.fetch import Piece
+from ...core.codecs import FP32, Codec
+from ...core.watch import as_seen_by
+from ...digest import Parts
+from ...errors import ExchangeFailed, ModelError, Superseded
+from ...types import Agreement, Join, JoinAnswer, Manifest, Offer, Plan, Wishes
+from ...wire.frames import Entry, Layout
+from ...wire.sections import rows_of, section_layout
+from ..encode import Excerpt
+from ..news import Cutter, Extent, News, Updates, Whole, covering, leads_on
+from ..payload import Payload
+from ..protocol import Agreed, Contribution, Joined, Orders, Ticket
+from ..server.courier import Courier
+from ..server.saved import unpack_offer
+from ..server.ticket import ServerTicket
+from ..server.topology import ServerTopology
+from .ranks import Ranks
+from .topology import Amount, Facts, GroupTicket, GroupTopology, check_same_model, of_all
+
+VERSIONS_TRIED = 8  # who is overtaken so often is too slow to ever catch up
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What this rank holds: section `section` of `sections` of the tensors in `names`, and all of every other one."""
+
+    sections: int
+    section: int
+    names: frozenset[str]
+
+
+class Entered(msgspec.Struct, frozen=True):
+    """How rank 0 joined, and the newest agreement of every fragment."""
+
+    join: Join
+    answer: JoinAnswer
+    agreements: tuple[Agreement, ...]
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """What the exchange came to, as rank 0 knows it."""
+
+    agreement: Agreement
+    counted: bool
+    too_old: bool
+    plan: Plan
+    counted_in: int = 0
+    steps_lost: int = 0
+
+
+class Seat(msgspec.Struct, frozen=True):
+    sections: int
+    section: int
+
+
+class ShardedTopology:
+    """`inner`: this rank's own way to the server. All ranks have the same worker id, instance and host name."""
+
+    def __init__(self, ranks: Ranks, inner: ServerTopology, shards: Shards) -> None:
+        self._ranks = ranks
+        self._inner = inner
+        self._shards = shards
+        self._speaker = GroupTopology(ranks, inner if ranks.rank == 0 else None)
+        self._owners = _find_owners(ranks, shards)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
+        assert manifest is not None
+        check_same_model(self._ranks, manifest)
+        self._shapes = {spec.name: spec.shape for spec in manifest.parameters}
+        entered = self._ranks.tell(lambda: self._enter(manifest, wishes), Entered)
+        if self._ranks.rank != 0:
+            self._inner.follow(entered.join, entered.answer)
+        plan = entered.answer.plan
+        settled = [Settled(agreement, counted=False, too_old=False, plan=plan) for agreement in entered.agreements]
+        anchors = tuple(self._take(one) for one in settled)
+        return Joined(entered.join.worker_id, plan, entered.answer.manifest, anchors, self._inner.overtaken)
+
+    def _enter(self, manifest: Manifest, wishes: Wishes) -> Entered:
+        tickets = self._inner.introduce(manifest, wishes, self._listening)
+        for ticket in tickets:
+            ticket.join()
+        session = self._inner.session
+        return Entered(session.join_request, session.joined, tuple(t.outcome().agreement for t in tickets))
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        self._speaker.heartbeat(step, steps_per_second, loss)
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        return self._speaker.orders(at_exchange=at_exchange)
+
+    def leave(self, reason: str) -> None:
+        self._speaker.leave(reason)
+        if self._ranks.rank != 0:
+            self._inner.close()
+
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
+        """This rank's own."""
+        return self._inner.state_dict(under_way)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    def pack(self, ticket: Ticket) -> dict[str, Any]:
+        """What this rank sends of it; a rank that sends nothing remembers nothing."""
+        assert isinstance(ticket, GroupTicket)
+        return self._inner.pack(ticket.own) if ticket.own is not None else {}
+
+    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> GroupTicket:
+        made = self._ranks.check(lambda: self._unpack(fragment, packed) if self._takes_part else None)
+        offer, payload = made or (None, None)
+        ticket = self._carry(fragment, offer, payload, None, lambda payload, up: None)
+        if late and isinstance(ticket.own, ServerTicket):
+            self._inner.unconfirmed.put_off(ticket.own)
+        return ticket
+
+    def _unpack(self, fragment: int, packed: Mapping[str, Any]) -> tuple[Offer, Payload]:
+        offer = unpack_offer(packed, self._inner.session.head, fragment)
+        return offer, self._inner.unpack_payload(packed, self._up(fragment), self._ours(offer).start)
+
+    def catch_up(self, fragment: int) -> GroupTicket:
+        """Rank 0 hears of it; each fetches its rows."""
+        speaks = self._ranks.rank == 0
+        own = self._ranks.check(lambda: self._inner.catch_up(fragment, self._listening) if speaks else None)
+        return GroupTicket(fragment, self._ranks, own, claims=fragment in self._inner.overtaken)
+
+    # --- contributing ---------------------------------------------------------------------------------------------
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
+        """Everybody offers the same at once, and sends its rows while it encodes them."""
+        fragment = contribution.fragment
+        amounts = self._ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
+        sizes = tuple(self._layout(fragment, section).size_bytes for section in range(self._shards.sections))
+        offer = self._inner.outgoing.make_offer(of_all(contribution, amounts), sizes)
+        payload = None
+        if self._takes_part:
+            payload = self._inner.outgoing.new_payload(contribution.deltas, self._up(fragment), self._ours(offer).start)
+
+        def encode(payload: Payload, up: Layout) -> None:
+            self._inner.outgoing.encode(contribution, offer.sequence, payload, up, self._excerpts(fragment))
+
+        return self._carry(fragment, offer, payload, stuck_after_s, encode)
+
+    def _carry(
+        self,
+        fragment: int,
+        offer: Offer | None,
+        payload: Payload | None,
+        stuck_after_s: float | None,
+        write: Callable[[Payload, Layout], None],
+    ) -> GroupTicket:
+        """This rank's part of it, if it has one; then all know all hashes."""
+        if offer is None or payload is None:
+            self._ranks.gather(tuple, tuple[str, ...])
+            return GroupTicket(fragment, self._ranks, None)
+        share = Share(self._shards.sections, self._ours(offer), speaks=self._ranks.rank == 0)
+        own = self._inner.carry(offer, payload, stuck_after_s if share.speaks else None, share)
+        with own.cancelled_on_error():
+            told = self._ranks.gather(lambda: self._write(fragment, payload, share.parts, write), tuple[str, ...])
+        parts = self._parts(offer)
+        for section, owner in enumerate(self._owners):
+            for part, part_hash in zip(parts.of_section(section), told[owner], strict=True):
+                payload.tell(part, part_hash)
+        return GroupTicket(fragment, self._ranks, own)
+
+    def _write(
+        self, fragment: int, payload: Payload, parts: range, write: Callable[[Payload, Layout], None]
+    ) -> tuple[str, ...]:
+        """Our section; says its parts' hashes."""
+        up = self._up(fragment)
+        if up is not None:
+            write(payload, up)
+            payload.wait()
+        return payload.hashes(parts)
+
+    def _parts(self, offer: Offer) -> Parts:
+        return Parts(offer.section_bytes, self._inner.session.joined.plan.part_size_bytes)
+
+    def _ours(self, offer: Offer) -> range:
+        return self._parts(offer).of_section(self._shards.section) if self._owns else range(0)
+
+    def _up(self, fragment: int) -> Layout | None:
+        return self._layout(fragment, self._shards.section) if self._owns else None
+
+    def _layout(self, fragment: int, section: int) -> Layout:
+        """Of a section's frame. A tensor that every rank holds whole is sent in shares all the same."""
+        form = self._inner.forms[fragment]
+        tensors = [(e.name, e.shape, form.rules[e.name].codec.encoded_bytes) for e in form.up.entries]
+        return section_layout(form.up.header.codec, tensors, self._shards.sections, section)
+
+    def _excerpts(self, fragment: int) -> dict[str, Excerpt]:
+        found: dict[str, Excerpt] = {}
+        for entry in self._inner.forms[fragment].up.entries:
+            first = rows_of(entry.shape, self._shards.sections, self._shards.section).first_value
+            found[entry.name] = Excerpt(whole=first, held=0 if entry.name in self._shards.names else first)
+        return found
+
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
+        assert isinstance(ticket, GroupTicket)
+        again = self._inner.resume(ticket.own, stuck_after_s=stuck_after_s) if ticket.own is not None else None
+        return GroupTicket(ticket.fragment, self._ranks, again)
+
+    # --- taking over ----------------------------------------------------------------------------------------------
+
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
+        """Ranks that hold different rows do not reload: a contribution without use is an error on all of them."""
+        assert isinstance(ticket, GroupTicket)
+        ours = self._ranks.check(lambda: self._settle(ticket))
+        settled = self._ranks.tell(lambda: _known(ours), Settled)
+        if ticket.own is not None:
+            assert isinstance(ticket.own, ServerTicket)
+            self._inner.outgoing.settle(ticket.own, counted=settled.counted)
+        elif ticket.claims and settled.counted:
+            self._inner.outgoing.owe_nothing(ticket.fragment)
+        agreed = self._take(settled)
+        if ticket.own is None:
+            return agreed
+        self._inner.unconfirmed.settle(ticket.own, agreed)
+        courier = ticket.own.courier
+        return replace(
+            agreed, bytes_sent=courier.bytes_sent, retries=courier.exchange.retries, rejoins=courier.exchange.rejoins
+        )
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """What went wrong on one rank is mended on all."""
+        if all(self._ranks.gather(lambda: intact, bool)):
+            return self._inner.confirm(agreed, True)
+        newest = self._ranks.tell(lambda: self._newest(agreed.fragment), Agreement)
+        return self._take(Settled(newest, counted=False, too_old=False, plan=agreed.plan))
+
+    def _settle(self, ticket: GroupTicket) -> Settled | None:
+        """Rank 0 knows what it came to. The others have sent their parts, or are not needed any more; if one could
+        not, that is what it came to."""
+        own = ticket.own
+        if own is None:
+            return None
+        assert isinstance(own, ServerTicket)
+        if self._ranks.rank == 0 and not ticket.failed:
+            own.join()
+        if not own.wait(0.0):
+            own.cancel()
+            return None
+        outcome = own.outcome()
+        plan = self._inner.session.joined.plan
+        lost = self._inner.unconfirmed.steps_lost(own)
+        return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in, lost)
+
+    def _take(self, settled: Settled) -> Agreed:
+        """Fetch our rows of the agreement. If that does not lead on from the anchor that we hold (which is the same for
+        all ranks), or if one of them came too late for it, all take the whole of the newest."""
+        agreement = settled.agreement
+        fits = leads_on(agreement, self._inner.told(agreement.fragment))
+        for _ in range(VERSIONS_TRIED):
+            fetched = self._ranks.check(lambda: self._fetch(agreement) if fits else None)  # noqa: B023 - at once
+            if all(self._ranks.gather(lambda: fetched is not None, bool)):  # noqa: B023
+                assert fetched is not None
+                return Facts(
+                    agreement.fragment,
+                    agreement.version,
+                    settled.counted,
+                    settled.too_old,
+                    agreement.anchor_hash,
+                    agreement.participants,
+                    settled.plan,
+                    bytes_received=fetched.bytes_received,
+                    counted_in=settled.counted_in,
+                    steps_lost=settled.steps_lost,
+                    watched=as_seen_by(self._inner.session.join_request.worker_id, agreement),
+                ).with_news(fetched.news)
+            agreement = self._ranks.tell(lambda: self._newest(agreement.fragment), Agreement)  # noqa: B023
+            fits = leads_on(agreement, None)
+        raise ExchangeFailed(
+            f"fragment {agreement.fragment}: {VERSIONS_TRIED} versions were replaced before all ranks had fetched "
+            "theirs; exchange less often, or in more fragments"
+        )
+
+    def _newest(self, fragment: int) -> Agreement:
+        ticket = self._inner.ask(fragment, self._listening)
+        ticket.join()
+        return ticket.outcome().agreement
+
+    def _fetch(self, agreement: Agreement) -> _Fetched | None:
+        """Our rows of this version, or of what leads there; None if the server holds that no longer."""
+        form, count = self._inner.forms[agreement.fragment], len(agreement.payloads)
+        is_whole = any(payload.kind == "full" for payload in agreement.payloads)
+        layout = form.full if is_whole else form.update
+        codecs = dict.fromkeys(form.codecs, FP32) if is_whole else form.codecs
+        if agreement.size_bytes != count * layout.size_bytes or len(agreement.range_hashes) != self._shards.sections:
+            raise ExchangeFailed(
+                f"the server announces {agreement.size_bytes} bytes and {len(agreement.range_hashes)} ranges for "
+                f"fragment {agreement.fragment}; it has {count * layout.size_bytes} and {self._shards.sections}"
+            )
+        places = {entry.name: self._place(entry, layout, codecs[entry.name]) for entry in layout.entries}
+        size = self._inner.session.joined.plan.part_size_bytes
+        parts = sorted({part for begin, end in places.values() for part in range(begin // size, -(-end // size))})
+        pieces = tuple(Piece(i, part) for i in range(count) for part in parts)
+        courier = self._get(agreement, pieces) if pieces else None
+        if pieces and courier is None:
+            return None
+        cutters = [_cutter(courier, i) for i in range(count)]
+        frames = courier.frames if courier is not None else ()
+        extents = {entry.name: self._extent(entry) for entry in layout.entries}
+        proof = agreement.range_hashes[self._shards.section]
+        if not is_whole:
+            return _Fetched(Updates(cutters, layout, codecs, proof, extents, frames), courier)
+        values = {name: cutters[0](*place).view(torch.float32) for name, place in places.items()}
+        shaped = {name: values[name].view(self._shape(name)) for name in values}
+        return _Fetched(Whole(shaped, proof, extents, frames), courier)
+
+    def _get(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> Courier | None:
+        ticket = self._inner.fetch(agreement, pieces)
+        ticket.join()
+        try:
+            ticket.outcome()
+        except ExchangeFailed as failure:
+            if isinstance(failure.__cause__, Superseded):
+                return None
+            raise
+        return ticket.courier
+
+    def _place(self, entry: Entry, layout: Layout, codec: Codec) -> tuple[int, int]:
+        """Where in a frame the codec's blocks are that cover what we hold of a tensor. Nowhere: (0, 0)."""
+        extent, numel = self._extent(entry), math.prod(self._shape(entry.name))
+        if numel == 0:
+            return 0, 0
+        first, last = covering(codec, extent.first, extent.first + numel, math.prod(entry.shape))
+        offset = layout.data_begin + entry.begin
+        return offset + codec.encoded_bytes(first), offset + codec.encoded_bytes(last)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of what we hold."""
+        whole = self._shapes[name]
+        is_cut = name in self._shards.names
+        return rows_of(whole, self._shards.sections, self._shards.section).shape if is_cut else whole
+
+    def _extent(self, entry: Entry) -> Extent:
+        """The hash is over our section's rows, also of the tensors that we hold whole."""
+        rows = rows_of(entry.shape, self._shards.sections, self._shards.section)
+        if entry.name in self._shards.names:
+            return Extent(first=rows.first_value)
+        return Extent(hashed=range(rows.first_value, rows.first_value + rows.numel))
+
+    @property
+    def _owns(self) -> bool:
+        """Do we send our section? (Of several ranks that hold the same rows, the lowest does.)"""
+        return self._owners[self._shards.section] == self._ranks.rank
+
+    @property
+    def _takes_part(self) -> bool:
+        return self._owns or self._ranks.rank == 0
+
+    @property
+    def _listening(self) -> Share:
+        return Share(self._shards.sections, range(0), speaks=True)
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    news: News
+    courier: Courier | None
+
+    @property
+    def bytes_received(self) -> int:
+        return self.courier.bytes_received if self.courier is not None else 0
+
+
+def _cutter(courier: Courier | None, payload: int) -> Cutter:
+    """Bytes of a frame of which only some parts were fetched."""
+    if courier is None:
+        return lambda begin, end: torch.empty(0, dtype=torch.uint8)
+    data = torch.frombuffer(courier.frames[payload], dtype=torch.uint8)
+
+    def cut(begin: int, end: int) -> Tensor:
+        offset = courier.place(payload, begin) if end > begin else 0
+        return data[offset : offset + end - begin]
+
+    return cut
+
+
+def _known(settled: Settled | None) -> Settled:
+    assert settled is not None, "rank 0 has a part in every exchange"
+    return settled
+
+
+def _find_owners(ranks: Ranks, shards: Shards) -> list[int]:
+    """Per section, the rank that sends it."""
+    seats = ranks.gather(lambda: Seat(shards.sections, shards.section), Seat)
+    held = [seat.section for seat in seats]
+    if {seat.sections for seat in seats} != {shards.sections} or set(held) != set(range(shards.sections)):
+        raise ModelError(
+            f"the ranks hold sections {held} of {shards.sections}: all must shard over the same mesh, and the ranks of "
+            "this job must hold all of the model"
+        )
+    return [held.index(section) for section in range(shards.sections)]
+
+
+__all__ = ["ShardedTopology", "Shards"]

@@ -1,0 +1,177 @@
+"""How contributions become an agreement. One protocol, one small file per way:
+
+    joined = topology.join(manifest, wishes)
+    ticket = topology.begin(contribution)      # returns at once, training may go on
+    agreed = topology.finish(ticket)           # waits
+    repair = topology.confirm(agreed, intact)  # its news were taken over, and this came of it
+
+`server.py` asks a parameter server. The worker knows nothing else of how its peers are reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..types import Manifest, Participant, Plan, Watched, Wishes
+from .news import News, Whole
+
+
+class Deltas(Protocol):
+    """Pseudo-gradients that are made when they are asked for."""
+
+    def block(self, name: str, start: int, stop: int) -> Tensor:
+        """Δ[start:stop], flat fp32; not to be changed, and gone with the next call."""
+
+    def device(self, name: str) -> torch.device:
+        """Where it comes from."""
+
+    def home(self, name: str) -> torch.device:
+        """Where what belongs to this tensor is kept."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a worker offers for one fragment. `oldest_base`: the version under its oldest unsent step."""
+
+    fragment: int
+    base_version: int
+    oldest_base: int
+    steps: int
+    samples: int
+    tokens: int
+    deltas: Deltas | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What it gets back: news of the newest anchor, and whether the contribution counts in it or in a round still
+    open."""
+
+    fragment: int
+    version: int
+    counted: bool
+    too_old: bool
+    news: News
+    anchor_hash: str
+    participants: tuple[Participant, ...]
+    bytes_sent: int
+    bytes_received: int
+    retries: int
+    rejoins: int
+    plan: Plan  # of the run, as it is now
+    counted_in: int = 0  # the version that holds the contribution; above `version` if it was late
+    refused: str = ""  # why the contribution never will: what it was made of is to be given up for the anchor
+    steps_lost: int = 0  # of a late contribution that a restarted server had forgotten, and would not have again
+    watched: Watched | None = None  # how the round went (core/watch.py)
+    also: tuple[Agreed, ...] = ()  # of other fragments, which a healed replica gets all at once: to be taken over first
+
+    @property
+    def anchor(self) -> Mapping[str, Tensor]:
+        """By name, fp32 in host memory. For who confirms nothing, and therefore is always sent the whole."""
+        assert isinstance(self.news, Whole), "only what changed was sent"
+        return self.news.checked()
+
+
+@dataclass(frozen=True)
+class Orders:
+    """`sync_every`: this worker's own H, if it is to differ from the plan's. `drain`, `sync`: why to contribute and
+    leave, or to contribute, now ("" = no)."""
+
+    sync_every: int | None = None
+    drain: str = ""
+    sync: str = ""
+
+
+@dataclass(frozen=True)
+class Joined:
+    worker_id: str
+    plan: Plan
+    manifest: Manifest  # the run's
+    anchors: tuple[Agreed, ...]  # per fragment; none with a loaded state (`Topology.catch_up`)
+    overtaken: frozenset[int] = frozenset()  # fragments with later contributions than the loaded state knows of
+    work: tuple[int, int, int] = (0, 0, 0)  # steps, samples and tokens before, of the one it was healed from
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How an exchange stands. `wanted`: (fragment, version) of other rounds that wait for this worker; `waiting_for`:
+    what its own round waits for, in words; `silent_s`: for how long nobody has answered; `missed`: it is over, and its
+    round closed without it."""
+
+    done: bool
+    wanted: frozenset[tuple[int, int]] = frozenset()
+    waiting_for: str = ""
+    silent_s: float = 0.0
+    missed: bool = False
+
+
+class Ticket(Protocol):
+    """An exchange under way."""
+
+    @property
+    def fragment(self) -> int: ...
+
+    @property
+    def failed(self) -> bool:
+        """Did it end without an agreement?"""
+
+    def look(self, timeout_s: float) -> Sight:
+        """How it stands, when it is over or after `timeout_s`."""
+
+    def cancel(self) -> None: ...
+
+
+class Topology(Protocol):
+    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined: ...
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> Ticket:
+        """`stuck_after_s`: give up when too few workers are alive for the round to close for so long. It is given with
+        a worker's last contribution, and then the worker stays for the very round that holds it."""
+
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
+        """`reload`: if the other side has no use for the contribution (NaN, absurd values, quarantine), that is no
+        error: the newest anchor comes back whole, and says why (`refused`)."""
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """The news were taken over; `intact`: the anchor has the agreed hash. None: so it is everywhere, and the next
+        news may build on it. Else it is mended: by the whole of the newest anchor, to be rebased on."""
+
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> Ticket:
+        """Carry an exchange on that failed, or is to have another limit, under the same key: whether it counted is
+        settled by asking again."""
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """A sign of life; whatever comes back is for `orders`."""
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        """What the other side asks of this worker, for the training thread to carry out. Asked after every step;
+        `at_exchange` says that this step exchanged something, so that processes which train in step may confer."""
+
+    def leave(self, reason: str) -> None: ...
+
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
+        """What this process must not forget if it is started anew, beside the contributions under way (`pack`): of
+        these fragments there is one that is awaited."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before it joins."""
+
+    def pack(self, ticket: Ticket) -> dict[str, Any]:
+        """A contribution under way, as plain values."""
+
+    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> Ticket | None:
+        """Carry it on in another process, under the same key and with the same bytes. After it has joined. `late`: it
+        was said to count in a round to come, so it goes along with the fragment's next exchange. None: it never counted
+        and never will; its steps are unsent."""
+
+    def catch_up(self, fragment: int) -> Ticket:
+        """With a loaded state: what leads from its anchor to the newest. Where the state is overtaken, the agreement
+        that holds the last contribution is waited for, and said to be counted."""
+
+
+__all__ = ["Agreed", "Contribution", "Deltas", "Joined", "Orders", "Sight", "Ticket", "Topology"]

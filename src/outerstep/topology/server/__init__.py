@@ -1,0 +1,1 @@
+"""Contributions become agreements at a parameter server."""

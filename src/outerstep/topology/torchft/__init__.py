@@ -1,0 +1,1 @@
+"""Replica groups that come and go, by torchft's quorums."""

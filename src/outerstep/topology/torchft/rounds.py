@@ -1,0 +1,425 @@
+"""A round of a torchft run, as one replica goes through it in its carrying thread:
+
+    meet       the Manager's quorum; who is behind comes out of it healed, with the state of one who is not
+    tell       everybody says what it brings, and the digest of where it stands
+    reduce     the contributions to the fragment whose turn it is, to one mean with the same bytes everywhere
+               (reduce.py); who brings none (it joins, or was just healed) is sent the mean
+    vote       the Manager's: a round counts for a replica when all its processes hold the mean
+
+A vote that fails leaves everything as it was, and the same bytes are offered to the next quorum. Votes are taken by
+each replica alone, so one may have a round that another has not: that other one is then behind, is healed at the next
+quorum, and reads in the state which of its contributions counted. Nothing is lost by that, and nothing counts twice.
+
+A Δ is the same from whichever anchor: local moves along when the anchor does. So a contribution made before a healing
+is still right after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...core.codecs import Dither
+from ...core.views import fp32_views
+from ...core.watch import watched
+from ...digest import data_hash
+from ...errors import AnchorsDiffer, ModelError, WorkerError
+from ...types import Participant, Watched
+from ..encode import Encoded
+from ..forms import forms_of
+from ..news import News, Updates, Whole, anchor_hash, cuts
+from ..reduce import Mean, Reducer, down_rules, runs_of
+from ..stepped import Momentum, Stepped
+from ..terms import Header, Rank, check_pair, weights_of
+from .process_groups import Lines
+from .quorum import Crew, Quorum, TorchftSettings
+from .state import NOTHING, Offer, Standing, copies, held_here, odd_ones, read_standing
+
+log = logging.getLogger(__name__)
+
+VOTES = 3  # of one contribution; then training goes on, and its steps go into the next
+CHUNK_BYTES = 64 << 20  # of the first weights, on their way through a GPU
+
+
+@dataclass
+class Brought:
+    """What a replica comes to a quorum with; who joins, with nothing. The payload is encoded while the quorum forms:
+    `fill` says that it is there, or why its values are worthless (`refused`), or that there will be none."""
+
+    fragment: int
+    sequence: int
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+    payload: Encoded | None = None
+    refused: str = ""
+    squares: float = 0.0  # Σ Δ²
+    _error: BaseException | None = None
+    _filled: threading.Event = field(default_factory=threading.Event)
+
+    def fill(
+        self,
+        payload: Encoded | None,
+        refused: str = "",
+        squares: float = 0.0,
+        error: BaseException | None = None,
+    ) -> None:
+        self.payload, self.refused, self.squares, self._error = payload, refused, squares, error
+        self._filled.set()
+
+    def wait(self) -> None:
+        if not self.joins:
+            self._filled.wait()
+        if self._error is not None:
+            raise ModelError(f"the contribution could not be encoded: {self._error}") from self._error
+
+    @property
+    def joins(self) -> bool:
+        return self.fragment == NOTHING
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What it came to: whether the contribution counted, and the news, by fragment, in the order to take them over."""
+
+    counted: bool
+    news: Mapping[int, News]
+    participants: tuple[Participant, ...] = ()
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    watched: Watched | None = None  # of what this process holds
+
+
+@dataclass
+class Seat:
+    """A rank among those who reduce."""
+
+    rank: int
+    size: int
+    labels: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What came of the meeting, before the vote. `active`: who contributed."""
+
+    turn: int
+    mean: Mean | None
+    active: tuple[Offer, ...] = ()
+    weights: tuple[float, ...] = ()
+    counted: bool = False
+    founds: bool = False  # the run begins with it
+
+
+class Rounds:
+    """Used by the carrying thread alone, and between two rounds by the training thread."""
+
+    def __init__(
+        self, own: Rank, instance: str, settings: TorchftSettings, lines: Lines, tensors: Mapping[str, Tensor]
+    ) -> None:
+        manifest = held_here(own.manifest, tensors)
+        self.own, self.plan = own, own.plan
+        self.forms = forms_of(own.plan, manifest)
+        self.standing = Standing.fresh(len(own.plan.fragments))
+        self.ahead: dict[str, Tensor] | None = None  # anchors in host memory that the replica has not taken over yet
+        self.momentum = Momentum()
+        self.homes: dict[str, torch.device] = {}
+        self.healed_from: dict[str, Any] | None = None  # the worker's part of a state
+        self._instance, self._settings = instance, settings
+        self._lines, self._tensors = lines, tensors
+        self._roles = {spec.name: spec.role for spec in own.manifest.parameters}
+        self._down = down_rules(own.plan, manifest)
+        self._reducers: dict[int, tuple[tuple[object, ...], Reducer]] = {}  # and who reduces there
+        run = [own.manifest, own.plan, own.outer]
+        self._terms = data_hash([msgspec.msgpack.encode(run, order="deterministic")])
+        self._offers: list[Offer] = []  # of the last quorum
+
+    # --- one exchange ---------------------------------------------------------------------------------------------
+
+    def run(self, brought: Brought, crew: Crew, look: Callable[[], None]) -> Outcome:
+        """Until it counted or was left out. A few votes may fail; who joins asks until it is in."""
+        failed = 0
+        while True:
+            quorum = crew.meet(look)
+            brought.wait()
+            owed = self._owed()
+            made = self._attempt(brought, crew, quorum)
+            if crew.vote() and made is not None:
+                return self._agree(brought, made)
+            self._put_back(owed)
+            if made is not None and made.founds:
+                self.standing, self.ahead = Standing.fresh(len(self.forms)), None
+            self._lines.drop()  # the others must not wait for us there
+            failed += 1
+            if failed >= VOTES and not brought.joins:
+                log.warning(
+                    "%d votes on fragment %d failed; its steps go into the next round", failed, brought.fragment
+                )
+                return self._left_out(brought)
+            crew.rest()
+
+    def _attempt(self, brought: Brought, crew: Crew, quorum: Quorum) -> Made | None:
+        """None: something broke, which the vote will say."""
+        counted = False
+        try:
+            if quorum.healed is not None and not crew.errored:
+                self._heal(quorum.healed)
+            counted = not brought.joins and self.standing.counts(brought.fragment, self._instance, brought.sequence)
+            return self._meet(brought, crew, counted)
+        except (RuntimeError, OSError, AssertionError) as error:  # torch's and torchft's, of lines that broke
+            log.info("the round failed: %s", error)
+            crew.report(error)
+            return None
+
+    def _meet(self, brought: Brought, crew: Crew, counted: bool) -> Made:
+        self._offers = offers = self._tell(brought, crew, counted)
+        self._check_terms(offers)
+        self._check_standing(offers, crew)
+        founds = all(offer.fresh for offer in offers)
+        if founds:
+            self._found()
+        turn = self.standing.turn
+        active = [rank for rank, offer in enumerate(offers) if offer.fragment == turn]
+        if not active:
+            return Made(turn, None, counted=counted, founds=founds)
+        weights = weights_of([_header(offers[rank]) for rank in active], self._settings.weight_by)
+        mean = self._reduce(turn, active, weights, brought)
+        counted = counted or self._lines.rank in active
+        return Made(turn, mean, tuple(offers[rank] for rank in active), weights, counted)
+
+    def _tell(self, brought: Brought, crew: Crew, counted: bool) -> list[Offer]:
+        idle = counted or bool(brought.refused) or brought.joins
+        own = Offer(
+            worker_id=self.own.worker_id,
+            label=self.own.label,
+            instance=self._instance,
+            run_id=self.own.run_id,
+            terms=self._terms,
+            joins=brought.joins,
+            fresh=self.ahead is None and not self.standing.run_id,
+            digest=self.standing.digest,
+            fragment=NOTHING if idle else brought.fragment,
+            sequence=brought.sequence,
+            steps=brought.steps,
+            samples=brought.samples,
+            tokens=brought.tokens,
+            trouble=crew.errored,
+        )
+        heard = self._lines.exchange(msgspec.msgpack.encode(own), self._settings.transfer_timeout_s)
+        offers = [msgspec.msgpack.decode(one, type=Offer) for one in heard]
+        for offer in offers:
+            if offer.trouble:
+                raise RuntimeError(f"{offer.worker_id} cannot take part: {offer.trouble}")
+        return offers
+
+    def _check_terms(self, offers: Sequence[Offer]) -> None:
+        """Does everybody mean the same run? Who differs from those who were there before says why and ends; they go on
+        without it."""
+        if len({offer.terms for offer in offers}) == 1:
+            return
+        heard = self._lines.exchange(msgspec.msgpack.encode(self.own), self._settings.transfer_timeout_s)
+        judge = next((rank for rank, offer in enumerate(offers) if not offer.joins), 0)
+        first = msgspec.msgpack.decode(heard[judge], type=Rank)
+        check_pair(first, self.own, "two replicas", (f"replica {first.label}", f"replica {self.own.label}"))
+        odd = next(offer for offer in offers if offer.terms != offers[judge].terms)
+        raise RuntimeError(f"replica {odd.label} wants another run, and is left out")
+
+    # --- is it the same everywhere? -------------------------------------------------------------------------------
+
+    def _check_standing(self, offers: Sequence[Offer], crew: Crew) -> None:
+        if not all(offer.fresh for offer in offers):
+            self._judge([offer.digest for offer in offers], crew)
+
+    def compare(self, crew: Crew) -> None:
+        """After a round was taken over: has everybody the same anchors now? Whoever died meanwhile is not waited for;
+        the next meeting compares again."""
+        try:
+            heard = self._lines.exchange(self.standing.digest.encode(), self._settings.quorum_timeout_s)
+        except (RuntimeError, OSError, AssertionError) as error:
+            log.info("the anchors were not compared: %s", error)
+            return
+        try:
+            self._judge([one.decode() for one in heard], crew)
+        except RuntimeError as error:
+            log.info("%s", error)
+
+    def _judge(self, digests: Sequence[str], crew: Crew) -> None:
+        odd = odd_ones(digests)
+        if not odd:
+            return
+        who = " and ".join(self._offers[rank].label for rank in odd)
+        message = f"{who} {'holds' if len(odd) == 1 else 'hold'} other anchors than the rest, at {self._place}"
+        if self._settings.on_divergence == "stop":
+            raise AnchorsDiffer(f"{message}; on_divergence='repair' goes on with what most of them hold")
+        log.warning("%s; healing", message)
+        if self._lines.rank in odd:
+            crew.fall_behind()
+        raise RuntimeError(message)
+
+    @property
+    def _place(self) -> str:
+        return "versions " + ", ".join(map(str, self.standing.versions))
+
+    # --- the mean -------------------------------------------------------------------------------------------------
+
+    def _reduce(self, turn: int, active: list[int], weights: tuple[float, ...], brought: Brought) -> Mean | None:
+        lines = self._lines
+        lines.members = active
+        mean: Mean | None = None
+        if lines.rank in active:
+            assert brought.payload is not None
+            brought.payload.wait()
+            version = self.standing.versions[turn] + 1
+            run_id = self.standing.run_id
+            mean = self._reducer(turn, active).reduce(
+                brought.payload.data, weights, lambda name: Dither.of(run_id, turn, version, name), brought.squares
+            )
+        else:
+            for _ in range(runs_of(self.forms[turn], len(active)) + 1):
+                lines.swap([], [])
+        lines.members = range(lines.size)
+        idle = [rank for rank in lines.members if rank not in active]
+        if not idle:
+            return mean
+        if mean is None:
+            size_bytes = self.forms[turn].update.size_bytes
+            mean = Mean(lines.take(size_bytes), 0, size_bytes, norm=0.0, norms=())
+            lines.swap([], [(active[0], mean.frame)])
+        else:
+            lines.swap([(rank, mean.frame) for rank in idle] if lines.rank == active[0] else [], [])
+        return mean
+
+    def _reducer(self, fragment: int, active: Sequence[int]) -> Reducer:
+        """What its codec owed of the mean is lost when others reduce than before: each holds another slice then."""
+        circle = (self._lines.rank, *(self._offers[rank].instance for rank in active))
+        kept = self._reducers.get(fragment)
+        if kept is not None and kept[0] == circle:
+            return kept[1]
+        seat = Seat(active.index(self._lines.rank), len(active), [self._offers[rank].label for rank in active])
+        reducer = Reducer(fragment, self.forms[fragment], self._down, self._lines, seat)
+        self._reducers[fragment] = circle, reducer
+        return reducer
+
+    def _owed(self) -> list[tuple[Reducer, dict[str, Tensor]]]:
+        turn = self._reducers.get(self.standing.turn)
+        return [] if turn is None else [(turn[1], {name: e.clone() for name, e in turn[1].left_out.items()})]
+
+    def _put_back(self, owed: list[tuple[Reducer, dict[str, Tensor]]]) -> None:
+        for reducer, left_out in owed:
+            reducer.left_out = left_out
+
+    # --- what comes of it -----------------------------------------------------------------------------------------
+
+    def _agree(self, brought: Brought, made: Made) -> Outcome:
+        turn, mean, standing = made.turn, made.mean, self.standing
+        stepped = None
+        if mean is not None:
+            homes = self.homes if self.ahead is None else dict.fromkeys(self._roles, torch.device("cpu"))
+            stepped = Stepped(mean.frame, self.forms[turn], self._settings.outer, self.momentum, homes, self._roles)
+            standing.versions[turn] += 1
+            standing.counted[turn] = {offer.instance: offer.sequence for offer in made.active}
+            standing.hashes[turn] = ""  # known when it was taken over
+        participants = tuple(
+            Participant(worker_id=offer.worker_id, sequence=offer.sequence, weight=weight)
+            for offer, weight in zip(made.active, made.weights, strict=True)
+        )
+        if self.ahead is not None:
+            if stepped is not None:
+                self._step_ahead(turn, stepped)
+                self._lines.give_back(stepped.frame)
+            news = self._all_ahead(brought.fragment)
+        elif stepped is not None:
+            news = {turn: stepped}
+        else:
+            news = {brought.fragment: self._as_it_is(brought.fragment)}
+        sent, received = (mean.bytes_sent, mean.bytes_received) if mean is not None else (0, 0)
+        seen = None
+        if mean is not None and mean.norms:
+            seen = watched(math.sqrt(brought.squares), mean.norms, made.weights, mean.norm)
+        return Outcome(made.counted, news, participants, sent, received, seen)
+
+    def _left_out(self, brought: Brought) -> Outcome:
+        if self.ahead is not None:
+            return Outcome(False, self._all_ahead(brought.fragment))
+        return Outcome(False, {brought.fragment: self._as_it_is(brought.fragment)})
+
+    def _as_it_is(self, fragment: int) -> News:
+        """Nothing has changed."""
+        form = self.forms[fragment]
+        return Updates((), form.update, form.codecs, self.standing.hashes[fragment])
+
+    def _all_ahead(self, last: int) -> dict[int, News]:
+        """Whole anchors of all fragments, that of the contribution at the end."""
+        assert self.ahead is not None
+        order = sorted(range(len(self.forms)), key=lambda fragment: (fragment == last, fragment))
+        return {f: Whole(self._values(self.ahead, f), self.standing.hashes[f]) for f in order}
+
+    def _step_ahead(self, fragment: int, news: Stepped) -> None:
+        """The outer step, on anchors that the replica does not hold yet."""
+        assert self.ahead is not None
+        for name in news.names:
+            flat = self.ahead[name].view(-1)
+            for start, stop in cuts(flat.numel(), flat.device):
+                news.theta(name, start, stop, flat[start:stop], in_place=True)
+        self.standing.hashes[fragment] = news.digest
+
+    # --- where a replica begins -----------------------------------------------------------------------------------
+
+    def _heal(self, state: Mapping[str, Any]) -> None:
+        """From here on this replica stands where the others do; it takes the anchors over when it lands."""
+        standing = read_standing(state)
+        anchors, momentum, worker = state["anchors"], state["momentum"], state["worker"]
+        log.warning("healed: from versions %s to %s", self.standing.versions, standing.versions)
+        self.healed_from = None if self.standing.run_id else worker  # who has an optimizer's state keeps it
+        self.begin_at(standing, copies(anchors), copies(momentum))  # into memory that may be written to
+
+    def begin_at(self, standing: Standing, anchors: dict[str, Tensor], momentum: dict[str, Tensor]) -> None:
+        for name, tensor in self._tensors.items():
+            if name not in anchors or anchors[name].shape != tensor.shape:
+                raise WorkerError(f"the state to go on from is of another model: {name!r} is not in it as it is here")
+        self.standing, self.ahead, self.momentum.tensors = standing, anchors, momentum
+        self._reducers.clear()
+
+    def _found(self) -> None:
+        """Nobody has a state: the run begins with the weights of the first replica."""
+        anchors: dict[str, Tensor] = {}
+        for form in self.forms:
+            data = torch.empty(form.full.size_bytes, dtype=torch.uint8)
+            views = fp32_views(data.numpy().data, form.full.places, form.full.data_begin)
+            for name, view in views.items() if self._lines.rank == 0 else ():
+                view.copy_(self._tensors[name].detach())
+            self._spread(data)
+            anchors |= views
+        standing = Standing.fresh(len(self.forms))
+        standing.run_id = self._offers[0].run_id
+        standing.hashes = [anchor_hash(self._values(anchors, f).values()) for f in range(len(self.forms))]
+        self.begin_at(standing, anchors, {})
+
+    def _spread(self, data: Tensor) -> None:
+        lines = self._lines
+        for begin in range(0, data.numel(), CHUNK_BYTES):
+            here = data[begin : begin + CHUNK_BYTES]
+            there = here.to(lines.device)
+            first = lines.rank == 0
+            others = [(rank, there) for rank in range(1, lines.size)]
+            lines.swap(others if first else [], [] if first else [(0, there)])
+            if there is not here:
+                here.copy_(there)
+
+    def _values(self, anchors: Mapping[str, Tensor], fragment: int) -> dict[str, Tensor]:
+        return {name: anchors[name] for name in self.plan.fragments[fragment]}
+
+
+def _header(offer: Offer) -> Header:
+    return Header(offer.fragment, 0, offer.steps, offer.samples, offer.tokens, last=False)
+
+
+__all__ = ["Brought", "Outcome", "Rounds"]

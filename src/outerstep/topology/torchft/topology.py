@@ -1,0 +1,430 @@
+"""Contributions become agreements among replicas that torchft holds together: a lighthouse, a Manager each.
+
+torchft elects the quorum of every exchange, brings who was away up to the others, and takes the vote on each commit.
+What travels and what is done with it is ours, as in every other topology: fragments, codecs and error feedback, one
+mean with the same bits everywhere, a portable outer step in fp32 on everybody's own copy, hashes that are compared.
+
+One thread carries the exchanges, fragment by fragment in the order of their versions; the next begins when the one
+before was taken over, so that there is one state to heal from at any time. (A delay longer than the way from one
+fragment to the next therefore hides nothing more.) Replicas meet only there: they need not take the same number of
+steps in between.
+
+torchft_rounds.py is one such exchange, torchft_crew.py the Manager, torchft_lines.py what bytes travel by.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...core.feedback import ErrorFeedback
+from ...errors import AnchorsDiffer, RoundStuck, WorkerError
+from ...types import Manifest, Plan, Wishes
+from ..carrying import step_aside
+from ..encode import Encoded, as_deltas, sender_to_peers, write_at
+from ..group.ranks import Ranks
+from ..group.topology import Amount, of_all
+from ..pending import Begun, NothingToPack
+from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket
+from ..stepped import Stepped
+from ..terms import Rank, check_loaded, draw_up, introduction
+from .process_groups import Lines
+from .quorum import Crew, TorchftSettings
+from .rounds import Brought, Outcome, Rounds
+from .state import NOTHING, Measured, Snapshots, Standing, copies, write_state
+
+log = logging.getLogger(__name__)
+
+TOO_LARGE = "what this worker learned of fragment {} is NaN, Inf or absurdly large, and was not sent"
+FAREWELL_S = 10.0  # for the last comparison of anchors, which others may be late for
+LOOK_S = 1.0
+SHARE_OF_TIMEOUT = 0.8  # of the time that a healing may take, for the training thread to come to its next step
+
+
+class Inner(Protocol):
+    """What a worker has beside its anchor, and a newcomer needs: optimizer, buffers, where in the data it is."""
+
+    def state(self) -> dict[str, Any]:
+        """Copies."""
+
+    def load(self, state: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Says how many steps, samples and tokens were before."""
+
+
+class Ended(Exception):
+    """This worker has left; nobody waits for the exchange any more."""
+
+
+class TorchftTicket:
+    """An exchange in its turn."""
+
+    def __init__(self, brought: Brought, stuck_after_s: float | None, topology: TorchftTopology) -> None:
+        self.brought, self.stuck_after_s = brought, stuck_after_s
+        self.begun_at = time.monotonic()
+        self.outcome: Outcome | None = None
+        self.error: BaseException | None = None
+        self._topology = topology
+
+    @property
+    def fragment(self) -> int:
+        return self.brought.fragment
+
+    @property
+    def done(self) -> bool:
+        return self.outcome is not None or self.error is not None
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def look(self, timeout_s: float) -> Sight:
+        return self._topology.look(self, timeout_s)
+
+    def cancel(self) -> None:
+        """Who leaves is missed by the others, and they vote again."""
+
+
+class TorchftTopology(NothingToPack):
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        hostname: str,
+        instance: str,
+        tensors: Mapping[str, Tensor],
+        anchors: Mapping[str, Tensor],
+        settings: TorchftSettings,
+        inner: Inner,
+        ranks: Ranks | None = None,
+        sections: int = 1,
+    ) -> None:
+        """`tensors`: the model's by name, of a sharded one this process's rows; `anchors`: where the last agreed ones
+        are found. `ranks`: the processes that are this replica, each of which exchanges what it holds with the same
+        rank of the other replicas."""
+        self._worker_id, self._hostname, self._instance = worker_id, hostname, instance
+        self._tensors, self._anchors = tensors, anchors
+        self._settings, self._inner, self._ranks, self._sections = settings, inner, ranks, sections
+        device = next(iter(tensors.values())).device
+        self._lines = Lines(settings.backend, device, settings.transfer_timeout_s)
+        self._feedback = ErrorFeedback()
+        self._changed = threading.Condition()
+        self._snapshots = Snapshots(inner.state, self._changed)
+        self._queue: dict[int, TorchftTicket] = {}  # begun and not exchanged, by fragment
+        self._unconfirmed: set[int] = set()  # fragments of the last exchange that were not taken over yet
+        self._comparing = self._ended = False
+        self._failure: BaseException | None = None
+        self._sequence = 0
+        self._saved: Mapping[str, Any] | None = None
+        self._begins: dict[int, Agreed] = {}  # what a loaded state has to catch up with
+        self._landed = Standing.fresh(0)  # as the replica holds it, and
+        self._landed_step = 0  # the votes until then
+        self._joined: tuple[Rounds, Crew] | None = None
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
+        """At the next exchange of those who are there already, or as soon as enough are to begin."""
+        try:
+            return self._join(manifest, wishes)
+        except BaseException as error:
+            self.leave(f"{type(error).__name__}: {error}")  # else the lighthouse would go on counting on us
+            raise
+
+    def _join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
+        assert manifest is not None
+        plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
+        rounds = Rounds(self._introduction(manifest, plan), self._instance, self._settings, self._lines, self._tensors)
+        crew = Crew(self._worker_id, self._settings, self._lines, self._ranks, state=self._state)
+        self._joined = rounds, crew
+        if self._saved is not None:
+            self._go_on_from(self._saved, plan)
+        before = list(rounds.standing.versions)
+        threading.Thread(target=self._carry, name="outerstep-torchft", daemon=True).start()
+        log.info("waiting for the quorum of the lighthouse at %s", self._settings.lighthouse)
+        ticket = self._put(Brought(NOTHING, 0), None)
+        agreed = {one.fragment: one for one in self._land(ticket)}
+        work, overtaken = (0, 0, 0), frozenset[int]()
+        if self._saved is None and rounds.healed_from is not None:
+            work = self._inner.load(rounds.healed_from)
+        elif self._saved is not None:
+            self._begins = agreed
+            overtaken = frozenset(range(len(before))) if rounds.standing.versions != before else overtaken
+            if not overtaken:  # the replica holds it all
+                self._taken_over()
+        self._saved = rounds.healed_from = None
+        begins = tuple(agreed[fragment] for fragment in range(len(plan.fragments)))
+        return Joined(self._worker_id, plan, manifest, begins, overtaken, work)
+
+    def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
+        size = self._ranks.size if self._ranks is not None else 1
+        own = introduction(self._worker_id, self._hostname, size, manifest, plan, self._settings.outer)
+        shape = {"number of processes": size, "number of shards": self._sections}
+        return msgspec.structs.replace(own, outer={**own.outer, **shape})
+
+    def _go_on_from(self, saved: Mapping[str, Any], plan: Plan) -> None:
+        check_loaded(plan, saved["versions"], saved["anchors"].keys())
+        standing = Standing(
+            saved["run_id"], list(saved["versions"]), list(saved["hashes"]), [{} for _ in plan.fragments]
+        )
+        anchors = {name: tensor.reshape(self._tensors[name].shape) for name, tensor in copies(saved["anchors"]).items()}
+        self._rounds.begin_at(standing, anchors, copies(saved["momentum"]))
+        self._crew.step = saved["step"]
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """The Manager's own tell the lighthouse."""
+        self._lines.memory.rest()
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        self._snapshots.serve()
+        self._raise_failure()
+        return Orders()
+
+    def leave(self, reason: str) -> None:
+        """The last anchors are compared first, if the others come to it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._comparing or reason != "done", FAREWELL_S)
+            self._ended = True
+            self._changed.notify_all()
+        if self._joined is not None:
+            self._crew.close()
+            self._lines.drop()
+        failure, self._failure = self._failure, None
+        if failure is not None and reason == "done":
+            raise failure
+
+    @property
+    def _rounds(self) -> Rounds:
+        assert self._joined is not None
+        return self._joined[0]
+
+    @property
+    def _crew(self) -> Crew:
+        assert self._joined is not None
+        return self._joined[1]
+
+    # --- exchanges ------------------------------------------------------------------------------------------------
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> TorchftTicket:
+        """Encode now (the weights will change); it is exchanged when its fragment's turn comes."""
+        self._raise_failure()
+        if self._ranks is not None:
+            own = Amount(contribution.samples, contribution.tokens)
+            contribution = of_all(contribution, self._ranks.gather(lambda: own, Amount))
+        self._sequence += 1
+        fragment = contribution.fragment
+        brought = Brought(fragment, self._sequence, contribution.steps, contribution.samples, contribution.tokens)
+        ticket = self._put(brought, stuck_after_s)  # the quorum forms while we encode
+        measured = Measured(as_deltas(contribution.deltas))
+        try:
+            payload = self._encode(fragment, measured, brought.sequence)
+            brought.fill(payload, "" if measured.is_finite else TOO_LARGE.format(fragment), measured.squares)
+        except BaseException as error:
+            brought.fill(None, error=error)
+            raise
+        return ticket
+
+    def _encode(self, fragment: int, deltas: Measured, sequence: int) -> Encoded:
+        form, run_id = self._rounds.forms[fragment], self._rounds.standing.run_id
+        self._rounds.homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
+        sender = sender_to_peers(
+            form, fragment, deltas, self._feedback, run_id=run_id, worker_id=self._worker_id, sequence=sequence
+        )
+        return write_at(self._lines, form.up, sender)
+
+    def _put(self, brought: Brought, stuck_after_s: float | None) -> TorchftTicket:
+        ticket = TorchftTicket(brought, stuck_after_s, self)
+        with self._changed:
+            self._queue[brought.fragment] = ticket
+            self._changed.notify_all()
+        return ticket
+
+    def look(self, ticket: TorchftTicket, timeout_s: float) -> Sight:
+        """While it waits for its turn, another fragment's contribution may be what everybody waits for."""
+        with self._changed:
+            self._changed.wait_for(lambda: ticket.done or self._snapshots.wanted, timeout_s)
+        self._snapshots.serve()
+        self._raise_failure()
+        if ticket.done:
+            return Sight(done=True)
+        return Sight(False, self._wanted(), "the other replicas", self._crew.silent_s)
+
+    def _wanted(self) -> frozenset[tuple[int, int]]:
+        with self._changed:
+            versions, turn = self._rounds.standing.versions, self._rounds.standing.turn
+            if self._unconfirmed:
+                return frozenset((fragment, versions[fragment]) for fragment in self._unconfirmed)
+            return frozenset() if turn in self._queue else frozenset([(turn, versions[turn] + 1)])
+
+    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
+        if isinstance(ticket, Begun):
+            return ticket.agreed
+        assert isinstance(ticket, TorchftTicket)
+        *others, agreed = self._land(ticket)
+        outcome, brought = ticket.outcome, ticket.brought
+        assert outcome is not None
+        self._feedback.settle(ticket.fragment, brought.sequence, counted=outcome.counted)
+        if brought.refused and not reload:
+            raise WorkerError(f"{brought.refused}; lower the learning rate, or clip the gradients")
+        return replace(agreed, refused=brought.refused, also=tuple(others))
+
+    def _land(self, ticket: TorchftTicket) -> list[Agreed]:
+        """Wait for it. The agreements, that of its own fragment last."""
+        while not ticket.done:  # in slices, so that Ctrl-C gets through
+            ticket.look(LOOK_S)
+        if ticket.error is not None:
+            raise ticket.error
+        assert ticket.outcome is not None
+        return [self._agreed(fragment, ticket) for fragment in ticket.outcome.news]
+
+    def _agreed(self, fragment: int, ticket: TorchftTicket) -> Agreed:
+        assert ticket.outcome is not None
+        outcome, own = ticket.outcome, fragment == ticket.fragment
+        news, version = outcome.news[fragment], self._rounds.standing.versions[fragment]
+        counted = own and outcome.counted
+        if isinstance(news, Stepped) and news.frame.is_cuda:  # it was made on another stream
+            news.frame.record_stream(torch.cuda.current_stream(news.frame.device))
+        return Agreed(
+            fragment=fragment,
+            version=version,
+            counted=counted,
+            too_old=False,
+            news=news,
+            anchor_hash=self._rounds.standing.hashes[fragment],
+            participants=outcome.participants if own else (),
+            bytes_sent=outcome.bytes_sent if own else 0,
+            bytes_received=outcome.bytes_received if own else 0,
+            retries=0,
+            rejoins=0,
+            plan=self._rounds.plan,
+            counted_in=version if counted else 0,
+            watched=outcome.watched if own and self._sections == 1 else None,
+        )
+
+    def confirm(self, agreed: Agreed, intact: bool) -> None:
+        """It was taken over; when all that came with it was, the carrying thread compares the anchors and goes on."""
+        standing = self._rounds.standing
+        if isinstance(agreed.news, Stepped):
+            standing.hashes[agreed.fragment] = agreed.news.digest
+            self._lines.give_back(agreed.news.frame)
+        elif not intact:
+            standing.hashes[agreed.fragment] = ""  # whoever compares will see it
+        with self._changed:
+            self._unconfirmed.discard(agreed.fragment)
+            if self._unconfirmed:
+                return
+        self._taken_over()
+
+    def _taken_over(self) -> None:
+        with self._changed:
+            self._landed, self._landed_step = copy.deepcopy(self._rounds.standing), self._crew.step
+            self._rounds.ahead = None
+            self._unconfirmed.clear()
+            self._changed.notify_all()
+
+    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> TorchftTicket:
+        """It goes on by itself, or it has failed for good."""
+        assert isinstance(ticket, TorchftTicket)
+        if stuck_after_s is not None:
+            ticket.stuck_after_s, ticket.begun_at = stuck_after_s, time.monotonic()
+        return ticket
+
+    # --- the carrying thread --------------------------------------------------------------------------------------
+
+    def _carry(self) -> None:
+        step_aside(self._lines.device)
+        while (ticket := self._next()) is not None:
+            self._exchange(ticket)
+
+    def _next(self) -> TorchftTicket | None:
+        rounds = self._rounds
+
+        def found() -> TorchftTicket | None:
+            return self._queue.get(NOTHING) or self._queue.get(rounds.standing.turn)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or (not self._unconfirmed and found() is not None))
+            return None if self._ended else found()
+
+    def _exchange(self, ticket: TorchftTicket) -> None:
+        outcome, error = None, None
+        try:
+            outcome = self._rounds.run(ticket.brought, self._crew, lambda: self._lose_patience(ticket))
+        except BaseException as caught:  # noqa: BLE001 - it surfaces in finish(), in the training thread
+            error = caught
+            self._lines.drop()
+        if ticket.brought.payload is not None:
+            ticket.brought.payload.release()
+        with self._changed:
+            del self._queue[ticket.fragment]
+            if outcome is not None:
+                self._unconfirmed, self._comparing = set(outcome.news), True
+            ticket.outcome, ticket.error = outcome, error
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ended or not self._unconfirmed)
+        if outcome is not None and not self._ended:
+            self._compare()
+
+    def _compare(self) -> None:
+        try:
+            self._rounds.compare(self._crew)
+        except AnchorsDiffer as error:
+            self._failure = error
+        with self._changed:
+            self._comparing = False
+            self._changed.notify_all()
+
+    def _lose_patience(self, ticket: TorchftTicket) -> None:
+        if self._ended:
+            raise Ended
+        waited_s = time.monotonic() - ticket.begun_at
+        if ticket.stuck_after_s is not None and waited_s > ticket.stuck_after_s:
+            raise RoundStuck(f"no quorum of replicas came about for {waited_s:.0f} s")
+
+    def _raise_failure(self) -> None:
+        failure = self._failure
+        if failure is not None:
+            self._failure = None
+            raise failure
+
+    # --- what must not be forgotten -------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        """For a replica that heals from this one; in a thread of the Manager's, while the carrying thread waits."""
+        worker = self._snapshots.ask(SHARE_OF_TIMEOUT * self._settings.transfer_timeout_s)
+        rounds = self._rounds
+        anchors = rounds.ahead if rounds.ahead is not None else self._anchors
+        log.info("another replica heals from this one")
+        return write_state(rounds.standing, anchors, rounds.momentum.tensors, worker)
+
+    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
+        """Anchor and momentum too: there is no server that keeps them. (What is under way is lost with the process:
+        its steps are unsent.)"""
+        standing = self._landed
+        return {
+            "run_id": standing.run_id,
+            "step": self._landed_step,
+            "versions": list(standing.versions),
+            "hashes": list(standing.hashes),
+            "anchors": dict(self._anchors),
+            "momentum": dict(self._rounds.momentum.tensors),
+            "feedback": self._feedback.state_dict(()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._saved = state
+        self._feedback.load_state_dict(state["feedback"])
+
+    def catch_up(self, fragment: int) -> Begun:
+        return Begun(fragment, self._begins.pop(fragment))
+
+
+__all__ = ["Inner", "TorchftSettings", "TorchftTicket", "TorchftTopology"]

@@ -1,0 +1,188 @@
+"""Who sends what cannot be used is put aside, keeps nobody waiting, and finds the way back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outerstep.coordination.server.control import carry_out
+from outerstep.coordination.server.offences import FIRST_S, LONGEST_S, OFFENCES, WINDOW_S, Conduct
+from outerstep.coordination.server.remembered import remember, resume
+from outerstep.errors import Conflict, HashMismatch, NotFinite, Quarantined, Refused, UnknownWorker
+from outerstep.types import Control
+from unit.coordination.builders import TIMEOUT_S, Desk, make_key
+
+NAN = NotFinite("tensor 'wte' holds NaN or Inf")
+
+
+def send_nan(desk: Desk, worker: str, sequence: int, **changes: int) -> None:
+    """As the driver does: all parts are in, it looks inside, and it is refused."""
+    answer = desk.offer(worker, sequence, **changes)
+    for part in answer.missing:
+        desk.put(worker, part, sequence)
+    desk.coordinator.reject(make_key(worker, sequence), NAN, desk.now)
+    desk.carry_out()
+
+
+def an_offender(desk: Desk, worker: str = "c") -> Desk:
+    for sequence in range(1, OFFENCES + 1):
+        send_nan(desk, worker, sequence)
+    return desk
+
+
+# --- one worker's conduct -------------------------------------------------------------------------------------------
+
+
+def test_the_third_offence_within_the_window_is_one_too_many() -> None:
+    conduct = Conduct()
+    assert [conduct.offend(NAN, now) for now in (0.0, 10.0, 20.0)] == [False, False, True]
+    assert conduct.is_quarantined(20.0 + FIRST_S - 1)
+    assert not conduct.is_quarantined(20.0 + FIRST_S)
+
+
+def test_offences_that_lie_far_apart_are_forgotten() -> None:
+    conduct = Conduct()
+    assert not any(conduct.offend(NAN, i * 0.6 * WINDOW_S) for i in range(50))
+
+
+def test_each_spell_is_twice_as_long_up_to_a_limit_and_needs_one_more_offence() -> None:
+    conduct, now, spells = Conduct(), 0.0, []
+    conduct.offend(NAN, now)
+    conduct.offend(NAN, now)
+    for _ in range(12):
+        assert conduct.offend(NAN, now)
+        spells.append(conduct.until - now)
+        assert not conduct.offend(NAN, now + 1.0)  # inside, it does not get longer
+        now = conduct.until
+    assert spells[:3] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S]
+    assert spells[-1] == LONGEST_S
+
+
+def test_what_is_no_fault_of_the_workers_is_no_offence() -> None:
+    desk = Desk("ab")
+    for sequence in range(1, 10):
+        desk.offer("a", sequence)
+        desk.coordinator.reject(make_key("a", sequence), HashMismatch("a byte changed on its way"), desk.now)
+    desk.carry_out()
+    assert not desk.events("offence")
+
+
+# --- in a run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("F20")
+def test_nothing_is_taken_from_who_is_in_quarantine_and_nobody_waits_for_it() -> None:
+    desk = Desk("abc")
+    desk.contribute("a")
+    desk.contribute("b")
+    assert desk.closed == []
+    an_offender(desk)
+    assert desk.closed == [(1, "ab")]  # at once: they waited only for the one that is out
+    assert [event["code"] for event in desk.events("offence")] == ["not_finite"] * 3
+    [event] = desk.events("quarantine")
+    assert (event["worker"], event["seconds"]) == ("c", FIRST_S)
+    assert desk.expected() == {"a", "b"}
+    with pytest.raises(Quarantined, match=r"'c' is in quarantine for 600 s more: refused for not_finite, not_finite, "
+                       r"not_finite; the last time because tensor 'wte'") as told:  # fmt: skip
+        desk.offer("c", 4, base_version=1)
+    assert "outerstep control pardon c" in told.value.hint
+    desk.heartbeat("c")
+    assert desk.poll("c", after=0).agreement is not None
+    desk.get_part("c", 1)
+    desk.contribute("a", 2, base_version=1)
+    desk.contribute("b", 2, base_version=1)
+    assert desk.version() == 2
+
+
+def test_no_other_round_wants_it_either() -> None:
+    desk = an_offender(Desk("abc", fragments=2, min_workers=2))
+    desk.contribute("a", fragment=1)
+    assert desk.poll("c").wanted == ()
+    assert desk.poll("b").wanted == ((1, 1),)
+
+
+def test_a_run_of_offenders_alone_waits_and_says_so() -> None:
+    desk = an_offender(Desk("c"))
+    assert desk.poll("c").stuck
+    assert desk.closed == []
+
+
+def test_what_was_counted_before_stays_and_is_answered_the_same() -> None:
+    desk = Desk("abc")
+    desk.contribute("c")
+    for sequence in (2, 3, 4):
+        send_nan(desk, "c", sequence)
+    assert desk.offer("c").state == "accepted"
+    assert desk.commit("c").version == 1
+    desk.contribute("a")
+    desk.contribute("b")
+    assert desk.closed == [(1, "cab")]
+
+
+def test_the_same_key_with_other_bytes_is_an_offence() -> None:
+    desk = Desk("ab")
+    desk.contribute("a")
+    for _ in range(OFFENCES):
+        with pytest.raises(Conflict):
+            desk.commit("a", flavour="other")
+    assert desk.events("quarantine")
+
+
+def test_time_brings_it_back_from_the_next_round_on() -> None:
+    desk = an_offender(Desk("abc"))
+    desk.later(FIRST_S, alive="abc")
+    desk.contribute("a")
+    desk.contribute("b")
+    assert desk.closed == [(1, "ab")]
+    assert desk.expected() == {"a", "b", "c"}
+    desk.contribute("c", 4, base_version=1)
+    send_nan(desk, "c", 5, base_version=1)  # on probation: one is enough
+    assert [event["seconds"] for event in desk.events("quarantine")] == [FIRST_S, 2 * FIRST_S]
+
+
+def test_a_new_process_does_not_end_it_but_begins_with_a_clean_sheet_after_it() -> None:
+    desk = an_offender(Desk("abc"))
+    desk.join("c", start=2)
+    with pytest.raises(Quarantined):
+        desk.offer("c", 4)
+    desk.later(FIRST_S, alive="abc")
+    desk.join("c", start=3)
+    send_nan(desk, "c", 5)
+    assert len(desk.events("quarantine")) == 1
+
+
+def test_an_operator_can_pardon_it_also_when_it_is_away() -> None:
+    desk = an_offender(Desk("abc"))
+    desk.leave("c")
+    answer = carry_out(desk.coordinator, Control(kind="pardon", worker_id="c", reason="a bad disk"), desk.now)
+    assert answer.done == "c has a clean sheet, and takes part from the next round on"
+    desk.carry_out()
+    assert desk.events("pardon") == [{"worker": "c", "offences": 3, "reason": "a bad disk"}]
+    desk.join("c")
+    desk.contribute("c", 4)
+    with pytest.raises(UnknownWorker, match="no worker 'nobody' is known; live: a, b, c"):
+        carry_out(desk.coordinator, Control(kind="pardon", worker_id="nobody"), desk.now)
+    with pytest.raises(Refused, match="pardon needs a worker id"):
+        carry_out(desk.coordinator, Control(kind="pardon"), desk.now)
+
+
+def test_it_outlives_the_server_and_the_time_goes_on_where_it_was() -> None:
+    desk = an_offender(Desk("abc"))
+    desk.later(100.0, alive="abc")
+    desk.contribute("a", norm=1.0)
+    desk.contribute("b", norm=1.0)
+    facts = json.loads(json.dumps(remember(desk.coordinator).facts))
+    again = Desk("", num_workers=3)
+    again.now = 5.0
+    again.incarnations = dict.fromkeys("abc", 1)
+    resume(again.coordinator, remember(desk.coordinator).ledger, {}, facts, again.now)
+    assert again.expected() == {"a", "b"}
+    assert again.coordinator.fragments[0].screen.rounds == desk.coordinator.fragments[0].screen.rounds
+    again.join("c")
+    with pytest.raises(Quarantined, match="for 500 s more"):
+        again.offer("c", 4, base_version=0)
+    again.later(FIRST_S - 100.0)
+    again.join("c")
+    again.offer("c", 4, base_version=0)
+    assert TIMEOUT_S < FIRST_S

@@ -1,0 +1,105 @@
+"""What a joiner is given, what contributions count, and what is looked at before anybody votes for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outerstep.errors import BadFrame
+from outerstep.statements import Offered
+from outerstep.topology.encode import encode_frame
+from outerstep.topology.forms import Form, forms_of
+from outerstep.topology.gossip.combined import weights_of
+from outerstep.topology.gossip.contents import Contents
+from outerstep.topology.gossip.snapshot import Standing, read_standing, write_standing
+from outerstep.topology.news import anchor_hash
+from outerstep.types import Manifest, ParameterSpec, Plan
+
+SHAPES = {"w": (3, 5), "b": (7,), "none": (0,)}
+
+
+def form_of(codec: str = "fp32") -> Form:
+    specs = tuple(ParameterSpec(name=name, shape=shape, dtype="float32") for name, shape in SHAPES.items())
+    plan = Plan(
+        sync_every=1,
+        codec=codec,
+        fragments=(tuple(SHAPES),),
+        part_size_bytes=64,
+        max_staleness=0,
+        heartbeat_timeout_s=0,
+    )
+    return forms_of(plan, Manifest(parameters=specs))[0]
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=source) for name, shape in SHAPES.items()}
+
+
+def standing() -> Standing:
+    anchor = tensors(0)
+    momentum = {name: values.reshape(-1) for name, values in tensors(1).items()}
+    return Standing(7, anchor_hash(anchor.values()), anchor, momentum, ((0.5, 1.5), (2.0,)), tensors(2))
+
+
+def test_a_standing_comes_back_as_it_was_and_equal_ones_have_equal_bytes() -> None:
+    form, wanted = form_of(), standing()
+    data = write_standing(form, wanted)
+    assert data == write_standing(form, standing())
+    found = read_standing(form, data, SHAPES)
+    assert (found.version, found.anchor_hash, found.history) == (7, wanted.anchor_hash, wanted.history)
+    for kind in ("anchor", "momentum", "centre"):
+        for name, values in getattr(wanted, kind).items():
+            assert torch.equal(getattr(found, kind)[name], values)
+
+
+@pytest.mark.parametrize("place", [0, 2, 10, 200, -7])
+def test_a_standing_with_a_changed_byte_is_refused_or_names_another_state(place: int) -> None:
+    form = form_of()
+    data = write_standing(form, standing())
+    data[place] ^= 0x55
+    try:
+        found = read_standing(form, data, SHAPES)
+    except BadFrame:
+        return
+    assert write_standing(form, found) == data  # momentum has no hash of its own: the whole's digest covers it
+
+
+def test_a_standing_that_is_cut_or_of_another_fragment_is_refused() -> None:
+    form, data = form_of(), write_standing(form_of(), standing())
+    for wrong in (
+        data[:3],
+        data[:40],
+        data[:-8],
+        memoryview(bytearray(b"\xff" * 64)),
+        memoryview(bytearray(bytes(data) + b"\0" * 8)),
+    ):
+        with pytest.raises(BadFrame):
+            read_standing(form, wrong, SHAPES)
+
+
+def test_a_contribution_is_looked_at_before_anybody_votes_for_it() -> None:
+    form = form_of()
+    contents, codecs = Contents(form), {name: rule.codec for name, rule in form.rules.items()}
+    good = encode_frame(tensors(3), form.up, codecs)
+    assert contents.check(good) == ""
+    for value, said in ((float("nan"), "'b' holds NaN or Inf"), (float("inf"), "NaN or Inf"), (1e30, "absurd")):
+        bad = tensors(3)
+        bad["b"][3] = value
+        assert said in contents.check(encode_frame(bad, form.up, codecs))
+    assert contents.check(good[:-8]) != ""
+    assert "pickle" in contents.check(memoryview(bytearray(b"\x80\x04" + bytes(good[2:]))))
+
+
+def offered(steps: int, tokens: int) -> Offered:
+    return Offered(
+        run_id="r", fragment=0, version=1, sequence=1, digest="0" * 64, size_bytes=1, base_hash="0" * 32, steps=steps,
+        tokens=tokens,
+    )  # fmt: skip
+
+
+def test_what_peers_say_of_themselves_weighs_within_a_factor_of_the_median() -> None:
+    said = [offered(5, 100), offered(5, 120), offered(5, 10**12), offered(5, 0), offered(0, 100)]
+    assert weights_of(said, "equal") == [1.0, 1.0, 1.0, 1.0, 0.0]
+    assert weights_of(said, "tokens") == [100.0, 120.0, 1200.0, 12.0, 0.0]
+    assert weights_of([offered(5, 0), offered(0, 0)], "tokens") == [1.0, 0.0]
