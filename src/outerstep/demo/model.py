@@ -64,7 +64,7 @@ class MLP(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then MLP; each reads a normalised copy of the residual stream and adds to it."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         self.config = config
         self.byte_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.position_embedding = nn.Embedding(config.context, config.d_model)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.d_model, bias=False)
         self._initialize()
 

@@ -23,8 +23,8 @@ from ..core.robust import (
     MultiKrum,
     Rule,
     Screening,
+    ScreenVerdict,
     TrimmedMean,
-    Verdict,
     Zeros,
     aggregate,
 )
@@ -71,7 +71,7 @@ def combine(
     out: Tensor,
     centre: Tensor | None,
     seed: str,
-) -> Verdict:
+) -> ScreenVerdict:
     """The aggregate to `out`, flat fp32 memory laid out as the frame `of`; who is in it. `centre`: the aggregate before
     this one, laid out in the same way. `seed`: of the buckets. `refused`: workers whose contributions were offered too,
     and refused: what is not finite when it came, and what is too large by the norm screen.

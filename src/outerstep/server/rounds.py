@@ -26,7 +26,7 @@ from ..coordination.server.aggregation import Aggregation
 from ..coordination.server.effects import Accumulate, CloseRound
 from ..coordination.server.remembered import Remembered, remember
 from ..core.delayed import DelayedNesterov
-from ..core.robust import Verdict
+from ..core.robust import ScreenVerdict
 from ..errors import Busy, ServerError, ServerFailed
 from ..types import ContributionKey
 from . import records
@@ -67,7 +67,7 @@ class _GivenUp(Exception):
     """The server is to stop, and what was to be written could not be."""
 
 
-def _without(effect: CloseRound, verdict: Verdict | None) -> CloseRound:
+def _without(effect: CloseRound, verdict: ScreenVerdict | None) -> CloseRound:
     """With weight 0 for whoever a screen refused or the rule did not choose."""
     out = {*verdict.refused, *verdict.unused} if verdict is not None else set()
     participants = tuple(replace(p, weight=0.0) if p.worker_id in out else p for p in effect.participants)
@@ -261,7 +261,7 @@ class RoundsThread:
         ):
             self._save("periodic", effect.remembered)
 
-    def _combine(self, store: FragmentStore, effect: CloseRound, waiting: Sequence[Accumulate]) -> Verdict | None:
+    def _combine(self, store: FragmentStore, effect: CloseRound, waiting: Sequence[Accumulate]) -> ScreenVerdict | None:
         """By the run's rule, what everybody brought. None: nobody brought anything, or nothing of it is to be taken."""
         newest = {
             accepted.key.worker_id: accepted

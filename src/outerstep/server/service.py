@@ -22,7 +22,7 @@ from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.effects import Accumulate, CloseRound, DropUpload, Event, StopServer, is_news
 from ..coordination.server.policing import note_verdict
 from ..core.delayed import DelayedNesterov
-from ..core.robust import Verdict
+from ..core.robust import ScreenVerdict
 from ..durable.run_folder import RunFolder
 from ..errors import (
     BadRequest,
@@ -402,7 +402,7 @@ class ParameterService:
         store: FragmentStore,
         made: Motion,
         participants: tuple[Participant, ...],
-        verdict: Verdict | None = None,
+        verdict: ScreenVerdict | None = None,
     ) -> None:
         """The round has its result. Both ends of it at once: whoever is told of a version finds it. `verdict`: of the
         rule that combined it."""

@@ -19,7 +19,7 @@ from ..core.aggregate import add_weighted, divide
 from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov, Push
 from ..core.outer import Nesterov, NesterovStep, OuterOptimizer
-from ..core.robust import Verdict
+from ..core.robust import ScreenVerdict
 from ..core.watch import sum_of_squares
 from ..digest import data_hash
 from ..errors import ModelError
@@ -222,7 +222,7 @@ class FragmentStore:
         settings: Aggregation,
         contributions: Mapping[str, Addend | None],
         seed: str,
-    ) -> Verdict:
+    ) -> ScreenVerdict:
         """The aggregate of these, by a rule that needs all of them, in the place of the round's mean: `close` steps
         along it. By worker; None = it was offered, and refused by a screen."""
         values = self._shelf.take(self.numel)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.codecs import Codec, Dither
-from ..core.codecs.recipe import Rule
+from ..core.codecs.recipe import CodecRule
 from ..core.feedback import ErrorFeedback
 from ..core.watch import sum_of_squares
 from ..wire.frames import Entry, Layout
@@ -84,7 +84,7 @@ class Sender:
 
     fragment: int
     deltas: Deltas
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, CodecRule]
     feedback: ErrorFeedback
     dither: Callable[[str], Dither]
     excerpts: Mapping[str, Excerpt]
@@ -207,6 +207,6 @@ def write_at(place: Place, layout: Layout, sender: Sender) -> Encoded:
 def encode_frame(tensors: Mapping[str, Tensor], layout: Layout, codecs: Mapping[str, Codec]) -> memoryview:
     """The frame of these tensors, in host memory, all at once."""
     payload = Payload(layout, layout.size_bytes, memory=Memory())
-    rules = {name: Rule(codec) for name, codec in codecs.items()}
+    rules = {name: CodecRule(codec) for name, codec in codecs.items()}
     write_frame(payload, layout, Sender(0, Plain(tensors), rules, ErrorFeedback(), lambda _: Dither(0), {}))
     return payload.read(0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.codecs import Codec
-from ..core.codecs.recipe import WHOLE, Recipe, Rule
+from ..core.codecs.recipe import WHOLE, CodecRule, Recipe
 from ..types import Manifest, ParameterSpec, Plan
 from ..wire.frames import Layout, layout
 
@@ -18,7 +18,7 @@ class Form:
     up: Layout
     full: Layout
     update: Layout
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, CodecRule]
     codecs: Mapping[str, Codec]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..core.aggregate import divide
 from ..core.codecs import FP32, Dither
-from ..core.codecs.recipe import Recipe, Rule
+from ..core.codecs.recipe import CodecRule, Recipe
 from ..core.feedback import compensate, decay_of, send
 from ..core.watch import sum_of_squares
 from ..errors import WorkerError
@@ -77,7 +77,7 @@ class Reducer:
     """One fragment's. Keeps what the mean's codec left out of this rank's slice, where the recipe wants feedback."""
 
     def __init__(
-        self, fragment: int, form: Form, down_rules: Mapping[str, Rule], links: Carrier, peers: Circle
+        self, fragment: int, form: Form, down_rules: Mapping[str, CodecRule], links: Carrier, peers: Circle
     ) -> None:
         self.fragment, self.form = fragment, form
         self._down = down_rules
@@ -224,7 +224,7 @@ class Reducer:
         return WorkerError(f"the mean of fragment {self.fragment} overflows fp32: the contributions are far too large")
 
 
-def down_rules(plan: Plan, manifest: Manifest) -> dict[str, Rule]:
+def down_rules(plan: Plan, manifest: Manifest) -> dict[str, CodecRule]:
     """What the mean is encoded with, by tensor."""
     down = Recipe.parse(plan.down_codec)
     return {spec.name: down.rule(spec) for spec in manifest.parameters}

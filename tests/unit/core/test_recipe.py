@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outerstep.core.codecs.recipe import Recipe, Rule
+from outerstep.core.codecs.recipe import CodecRule, Recipe
 from outerstep.errors import ConfigError
 from outerstep.types import ParameterSpec
 
@@ -35,7 +35,7 @@ def test_two_recipes_that_do_the_same_have_the_same_name() -> None:
 
 def test_a_sparse_codec_always_has_feedback_and_never_goes_down() -> None:
     recipe = Recipe.parse("sparse64,norms=int8+feedback")
-    assert recipe.rule(MATRIX) == Rule(recipe.codec(MATRIX), feedback=True)
+    assert recipe.rule(MATRIX) == CodecRule(recipe.codec(MATRIX), feedback=True)
     assert recipe.downlink().name == "bf16,norms=int8"
 
 

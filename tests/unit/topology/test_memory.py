@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outerstep.core.codecs import BF16, Dither
-from outerstep.core.codecs.recipe import Rule
+from outerstep.core.codecs.recipe import CodecRule
 from outerstep.core.feedback import ErrorFeedback
 from outerstep.topology.encode import Plain, Sender, write_frame
 from outerstep.topology.memory import SMALL_BYTES, Memory
@@ -82,7 +82,7 @@ def test_a_payload_that_is_still_read_keeps_its_memory() -> None:
 
     def make() -> Payload:
         payload = Payload(up, 1 << 20, memory=memory)
-        sender = Sender(0, Plain({"w": values}), {"w": Rule(BF16)}, ErrorFeedback(), lambda _: Dither(0), {})
+        sender = Sender(0, Plain({"w": values}), {"w": CodecRule(BF16)}, ErrorFeedback(), lambda _: Dither(0), {})
         write_frame(payload, up, sender)
         return payload
 

@@ -63,7 +63,7 @@ def pieces(numel: int, block_values: int, device: torch.device) -> Iterator[tupl
         yield whole, numel
 
 
-class Decoder(Protocol):
+class BlockDecoder(Protocol):
     @property
     def block_values(self) -> int: ...
     def encoded_bytes(self, numel: int) -> int: ...
@@ -71,7 +71,7 @@ class Decoder(Protocol):
 
 
 @torch.no_grad()
-def add_decoded(codec: Decoder, data: Tensor, out: Tensor, weight: float) -> None:
+def add_decoded(codec: BlockDecoder, data: Tensor, out: Tensor, weight: float) -> None:
     """out += weight·decoded, a piece at a time; product and sum are rounded one after the other."""
     scratch = Scratch()
     for start, stop in pieces(out.numel(), codec.block_values, out.device):

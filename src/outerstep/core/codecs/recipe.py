@@ -26,7 +26,7 @@ OPTIONS: Final = ("feedback", "stochastic")
 
 
 @dataclass(frozen=True)
-class Rule:
+class CodecRule:
     """How the tensors of one kind are encoded."""
 
     codec: Codec
@@ -34,7 +34,7 @@ class Rule:
     stochastic: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Rule:
+    def parse(cls, text: str) -> CodecRule:
         name, *options = text.split("+")
         for option in options:
             if option not in OPTIONS:
@@ -49,18 +49,18 @@ class Rule:
         return self.codec.name + feedback + ("+stochastic" if self.stochastic else "")
 
 
-BUFFERS: Final = Rule(FP32)
+BUFFERS: Final = CodecRule(FP32)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    usual: Rule
-    by_kind: tuple[tuple[str, Rule], ...] = ()
+    usual: CodecRule
+    by_kind: tuple[tuple[str, CodecRule], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
         first, *others = text.split(",")
-        by_kind: dict[str, Rule] = {}
+        by_kind: dict[str, CodecRule] = {}
         for part in others:
             kind, equals, rule = part.partition("=")
             if not equals or kind not in KINDS or kind in by_kind:
@@ -68,8 +68,8 @@ class Recipe:
                     f"after its first codec a recipe has {' and '.join(f'{k}=CODEC' for k in KINDS)}, each once; "
                     f"got {part!r} in {text!r}"
                 )
-            by_kind[kind] = Rule.parse(rule)
-        return cls(Rule.parse(first), tuple((kind, by_kind[kind]) for kind in KINDS if kind in by_kind))
+            by_kind[kind] = CodecRule.parse(rule)
+        return cls(CodecRule.parse(first), tuple((kind, by_kind[kind]) for kind in KINDS if kind in by_kind))
 
     @cached_property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class Recipe:
         kinds = [f"{kind}={rule}" for kind, rule in self.by_kind if rule != self.usual]
         return ",".join([str(self.usual), *kinds])
 
-    def rule(self, spec: ParameterSpec) -> Rule:
+    def rule(self, spec: ParameterSpec) -> CodecRule:
         if spec.role != "parameter":
             return BUFFERS
         kind = "embeddings" if spec.embedding else "norms" if len(spec.shape) <= 1 else ""
@@ -87,7 +87,7 @@ class Recipe:
         return self.rule(spec).codec
 
     @property
-    def rules(self) -> tuple[Rule, ...]:
+    def rules(self) -> tuple[CodecRule, ...]:
         return self.usual, *(rule for _, rule in self.by_kind)
 
     @property
@@ -106,8 +106,8 @@ class Recipe:
         return Recipe(_downlink(self.usual), tuple((kind, _downlink(rule)) for kind, rule in self.by_kind))
 
 
-def _downlink(rule: Rule) -> Rule:
-    return Rule.parse("bf16") if rule.codec.needs_feedback else Rule(rule.codec, False, rule.stochastic)
+def _downlink(rule: CodecRule) -> CodecRule:
+    return CodecRule.parse("bf16") if rule.codec.needs_feedback else CodecRule(rule.codec, False, rule.stochastic)
 
 
-WHOLE: Final = Recipe(Rule(FP32))
+WHOLE: Final = Recipe(CodecRule(FP32))

@@ -16,12 +16,11 @@ from .coordinates import Mean, Median, TrimmedMean
 from .rule import Rule
 from .screens import History, cosine_screen, norm_screen, remember
 from .selection import Krum, MultiKrum
-from .stream import Candidate, Screening, Verdict, aggregate
-from .streams import Block, Reader, Tensors, Writer, Zeros, cut
+from .stream import Candidate, Screening, ScreenVerdict, aggregate
+from .streams import Reader, Tensors, TensorSpan, Writer, Zeros, cut
 
 __all__ = [
     "RULES",
-    "Block",
     "Bucketing",
     "Candidate",
     "CenteredClipping",
@@ -34,10 +33,11 @@ __all__ = [
     "Reader",
     "RobustAggregator",
     "Rule",
+    "ScreenVerdict",
     "Screening",
+    "TensorSpan",
     "Tensors",
     "TrimmedMean",
-    "Verdict",
     "Writer",
     "Zeros",
     "aggregate",

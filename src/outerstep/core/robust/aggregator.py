@@ -15,8 +15,8 @@ from .coordinates import Mean, Median, TrimmedMean
 from .rule import Rule
 from .screens import LEAST_FOR_COSINES, History, check_history, remember
 from .selection import Krum, MultiKrum
-from .stream import Candidate, Screening, Verdict, aggregate
-from .streams import Block, Tensors, cut
+from .stream import Candidate, Screening, ScreenVerdict, aggregate
+from .streams import Tensors, TensorSpan, cut
 
 MIN_PEERS = 3
 _ALONE = ""  # the name of a tensor that came without one
@@ -83,7 +83,7 @@ class RobustAggregator:
             raise ConfigError(f"min_peers must be at least 1, got {self.min_peers}")
         Screening(cosine=cosine_screen).check(self.min_peers)
         self.rule.check(self.min_peers, [1.0] * self.min_peers)
-        self.verdict: Verdict | None = None
+        self.verdict: ScreenVerdict | None = None
         self._history: dict[str, History] = {}
         self._previous: dict[str, dict[str, Tensor]] = {}
 
@@ -145,7 +145,7 @@ class RobustAggregator:
         _check_lengths(count, worker_ids=ids, weights=each_weight, steps=each_steps)
         _check_same_tensors(named, ids)
         candidates = [
-            Candidate[Block](worker_id, Tensors(tensors), weight, taken)
+            Candidate[TensorSpan](worker_id, Tensors(tensors), weight, taken)
             for worker_id, tensors, weight, taken in zip(ids, named, each_weight, each_steps, strict=True)
         ]
         like = dict(sorted(named[0].items()))  # everybody adds up the tensors in this order
@@ -153,7 +153,7 @@ class RobustAggregator:
         return made[_ALONE] if isinstance(pseudo_gradients[0], Tensor) else made
 
     def _combined(
-        self, candidates: Sequence[Candidate[Block]], like: Mapping[str, Tensor], fragment: str | None, seed: str
+        self, candidates: Sequence[Candidate[TensorSpan]], like: Mapping[str, Tensor], fragment: str | None, seed: str
     ) -> dict[str, Tensor]:
         device = next((tensor.device for tensor in like.values()), torch.device("cpu"))
         made = {name: torch.empty(tensor.shape, dtype=torch.float32, device=device) for name, tensor in like.items()}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..aggregate import sum_in_order
-from .rule import BlockFunction, Facts, Rule, Selection, are_equal, check_weights, weighted_mean_of
+from .rule import BlockFunction, Rule, RuleInputs, Selection, are_equal, check_weights, weighted_mean_of
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class Bucketing:
                 f"{offered} contributions are {len(groups)} buckets of up to {self.size}, and over these: {error}"
             ) from error
 
-    def begin(self, facts: Facts) -> BlockFunction:
-        n, first = len(facts.weights), int(self.needs_centre)  # the centre is a group by itself
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
+        n, first = len(inputs.weights), int(self.needs_centre)  # the centre is a group by itself
         groups = deal(n, self.size, self.seed)
-        shares = [[facts.weights[i] for i in group] for group in groups]
+        shares = [[inputs.weights[i] for i in group] for group in groups]
         weights = [sum_in_order(each) for each in shares]
         products = None
-        if facts.products is not None:
+        if inputs.products is not None:
             mixtures = [[1.0] + [0.0] * n] if first else []
             for group, total in zip(groups, weights, strict=True):
-                mixtures.append([0.0] * first + [facts.weights[i] / total if i in group else 0.0 for i in range(n)])
-            products = facts.products.mixed(mixtures)
-        inner = self.rule.begin(Facts(-(-facts.offered // self.size), tuple(weights), products))
+                mixtures.append([0.0] * first + [inputs.weights[i] / total if i in group else 0.0 for i in range(n)])
+            products = inputs.products.mixed(mixtures)
+        inner = self.rule.begin(RuleInputs(-(-inputs.offered // self.size), tuple(weights), products))
 
         def combine(values: Tensor) -> Tensor:
             centre, rows = values[:first], values[first:]

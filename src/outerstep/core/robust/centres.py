@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..aggregate import divide, sum_in_order
-from .rule import BlockFunction, Facts, check_offered, to_bf16, weighted_mean_of, weighted_sum
+from .rule import BlockFunction, RuleInputs, check_offered, to_bf16, weighted_mean_of, weighted_sum
 
 
 def distances_to(mixture: Sequence[float], distances2: Sequence[Sequence[float]]) -> list[float]:
@@ -56,10 +56,10 @@ class GeometricMedian:
     def check(self, offered: int, weights: Sequence[float]) -> None:
         check_offered(self, offered, weights)
 
-    def begin(self, facts: Facts) -> BlockFunction:
-        assert facts.products is not None
-        pulls = weiszfeld(facts.products.distances2(), facts.weights, self.iterations, self.smoothing)
-        shares = [weight * pull for weight, pull in zip(facts.weights, pulls, strict=True)]
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
+        assert inputs.products is not None
+        pulls = weiszfeld(inputs.products.distances2(), inputs.weights, self.iterations, self.smoothing)
+        shares = [weight * pull for weight, pull in zip(inputs.weights, pulls, strict=True)]
         return lambda values: weighted_mean_of(values, shares)
 
 
@@ -109,10 +109,10 @@ class CenteredClipping:
     def check(self, offered: int, weights: Sequence[float]) -> None:
         check_offered(self, offered, weights)
 
-    def begin(self, facts: Facts) -> BlockFunction:
-        assert facts.products is not None
-        weights, total = facts.weights, sum_in_order(facts.weights)
-        kept = clipping(facts.products.distances2(), weights, self.iterations, self.radius)
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
+        assert inputs.products is not None
+        weights, total = inputs.weights, sum_in_order(inputs.weights)
+        kept = clipping(inputs.products.distances2(), weights, self.iterations, self.radius)
         shares = [weight * factor for weight, factor in zip(weights, kept, strict=True)]
 
         def combine(values: Tensor) -> Tensor:

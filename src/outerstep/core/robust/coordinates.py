@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..aggregate import divide, sum_in_order
-from .rule import BlockFunction, Facts, are_equal, check_offered, weighted_mean_of
+from .rule import BlockFunction, RuleInputs, are_equal, check_offered, weighted_mean_of
 
 DEFAULT_TRIM = 0.2
 HAIR = 1e-9  # ⌊(1/49)·49⌋ is 0 in floating point
@@ -44,8 +44,8 @@ class Mean:
     def check(self, offered: int, weights: Sequence[float]) -> None:
         check_offered(self, offered, weights)
 
-    def begin(self, facts: Facts) -> BlockFunction:
-        return lambda values: weighted_mean_of(values, facts.weights)
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
+        return lambda values: weighted_mean_of(values, inputs.weights)
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class TrimmedMean:
             )
         check_offered(self, offered, weights)
 
-    def begin(self, facts: Facts) -> BlockFunction:
-        weights = facts.weights
-        cut_off = min(self.trimmed(facts.offered), (len(weights) - 1) // 2)
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
+        weights = inputs.weights
+        cut_off = min(self.trimmed(inputs.offered), (len(weights) - 1) // 2)
         return lambda values: trimmed_mean(values, weights, cut_off)
 
 
@@ -104,8 +104,8 @@ class Median:
     def check(self, offered: int, weights: Sequence[float]) -> None:
         check_offered(self, offered, weights)
 
-    def begin(self, facts: Facts) -> BlockFunction:
-        return lambda values: median(values, facts.weights)
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
+        return lambda values: median(values, inputs.weights)
 
 
 def trimmed_mean(values: Tensor, weights: Sequence[float], cut_off: int) -> Tensor:

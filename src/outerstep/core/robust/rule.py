@@ -40,7 +40,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RuleInputs:
     """What is known before values are combined: about those accepted, in the order of their worker ids."""
 
     offered: int  # how many there were before the screens
@@ -66,7 +66,7 @@ class Rule(Protocol):
     def check(self, offered: int, weights: Sequence[float]) -> None:
         """ConfigError if it is not defined for so many, or cannot weigh them so."""
 
-    def begin(self, facts: Facts) -> BlockFunction:
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
         """For one or more contributions, whatever `check` asks for."""
 
 

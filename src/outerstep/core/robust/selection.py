@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from ...errors import ConfigError
 from .products import Products
-from .rule import BlockFunction, Facts, Selection, are_equal, check_offered, check_weights, weighted_mean_of
+from .rule import BlockFunction, RuleInputs, Selection, are_equal, check_offered, check_weights, weighted_mean_of
 
 
 def krum_scores(products: Products, attackers: int) -> list[float]:
@@ -63,9 +63,9 @@ class Krum:
                 f"{max(weights):g}; use multi_krum, or equal weights"
             )
 
-    def begin(self, facts: Facts) -> BlockFunction:
-        (best,) = lowest(_scores(facts, self.attackers), 1)
-        return Selection(lambda values: values[best], without(len(facts.weights), [best]))
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
+        (best,) = lowest(_scores(inputs, self.attackers), 1)
+        return Selection(lambda values: values[best], without(len(inputs.weights), [best]))
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,16 @@ class MultiKrum:
         _check_enough(self.name, self.attackers, offered)
         check_offered(self, offered, weights)
 
-    def begin(self, facts: Facts) -> BlockFunction:
-        wanted = facts.offered - self.attackers if self.keep is None else self.keep
-        chosen = lowest(_scores(facts, self.attackers), max(1, wanted))  # of fewer than that: all
-        shares = [weight if i in chosen else 0.0 for i, weight in enumerate(facts.weights)]
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
+        wanted = inputs.offered - self.attackers if self.keep is None else self.keep
+        chosen = lowest(_scores(inputs, self.attackers), max(1, wanted))  # of fewer than that: all
+        shares = [weight if i in chosen else 0.0 for i, weight in enumerate(inputs.weights)]
         return Selection(lambda values: weighted_mean_of(values, shares), without(len(shares), chosen))
 
 
-def _scores(facts: Facts, attackers: int) -> list[float]:
-    assert facts.products is not None
-    return krum_scores(facts.products, min(attackers, max(0, (len(facts.weights) - 3) // 2)))
+def _scores(inputs: RuleInputs, attackers: int) -> list[float]:
+    assert inputs.products is not None
+    return krum_scores(inputs.products, min(attackers, max(0, (len(inputs.weights) - 3) // 2)))
 
 
 def _check_attackers(attackers: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from ...errors import ConfigError, NotFinite
 from .coordinates import Mean
 from .products import Products, products, squares
-from .rule import Facts, Rule, Selection
+from .rule import Rule, RuleInputs, Selection
 from .screens import LEAST_FOR_COSINES, History, check_enough_for_cosines, cosine_screen, norm_screen, rate
 from .streams import B, Reader, Stack, Writer, Zeros, check_blocks
 
@@ -65,7 +65,7 @@ class Screening:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ScreenVerdict:
     """Who is in the aggregate."""
 
     accepted: tuple[str, ...]  # worker ids, in order
@@ -84,7 +84,7 @@ def aggregate(
     screening: Screening = Screening(),  # noqa: B008 (frozen)
     centre: Reader[B] | None = None,
     device: torch.device = CPU,
-) -> Verdict:
+) -> ScreenVerdict:
     """Screen, combine by `rule`, write to `out`. `centre`: the previous aggregate, for a rule that starts from it.
 
     Raises:
@@ -98,7 +98,9 @@ def aggregate(
     offered, ordered = len(ordered), [candidate for candidate in ordered if not candidate.refused]
     found = _measure(ordered, blocks, rule, screening, centre, device)
     chosen, verdict = _judge(ordered, found, screening)
-    combine = rule.begin(Facts(offered, tuple(ordered[i].weight for i in chosen), _products_for(rule, found, chosen)))
+    combine = rule.begin(
+        RuleInputs(offered, tuple(ordered[i].weight for i in chosen), _products_for(rule, found, chosen))
+    )
     used: list[Reader[B]] = [ordered[i].values for i in chosen]
     if rule.needs_centre:
         used.insert(0, centre or Zeros())
@@ -145,7 +147,7 @@ def _measure(
     return _Found([row[i] for i, row in enumerate(found.rows)][len(first) :], found)
 
 
-def _judge(ordered: Sequence[Candidate[B]], found: _Found, screening: Screening) -> tuple[list[int], Verdict]:
+def _judge(ordered: Sequence[Candidate[B]], found: _Found, screening: Screening) -> tuple[list[int], ScreenVerdict]:
     """The screens, one after the other. Each sees only what the one before it let through."""
     ids, refused = [candidate.worker_id for candidate in ordered], {}
     left = []
@@ -165,7 +167,7 @@ def _judge(ordered: Sequence[Candidate[B]], found: _Found, screening: Screening)
     if screening.cosine and len(left) >= LEAST_FOR_COSINES:
         assert found.products is not None
         left = _without(cosine_screen(_of(found, left)), left, ids, refused)
-    return left, Verdict(tuple(ids[i] for i in left), refused, tuple(rates[i] for i in left if i in rates))
+    return left, ScreenVerdict(tuple(ids[i] for i in left), refused, tuple(rates[i] for i in left if i in rates))
 
 
 def _without(said: Mapping[int, str], left: Sequence[int], ids: Sequence[str], refused: dict[str, str]) -> list[int]:

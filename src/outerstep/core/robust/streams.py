@@ -50,7 +50,7 @@ class Writer(Protocol[B_contra]):
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorSpan:
     """Values [start, stop) of a tensor, in its flat form."""
 
     name: str
@@ -62,11 +62,13 @@ class Block:
         return self.stop - self.start
 
 
-def cut(sizes: Mapping[str, int], rows: int, *, stack_values: int = STACK_VALUES) -> list[Block]:
+def cut(sizes: Mapping[str, int], rows: int, *, stack_values: int = STACK_VALUES) -> list[TensorSpan]:
     """Blocks for tensors of these sizes, so that `rows` contributions have about `stack_values` in a block."""
     step = max(1, stack_values // (max(1, rows) * LEAF_VALUES)) * LEAF_VALUES
     return [
-        Block(name, start, min(start + step, size)) for name, size in sizes.items() for start in range(0, size, step)
+        TensorSpan(name, start, min(start + step, size))
+        for name, size in sizes.items()
+        for start in range(0, size, step)
     ]
 
 
@@ -89,10 +91,10 @@ class Tensors:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._flat = {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
 
-    def read(self, block: Block, out: Tensor) -> None:
+    def read(self, block: TensorSpan, out: Tensor) -> None:
         out.copy_(self._flat[block.name][block.start : block.stop])
 
-    def write(self, block: Block, values: Tensor) -> None:
+    def write(self, block: TensorSpan, values: Tensor) -> None:
         """For contiguous tensors: of others `reshape` made a copy."""
         self._flat[block.name][block.start : block.stop] = values
 

@@ -19,7 +19,17 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from ...core.robust import Block, Bucketing, Candidate, History, RobustAggregator, Screening, Tensors, aggregate, cut
+from ...core.robust import (
+    Bucketing,
+    Candidate,
+    History,
+    RobustAggregator,
+    Screening,
+    Tensors,
+    TensorSpan,
+    aggregate,
+    cut,
+)
 from ...core.robust import remember as remember_rates
 from ...core.views import fp32_views
 from ...core.watch import sum_of_squares, watched
@@ -65,7 +75,7 @@ class Combiner:
         """`round_id` seeds the buckets. Contributions without training in them count nothing."""
         weights = weights_of([offered for _, offered, _ in contributions], self.weight_by)
         candidates = [
-            Candidate[Block](peer_id, self.contents.reader(data), weight, offered.steps)
+            Candidate[TensorSpan](peer_id, self.contents.reader(data), weight, offered.steps)
             for (peer_id, offered, data), weight in zip(contributions, weights, strict=True)
             if weight > 0.0
         ]
@@ -102,7 +112,7 @@ class Combiner:
             found,
         )
 
-    def _is_enough(self, candidates: Sequence[Candidate[Block]]) -> bool:
+    def _is_enough(self, candidates: Sequence[Candidate[TensorSpan]]) -> bool:
         if not candidates:
             return False
         try:

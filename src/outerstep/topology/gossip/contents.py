@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...core.robust import Block
+from ...core.robust import TensorSpan
 from ...core.watch import sum_of_squares
 from ...errors import Refused
 from ...wire.frames import check_frame
@@ -41,12 +41,12 @@ class Contents:
         reader = self.reader(data)
         for name, numel in self.sizes.items():
             for start, stop in cuts(numel, CPU):
-                wrong = self._wrong_with(reader, Block(name, start, stop))
+                wrong = self._wrong_with(reader, TensorSpan(name, start, stop))
                 if wrong:
                     return f"tensor {name!r} {wrong}"
         return ""
 
-    def _wrong_with(self, reader: Reading, block: Block) -> str:
+    def _wrong_with(self, reader: Reading, block: TensorSpan) -> str:
         encoded, codec = reader.encoded(block), self._codecs[block.name]
         wrong = codec.check(encoded, block.count)
         if wrong:
@@ -63,7 +63,7 @@ class Contents:
     def reader(self, data: memoryview) -> Reading:
         return Reading(self, torch.frombuffer(data, dtype=torch.uint8))
 
-    def span(self, block: Block) -> tuple[int, int]:
+    def span(self, block: TensorSpan) -> tuple[int, int]:
         """Where its bytes are; blocks begin at multiples of 4096 values, as the blocks of every codec do."""
         codec, first = self._codecs[block.name], self._begins[block.name]
         return first + codec.encoded_bytes(block.start), first + codec.encoded_bytes(block.stop)
@@ -78,18 +78,18 @@ class Reading:
     def __init__(self, contents: Contents, data: Tensor) -> None:
         self._contents, self._data = contents, data
 
-    def encoded(self, block: Block) -> Tensor:
+    def encoded(self, block: TensorSpan) -> Tensor:
         begin, end = self._contents.span(block)
         return self._data[begin:end]
 
-    def read(self, block: Block, out: Tensor) -> None:
+    def read(self, block: TensorSpan, out: Tensor) -> None:
         self._contents.decode(block.name, self.encoded(block), out)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it, by name, flat fp32."""
         found = {name: torch.empty(numel) for name, numel in self._contents.sizes.items()}
         for name, values in found.items():
-            self.read(Block(name, 0, values.numel()), values)
+            self.read(TensorSpan(name, 0, values.numel()), values)
         return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amounts import cases
 from outerstep.core.robust.products import Products, products, squares
-from outerstep.core.robust.streams import LEAF_VALUES, Block, Tensors, check_blocks, cut
+from outerstep.core.robust.streams import LEAF_VALUES, Tensors, TensorSpan, check_blocks, cut
 from outerstep.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ class TestBlocks:
 
     def test_blocks_that_cut_a_leaf_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="begin at a multiple of 4096 values, got 100"):
-            check_blocks([Block("x", 100, 200)])
+            check_blocks([TensorSpan("x", 100, 200)])
         with pytest.raises(ConfigError, match="no multiple of 4096, got 5000 before a block that begins at 8192"):
-            check_blocks([Block("x", 0, 5000), Block("x", 8192, 9000)])
-        check_blocks([Block("x", 0, 5000), Block("y", 0, 9000)])
+            check_blocks([TensorSpan("x", 0, 5000), TensorSpan("x", 8192, 9000)])
+        check_blocks([TensorSpan("x", 0, 5000), TensorSpan("y", 0, 9000)])

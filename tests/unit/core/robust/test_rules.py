@@ -31,7 +31,7 @@ from outerstep.core.robust.buckets import deal
 from outerstep.core.robust.centres import distances_to
 from outerstep.core.robust.coordinates import ascending, comparators
 from outerstep.core.robust.products import products
-from outerstep.core.robust.rule import Facts, to_bf16
+from outerstep.core.robust.rule import RuleInputs, to_bf16
 from outerstep.core.robust.selection import krum_scores
 from outerstep.errors import ConfigError
 
@@ -57,7 +57,7 @@ def applied(rule: Rule, x: Tensor, weights: Sequence[float] | None = None, centr
     rows = x if not rule.needs_centre else torch.cat([torch.zeros(1, x.shape[1]) if centre is None else centre, x])
     readers = [Tensors({"x": row}) for row in rows]
     found = products(readers, cut({"x": x.shape[1]}, len(rows)), CPU) if rule.needs_products else None
-    return rule.begin(Facts(len(x), each, found))(rows.clone())
+    return rule.begin(RuleInputs(len(x), each, found))(rows.clone())
 
 
 def near(out: Tensor, expected: plain.Matrix, tolerance: float) -> None:
@@ -205,7 +205,7 @@ class TestEveryRule:
         x, first = some(1, 5, 8), int(rule.needs_centre)
         rows = torch.cat([torch.zeros(first, 5), x])
         found = products([Tensors({"x": row}) for row in rows], cut({"x": 5}, 2), CPU) if rule.needs_products else None
-        out = rule.begin(Facts(rule.fewest, (1.0,), found))(rows.clone())
+        out = rule.begin(RuleInputs(rule.fewest, (1.0,), found))(rows.clone())
         torch.testing.assert_close(out, x[0])
 
     @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
@@ -254,7 +254,7 @@ class TestTrimmedMean:
 
     def test_when_screens_left_fewer_it_trims_what_was_assumed_if_it_can(self) -> None:
         x = torch.tensor([[1.0], [2.0], [4.0], [100.0]])
-        assert TrimmedMean(0.2).begin(Facts(5, (1.0,) * 4))(x).tolist() == [3.0]
+        assert TrimmedMean(0.2).begin(RuleInputs(5, (1.0,) * 4))(x).tolist() == [3.0]
 
     def test_equal_and_unequal_weights_take_the_same_way(self) -> None:
         x = some(8, 500, 1)

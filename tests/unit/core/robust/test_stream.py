@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from outerstep.core.robust import (
-    Block,
     Bucketing,
     Candidate,
     CenteredClipping,
@@ -20,9 +19,10 @@ from outerstep.core.robust import (
     MultiKrum,
     Rule,
     Screening,
+    ScreenVerdict,
     Tensors,
+    TensorSpan,
     TrimmedMean,
-    Verdict,
     aggregate,
     cut,
 )
@@ -60,10 +60,10 @@ def combined(
     order: list[int] | None = None,
     stack_values: int = 1 << 20,
     screening: Screening = Screening(cosine=True),  # noqa: B008 (frozen)
-) -> tuple[dict[str, Tensor], Verdict]:
+) -> tuple[dict[str, Tensor], ScreenVerdict]:
     made = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
     candidates = [
-        Candidate[Block](IDS[i], Tensors(each), weights[i] if weights else 1.0) for i, each in enumerate(models)
+        Candidate[TensorSpan](IDS[i], Tensors(each), weights[i] if weights else 1.0) for i, each in enumerate(models)
     ]
     blocks = cut({name: tensor.numel() for name, tensor in made.items()}, len(models), stack_values=stack_values)
     verdict = aggregate(
@@ -162,17 +162,17 @@ class TestScreening:
 
     def test_too_few_are_refused_before_anything_is_read(self) -> None:
         class Unreadable:
-            def read(self, block: Block, out: Tensor) -> None:
+            def read(self, block: TensorSpan, out: Tensor) -> None:
                 raise AssertionError("it was read")
 
-        few = [Candidate[Block](worker, Unreadable()) for worker in "abcd"]
+        few = [Candidate[TensorSpan](worker, Unreadable()) for worker in "abcd"]
         with pytest.raises(ConfigError, match="trims nothing"):
             aggregate(few, cut({"x": 10}, 4), Tensors({"x": torch.empty(10)}), TrimmedMean(0.2))
         with pytest.raises(ConfigError, match="cosine screen needs at least 5"):
             aggregate(few, cut({"x": 10}, 4), Tensors({"x": torch.empty(10)}), screening=Screening(cosine=True))
 
     def test_a_worker_cannot_come_twice(self) -> None:
-        twice = [Candidate[Block]("a", Tensors({"x": torch.ones(3)})) for _ in range(3)]
+        twice = [Candidate[TensorSpan]("a", Tensors({"x": torch.ones(3)})) for _ in range(3)]
         with pytest.raises(ConfigError, match="'a' came twice"):
             aggregate(twice, cut({"x": 3}, 3), Tensors({"x": torch.empty(3)}))
 
@@ -180,7 +180,7 @@ class TestScreening:
         values = [torch.ones(100) for _ in range(3)] + [torch.full((100,), 2.5)]
         for steps, refused in ((1, {"3"}), (2, set())):
             candidates = [
-                Candidate[Block](str(i), Tensors({"x": each}), steps=steps if i == 3 else 1)
+                Candidate[TensorSpan](str(i), Tensors({"x": each}), steps=steps if i == 3 else 1)
                 for i, each in enumerate(values)
             ]
             verdict = aggregate(candidates, cut({"x": 100}, 4), Tensors({"x": torch.empty(100)}))
@@ -194,7 +194,7 @@ def test_contributions_with_known_norms_are_read_once() -> None:
         def __init__(self, value: float) -> None:
             self.value = value
 
-        def read(self, block: Block, out: Tensor) -> None:
+        def read(self, block: TensorSpan, out: Tensor) -> None:
             nonlocal reads
             reads += 1
             out.fill_(self.value)
@@ -203,7 +203,7 @@ def test_contributions_with_known_norms_are_read_once() -> None:
     for norms, expected in (([10.0, 10.0, 10.0, 90.0], 3), ([10.0, 10.0, 10.0, None], 7)):
         reads = 0
         candidates = [
-            Candidate[Block](str(i), Counting(value), norm=norm)
+            Candidate[TensorSpan](str(i), Counting(value), norm=norm)
             for i, (value, norm) in enumerate(zip((1.0, 1.0, 1.0, 9.0), norms, strict=True))
         ]
         verdict = aggregate(candidates, cut({"x": 100}, 4), Tensors(out), Median())
@@ -217,16 +217,16 @@ def test_memory_is_one_block_of_each_however_large_the_model_is() -> None:
     largest = 0
 
     class Counting:
-        def read(self, block: Block, out: Tensor) -> None:
+        def read(self, block: TensorSpan, out: Tensor) -> None:
             nonlocal largest
             largest = max(largest, out.untyped_storage().nbytes() // 4)
             out.fill_(1.0)
 
     class Nowhere:
-        def write(self, block: Block, values: Tensor) -> None:
+        def write(self, block: TensorSpan, values: Tensor) -> None:
             assert torch.equal(values, torch.ones(block.count))
 
-    candidates = [Candidate[Block](worker, Counting()) for worker in "abcdefgh"]
+    candidates = [Candidate[TensorSpan](worker, Counting()) for worker in "abcdefgh"]
     aggregate(candidates, cut({"x": 3_000_000}, 8), Nowhere(), Median(), screening=Screening(cosine=True))
     assert largest <= 1 << 20  # values, of all eight together
 
@@ -242,12 +242,14 @@ class TestForAServer:
         assert verdict.refused.keys() == {IDS[3]}
 
         class Unreadable:
-            def read(self, block: Block, out: Tensor) -> None:
+            def read(self, block: TensorSpan, out: Tensor) -> None:
                 raise AssertionError("it was read")
 
         made = {name: torch.empty(shape) for name, shape in SHAPES.items()}
         candidates = [
-            Candidate[Block](IDS[i], Unreadable() if i == 3 else Tensors(each), refused="too long" if i == 3 else "")
+            Candidate[TensorSpan](
+                IDS[i], Unreadable() if i == 3 else Tensors(each), refused="too long" if i == 3 else ""
+            )
             for i, each in enumerate(models)
         ]
         blocks = cut({name: tensor.numel() for name, tensor in made.items()}, 8)
@@ -271,7 +273,7 @@ class TestForAServer:
 def test_who_was_not_chosen_is_named_and_leaves_no_trace(rule: Rule, n: int, unused: int) -> None:
     models = {f"worker-{i}": model(i) for i in range(n)}
     made = {name: torch.empty(shape) for name, shape in SHAPES.items()}
-    candidates = [Candidate[Block](worker, Tensors(each)) for worker, each in models.items()]
+    candidates = [Candidate[TensorSpan](worker, Tensors(each)) for worker, each in models.items()]
     verdict = aggregate(candidates, cut({name: each.numel() for name, each in made.items()}, n), Tensors(made), rule)
     assert len(verdict.unused) == unused
     assert verdict.accepted == tuple(models)
