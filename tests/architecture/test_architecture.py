@@ -23,7 +23,6 @@ MAY_IMPORT = {
     "pool": set(),
     "security": PLAIN,
     "config": PLAIN | {"coordination", "security"},
-    "settings": PLAIN | {"config", "security"},
     "torch_file": PLAIN,
     "model_folder": PLAIN | {"torch_file"},
     "core": PLAIN,
@@ -37,11 +36,10 @@ MAY_IMPORT = {
     "server": PLAIN
     | {"config", "core", "coordination", "durable", "model_folder", "observe", "pool"}
     | {"security", "torch_file", "wire"},
-    "worker": PLAIN | {"config", "settings", "core", "coordination", "security", "topology", "wire"},
+    "worker": PLAIN | {"config", "core", "coordination", "security", "topology", "wire"},
     "compat": PLAIN | {"config", "core", "coordination", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
-    "cli": PLAIN
-    | {"compat", "config", "core", "settings", "demo", "durable", "model_folder", "security", "server", "wire"},
+    "cli": PLAIN | {"compat", "config", "core", "demo", "durable", "model_folder", "security", "server", "wire"},
     "integrations": PLAIN | {"core"},  # optional, and imported by nobody
     "__main__": {"cli"},
     "": {"core", "errors", "model_folder", "server", "topology", "worker"},
@@ -137,7 +135,7 @@ LIGHT = [
     "import outerstep",
     "import outerstep.coordination.server.coordinator, outerstep.simulate, outerstep.wire.http_service",
     "import outerstep.topology.gossip.node",
-    "import outerstep.cli, outerstep.settings",
+    "import outerstep.cli, outerstep.config",
     "import outerstep.cli, sys; sys.argv = ['outerstep', 'status', '--help']\n"
     "try: outerstep.cli.main()\nexcept SystemExit: pass",
     "import outerstep.cli, sys; sys.argv = ['outerstep', 'config', 'show']\n"

@@ -15,13 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.cases import ODD, altered, cases, spoiled
-from outerstep.config import build
+from outerstep.config import ROLES, SERVER, Sourced, build, make_command, make_config, resolve
+from outerstep.config.kinds import write
 from outerstep.errors import ConfigError, OuterstepError, Refused
 from outerstep.security import Access, parse_address, parse_join_string
 from outerstep.security.access import redact
 from outerstep.security.tokens import new_token
-from outerstep.settings import ROLES, SERVER, Sourced, make_command, make_config, resolve
-from outerstep.settings.kinds import write
 from outerstep.types import Commit, Control, GetPart, Heartbeat, Join, Leave, Offer, Poll, PutPart, Request
 from outerstep.wire import strict_json
 from outerstep.wire.messages import address_of, decode_error, decode_request, encode_error, parse_query

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..config import NOT_SET, ROLES, SERVER, WORKER, Role, make_command, make_config, resolve
+from ..config.kinds import shown
+from ..config.reference import commented_toml
+from ..config.toml_file import FILE_NAME
 from ..errors import ConfigError
 from ..security import redact
-from ..settings import NOT_SET, ROLES, SERVER, WORKER, Role, make_command, make_config, resolve
-from ..settings.kinds import shown
-from ..settings.reference import commented_toml
-from ..settings.toml_file import FILE_NAME
 from .options import ConfigFile, Found, takes_settings
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Show the settings, or write a file of them.")

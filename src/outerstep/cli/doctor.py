@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..config import SERVER, WORKER, resolve
 from ..security import Credentials
-from ..settings import SERVER, WORKER, resolve
 from ..wire.http_transport import HttpTransport
 from .checks import Say, find_way, look_at_machine, look_at_server
 from .join import LONGEST_CHARS

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from ..config import SERVER, WORKER, Role, Setting, Sourced, resolve
 from ..errors import ConfigError
 from ..security import DEFAULT_PORT
-from ..settings import SERVER, WORKER, Role, Setting, Sourced, resolve
 
 Found = Mapping[str, Sourced]
 FILE_PANEL = "Settings"

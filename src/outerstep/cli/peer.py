@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ..config import GOSSIP
+from ..config import CONFIG_VARIABLE, GOSSIP, WORKER, Sourced, WorkerCommand, environment_for, make_command, make_config
+from ..config import resolve as resolve_settings
 from ..errors import ConfigError
-from ..settings import CONFIG_VARIABLE, WORKER, Sourced, WorkerCommand, environment_for, make_command, make_config
-from ..settings import resolve as resolve_settings
 from .options import ConfigFile, Found, takes_settings
 
 PEER_DIR = "outerstep-peer"

@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from ..config import ServerConfig
+from ..config import SERVER, ServerCommand, ServerConfig, Sourced, make_command, make_config, naming_sources
 from ..durable.run_folder import DEFAULT_PLACE, RUN_FILE
 from ..errors import ConfigError
 from ..security import Credentials, is_loopback
-from ..settings import SERVER, ServerCommand, Sourced, make_command, make_config, naming_sources
 from .options import Found, takes_settings
 from .stopping import Stopping
 

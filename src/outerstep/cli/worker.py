@@ -9,10 +9,19 @@ from typing import Annotated
 
 import typer
 
-from ..config import ALLREDUCE, TORCHFT
+from ..config import (
+    ALLREDUCE,
+    CONFIG_VARIABLE,
+    TORCHFT,
+    WORKER,
+    Sourced,
+    WorkerCommand,
+    environment_for,
+    make_command,
+    make_config,
+)
 from ..errors import ConfigError
 from ..security import is_join_string, parse_address, parse_join_string
-from ..settings import CONFIG_VARIABLE, WORKER, Sourced, WorkerCommand, environment_for, make_command, make_config
 from .options import ConfigFile, Found, takes_settings
 
 TRAINER = "forgather"

@@ -1,11 +1,17 @@
-"""Settings as frozen dataclasses: every value checked where it is made, every error naming field, value and range.
+"""What a server and a worker can be told: the settings, their checks, and where each value came from. No torch in here.
 
-    server.py    what a server can be told
-    worker.py    what a worker can be told
-    checks.py    the checks of single values that both are made of
-    keywords.py  a config from keyword arguments, with an answer to misspelt ones
+    server.py     ServerConfig
+    worker.py     WorkerConfig, with one section for each topology
+    checks.py     the checks of single values, which both use
+    keywords.py   a config from flat keywords, with an answer to a misspelt one
+    table.py      every setting once: its flags, its panel in --help, and a sentence
+    kinds.py      how the text of a flag or a variable becomes a value
+    sources.py    a flag, else an environment variable, else a TOML file (toml_file.py), else the default
+    reference.py  the tables of docs/reference/configuration.md
 
-Where the values come from (flags, environment, files) is the business of outerstep/settings.
+found  = resolve(SERVER, {"num_workers": Sourced(2, "flag --num-workers")})
+config = make_config(SERVER, found)            # a ServerConfig; its errors say where the bad value came from
+found["heartbeat_timeout"].source              # "outerstep.toml:12"
 """
 
 from __future__ import annotations
@@ -14,20 +20,46 @@ from ..security import DEFAULT_PORT
 from .checks import check_one_of, check_text
 from .keywords import build, unknown
 from .server import DEFAULT_HOST, ServerConfig
+from .sources import (
+    CONFIG_VARIABLE,
+    NOT_SET,
+    Sourced,
+    environment_for,
+    make_command,
+    make_config,
+    naming_sources,
+    resolve,
+)
+from .table import ROLES, SERVER, WORKER, Role, ServerCommand, Setting, WorkerCommand
 from .worker import ALLREDUCE, GOSSIP, LIGHTHOUSE_VARIABLE, TORCHFT, WorkerConfig, parse_lighthouse
 
 __all__ = [
     "ALLREDUCE",
+    "CONFIG_VARIABLE",
     "DEFAULT_HOST",
     "DEFAULT_PORT",
     "GOSSIP",
     "LIGHTHOUSE_VARIABLE",
+    "NOT_SET",
+    "ROLES",
+    "SERVER",
     "TORCHFT",
+    "WORKER",
+    "Role",
+    "ServerCommand",
     "ServerConfig",
+    "Setting",
+    "Sourced",
+    "WorkerCommand",
     "WorkerConfig",
     "build",
     "check_one_of",
     "check_text",
+    "environment_for",
+    "make_command",
+    "make_config",
+    "naming_sources",
     "parse_lighthouse",
+    "resolve",
     "unknown",
 ]

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import unknown
+from ..config import WORKER, Sourced, make_config, naming_sources, resolve, unknown
 from ..errors import ConfigError
-from ..settings import WORKER, Sourced, make_config, naming_sources, resolve
 from ..topology.protocol import Topology
 from .worker import DiLoCoWorker
 

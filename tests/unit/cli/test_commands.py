@@ -15,9 +15,9 @@ import pytest
 from outerstep import model_folder, server
 from outerstep.cli.server import spelled_out
 from outerstep.cli.worker import training_command
+from outerstep.config import ROLES, WORKER, Role, resolve
 from outerstep.errors import ConfigError
 from outerstep.security import Access
-from outerstep.settings import ROLES, WORKER, Role, resolve
 from outerstep.types import Control, ControlAnswer, Wishes
 from outerstep.wire.http_transport import HttpTransport
 from typed import typed

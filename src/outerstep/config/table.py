@@ -11,8 +11,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from ..config import ServerConfig, WorkerConfig, check_one_of, check_text
+from .checks import check_one_of, check_text
 from .kinds import Kind, defaults_of, kinds_of, shown
+from .server import ServerConfig
+from .worker import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import build, unknown
 from ..errors import ConfigError
 from ..security import JOIN_VARIABLE, is_join_string, parse_join_string, redact
+from .keywords import build, unknown
 from .kinds import write
 from .table import ROLES, Role
 from .toml_file import FILE_NAME, read_file

@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from ..config import unknown
 from ..errors import ConfigError
+from .keywords import unknown
 from .table import ROLES
 
 FILE_NAME = "outerstep.toml"

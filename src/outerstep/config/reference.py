@@ -1,6 +1,6 @@
 """The table of settings for readers: as Markdown for the documentation, and as a TOML file to fill in.
 
-python -m outerstep.settings.reference docs/reference/configuration.md        # renews the tables in it
+python -m outerstep.config.reference docs/reference/configuration.md        # renews the tables in it
 """
 
 from __future__ import annotations

@@ -8,25 +8,26 @@ from typing import Any
 
 import pytest
 
-from outerstep.config import ServerConfig, WorkerConfig
-from outerstep.errors import ConfigError
-from outerstep.settings import (
+from outerstep.config import (
     ROLES,
     SERVER,
     WORKER,
     Role,
+    ServerConfig,
     Sourced,
+    WorkerConfig,
     environment_for,
     make_command,
     make_config,
     resolve,
 )
-from outerstep.settings.kinds import Kind, write
-from outerstep.settings.reference import commented_toml, renew
-from outerstep.settings.toml_file import line_of
+from outerstep.config.kinds import Kind, write
+from outerstep.config.reference import commented_toml, renew
+from outerstep.config.toml_file import line_of
+from outerstep.errors import ConfigError
 
 BOTH = pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,7 @@ class TestTheTable:
 
     def test_the_reference_page_has_the_tables_as_the_code_has_them(self) -> None:
         page = (REFERENCE / "configuration.md").read_text()
-        assert page == renew(page), "run: python -m outerstep.settings.reference docs/reference/configuration.md"
+        assert page == renew(page), "run: python -m outerstep.config.reference docs/reference/configuration.md"
 
     def test_the_page_of_commands_names_every_flag_of_the_server(self) -> None:
         page = (REFERENCE / "cli.md").read_text()
