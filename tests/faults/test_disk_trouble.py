@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from amounts import mostly_slow
+from outerstep.coordination.backoff import Backoff
 from outerstep.errors import Busy, ServerError
 from outerstep.server import DiLoCoServer
 from outerstep.types import Poll, PollAnswer
@@ -54,8 +55,7 @@ class BadDisk:
 def test_a_round_that_cannot_be_written_is_announced_when_it_can(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outerstep.server.rounds.FIRST_RETRY_S", 0.05)
-    monkeypatch.setattr("outerstep.server.rounds.LAST_RETRY_S", 0.05)
+    monkeypatch.setattr("outerstep.server.rounds.DISK_RETRIES", Backoff(0.05, 0.05))
     server = DiLoCoServer(Ledger().state_dict(), 1, port=0, save_dir=str(tmp_path), **FACTS)
     server.service.start()
     client, newcomer = HandClient(Relocatable(server.service)), HandClient(MemoryTransport(server.service), "new")

@@ -17,11 +17,13 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from ..coordination.backoff import Backoff
 from ..coordination.server.aggregation import Aggregation
 from ..coordination.server.effects import Accumulate, CloseRound
 from ..coordination.server.remembered import Remembered, remember
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIRST_RETRY_S, LAST_RETRY_S = 0.25, 5.0  # how often a disk that is full or broken is tried again
+DISK_RETRIES = Backoff(0.25, 5.0)  # how often a disk that is full or broken is tried again
 GATHER_S = 0.1  # contributions that come within such a time are added in one pass
 NOTE_PATIENCE_S = 5.0  # how long an answer waits for what it says to be on the disk
 
@@ -312,17 +314,15 @@ class RoundsThread:
         return self._service.keeper.keep(state, reason)
 
     def _until_written(self, write: Callable[[], object]) -> None:
-        wait_s = FIRST_RETRY_S
-        while True:
+        for failures in count():
             try:
                 write()
                 break
             except OSError as error:
                 self._service.disk_fails(error)
-                if self._stopping.wait(wait_s):
+                if self._stopping.wait(DISK_RETRIES.longest_pause_s(failures)):
                     self.gave_up = True
                     raise _GivenUp from error
-                wait_s = min(2 * wait_s, LAST_RETRY_S)
         self._service.disk_works()
 
     def _is_written(self, number: int) -> None:

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import Absurd, BadFrame, BadTensors, Conflict, NotFinite, Quarantined, Refused, UnsupportedMedia
+from ..backoff import Backoff
 
 OFFENCES = 3
 WINDOW_S = 4 * 3600.0
 FIRST_S = 600.0
 LONGEST_S = 24 * 3600.0
+SPELLS = Backoff(FIRST_S, LONGEST_S)
 
 KINDS = (NotFinite, Absurd, BadTensors, BadFrame, UnsupportedMedia, Conflict)
 """What no healthy worker is refused for. (A part that changed on its way, a closed round or a full pool is no fault of
@@ -55,7 +57,7 @@ class Conduct:
         recent = sum(now - at <= WINDOW_S for at, _ in self.offences)
         if self.is_quarantined(now) or recent < (1 if self.spells else OFFENCES):
             return False
-        self.until = now + min(FIRST_S * 2.0**self.spells, LONGEST_S)
+        self.until = now + SPELLS.longest_pause_s(self.spells)
         self.spells = min(self.spells + 1, 32)
         codes = ", ".join(code for _, code in self.offences)
         self.reason = f"refused for {codes}; the last time because {refusal.message}"[:256]

@@ -68,6 +68,7 @@ from ...types import (
     PutPartAnswer,
     Request,
 )
+from ..backoff import Backoff
 from .fetch import Fetch, Held, Wanted
 from .patience import Patience as Patience
 from .sending import Outbox, Sending
@@ -75,7 +76,7 @@ from .sending import Outcome as Outcome
 from .sending import Share as Share
 from .session import Session as Session
 
-FIRST_ASK_S, LAST_ASK_S = 0.02, 0.5  # how often a process of a group asks whether the others have sent their parts
+ASKING = Backoff(0.02, 0.5)  # how often a process of a group asks whether the others have sent their parts
 
 
 @dataclass(frozen=True)
@@ -345,7 +346,7 @@ class Exchange:
             self._to_send = ours
         elif missing or not self._speaks:
             self.waiting_for = "the other processes of this group to send their rows"
-            self._not_before = now + min(FIRST_ASK_S * 2.0**self._asked, LAST_ASK_S) * self._rng.uniform(0.5, 1.0)
+            self._not_before = now + ASKING.pause_s(self._asked, self._rng)
             self._asked = min(self._asked + 1, 16)
         else:
             self._go(Step.COMMIT)

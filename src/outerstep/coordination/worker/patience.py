@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from ..backoff import Backoff
+
 
 @dataclass(frozen=True)
 class Patience:
-    """How hard to try. A failed call is repeated after uniform(½, 1)·min(first·2ⁿ, longest) seconds."""
+    """How hard to try. A failed call is repeated after a pause (backoff.py)."""
 
     first_backoff_s: float = 0.5
     longest_backoff_s: float = 30.0
@@ -20,5 +22,4 @@ class Patience:
     damaged_parts: int = 16  # parts that may arrive with a wrong hash before we believe it is not the line
 
     def backoff_s(self, failures: int, rng: random.Random) -> float:
-        ceiling = min(self.first_backoff_s * 2.0 ** min(failures - 1, 32), self.longest_backoff_s)
-        return ceiling * rng.uniform(0.5, 1.0)
+        return Backoff(self.first_backoff_s, self.longest_backoff_s).pause_s(failures - 1, rng)

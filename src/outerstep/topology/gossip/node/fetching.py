@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ....coordination.backoff import Backoff
 from ....digest import part_digest
 from ....errors import NotFound, OuterstepError
 from ....statements import Offered
@@ -30,7 +31,7 @@ from .shared import Shared
 log = logging.getLogger(__name__)
 
 FETCHING_THREADS = 8
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+BACKOFF = Backoff(first_s=0.1, longest_s=5.0)
 LOOK_EVERY_S = 1.0
 SWEEPS_UNTIL_LOST = 3  # in which every peer that answers says that it has it not
 
@@ -129,9 +130,8 @@ class Fetcher:
                 self._keeper.note()
 
     def _put_off(self, job: _Job) -> None:
-        pause_s = min(FIRST_PAUSE_S * 2.0**job.tries, LONGEST_PAUSE_S)
+        job.not_before = self._shared.clock() + BACKOFF.pause_s(job.tries, self._draw)
         job.tries += 1
-        job.not_before = self._shared.clock() + pause_s * self._draw.uniform(0.5, 1.0)
         if job.absent >= SWEEPS_UNTIL_LOST:
             self._rounds.lose(job.says.digest)
 

@@ -11,6 +11,7 @@ import logging
 import random
 from dataclasses import dataclass
 
+from ....coordination.backoff import Backoff
 from ....errors import OuterstepError, Refused
 from ....statements import Converse
 from .door import Contacts
@@ -161,9 +162,9 @@ class Talk:
     def _put_off(self, line: _Line, error: OuterstepError) -> None:
         """It did not answer, or not as it should."""
         with self._shared.lock:
-            pause_s = min(self._beat_every_s * 2.0 ** min(line.failures, 10), LONGEST_PAUSE_S)
+            backoff = Backoff(self._beat_every_s, LONGEST_PAUSE_S)
+            line.not_before = self._shared.clock() + backoff.pause_s(line.failures, self._draw)
             line.failures += 1
-            line.not_before = self._shared.clock() + pause_s * self._draw.uniform(0.5, 1.0)
             line.seen, line.height = -1, -1
             if not line.trouble:
                 log.info("a peer does not answer: %s", error)

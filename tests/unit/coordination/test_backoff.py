@@ -1,0 +1,27 @@
+"""Pauses double up to a limit, and no two clients pause alike."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outerstep.coordination.backoff import Backoff
+
+BACKOFF = Backoff(first_s=0.5, longest_s=30.0)
+
+
+@pytest.mark.parametrize(("failures", "longest_s"), [(0, 0.5), (1, 1.0), (5, 16.0), (6, 30.0), (10**9, 30.0)])
+def test_a_pause_doubles_with_each_failure_up_to_the_limit(failures: int, longest_s: float) -> None:
+    rng = random.Random(0)
+    assert BACKOFF.longest_pause_s(failures) == longest_s
+    pauses = [BACKOFF.pause_s(failures, rng) for _ in range(200)]
+    assert longest_s / 2 <= min(pauses) < 0.55 * longest_s
+    assert 0.95 * longest_s < max(pauses) <= longest_s
+
+
+def test_each_pause_takes_one_number_from_the_generator() -> None:
+    """A simulated run is repeated by its seed: a second draw would change every one that follows."""
+    rng, same = random.Random(1), random.Random(1)
+    assert BACKOFF.pause_s(2, rng) == 2.0 * same.uniform(0.5, 1.0)
+    assert rng.random() == same.random()
