@@ -60,10 +60,10 @@ class Watching(ServerTopology):
         )
         self.seen: dict[int, str] = {}
 
-    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+    def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
         assert self.seen.setdefault(agreed.version, agreed.anchor_hash) == agreed.anchor_hash, "history was rewritten"
         assert agreed.version >= max(self.seen), "an agreement was taken back"
-        return super().confirm(agreed, intact)
+        return super().adopted(agreed, intact)
 
 
 class Pair(threading.Thread):

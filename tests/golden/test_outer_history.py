@@ -30,7 +30,7 @@ def run_rounds(server: DiLoCoServer, fragments: int) -> list[list[Agreed]]:
             agreed = []
             for f, names in enumerate(joined.plan.fragments):
                 deltas = deltas_of(worker, round_, list(names), shapes)
-                agreed.append(topology.finish(topology.begin(Contribution(f, round_, round_, 1, 0, 0, deltas))))
+                agreed.append(topology.begin(Contribution(f, round_, round_, 1, 0, 0, deltas)).finish())
             answers.append(agreed)
         return answers
 

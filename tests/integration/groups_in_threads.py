@@ -13,9 +13,9 @@ from outerstep.server import DiLoCoServer
 from outerstep.topology.group.ranks import Ranks
 from outerstep.topology.group.sharded import ShardedTopology, Shards
 from outerstep.topology.group.topology import GroupTopology
-from outerstep.topology.protocol import Agreed, Contribution, Ticket, Topology
+from outerstep.topology.protocol import Agreed, Contribution, Ticket, Topology, anchors_of
 from outerstep.topology.server.topology import ServerTopology
-from outerstep.types import Answer, Manifest, ParameterSpec, Request
+from outerstep.types import Answer, Manifest, ParameterSpec, Request, Wishes
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.sections import rows_of
 from support import EAGER, memory_topology
@@ -85,10 +85,15 @@ def contribution(agreed: Agreed, seed: int, sections: int, section: int, **facts
     return Contribution(agreed.fragment, agreed.version, agreed.version, deltas=deltas, **amounts)
 
 
-def finish(topology: Topology, ticket: Ticket) -> Agreed:
+def enter(topology: Topology) -> list[Agreed]:
+    """Join; the anchors to begin with."""
+    return [agreed for _, agreed in anchors_of(topology, topology.join(MANIFEST, Wishes()))]
+
+
+def finish(ticket: Ticket) -> Agreed:
     while not ticket.look(0.05).done:
         pass
-    return topology.finish(ticket)
+    return ticket.finish()
 
 
 def take_over(agreed: Agreed) -> bool:

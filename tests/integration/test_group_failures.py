@@ -12,6 +12,7 @@ from integration.groups_in_threads import (
     MANIFEST,
     assert_rows,
     contribution,
+    enter,
     finish,
     make_server,
     sharded,
@@ -39,7 +40,7 @@ from outerstep.server import DiLoCoServer
 from outerstep.topology.group.ranks import Ranks, rebuild
 from outerstep.topology.group.ranks import describe as describe_error
 from outerstep.topology.group.sharded import ShardedTopology
-from outerstep.topology.protocol import Agreed, Ticket
+from outerstep.topology.protocol import Agreed, Ticket, anchors_of
 from outerstep.types import Agreement, Manifest, ParameterSpec, PutPart, Request, Wishes
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker.connect import find_ranks
@@ -57,11 +58,11 @@ class TestFailures:
     def test_a_rank_whose_rows_are_not_finite_stops_all(self, server: DiLoCoServer) -> None:
         def job(ranks: Ranks) -> None:
             topology = sharded(server, ranks)
-            anchor = topology.join(MANIFEST, Wishes()).anchors[0]
+            anchor = enter(topology)[0]
             sent = contribution(anchor, 1, 2, ranks.rank)
             if ranks.rank == 1:
                 sent.deltas["a"][0] = float("inf")
-            finish(topology, topology.begin(sent))
+            finish(topology.begin(sent))
 
         for error in failures(2, job):
             assert isinstance(error, ExchangeFailed)
@@ -75,8 +76,8 @@ class TestFailures:
 
         def job(ranks: Ranks) -> None:
             topology = sharded(server, ranks, meddle=meddle)
-            anchor = topology.join(MANIFEST, Wishes()).anchors[0]
-            finish(topology, topology.begin(contribution(anchor, 1, 3, ranks.rank)))
+            anchor = enter(topology)[0]
+            finish(topology.begin(contribution(anchor, 1, 3, ranks.rank)))
 
         found = failures(3, job)
         assert [type(error.__cause__) for error in found] == [Kicked] * 3
@@ -92,14 +93,15 @@ class TestFailures:
 
         def job(ranks: Ranks) -> Agreed:
             topology = sharded(server, ranks, meddle=meddle)
-            anchor = topology.join(MANIFEST, Wishes()).anchors[0]
+            anchor = enter(topology)[0]
             ticket: Ticket = topology.begin(contribution(anchor, 1, 2, ranks.rank))
             with pytest.raises(ExchangeFailed, match="a bug"):
-                finish(topology, ticket)
+                finish(ticket)
             down.clear()
-            assert ticket.look(0.0).done
-            assert ticket.failed
-            return finish(topology, topology.resume(ticket))
+            sight = ticket.look(0.0)
+            assert sight.done
+            assert sight.failed
+            return finish(ticket.resume())
 
         for agreed in in_ranks(2, job):
             assert agreed.counted
@@ -118,13 +120,13 @@ class TestFailures:
 
         def job(ranks: Ranks) -> list[bool]:
             topology = sharded(server, ranks)
-            agreed = topology.join(MANIFEST, Wishes()).anchors[0]
+            ((ticket, agreed),) = anchors_of(topology, topology.join(MANIFEST, Wishes()))
             first = take_over(agreed)
-            whole = topology.confirm(agreed, first)
+            whole = ticket.confirm(agreed, first)
             assert whole is not None
             assert_rows(whole, server, 2, ranks.rank)
             second = take_over(whole)
-            assert topology.confirm(whole, second) is None
+            assert ticket.confirm(whole, second) is None
             return [first, second]
 
         monkeypatch.setattr(ShardedTopology, "_fetch", damaged)

@@ -16,6 +16,7 @@ from integration.groups_in_threads import (
     SHARDED,
     assert_rows,
     contribution,
+    enter,
     finish,
     make_server,
     sharded,
@@ -27,7 +28,7 @@ from outerstep.errors import (
 )
 from outerstep.server import DiLoCoServer
 from outerstep.topology.group.ranks import Ranks
-from outerstep.topology.protocol import Agreed, Joined, Sight, Topology
+from outerstep.topology.protocol import Agreed, Joined, Sight, Topology, anchors_of
 from outerstep.types import GetPart, Offer, PutPart, Request, Wishes
 from outerstep.wire.sections import rows_of
 from support import memory_topology, wait_until
@@ -47,12 +48,12 @@ class TestSharded:
 
             def job(ranks: Ranks) -> None:
                 topology = sharded(server, ranks)
-                anchors = list(topology.join(MANIFEST, Wishes()).anchors)
+                anchors = enter(topology)
                 for seed in range(3):
                     for fragment in range(2):
                         assert_rows(anchors[fragment], server, size, ranks.rank)
                         sent = contribution(anchors[fragment], seed, size, ranks.rank)
-                        anchors[fragment] = finish(topology, topology.begin(sent))
+                        anchors[fragment] = finish(topology.begin(sent))
                         assert anchors[fragment].counted
                         assert anchors[fragment].version == seed + 1
                 for agreed in anchors:
@@ -65,15 +66,15 @@ class TestSharded:
     def test_it_moves_the_model_as_one_process_would(self, server: DiLoCoServer) -> None:
         with make_server() as alone:
             plain = memory_topology(alone, "plain")
-            agreed = plain.join(MANIFEST, Wishes()).anchors[0]
+            agreed = enter(plain)[0]
             for seed in range(2):
-                agreed = finish(plain, plain.begin(contribution(agreed, seed, 1, 0)))
+                agreed = finish(plain.begin(contribution(agreed, seed, 1, 0)))
 
             def job(ranks: Ranks) -> None:
                 topology = sharded(server, ranks)
-                mine = topology.join(MANIFEST, Wishes()).anchors[0]
+                mine = enter(topology)[0]
                 for seed in range(2):
-                    mine = finish(topology, topology.begin(contribution(mine, seed, 3, ranks.rank)))
+                    mine = finish(topology.begin(contribution(mine, seed, 3, ranks.rank)))
                 assert mine.anchor_hash == agreed.anchor_hash
 
             in_ranks(3, job)
@@ -81,8 +82,8 @@ class TestSharded:
     def test_nobody_fetches_or_sends_the_whole_model(self, server: DiLoCoServer) -> None:
         def job(ranks: Ranks) -> tuple[int, int]:
             topology = sharded(server, ranks)
-            anchor = topology.join(MANIFEST, Wishes()).anchors[0]
-            agreed = finish(topology, topology.begin(contribution(anchor, 1, 4, ranks.rank)))
+            anchor = enter(topology)[0]
+            agreed = finish(topology.begin(contribution(anchor, 1, 4, ranks.rank)))
             return agreed.bytes_sent, agreed.bytes_received
 
         whole = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
@@ -100,9 +101,9 @@ class TestSharded:
         def job(ranks: Ranks) -> int:
             section = ranks.rank % 2
             topology = sharded(server, ranks, section=section, sections=2)
-            anchor = topology.join(MANIFEST, Wishes()).anchors[0]
+            anchor = enter(topology)[0]
             sent = contribution(anchor, 1, 2, section, samples=10 + ranks.rank)
-            agreed = finish(topology, topology.begin(sent))
+            agreed = finish(topology.begin(sent))
             assert_rows(agreed, server, 2, section)
             return agreed.bytes_sent
 
@@ -119,10 +120,10 @@ class TestSharded:
 
         def job(ranks: Ranks, make: Callable[..., Topology]) -> None:
             topology = make(server, ranks, meddle=meddle)
-            anchor = topology.join(MANIFEST, Wishes()).anchors[0]
+            anchor = enter(topology)[0]
             sections = 2 if make is sharded else 1
             facts = {"samples": 8 * (ranks.rank + 1), "tokens": 100}
-            finish(topology, topology.begin(contribution(anchor, 1, sections, ranks.rank % sections, **facts)))
+            finish(topology.begin(contribution(anchor, 1, sections, ranks.rank % sections, **facts)))
 
         for make in (sharded, whole):
             in_ranks(2, partial(job, make=make))
@@ -145,8 +146,8 @@ class TestSharded:
 
             def job(ranks: Ranks) -> Agreed:
                 topology = sharded(server, ranks, meddle=meddle)
-                anchor = topology.join(MANIFEST, Wishes()).anchors[0]
-                agreed = finish(topology, topology.begin(contribution(anchor, 1, 2, ranks.rank)))
+                anchor = enter(topology)[0]
+                agreed = finish(topology.begin(contribution(anchor, 1, 2, ranks.rank)))
                 assert_rows(agreed, server, 2, ranks.rank)
                 return agreed
 
@@ -159,13 +160,13 @@ class TestSharded:
     def test_if_the_version_is_replaced_while_one_rank_fetches_all_take_the_newest(self) -> None:
         with make_server(async_mode=True) as server:
             other = memory_topology(server, "other")
-            theirs = other.join(MANIFEST, Wishes()).anchors[0]
+            theirs = enter(other)[0]
             once, moved_on = threading.Lock(), threading.Event()
 
             def move_on() -> None:
                 agreed = theirs
                 for seed in range(4):
-                    agreed = finish(other, other.begin(contribution(agreed, seed, 1, 0)))
+                    agreed = finish(other.begin(contribution(agreed, seed, 1, 0)))
                 for store in server.service.stores:  # nobody has asked for a part for so long
                     store.down.forget_old(server.service.clock() + 1000.0)
                 moved_on.set()
@@ -178,8 +179,8 @@ class TestSharded:
 
             def job(ranks: Ranks) -> Agreed:
                 topology = sharded(server, ranks, meddle=meddle)
-                anchor = topology.join(MANIFEST, Wishes()).anchors[0]
-                agreed = finish(topology, topology.begin(contribution(anchor, 1, 2, ranks.rank)))
+                anchor = enter(topology)[0]
+                agreed = finish(topology.begin(contribution(anchor, 1, 2, ranks.rank)))
                 assert_rows(agreed, server, 2, ranks.rank)
                 return agreed
 
@@ -192,11 +193,11 @@ class TestSharded:
 
             def job(ranks: Ranks) -> Agreed:
                 topology = sharded(server, ranks)
-                anchor = topology.join(MANIFEST, Wishes()).anchors[0]
+                anchor = enter(topology)[0]
                 if ranks.rank == 0:
-                    theirs = other.join(MANIFEST, Wishes()).anchors[0]
-                    finish(other, other.begin(contribution(theirs, 5, 1, 0)))
-                agreed = finish(topology, topology.begin(contribution(anchor, 1, 2, ranks.rank)))
+                    theirs = enter(other)[0]
+                    finish(other.begin(contribution(theirs, 5, 1, 0)))
+                agreed = finish(topology.begin(contribution(anchor, 1, 2, ranks.rank)))
                 assert_rows(agreed, server, 2, ranks.rank)
                 return agreed
 
@@ -208,7 +209,8 @@ class TestWhole:
         def job(ranks: Ranks) -> tuple[Joined, Agreed]:
             topology = whole(server, ranks)
             joined = topology.join(MANIFEST, Wishes())
-            agreed = finish(topology, topology.begin(contribution(joined.anchors[0], 1, 1, 0)))
+            ((_, anchor),) = anchors_of(topology, joined)
+            agreed = finish(topology.begin(contribution(anchor, 1, 1, 0)))
             return joined, agreed
 
         found = in_ranks(3, job)
@@ -233,12 +235,12 @@ class TestWhole:
 
             ranks.spread = damaged  # type: ignore[method-assign]
             topology = whole(server, ranks)
-            agreed = topology.join(MANIFEST, Wishes()).anchors[0]
+            ((ticket, agreed),) = anchors_of(topology, topology.join(MANIFEST, Wishes()))
             first = take_over(agreed)
-            again = topology.confirm(agreed, first)
+            again = ticket.confirm(agreed, first)
             assert again is not None
             second = take_over(again)
-            assert topology.confirm(again, second) is None
+            assert ticket.confirm(again, second) is None
             return [first, second]
 
         assert in_ranks(3, job) == [[True, True], [True, True], [False, True]]
@@ -253,7 +255,7 @@ class TestWhole:
                 held[0][0] += ranks.rank == 2
 
             ranks.spread = damaged  # type: ignore[method-assign]
-            whole(server, ranks).join(MANIFEST, Wishes())
+            enter(whole(server, ranks))
 
         for error in failures(3, job):
             assert isinstance(error, ExchangeFailed)
@@ -277,7 +279,7 @@ class TestWhole:
 
             def job(ranks: Ranks) -> Sight:
                 topology = whole(server, ranks)
-                anchor = topology.join(MANIFEST, Wishes()).anchors[0]
+                anchor = enter(topology)[0]
                 ticket = topology.begin(contribution(anchor, 1, 1, 0))
                 while True:
                     sight = ticket.look(0.05)

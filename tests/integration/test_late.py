@@ -41,14 +41,14 @@ class Three:
             topology.join(None, Wishes(sync_every=2))
         in_threads(lambda: self.send(self.a, 0), lambda: self.send(self.b, 0))
         self.late = self.begin(self.c, 0)
-        agreed = self.c.finish(self.late)
+        agreed = self.late.finish()
         assert (agreed.version, agreed.counted, agreed.counted_in) == (1, True, 2)
 
     def begin(self, topology: ServerTopology, base: int) -> ServerTicket:
         return topology.begin(Contribution(0, base, base, 2, 0, 0, {"cells": torch.tensor([-2.0, 0.0])}))
 
     def send(self, topology: ServerTopology, base: int) -> Agreed:
-        return topology.finish(self.begin(topology, base))
+        return self.begin(topology, base).finish()
 
     def accepted(self, worker_id: str) -> int:
         member = self.server.service.coordinator.members.find(worker_id)
@@ -75,7 +75,7 @@ def test_it_is_in_the_next_round_whether_or_not_the_server_was_killed(killed: bo
         three.kill_the_server(tmp_path)
     second = three.begin(three.c, 1)
     wait_until(lambda: three.accepted("c") == 2)
-    agreed, _ = in_threads(lambda: three.c.finish(second), lambda: three.send(three.a, 1))
+    agreed, _ = in_threads(second.finish, lambda: three.send(three.a, 1))
     assert who(agreed) == [("a", 2), ("c", 1), ("c", 2)]
     assert (agreed.version, agreed.steps_lost) == (2, 0)
     assert (second.courier.bytes_sent > three.late.courier.bytes_sent) == killed, "both travelled, or only the second"
@@ -86,9 +86,9 @@ def test_it_is_in_the_next_round_whether_or_not_the_server_was_killed(killed: bo
 def test_a_worker_that_leaves_first_sees_it_into_a_round(tmp_path: Path) -> None:
     three = Three(tmp_path)
     three.kill_the_server(tmp_path)
-    again = three.c.resume(three.late, stuck_after_s=30.0)
+    again = three.late.resume(stuck_after_s=30.0)
     wait_until(lambda: three.accepted("c") == 1)
-    agreed, _ = in_threads(lambda: three.c.finish(again), lambda: three.send(three.a, 1))
+    agreed, _ = in_threads(again.finish, lambda: three.send(three.a, 1))
     assert who(agreed) == [("a", 2), ("c", 1)]
 
 

@@ -15,7 +15,7 @@ from outerstep import load_model
 from outerstep.coordination.server.uploads import Upload
 from outerstep.errors import BadRequest, Busy, ConfigError, Kicked, ServerFailed
 from outerstep.server import DiLoCoServer
-from outerstep.topology.protocol import Contribution
+from outerstep.topology.protocol import Contribution, anchors_of
 from outerstep.types import Control, ControlAnswer, Wishes
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker
@@ -104,8 +104,8 @@ def test_what_the_open_round_had_accepted_is_sent_again_and_counted_once(tmp_pat
     for transport in transports:
         transport.move(second)
     agreed, _ = in_threads(
-        lambda: a.finish(ticket),
-        lambda: b.finish(b.begin(Contribution(0, 0, 0, 2, 0, 0, {"cells": torch.tensor([0.0, -2.0])}))),
+        ticket.finish,
+        b.begin(Contribution(0, 0, 0, 2, 0, 0, {"cells": torch.tensor([0.0, -2.0])})).finish,
     )
     assert agreed.counted
     assert second.get_global_params()["cells"].tolist() == [1.0, 1.0]
@@ -245,10 +245,10 @@ def test_a_state_of_the_old_layout_goes_on_with_its_momentum(tmp_path: Path) -> 
     torch.save({"global_params": state, "outer_optimizer": reference.state_dict(), **facts}, old)
     server = make_server(None, resume=str(old), outer_lr=0.5)
     topology = memory_topology(server, "w")
-    joined = topology.join(None, Wishes())
-    assert joined.anchors[0].version == 7
+    ((_, anchor),) = anchors_of(topology, topology.join(None, Wishes()))
+    assert anchor.version == 7
     deltas = {name: torch.full_like(p, 0.25) for name, p in model.named_parameters()}
-    topology.finish(topology.begin(Contribution(0, 7, 7, 1, 0, 0, deltas)))
+    topology.begin(Contribution(0, 7, 7, 1, 0, 0, deltas)).finish()
     for param in model.parameters():
         param.grad = torch.full_like(param, 0.25)
     reference.step()

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..coordination.worker.exchange import Patience
 from ..errors import Closing, OuterstepError, Refused, ServerError, StaleRound
 from ..server.pool import Pool, Room
-from ..topology.protocol import Agreed, Contribution
+from ..topology.protocol import Agreed, Contribution, anchors_of
 from ..topology.server.ticket import ServerTicket
 from ..topology.server.topology import ServerTopology
 from ..types import Plan, Wishes
@@ -101,7 +101,7 @@ class Piece:
         with self._lock:
             self._holders += 1
             if not self._carried and self._ticket is not None:
-                self._ticket = self._topology.resume(self._ticket)
+                self._ticket = self._ticket.resume()
                 self._carried = True
 
     def let_go(self) -> None:
@@ -146,7 +146,7 @@ class Piece:
         """If the round had closed without us, the same steps go into the next one: a rebased pseudo-gradient is the
         same pseudo-gradient."""
         try:
-            agreed = self._topology.finish(ticket)
+            agreed = ticket.finish()
             if agreed.counted:
                 self._settle(agreed, None)
             elif self._tries < TRIES:
@@ -172,8 +172,9 @@ class Seat:
         seat = cls(service, worker_id, hostname)
         joined = seat.topology.join(None, Wishes())
         seat.plan = joined.plan
-        seat._versions = [agreed.version for agreed in joined.anchors]
-        return seat, joined.anchors
+        anchors = [agreed for _, agreed in anchors_of(seat.topology, joined)]
+        seat._versions = [agreed.version for agreed in anchors]
+        return seat, anchors
 
     def __init__(self, service: Service, worker_id: str, hostname: str) -> None:
         self.worker_id = worker_id
@@ -197,7 +198,8 @@ class Seat:
     def join_again(self) -> Sequence[Agreed]:
         """For a client that came back: as the same start of the same worker, so that what it had under way stays.
         Brings it back to life if it was given up meanwhile, and fetches the newest anchors."""
-        return self._new_topology().join(None, Wishes()).anchors
+        topology = self._new_topology()
+        return [agreed for _, agreed in anchors_of(topology, topology.join(None, Wishes()))]
 
     def listen(self, steps_per_second: float | None = None) -> None:
         """The client has spoken: a sign of life, in answer to which the server says what it asks of this worker. To

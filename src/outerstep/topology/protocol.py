@@ -1,18 +1,20 @@
-"""How contributions become an agreement. One protocol, one small file per way:
+"""How contributions become an agreement: three small protocols, and the values that pass through them.
 
     joined = topology.join(manifest, wishes)
-    ticket = topology.begin(contribution)      # returns at once, training may go on
-    agreed = topology.finish(ticket)           # waits
-    repair = topology.confirm(agreed, intact)  # its news were taken over, and this came of it
+    ticket = topology.catch_up(fragment)            # the anchor to begin with, or what leads to the newest
+    ticket = topology.begin(contribution)           # returns at once, training may go on
+    agreed = ticket.finish()                        # waits
+    repair = ticket.confirm(agreed, intact)         # the worker has adopted its update; this is what came of it
 
-`server.py` asks a parameter server. The worker knows nothing else of how its peers are reached.
+A `Topology` is how a worker reaches the others; a `Ticket` is one exchange. A topology that is also a `WorkerControl`
+has somebody that asks for signs of life and gives orders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -92,7 +94,6 @@ class Joined:
     worker_id: str
     plan: Plan
     manifest: Manifest  # the run's
-    anchors: tuple[Agreed, ...]  # per fragment; none with a loaded state (`Topology.catch_up`)
     overtaken: frozenset[int] = frozenset()  # fragments with later contributions than the loaded state knows of
     work: tuple[int, int, int] = (0, 0, 0)  # steps, samples and tokens before, of the one it was healed from
 
@@ -101,77 +102,125 @@ class Joined:
 class Sight:
     """How an exchange stands. `wanted`: (fragment, version) of other rounds that wait for this worker; `waiting_for`:
     what its own round waits for, in words; `silent_s`: for how long nobody has answered; `missed`: it is over, and its
-    round closed without it."""
+    round closed without it; `failed`: it is over without an agreement."""
 
     done: bool
     wanted: frozenset[tuple[int, int]] = frozenset()
     waiting_for: str = ""
     silent_s: float = 0.0
     missed: bool = False
+    failed: bool = False
 
 
 class Ticket(Protocol):
-    """An exchange under way."""
-
-    @property
-    def fragment(self) -> int: ...
-
-    @property
-    def failed(self) -> bool:
-        """Did it end without an agreement?"""
+    """One exchange of one fragment."""
 
     def look(self, timeout_s: float) -> Sight:
         """How it stands, when it is over or after `timeout_s`."""
 
-    def cancel(self) -> None: ...
-
-
-class Topology(Protocol):
-    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined: ...
-
-    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> Ticket:
-        """`stuck_after_s`: give up when too few workers are alive for the round to close for so long. It is given with
-        a worker's last contribution, and then the worker stays for the very round that holds it."""
-
-    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
-        """`reload`: if the other side has no use for the contribution (NaN, absurd values, quarantine), that is no
-        error: the newest anchor comes back whole, and says why (`refused`)."""
+    def finish(self, *, reload: bool = False) -> Agreed:
+        """Wait for the agreement. `reload`: if the other side has no use for the contribution (NaN, absurd values,
+        quarantine), that is no error: the newest anchor comes back whole, and says why (`refused`)."""
 
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        """The news were taken over; `intact`: the anchor has the agreed hash. None: so it is everywhere, and the next
-        news may build on it. Else it is mended: by the whole of the newest anchor, to be rebased on."""
+        """The worker has adopted what `finish` gave it, or one of `also`, or an earlier repair; `intact`: the anchor
+        has the agreed hash. None: so it is everywhere, and the next update may build on it. Else the repair: the whole
+        of the newest anchor, to be rebased on and confirmed in turn."""
 
-    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> Ticket:
+    def resume(self, *, stuck_after_s: float | None = None) -> Ticket:
         """Carry an exchange on that failed, or is to have another limit, under the same key: whether it counted is
         settled by asking again."""
 
-    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
-        """A sign of life; whatever comes back is for `orders`."""
+    def pack(self) -> dict[str, Any]:
+        """The contribution as plain values, for `Topology.reopen` in another process."""
 
-    def orders(self, *, at_exchange: bool) -> Orders:
-        """What the other side asks of this worker, for the training thread to carry out. Asked after every step;
-        `at_exchange` says that this step exchanged something, so that processes which train in step may confer."""
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+
+
+class Topology(Protocol):
+    """How a worker reaches the others."""
+
+    def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined: ...
+
+    def catch_up(self, fragment: int) -> Ticket:
+        """Once per fragment after joining: what leads to the newest anchor. Without a loaded state that is the whole of
+        it. With one, it is what was agreed since; where the state is overtaken, the agreement that holds the last
+        contribution is waited for, and said to be counted."""
+
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> Ticket:
+        """Returns as soon as the weights may change. `stuck_after_s`: give up when too few workers are alive for the
+        round to close for so long. It is given with a worker's last contribution, and then the worker stays for the
+        very round that holds it."""
+
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> Ticket | None:
+        """After joining with a loaded state: carry a packed contribution on, under the same key and with the same
+        bytes. `late`: it was said to count in a round to come, so it goes along with the fragment's next exchange.
+        None: it never counted and never will; its steps are unsent."""
 
     def leave(self, reason: str) -> None: ...
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
-        """What this process must not forget if it is started anew, beside the contributions under way (`pack`): of
-        these fragments there is one that is awaited."""
+        """What this process must not forget when it is restarted, beside the contributions under way (`Ticket.pack`):
+        of these fragments there is one that is awaited."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before it joins."""
-
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        """A contribution under way, as plain values."""
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> Ticket | None:
-        """Carry it on in another process, under the same key and with the same bytes. After it has joined. `late`: it
-        was said to count in a round to come, so it goes along with the fragment's next exchange. None: it never counted
-        and never will; its steps are unsent."""
-
-    def catch_up(self, fragment: int) -> Ticket:
-        """With a loaded state: what leads from its anchor to the newest. Where the state is overtaken, the agreement
-        that holds the last contribution is waited for, and said to be counted."""
+        """Before joining."""
 
 
-__all__ = ["Agreed", "Contribution", "Deltas", "Joined", "Orders", "Sight", "Ticket", "Topology"]
+@runtime_checkable
+class WorkerControl(Protocol):
+    """Somebody watches over the workers. A topology may be one of these too; the worker asks."""
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """A sign of life, from a thread of its own; whatever comes back is for `orders`."""
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        """What is asked of this worker, for the training thread to carry out. Asked after every step; `at_exchange`
+        says that this step exchanged something, so that processes that train in step may confer."""
+
+
+class FinishedTicket:
+    """An exchange that was over before it began: there is only an anchor to adopt. `confirm` is its topology's."""
+
+    def __init__(self, agreed: Agreed, confirm: Callable[[Agreed, bool], Agreed | None]) -> None:
+        self._agreed, self._confirm = agreed, confirm
+
+    def look(self, timeout_s: float) -> Sight:
+        return Sight(done=True)
+
+    def finish(self, *, reload: bool = False) -> Agreed:
+        return self._agreed
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        return self._confirm(agreed, intact)
+
+    def resume(self, *, stuck_after_s: float | None = None) -> FinishedTicket:
+        return self
+
+    def pack(self) -> dict[str, Any]:
+        return {}
+
+    def cancel(self) -> None:
+        """There is nothing to cancel."""
+
+
+def anchors_of(topology: Topology, joined: Joined) -> list[tuple[Ticket, Agreed]]:
+    """The newest anchor of every fragment. All are asked for before the first is waited for."""
+    tickets = [topology.catch_up(fragment) for fragment in range(len(joined.plan.fragments))]
+    return [(ticket, ticket.finish()) for ticket in tickets]
+
+
+__all__ = [
+    "Agreed",
+    "Contribution",
+    "Deltas",
+    "FinishedTicket",
+    "Joined",
+    "Orders",
+    "Sight",
+    "Ticket",
+    "Topology",
+    "WorkerControl",
+    "anchors_of",
+]

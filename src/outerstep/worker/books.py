@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -33,10 +34,10 @@ class Books:
     left_open: int = 0
 
     @classmethod
-    def of(cls, joined: Joined) -> Books:
+    def of(cls, joined: Joined, versions: Iterable[int]) -> Books:
         """Of a worker that has just joined, and goes on from no state of its own."""
         plan, work = joined.plan, Work(*joined.work)
-        fragments = [Progress(agreed.version, work, agreed.version) for agreed in joined.anchors]
+        fragments = [Progress(version, work, version) for version in versions]
         return cls(plan, Cycle(0, plan.sync_every), work, fragments, Watching(work.steps))
 
     def unsent(self, fragment: int) -> Work:

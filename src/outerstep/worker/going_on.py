@@ -58,8 +58,8 @@ def _go_on_with(index: int, saved: SavedFragment, books: Books, topology: Topolo
     """Carry on with what was sent and is in no agreement that we hold, in the order in which it was."""
     flight, late, progress = saved.awaited, saved.late, books.fragments[index]
     if late is not None and late.counted_in > progress.version:
-        progress.late, progress.late_in = topology.unpack(index, late.exchange, late=True), late.counted_in
+        progress.late, progress.late_in = topology.reopen(index, late.exchange, late=True), late.counted_in
     if flight is not None:
-        ticket = topology.unpack(index, flight.exchange)
+        ticket = topology.reopen(index, flight.exchange)
         if ticket is not None:
             books.flights[index] = Flight(ticket, flight.work, flight.land_at, flight.sent or None, flight.parked)

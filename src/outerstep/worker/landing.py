@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 
 from ..errors import ExchangeFailed, Refused, ServerError
-from ..topology.protocol import Agreed, Topology
+from ..topology.protocol import Agreed, Ticket
 from .books import Books
 from .deferring import deferred
 from .progress import Flight
@@ -30,10 +30,7 @@ REPAIRS = 3
 class Landing:
     """`on_reload`: the local weights were given up for the agreed ones."""
 
-    def __init__(
-        self, topology: Topology, replica: Replica, books: Books, worker_id: str, on_reload: Callable[[], None]
-    ) -> None:
-        self._topology = topology
+    def __init__(self, replica: Replica, books: Books, worker_id: str, on_reload: Callable[[], None]) -> None:
         self._replica = replica
         self._books = books
         self._worker_id = worker_id
@@ -45,7 +42,7 @@ class Landing:
         books = self._books
         flight = books.flights[fragment]
         try:
-            agreed = self._topology.finish(flight.ticket, reload=True)
+            agreed = flight.ticket.finish(reload=True)
         except ExchangeFailed as failure:
             cause = failure.__cause__
             if isinstance(cause, Refused) and not isinstance(cause, ServerError):
@@ -55,24 +52,24 @@ class Landing:
         for other in agreed.also:  # what is under way there stays right: a Δ is the same from whichever anchor
             with deferred():
                 intact = self._move_along(other)
-            self.hold(other, intact)
+            self.hold(flight.ticket, other, intact)
         progress = books.fragments[fragment]
         if agreed.refused:
             del books.flights[fragment]
-            self._reload(agreed)
+            self._reload(flight.ticket, agreed)
             return True
         with deferred():
             del books.flights[fragment]
             progress.late = flight.ticket if agreed.counted_in > agreed.version else None
             progress.late_in = agreed.counted_in
             intact = self._settle(flight, agreed)
-        self.hold(agreed, intact)
+        self.hold(flight.ticket, agreed, intact)
         return progress.counted.steps == books.work.steps
 
-    def hold(self, agreed: Agreed, intact: bool) -> None:
+    def hold(self, ticket: Ticket, agreed: Agreed, intact: bool) -> None:
         """The anchor has moved. If that did not make it the agreed one, it is fetched whole, and we rebase on it."""
         for _ in range(REPAIRS):
-            whole = self._topology.confirm(agreed, intact)
+            whole = ticket.confirm(agreed, intact)
             if whole is None:
                 return
             log.warning(
@@ -189,7 +186,7 @@ class Landing:
             progress.oldest_base = agreed.version
         return intact
 
-    def _reload(self, agreed: Agreed) -> None:
+    def _reload(self, ticket: Ticket, agreed: Agreed) -> None:
         """The server has no use for what we sent, and what is wrong with one fragment seldom stops there: give the
         local weights up, all of them, and go on from what was agreed."""
         books = self._books
@@ -197,7 +194,7 @@ class Landing:
         books.metrics.steps_discarded += max(books.unsent(fragment).steps for fragment in range(len(books.fragments)))
         log.warning("%s. Going on from the agreed weights, version %d", agreed.refused, agreed.version)
         books.fragments[agreed.fragment].version = agreed.version
-        self.hold(agreed, self._replica.adopt(agreed.news))
+        self.hold(ticket, agreed, self._replica.adopt(agreed.news))
         self._replica.adopt_anchor()
         for fragment, progress in enumerate(books.fragments):
             progress.oldest_base = progress.version

@@ -105,7 +105,7 @@ def write(worker_id: str, books: Books, replica: Replica, topology: Topology) ->
         "worker_id": worker_id,
         "work": asdict(books.work),
         "cycle": {"step": cycle.step, "sync_every": cycle.sync_every, "assigned": cycle.assigned or 0},
-        "fragments": [_write_fragment(i, books, topology) for i in range(len(books.fragments))],
+        "fragments": [_write_fragment(i, books) for i in range(len(books.fragments))],
         "anchors": dict(replica.anchors),
         "local_hash": replica.local_hash(),
         "metrics": asdict(books.metrics),
@@ -113,14 +113,14 @@ def write(worker_id: str, books: Books, replica: Replica, topology: Topology) ->
     }
 
 
-def _write_fragment(index: int, books: Books, topology: Topology) -> dict[str, Any]:
+def _write_fragment(index: int, books: Books) -> dict[str, Any]:
     progress, flight = books.fragments[index], books.flights.get(index)
     contributions = []
     if progress.late is not None:
         landed = Flight(progress.late, progress.counted, 0)
-        contributions.append(_write_contribution(landed, topology, counted_in=progress.late_in))
+        contributions.append(_write_contribution(landed, counted_in=progress.late_in))
     if flight is not None:
-        contributions.append(_write_contribution(flight, topology, counted_in=None))
+        contributions.append(_write_contribution(flight, counted_in=None))
     return {
         "names": list(books.plan.fragments[index]),
         "version": progress.version,
@@ -130,11 +130,11 @@ def _write_fragment(index: int, books: Books, topology: Topology) -> dict[str, A
     }
 
 
-def _write_contribution(flight: Flight, topology: Topology, *, counted_in: int | None) -> dict[str, Any]:
+def _write_contribution(flight: Flight, *, counted_in: int | None) -> dict[str, Any]:
     return {
         "awaited": counted_in is None,
         "counted_in": counted_in or 0,
-        "exchange": topology.pack(flight.ticket),
+        "exchange": flight.ticket.pack(),
         "work": asdict(flight.work),
         "land_at": flight.land_at,
         "parked": flight.parked,

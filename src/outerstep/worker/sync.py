@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from ..errors import RoundStuck, ServerUnreachable
-from ..topology.protocol import Contribution, Joined, Sight, Topology
+from ..topology.protocol import Contribution, Joined, Sight, Topology, anchors_of
 from .books import Books
 from .going_on import books_of, go_on
 from .landing import Landing
@@ -50,14 +50,16 @@ class Synchronizer:
         self._replica = replica
         self._offline = offline
         self._interrupts = interrupts or Interrupts(0.0)  # one that nobody asks anything
-        self.books = Books.of(joined) if saved is None else books_of(saved, joined.plan)
-        self._landing = Landing(topology, replica, self.books, joined.worker_id, on_reload)
+        anchors = anchors_of(topology, joined) if saved is None else []
+        versions = [agreed.version for _, agreed in anchors]
+        self.books = Books.of(joined, versions) if saved is None else books_of(saved, joined.plan)
+        self._landing = Landing(replica, self.books, joined.worker_id, on_reload)
         if saved is not None:
             replica.load_anchors(saved.anchors)
             go_on(saved, self.books, topology, joined.overtaken, lambda behind: self.sync(behind, tries=1))
             return
-        for agreed in joined.anchors:
-            self._landing.hold(agreed, replica.adopt(agreed.news))
+        for ticket, agreed in anchors:
+            self._landing.hold(ticket, agreed, replica.adopt(agreed.news))
         self.books.fall_in()
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -107,8 +109,8 @@ class Synchronizer:
         books = self.books
         flight = books.flights.get(fragment)
         if flight is not None:
-            if stuck_after_s is not None or (flight.ticket.look(0.0).done and flight.ticket.failed):
-                flight.ticket = self._topology.resume(flight.ticket, stuck_after_s=stuck_after_s)
+            if stuck_after_s is not None or flight.ticket.look(0.0).failed:
+                flight.ticket = flight.ticket.resume(stuck_after_s=stuck_after_s)
             return
         progress, unsent = books.fragments[fragment], books.unsent(fragment)
         deltas, sent = self._replica.to_send(books.plan.fragments[fragment], keep=land_at is not None)

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..config import WorkerConfig, build
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..security import redact
-from ..topology.protocol import Orders, Topology
+from ..topology.protocol import Orders, Topology, WorkerControl
 from ..types import Plan
 from . import saved
 from .connect import connect, find_ranks, make_identity
@@ -101,6 +101,7 @@ class DiLoCoWorker:
             model, self.optimizer, self._replica.tensors, stateful or {}, lambda: self._started.books.work
         )
         self._topology = topology or connect(self.config, identity, self._replica, ranks, inner)
+        self._control: WorkerControl | None = self._topology if isinstance(self._topology, WorkerControl) else None
         self._interrupts = Interrupts(self.config.preempt_patience_s)
         self._sync: Synchronizer | None = None
         self._hook: RemovableHandle | None = None
@@ -141,10 +142,9 @@ class DiLoCoWorker:
         self._hook = self.optimizer.register_step_post_hook(self._after_step)
         self._resumed_at = self._clock()
         interval_s = self._heartbeat_interval_s(plan)
-        if interval_s > 0:
-            self._heart = threading.Thread(
-                target=self._beat, args=(interval_s,), name="outerstep-heartbeat", daemon=True
-            )
+        if interval_s > 0 and self._control is not None:
+            beat = partial(self._beat, self._control, interval_s)
+            self._heart = threading.Thread(target=beat, name="outerstep-heartbeat", daemon=True)
             self._heart.start()
         if self.config.handle_signals:
             self._interrupts.install()
@@ -339,7 +339,7 @@ class DiLoCoWorker:
             self._progress_at = time.monotonic()
         if exchanged:
             sync.books.watching.inner_grad_norm = self._gradient_norm()
-        orders = self._topology.orders(at_exchange=exchanged)
+        orders = self._control.orders(at_exchange=exchanged) if self._control is not None else Orders()
         leaving = self._asked_to_leave(exchanged)
         obeyed = self._obey(dataclasses.replace(orders, drain=leaving) if leaving else orders)
         if exchanged or obeyed:
@@ -388,7 +388,7 @@ class DiLoCoWorker:
             return min(self.config.heartbeat_interval, plan.heartbeat_timeout_s / 3)
         return self.config.heartbeat_interval
 
-    def _beat(self, interval_s: float) -> None:
+    def _beat(self, control: WorkerControl, interval_s: float) -> None:
         sync = self._sync
         assert sync is not None
         while True:
@@ -399,7 +399,7 @@ class DiLoCoWorker:
             if self._is_stalled():
                 continue
             try:
-                self._topology.heartbeat(sync.books.work.steps, self.steps_per_second, self.last_loss)
+                control.heartbeat(sync.books.work.steps, self.steps_per_second, self.last_loss)
             except OuterstepError as error:
                 # The exchange has its own patience and raises what cannot be mended; a missed beat is not an error.
                 log.debug("heartbeat: %s", error)

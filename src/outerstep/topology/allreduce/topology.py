@@ -35,8 +35,7 @@ from ..carrying import CarryingThread, step_aside
 from ..encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
 from ..forms import forms_of
 from ..news import Whole, anchor_hash
-from ..pending import Begun, NothingToPack
-from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket
+from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
 from ..reduce import Mean, Reducer, down_rules
 from ..stepped import Momentum, OuterRule, Stepped
 from ..terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction, weights_of
@@ -62,16 +61,12 @@ class AllReduceSettings:
 
 
 class AllReduceTicket:
-    """An exchange in its turn. `is_next`: all that were begun before it have been taken over."""
+    """An exchange in its turn."""
 
     def __init__(
-        self,
-        contribution: Contribution,
-        sequence: int,
-        stuck_after_s: float | None,
-        is_next: Callable[[int], bool],
-        look_after: Callable[[AllReduceTicket], None],
+        self, topology: AllReduceTopology, contribution: Contribution, sequence: int, stuck_after_s: float | None
     ) -> None:
+        self._topology = topology
         self.fragment = contribution.fragment
         self.sequence = sequence
         self.base_version = contribution.base_version
@@ -81,27 +76,41 @@ class AllReduceTicket:
         self.error: BaseException | None = None
         self.waiting_for = ""
         self.done = threading.Event()
-        self._is_next, self._look_after = is_next, look_after
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None
 
     def look(self, timeout_s: float) -> Sight:
         """Over is what can be taken over: not before those that were begun before it."""
-        is_next = self._is_next(self.sequence)
+        is_next = self._topology.is_next(self)
         if not is_next:
             time.sleep(NOT_YET_S)
-        done = self.done.wait(timeout_s if is_next else 0.0) and (is_next or self.failed)
+        done = self.done.wait(timeout_s if is_next else 0.0) and (is_next or self.error is not None)
         if not done:
-            self._look_after(self)
-        return Sight(done, waiting_for=self.waiting_for)
+            self._topology.look_after(self)
+        return Sight(done, waiting_for=self.waiting_for, failed=done and self.error is not None)
+
+    def finish(self, *, reload: bool = False) -> Agreed:
+        """(`reload`: nobody here refuses a contribution and goes on without it.)"""
+        while not self.done.wait(LOOK_S):  # in slices, so that Ctrl-C gets through
+            self._topology.look_after(self)
+        if self.error is not None:
+            raise self.error
+        return self._topology.settle(self)
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        return self._topology.compare(agreed, intact)
+
+    def resume(self, *, stuck_after_s: float | None = None) -> AllReduceTicket:
+        """It goes on by itself, or it has failed for good."""
+        return self
+
+    def pack(self) -> dict[str, Any]:
+        """No server keeps a contribution for a rank that is away."""
+        return {}
 
     def cancel(self) -> None:
-        """Too late: the others count on it. Who leaves says so, and they stop."""
+        """Too late: the others count on it. A rank that leaves says so, and they stop."""
 
 
-class AllReduceTopology(NothingToPack):
+class AllReduceTopology:
     def __init__(
         self,
         *,
@@ -125,7 +134,7 @@ class AllReduceTopology(NothingToPack):
         self._versions: tuple[int, ...] = ()
         self._loaded: dict[str, Tensor] | None = None  # anchors of a loaded state
         self._left_out: Mapping[str, Tensor] = {}  # of the means, likewise
-        self._begins: tuple[Agreed, ...] = ()  # what the run begins with, or goes on from
+        self._begins: dict[int, Agreed] = {}  # what the run begins with, or goes on from
         self._reducers: list[Reducer] = []
         self._homes: dict[str, torch.device] = {}
         self._roles: dict[str, str] = {}
@@ -155,9 +164,9 @@ class AllReduceTopology(NothingToPack):
                 reducer.left_out = {n: e for n, e in self._left_out.items() if n in plan.fragments[reducer.fragment]}
             self._versions = own.versions
             begin = self._loaded if self._loaded is not None else self._tensors
-            anchors = self._in_turn(lambda: tuple(self._spread(f, begin, plan) for f in range(len(forms))))
-        self._loaded, self._begins = None, anchors
-        return Joined(self._worker_id, plan, manifest, anchors)
+            self._begins = self._in_turn(lambda: {f: self._spread(f, begin, plan) for f in range(len(forms))})
+        self._loaded = None
+        return Joined(self._worker_id, plan, manifest)
 
     def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
         own = introduction(self._worker_id, self._hostname, self._peers.size, manifest, plan, self._settings.outer)
@@ -184,9 +193,7 @@ class AllReduceTopology(NothingToPack):
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> AllReduceTicket:
         """Encode now (the weights will change); the rest happens when the exchanges before it are over."""
         self._begun += 1
-        ticket = AllReduceTicket(
-            contribution, self._begun, stuck_after_s, lambda sequence: sequence == self._landed + 1, self._look_after
-        )
+        ticket = AllReduceTicket(self, contribution, self._begun, stuck_after_s)
         squares = Squares()
         with self._others_told():
             payload = self._encode(contribution, ticket.sequence, squares)
@@ -242,15 +249,12 @@ class AllReduceTopology(NothingToPack):
         check_headers(headers)
         return headers
 
-    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
-        """(`reload`: nobody here refuses a contribution and goes on without it.)"""
-        if isinstance(ticket, Begun):
-            return ticket.agreed
-        assert isinstance(ticket, AllReduceTicket)
-        while not ticket.done.wait(LOOK_S):  # in slices, so that Ctrl-C gets through
-            self._look_after(ticket)
-        if ticket.error is not None:
-            raise ticket.error
+    def is_next(self, ticket: AllReduceTicket) -> bool:
+        """Have all that were begun before it been taken over?"""
+        return ticket.sequence == self._landed + 1
+
+    def settle(self, ticket: AllReduceTicket) -> Agreed:
+        """What became of an exchange that is over."""
         assert ticket.mean is not None
         self._landed = ticket.sequence
         self._feedback.settle(ticket.fragment, ticket.sequence, counted=True)
@@ -281,7 +285,7 @@ class AllReduceTopology(NothingToPack):
             watched=watched(mean.norms[self._peers.rank], mean.norms, ticket.weights, mean.norm),
         )
 
-    def _look_after(self, ticket: AllReduceTicket) -> None:
+    def look_after(self, ticket: AllReduceTicket) -> None:
         """The carrying thread may wait in an operation that does not know of a dead rank: then it is left there."""
         try:
             self._peers.check()
@@ -289,14 +293,9 @@ class AllReduceTopology(NothingToPack):
             ticket.error = ticket.error or error
             ticket.done.set()
 
-    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> AllReduceTicket:
-        """It goes on by itself, or it has failed for good."""
-        assert isinstance(ticket, AllReduceTicket)
-        return ticket
-
     # --- the anchor -------------------------------------------------------------------------------------------------
 
-    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+    def compare(self, agreed: Agreed, intact: bool) -> Agreed | None:
         """Everybody compares the hash of its anchor with rank 0's."""
         with self._others_told():
             digest = agreed.news.digest if isinstance(agreed.news, Stepped) else agreed.anchor_hash if intact else ""
@@ -382,9 +381,12 @@ class AllReduceTopology(NothingToPack):
                 *here,
             )
 
-    def catch_up(self, fragment: int) -> Begun:
+    def catch_up(self, fragment: int) -> FinishedTicket:
         """Nobody went on without this rank: what all go on from is rank 0's anchor, which is this one's too."""
-        return Begun(fragment, self._begins[fragment])
+        return FinishedTicket(self._begins.pop(fragment), self.compare)
+
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
+        """What was under way was lost with the process: its steps are unsent."""
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from ..carrying import CarryingThread
 from ..encode import CPU, Encoded, as_deltas, encode_frame, sender_to_peers, write_at
 from ..memory import Memory, Rooms
 from ..news import News
-from ..pending import Begun, NothingToPack
-from ..protocol import Agreed, Contribution, Joined, Orders
+from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders
 from .fragment_states import Found, Holdings
 from .node import Node, Terms
 from .terms import GossipTerms, GossipWishes, check_joiner, found
@@ -36,7 +36,7 @@ class GossipSettings:
     announce: Callable[[Node], None] = lambda node: None
 
 
-class PeerTopology(NothingToPack, ABC):
+class PeerTopology(ABC):
     """Comes and goes, encodes, and says what was agreed. How it enters a run and exchanges is its kind's."""
 
     def __init__(
@@ -46,7 +46,7 @@ class PeerTopology(NothingToPack, ABC):
         last agreed ones are found."""
         self._node, self._settings = node, settings
         self._holdings, self._feedback = Holdings(tensors, anchors), ErrorFeedback()
-        self._begins: tuple[Agreed, ...] = ()  # what a loaded state has to catch up with
+        self._begins: dict[int, Agreed] = {}  # what this peer has to catch up with
         self._begun = 0
         self._traffic = (0, 0)  # bytes sent and received that were told of
         self._thread = CarryingThread("outerstep-gossip")
@@ -86,8 +86,17 @@ class PeerTopology(NothingToPack, ABC):
         self._thread.stop()
         self._node.leave(reason, self._settings.leave_patience_s)
 
-    def catch_up(self, fragment: int) -> Begun:
-        return Begun(fragment, self._begins[fragment])
+    def catch_up(self, fragment: int) -> FinishedTicket:
+        return FinishedTicket(self._begins.pop(fragment), self.adopted)
+
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
+        """What was under way was lost with the process, unless the others have it: its steps are unsent; or if they did
+        count, the run has moved on by then."""
+        return
+
+    @abstractmethod
+    def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """The anchor has moved; as in `Ticket.confirm`."""
 
     # --- a contribution -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ from ...core.gossip import NoLoCo, average_step, noloco_step
 from ...errors import BadFrame
 from ..forms import Form
 from ..news import anchor_hash
-from ..protocol import Contribution, Sight
 from ..stepped import Momentum, OwnStep
 from .contents import Contents
 from .snapshot import Standing, read_standing, write_standing
@@ -38,29 +36,6 @@ class Shown:
             raise BadFrame(f"a contribution to this fragment has {form.up.size_bytes} bytes, got {size}")
         whole = read_standing(form, memoryview(bytearray(data[8 + size :])), {})
         return cls(whole.version, whole.anchor, memoryview(bytearray(data[8 : 8 + size])))
-
-
-class PairTicket:
-    def __init__(self, contribution: Contribution, sequence: int, stuck_after_s: float | None) -> None:
-        self.fragment, self.turn = contribution.fragment, contribution.base_version + 1
-        self.sequence, self.stuck_after_s = sequence, stuck_after_s
-        self.waiting_for = "its partner"
-        self.own: Shown | None = None
-        self.partner: Shown | None = None
-        self.partner_id = ""
-        self.refusal = ""
-        self.error: BaseException | None = None
-        self.done = threading.Event()
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None
-
-    def look(self, timeout_s: float) -> Sight:
-        return Sight(self.done.wait(timeout_s), waiting_for=self.waiting_for)
-
-    def cancel(self) -> None:
-        """What was published stays published; the wait ends with the process."""
 
 
 class PairStep(OwnStep):
@@ -90,4 +65,4 @@ class PairStep(OwnStep):
                 noloco_step(theta, m, own, partner_phi, partners, self._rule)
 
 
-__all__ = ["PairStep", "PairTicket", "Shown"]
+__all__ = ["PairStep", "Shown"]

@@ -26,16 +26,56 @@ from ...core.watch import sum_of_squares
 from ...errors import BadFrame, ConfigError, ExchangeFailed, NotFinite
 from ...types import Manifest, Watched, Wishes
 from ..encode import Encoded
-from ..pending import Begun
-from ..protocol import Agreed, Contribution, Joined, Ticket
+from ..protocol import Agreed, Contribution, Joined, Sight
 from .base import LOOK_S, GossipSettings, PeerTopology
 from .node import Node
-from .pair_step import PairStep, PairTicket, Shown
+from .pair_step import PairStep, Shown
 
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.2  # a partner that has not come yet
 TURNS_SHOWN = 3  # who is ahead by less than so many turns still shows this one; of who is ahead by more, the newest
+
+
+class PairTicket:
+    def __init__(
+        self, topology: PairsTopology, contribution: Contribution, sequence: int, stuck_after_s: float | None
+    ) -> None:
+        self.fragment, self.turn = contribution.fragment, contribution.base_version + 1
+        self.sequence, self.stuck_after_s = sequence, stuck_after_s
+        self.waiting_for = "its partner"
+        self.own: Shown | None = None
+        self.partner: Shown | None = None
+        self.partner_id = ""
+        self.refusal = ""
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self._topology = topology
+
+    def look(self, timeout_s: float) -> Sight:
+        done = self.done.wait(timeout_s)
+        return Sight(done, waiting_for=self.waiting_for, failed=done and self.error is not None)
+
+    def finish(self, *, reload: bool = False) -> Agreed:
+        while not self.done.wait(LOOK_S):  # in slices, so that Ctrl-C gets through
+            pass
+        if self.error is not None:
+            raise self.error
+        return self._topology.settle(self, reload=reload)
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        return self._topology.adopted(agreed, intact)
+
+    def resume(self, *, stuck_after_s: float | None = None) -> PairTicket:
+        self.stuck_after_s = stuck_after_s
+        return self
+
+    def pack(self) -> dict[str, Any]:
+        """No server keeps a contribution for a peer that is away."""
+        return {}
+
+    def cancel(self) -> None:
+        """What was published stays published; the wait ends with the process."""
 
 
 class PairsTopology(PeerTopology):
@@ -55,11 +95,10 @@ class PairsTopology(PeerTopology):
         node.begin(terms.encode(), terms.rules, [1] * (len(fragments) * (1 + TURNS_SHOWN)), self, terms=known)
         self._settings.announce(node)
         if known is None:
-            self._begins = tuple(self._as_agreed(f, holdings.found(f)) for f in fragments)
+            self._begins = {f: self._as_agreed(f, holdings.found(f)) for f in fragments}
         else:  # some peer's anchor, to begin with
-            self._begins = tuple(self._as_agreed(f, self._fetch(f, after=-1), counted=is_loaded) for f in fragments)
-        overtaken = frozenset(fragments if is_loaded else ())
-        return Joined(node.peer_id, terms.plan, manifest, self._begins, overtaken)
+            self._begins = {f: self._as_agreed(f, self._fetch(f, after=-1), counted=is_loaded) for f in fragments}
+        return Joined(node.peer_id, terms.plan, manifest, frozenset(fragments if is_loaded else ()))
 
     # --- what the node asks, in its own threads -----------------------------------------------------------------------
 
@@ -79,7 +118,7 @@ class PairsTopology(PeerTopology):
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> PairTicket:
         self._begun += 1
-        ticket = PairTicket(contribution, self._begun, stuck_after_s)
+        ticket = PairTicket(self, contribution, self._begun, stuck_after_s)
         payload = self._encode(contribution, ticket.sequence)
         anchor = {name: value.clone() for name, value in self._holdings.anchor(ticket.fragment).items()}
         self._thread.submit(lambda: self._exchange(ticket, payload, anchor))
@@ -151,14 +190,8 @@ class PairsTopology(PeerTopology):
             return ticket.own
         return shown
 
-    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
-        if isinstance(ticket, Begun):
-            return ticket.agreed
-        assert isinstance(ticket, PairTicket)
-        while not ticket.done.wait(LOOK_S):
-            pass
-        if ticket.error is not None:
-            raise ticket.error
+    def settle(self, ticket: PairTicket, *, reload: bool) -> Agreed:
+        """The step that comes of a turn."""
         assert ticket.own is not None
         fragment, partner = ticket.fragment, ticket.partner or ticket.own
         self._feedback.settle(fragment, ticket.sequence, counted=not ticket.refusal)
@@ -192,12 +225,7 @@ class PairsTopology(PeerTopology):
         apart = sum(sum_of_squares(ours - theirs) for ours, theirs in pairs if ours.numel())
         return Watched(pseudo_grad_norm=norm, weight_divergence=apart / 4.0)
 
-    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> PairTicket:
-        assert isinstance(ticket, PairTicket)
-        ticket.stuck_after_s = stuck_after_s
-        return ticket
-
-    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+    def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
         digest = agreed.news.digest if isinstance(agreed.news, PairStep) else agreed.anchor_hash
         self._rest(agreed.fragment, agreed.version, digest)
         return None

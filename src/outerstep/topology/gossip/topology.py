@@ -10,6 +10,7 @@ and takes the others' anchor.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -18,18 +19,55 @@ from ...errors import ConfigError, ExchangeFailed, NotFinite, PeerLost, PlanMism
 from ...statements import ChainState
 from ...types import Manifest, Wishes
 from ..encode import Encoded
-from ..pending import Begun
-from ..protocol import Agreed, Contribution, Joined, Sight, Ticket
+from ..protocol import Agreed, Contribution, Joined, Sight
 from ..stepped import Stepped
 from .base import LOOK_S, GossipSettings, PeerTopology
 from .fragment_states import Found
 from .node import DecidedRound
 from .steps import Steps
-from .ticket import GossipTicket
 
 log = logging.getLogger(__name__)
 
 LEAST_BEATS = 3  # that a peer must miss to be declared dead
+
+
+class GossipTicket:
+    """A contribution under way. `offered`: what was said of it; None: the fragment had moved on before."""
+
+    def __init__(
+        self, topology: GossipTopology, contribution: Contribution, sequence: int, stuck_after_s: float | None
+    ) -> None:
+        self.fragment, self.base_version = contribution.fragment, contribution.base_version
+        self.sequence, self.stuck_after_s = sequence, stuck_after_s
+        self.is_offered = threading.Event()
+        self.offered_sequence = 0  # by which the others know it; 0: it was not offered
+        self.refusal = ""  # why its own peer has no use for it
+        self.error: BaseException | None = None
+        self.short_since: float | None = None
+        self._topology = topology
+
+    def look(self, timeout_s: float) -> Sight:
+        return self._topology.look(self, timeout_s)
+
+    def finish(self, *, reload: bool = False) -> Agreed:
+        return self._topology.settle(self, reload=reload)
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        return self._topology.adopted(agreed, intact)
+
+    def resume(self, *, stuck_after_s: float | None = None) -> GossipTicket:
+        """It goes on by itself, whatever became of the wait for it."""
+        self.stuck_after_s, self.short_since = stuck_after_s, None
+        if isinstance(self.error, RoundStuck):
+            self.error = None
+        return self
+
+    def pack(self) -> dict[str, Any]:
+        """No server keeps a contribution for a peer that is away."""
+        return {}
+
+    def cancel(self) -> None:
+        """Too late: what was said cannot be unsaid. It counts if the others decide so."""
 
 
 class GossipTopology(PeerTopology):
@@ -55,11 +93,9 @@ class GossipTopology(PeerTopology):
         self._settings.announce(node)
         founding = known is None or self._is_alone(known.state)
         wholes = [holdings.found(f) if founding else self._fetch(f, after=-1) for f in fragments]
-        anchors = tuple(self._as_agreed(f, whole) for f, whole in enumerate(wholes))
-        if loaded is None:
-            return Joined(node.peer_id, terms.plan, manifest, anchors)
-        self._begins = tuple(self._beside_loaded(f, whole) for f, whole in enumerate(wholes))
-        return Joined(node.peer_id, terms.plan, manifest, anchors, frozenset(fragments))
+        begin = self._as_agreed if loaded is None else self._beside_loaded
+        self._begins = {f: begin(f, whole) for f, whole in enumerate(wholes)}
+        return Joined(node.peer_id, terms.plan, manifest, frozenset(fragments if loaded is not None else ()))
 
     def _is_alone(self, state: ChainState) -> bool:
         """All that is left of a run is this peer and its folder, which keeps what it said and not what it held."""
@@ -96,7 +132,7 @@ class GossipTopology(PeerTopology):
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GossipTicket:
         """Encode now (the weights will change); it is checked and offered in the background."""
         self._begun += 1
-        ticket = GossipTicket(contribution, self._begun, stuck_after_s, self._look)
+        ticket = GossipTicket(self, contribution, self._begun, stuck_after_s)
         payload = self._encode(contribution, ticket.sequence)
         base_hash = self._holdings[contribution.fragment].anchor_hash
         self._thread.submit(lambda: self._offer(ticket, contribution, payload, base_hash))
@@ -121,7 +157,7 @@ class GossipTopology(PeerTopology):
         finally:
             ticket.is_offered.set()
 
-    def _look(self, ticket: GossipTicket, timeout_s: float) -> Sight:
+    def look(self, ticket: GossipTicket, timeout_s: float) -> Sight:
         give_up_at = time.monotonic() + timeout_s
         while True:
             over = self._is_over(ticket)
@@ -143,7 +179,7 @@ class GossipTopology(PeerTopology):
         if ticket.error is None:
             ticket.error = self._trouble(ticket)
         if ticket.error is not None:
-            return Sight(done=True)
+            return Sight(done=True, failed=True)
         if not ticket.is_offered.is_set():
             return None
         version = ticket.base_version + 1
@@ -174,11 +210,9 @@ class GossipTopology(PeerTopology):
         own = (self._node.peer_id, ticket.offered_sequence)
         return own in [(peer_id, offered.sequence) for peer_id, offered, _ in decided.contributions]
 
-    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
-        if isinstance(ticket, Begun):
-            return ticket.agreed
-        assert isinstance(ticket, GossipTicket)
-        while not self._look(ticket, LOOK_S).done:
+    def settle(self, ticket: GossipTicket, *, reload: bool) -> Agreed:
+        """Wait for it, and read what was agreed."""
+        while not self.look(ticket, LOOK_S).done:
             pass
         if ticket.error is not None:
             raise ticket.error
@@ -191,14 +225,6 @@ class GossipTopology(PeerTopology):
         if not ticket.refusal:
             return ""
         return f"{ticket.refusal}, so it was not offered: lower the learning rate, or clip the gradients"
-
-    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GossipTicket:
-        """It goes on by itself, whatever became of the wait for it."""
-        assert isinstance(ticket, GossipTicket)
-        ticket.stuck_after_s, ticket.short_since = stuck_after_s, None
-        if isinstance(ticket.error, RoundStuck):
-            ticket.error = None
-        return ticket
 
     # --- what was agreed ----------------------------------------------------------------------------------------------
 
@@ -248,7 +274,7 @@ class GossipTopology(PeerTopology):
         whole = self._fetch(ticket.fragment, after=ticket.base_version)
         return self._as_agreed(ticket.fragment, whole, counted=counted, refused=self._reproach(ticket))
 
-    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+    def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
         fragment, before = agreed.fragment, self._holdings[agreed.fragment].version
         if not intact:
             log.warning("fragment %d: the anchor is not the others'; taking theirs", fragment)

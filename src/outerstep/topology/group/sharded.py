@@ -34,13 +34,13 @@ from ...wire.sections import rows_of, section_layout
 from ..encode import Excerpt
 from ..news import Cutter, Extent, News, Updates, Whole, covering, leads_on
 from ..payload import Payload
-from ..protocol import Agreed, Contribution, Joined, Orders, Ticket
+from ..protocol import Agreed, Contribution, Joined, Orders, Sight
 from ..server.courier import Courier
 from ..server.saved import unpack_offer
 from ..server.ticket import ServerTicket
 from ..server.topology import ServerTopology
 from .ranks import Ranks
-from .topology import Amount, Facts, GroupTicket, GroupTopology, check_same_model, of_all
+from .topology import Amount, Facts, GroupTopology, check_same_model, look_together, of_all
 
 VERSIONS_TRIED = 8  # who is overtaken so often is too slow to ever catch up
 
@@ -55,11 +55,10 @@ class Shards:
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """How rank 0 joined, and the newest agreement of every fragment."""
+    """How rank 0 joined."""
 
     join: Join
     answer: JoinAnswer
-    agreements: tuple[Agreement, ...]
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -78,11 +77,49 @@ class Seat(msgspec.Struct, frozen=True):
     section: int
 
 
+class ShardedTicket:
+    """An exchange of the group; `own` is this rank's part in it. `claims`: it is about a contribution that an earlier
+    start of the group made."""
+
+    def __init__(
+        self, group: ShardedTopology, fragment: int, own: ServerTicket | None, *, claims: bool = False
+    ) -> None:
+        self.fragment = fragment
+        self.own = own
+        self.claims = claims
+        self.failed = False
+        self._group = group
+
+    def look(self, timeout_s: float) -> Sight:
+        sight = look_together(self._group.ranks, self.own, timeout_s)
+        self.failed = sight.failed
+        return sight
+
+    def finish(self, *, reload: bool = False) -> Agreed:
+        """Ranks that hold different rows do not reload: a contribution without use is an error on all of them."""
+        return self._group.settle(self)
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        return self._group.adopted(agreed, intact)
+
+    def resume(self, *, stuck_after_s: float | None = None) -> ShardedTicket:
+        again = self.own.resume(stuck_after_s=stuck_after_s) if self.own is not None else None
+        return ShardedTicket(self._group, self.fragment, again, claims=self.claims)
+
+    def pack(self) -> dict[str, Any]:
+        """What this rank sends of it; a rank that sends nothing remembers nothing."""
+        return self.own.pack() if self.own is not None else {}
+
+    def cancel(self) -> None:
+        if self.own is not None:
+            self.own.cancel()
+
+
 class ShardedTopology:
     """`inner`: this rank's own way to the server. All ranks have the same worker id, instance and host name."""
 
     def __init__(self, ranks: Ranks, inner: ServerTopology, shards: Shards) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._inner = inner
         self._shards = shards
         self._speaker = GroupTopology(ranks, inner if ranks.rank == 0 else None)
@@ -93,22 +130,18 @@ class ShardedTopology:
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
-        check_same_model(self._ranks, manifest)
+        check_same_model(self.ranks, manifest)
         self._shapes = {spec.name: spec.shape for spec in manifest.parameters}
-        entered = self._ranks.tell(lambda: self._enter(manifest, wishes), Entered)
-        if self._ranks.rank != 0:
+        entered = self.ranks.tell(lambda: self._enter(manifest, wishes), Entered)
+        if self.ranks.rank != 0:
             self._inner.follow(entered.join, entered.answer)
-        plan = entered.answer.plan
-        settled = [Settled(agreement, counted=False, too_old=False, plan=plan) for agreement in entered.agreements]
-        anchors = tuple(self._take(one) for one in settled)
-        return Joined(entered.join.worker_id, plan, entered.answer.manifest, anchors, self._inner.overtaken)
+        answer = entered.answer
+        return Joined(entered.join.worker_id, answer.plan, answer.manifest, self._inner.overtaken)
 
     def _enter(self, manifest: Manifest, wishes: Wishes) -> Entered:
-        tickets = self._inner.introduce(manifest, wishes, self._listening)
-        for ticket in tickets:
-            ticket.join()
+        self._inner.introduce(manifest, wishes, self._listening)
         session = self._inner.session
-        return Entered(session.join_request, session.joined, tuple(t.outcome().agreement for t in tickets))
+        return Entered(session.join_request, session.joined)
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         self._speaker.heartbeat(step, steps_per_second, loss)
@@ -118,7 +151,7 @@ class ShardedTopology:
 
     def leave(self, reason: str) -> None:
         self._speaker.leave(reason)
-        if self._ranks.rank != 0:
+        if self.ranks.rank != 0:
             self._inner.close()
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
@@ -128,16 +161,11 @@ class ShardedTopology:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
 
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        """What this rank sends of it; a rank that sends nothing remembers nothing."""
-        assert isinstance(ticket, GroupTicket)
-        return self._inner.pack(ticket.own) if ticket.own is not None else {}
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> GroupTicket:
-        made = self._ranks.check(lambda: self._unpack(fragment, packed) if self._takes_part else None)
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ShardedTicket:
+        made = self.ranks.check(lambda: self._unpack(fragment, packed) if self._takes_part else None)
         offer, payload = made or (None, None)
         ticket = self._carry(fragment, offer, payload, None, lambda payload, up: None)
-        if late and isinstance(ticket.own, ServerTicket):
+        if late and ticket.own is not None:
             self._inner.unconfirmed.put_off(ticket.own)
         return ticket
 
@@ -145,18 +173,18 @@ class ShardedTopology:
         offer = unpack_offer(packed, self._inner.session.head, fragment)
         return offer, self._inner.unpack_payload(packed, self._up(fragment), self._ours(offer).start)
 
-    def catch_up(self, fragment: int) -> GroupTicket:
+    def catch_up(self, fragment: int) -> ShardedTicket:
         """Rank 0 hears of it; each fetches its rows."""
-        speaks = self._ranks.rank == 0
-        own = self._ranks.check(lambda: self._inner.catch_up(fragment, self._listening) if speaks else None)
-        return GroupTicket(fragment, self._ranks, own, claims=fragment in self._inner.overtaken)
+        speaks = self.ranks.rank == 0
+        own = self.ranks.check(lambda: self._inner.catch_up(fragment, self._listening) if speaks else None)
+        return ShardedTicket(self, fragment, own, claims=fragment in self._inner.overtaken)
 
     # --- contributing ---------------------------------------------------------------------------------------------
 
-    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
+    def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> ShardedTicket:
         """Everybody offers the same at once, and sends its rows while it encodes them."""
         fragment = contribution.fragment
-        amounts = self._ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
+        amounts = self.ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
         sizes = tuple(self._layout(fragment, section).size_bytes for section in range(self._shards.sections))
         offer = self._inner.outgoing.make_offer(of_all(contribution, amounts), sizes)
         payload = None
@@ -175,20 +203,20 @@ class ShardedTopology:
         payload: Payload | None,
         stuck_after_s: float | None,
         write: Callable[[Payload, Layout], None],
-    ) -> GroupTicket:
+    ) -> ShardedTicket:
         """This rank's part of it, if it has one; then all know all hashes."""
         if offer is None or payload is None:
-            self._ranks.gather(tuple, tuple[str, ...])
-            return GroupTicket(fragment, self._ranks, None)
-        share = Share(self._shards.sections, self._ours(offer), speaks=self._ranks.rank == 0)
+            self.ranks.gather(tuple, tuple[str, ...])
+            return ShardedTicket(self, fragment, None)
+        share = Share(self._shards.sections, self._ours(offer), speaks=self.ranks.rank == 0)
         own = self._inner.carry(offer, payload, stuck_after_s if share.speaks else None, share)
         with own.cancelled_on_error():
-            told = self._ranks.gather(lambda: self._write(fragment, payload, share.parts, write), tuple[str, ...])
+            told = self.ranks.gather(lambda: self._write(fragment, payload, share.parts, write), tuple[str, ...])
         parts = self._parts(offer)
         for section, owner in enumerate(self._owners):
             for part, part_hash in zip(parts.of_section(section), told[owner], strict=True):
                 payload.tell(part, part_hash)
-        return GroupTicket(fragment, self._ranks, own)
+        return ShardedTicket(self, fragment, own)
 
     def _write(
         self, fragment: int, payload: Payload, parts: range, write: Callable[[Payload, Layout], None]
@@ -222,20 +250,13 @@ class ShardedTopology:
             found[entry.name] = Excerpt(whole=first, held=0 if entry.name in self._shards.names else first)
         return found
 
-    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
-        assert isinstance(ticket, GroupTicket)
-        again = self._inner.resume(ticket.own, stuck_after_s=stuck_after_s) if ticket.own is not None else None
-        return GroupTicket(ticket.fragment, self._ranks, again)
-
     # --- taking over ----------------------------------------------------------------------------------------------
 
-    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
-        """Ranks that hold different rows do not reload: a contribution without use is an error on all of them."""
-        assert isinstance(ticket, GroupTicket)
-        ours = self._ranks.check(lambda: self._settle(ticket))
-        settled = self._ranks.tell(lambda: _known(ours), Settled)
+    def settle(self, ticket: ShardedTicket) -> Agreed:
+        """What the exchange came to, and our rows of it."""
+        ours = self.ranks.check(lambda: self._outcome(ticket))
+        settled = self.ranks.tell(lambda: _known(ours), Settled)
         if ticket.own is not None:
-            assert isinstance(ticket.own, ServerTicket)
             self._inner.outgoing.settle(ticket.own, counted=settled.counted)
         elif ticket.claims and settled.counted:
             self._inner.outgoing.owe_nothing(ticket.fragment)
@@ -248,21 +269,20 @@ class ShardedTopology:
             agreed, bytes_sent=courier.bytes_sent, retries=courier.exchange.retries, rejoins=courier.exchange.rejoins
         )
 
-    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+    def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
         """What went wrong on one rank is mended on all."""
-        if all(self._ranks.gather(lambda: intact, bool)):
-            return self._inner.confirm(agreed, True)
-        newest = self._ranks.tell(lambda: self._newest(agreed.fragment), Agreement)
+        if all(self.ranks.gather(lambda: intact, bool)):
+            return self._inner.adopted(agreed, True)
+        newest = self.ranks.tell(lambda: self._newest(agreed.fragment), Agreement)
         return self._take(Settled(newest, counted=False, too_old=False, plan=agreed.plan))
 
-    def _settle(self, ticket: GroupTicket) -> Settled | None:
+    def _outcome(self, ticket: ShardedTicket) -> Settled | None:
         """Rank 0 knows what it came to. The others have sent their parts, or are not needed any more; if one could
         not, that is what it came to."""
         own = ticket.own
         if own is None:
             return None
-        assert isinstance(own, ServerTicket)
-        if self._ranks.rank == 0 and not ticket.failed:
+        if self.ranks.rank == 0 and not ticket.failed:
             own.join()
         if not own.wait(0.0):
             own.cancel()
@@ -278,8 +298,8 @@ class ShardedTopology:
         agreement = settled.agreement
         fits = leads_on(agreement, self._inner.told(agreement.fragment))
         for _ in range(VERSIONS_TRIED):
-            fetched = self._ranks.check(lambda: self._fetch(agreement) if fits else None)  # noqa: B023 - at once
-            if all(self._ranks.gather(lambda: fetched is not None, bool)):  # noqa: B023
+            fetched = self.ranks.check(lambda: self._fetch(agreement) if fits else None)  # noqa: B023 - at once
+            if all(self.ranks.gather(lambda: fetched is not None, bool)):  # noqa: B023
                 assert fetched is not None
                 return Facts(
                     agreement.fragment,
@@ -294,7 +314,7 @@ class ShardedTopology:
                     steps_lost=settled.steps_lost,
                     watched=as_seen_by(self._inner.session.join_request.worker_id, agreement),
                 ).with_news(fetched.news)
-            agreement = self._ranks.tell(lambda: self._newest(agreement.fragment), Agreement)  # noqa: B023
+            agreement = self.ranks.tell(lambda: self._newest(agreement.fragment), Agreement)  # noqa: B023
             fits = leads_on(agreement, None)
         raise ExchangeFailed(
             f"fragment {agreement.fragment}: {VERSIONS_TRIED} versions were replaced before all ranks had fetched "
@@ -370,11 +390,11 @@ class ShardedTopology:
     @property
     def _owns(self) -> bool:
         """Do we send our section? (Of several ranks that hold the same rows, the lowest does.)"""
-        return self._owners[self._shards.section] == self._ranks.rank
+        return self._owners[self._shards.section] == self.ranks.rank
 
     @property
     def _takes_part(self) -> bool:
-        return self._owns or self._ranks.rank == 0
+        return self._owns or self.ranks.rank == 0
 
     @property
     def _listening(self) -> Share:

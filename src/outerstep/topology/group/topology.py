@@ -8,8 +8,8 @@ sharded.py is the same for ranks that hold different rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -20,45 +20,54 @@ from ...types import Manifest, Participant, Plan, Watched, Wishes
 from ..forms import Form, forms_of
 from ..memory import KEPT, Memory
 from ..news import Kind, News, read_news, release
-from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology
+from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology, WorkerControl
 from .ranks import Ranks
 
-
-class Heard(msgspec.Struct, frozen=True):
-    """How the exchange stands for one rank. None = this rank has no part in it."""
-
-    sight: Sight | None = None
-    failed: bool = False
+T = TypeVar("T")
 
 
 class GroupTicket:
-    """An exchange of the group; `own` is this rank's part in it. `claims`: it is about a contribution that an earlier
-    start of the group made."""
+    """An exchange of the group; `own` is rank 0's part in it."""
 
-    def __init__(self, fragment: int, ranks: Ranks, own: Ticket | None, *, claims: bool = False) -> None:
-        self.fragment = fragment
-        self.own = own
-        self.claims = claims
-        self.failed = False
-        self._ranks = ranks
+    def __init__(self, group: GroupTopology, own: Ticket | None) -> None:
+        self._group = group
+        self._own = own
 
     def look(self, timeout_s: float) -> Sight:
-        """As rank 0 sees it; and it is over as soon as it failed for anybody."""
-        heard = self._ranks.gather(lambda: self._own_look(timeout_s if self._ranks.rank == 0 else 0.0), Heard)
-        self.failed = any(one.failed for one in heard)
-        sight = heard[0].sight
-        assert sight is not None
-        return dataclasses.replace(sight, done=sight.done or self.failed)
+        return look_together(self._group.ranks, self._own, timeout_s)
 
-    def _own_look(self, timeout_s: float) -> Heard:
-        if self.own is None:
-            return Heard()
-        sight = self.own.look(timeout_s)
-        return Heard(sight, sight.done and self.own.failed)
+    def finish(self, *, reload: bool = False) -> Agreed:
+        return self._group.hand_on(lambda: _known(self._own).finish(reload=reload))
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        """What went wrong on one rank is mended on all: they take over the same news."""
+        group = self._group
+        if not all(group.ranks.gather(lambda: intact, bool)):
+            return group.hand_on(lambda: _known(_known(self._own).confirm(agreed, False)))
+        if self._own is not None:
+            return self._own.confirm(agreed, True)
+        group.release(agreed)
+        return None
+
+    def resume(self, *, stuck_after_s: float | None = None) -> GroupTicket:
+        own = self._own
+        again = self._group.ranks.check(lambda: own.resume(stuck_after_s=stuck_after_s) if own else None)
+        return GroupTicket(self._group, again)
+
+    def pack(self) -> dict[str, Any]:
+        return self._own.pack() if self._own is not None else {}
 
     def cancel(self) -> None:
-        if self.own is not None:
-            self.own.cancel()
+        if self._own is not None:
+            self._own.cancel()
+
+
+def look_together(ranks: Ranks, own: Ticket | None, timeout_s: float) -> Sight:
+    """As rank 0 sees it; and it is over as soon as it failed for anybody."""
+    wait_s = timeout_s if ranks.rank == 0 else 0.0
+    heard = ranks.gather(lambda: own.look(wait_s) if own is not None else Sight(done=False), Sight)
+    failed = any(sight.failed for sight in heard)
+    return dataclasses.replace(heard[0], done=heard[0].done or failed, failed=failed)
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -91,13 +100,12 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """A `Joined` without its news."""
+    """A `Joined`, on its way to the other ranks."""
 
     worker_id: str
     plan: Plan
     manifest: Manifest
-    facts: tuple[Facts, ...]
-    overtaken: tuple[int, ...]
+    overtaken: frozenset[int]
 
 
 class Amount(msgspec.Struct, frozen=True):
@@ -112,97 +120,80 @@ class GroupTopology:
 
     def __init__(self, ranks: Ranks, speaker: Topology | None) -> None:
         assert (speaker is not None) == (ranks.rank == 0)
-        self._ranks = ranks
+        self.ranks = ranks
         self._speaker = speaker
+        self._control: WorkerControl | None = speaker if isinstance(speaker, WorkerControl) else None
         self._forms: list[Form] = []
         self._orders = Orders()
         self._memory = Memory(KEPT)
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
-        check_same_model(self._ranks, manifest)
-        joined: list[Joined] = []
-        welcome = self._ranks.tell(lambda: self._join(manifest, wishes, joined), Welcome)
+        check_same_model(self.ranks, manifest)
+        welcome = self.ranks.tell(lambda: self._join(manifest, wishes), Welcome)
         self._forms = forms_of(welcome.plan, welcome.manifest)
-        news = [agreed.news for agreed in joined[0].anchors] if joined else [None] * len(welcome.facts)
-        anchors = tuple(self._hand_on(facts, one) for facts, one in zip(welcome.facts, news, strict=True))
-        return Joined(welcome.worker_id, welcome.plan, welcome.manifest, anchors, frozenset(welcome.overtaken))
+        return Joined(welcome.worker_id, welcome.plan, welcome.manifest, welcome.overtaken)
 
-    def _join(self, manifest: Manifest, wishes: Wishes, joined: list[Joined]) -> Welcome:
-        assert self._speaker is not None
-        joined.append(self._speaker.join(manifest, wishes))
-        one = joined[0]
-        facts = tuple(map(Facts.of, one.anchors))
-        return Welcome(one.worker_id, one.plan, one.manifest, facts, tuple(sorted(one.overtaken)))
+    def _join(self, manifest: Manifest, wishes: Wishes) -> Welcome:
+        joined = _known(self._speaker).join(manifest, wishes)
+        return Welcome(joined.worker_id, joined.plan, joined.manifest, joined.overtaken)
+
+    # --- exchanges: rank 0's, of which all hear -------------------------------------------------------------------
+
+    def catch_up(self, fragment: int) -> GroupTicket:
+        return self._ticket(lambda speaker: speaker.catch_up(fragment))
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GroupTicket:
         """Rank 0's parameters are everybody's; the samples and tokens are everybody's own."""
-        amounts = self._ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
+        amounts = self.ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
         whole = of_all(contribution, amounts)
+        return self._ticket(lambda speaker: speaker.begin(whole, stuck_after_s=stuck_after_s))
+
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> GroupTicket:
+        return self._ticket(lambda speaker: speaker.reopen(fragment, packed, late=late))
+
+    def _ticket(self, make: Callable[[Topology], Ticket | None]) -> GroupTicket:
         speaker = self._speaker
-        own = self._ranks.check(lambda: speaker.begin(whole, stuck_after_s=stuck_after_s) if speaker else None)
-        return GroupTicket(contribution.fragment, self._ranks, own)
+        return GroupTicket(self, self.ranks.check(lambda: make(speaker) if speaker is not None else None))
 
-    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
-        assert isinstance(ticket, GroupTicket)
-        agreed: list[Agreed] = []
-        facts = self._ranks.tell(lambda: self._finish(ticket, agreed, reload=reload), Facts)
-        return self._hand_on(facts, agreed[0].news if agreed else None)
+    def hand_on(self, find: Callable[[], Agreed]) -> Agreed:
+        """What rank 0 finds out, and the news that came with it, on every rank."""
+        found: list[Agreed] = []
 
-    def _finish(self, ticket: GroupTicket, agreed: list[Agreed], *, reload: bool) -> Facts:
-        assert self._speaker is not None
-        assert ticket.own is not None
-        agreed.append(self._speaker.finish(ticket.own, reload=reload))
-        return Facts.of(agreed[0])
+        def facts_of() -> Facts:
+            found.append(find())
+            return Facts.of(found[0])
 
-    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        """What went wrong on one rank is mended on all: they take over the same news."""
-        if all(self._ranks.gather(lambda: intact, bool)):
-            if self._speaker is not None:
-                return self._speaker.confirm(agreed, True)
-            release(agreed.news, self._forms[agreed.fragment], self._memory)
-            return None
-        whole: list[Agreed] = []
-        facts = self._ranks.tell(lambda: self._mend(agreed, whole), Facts)
-        return self._hand_on(facts, whole[0].news if whole else None)
-
-    def _mend(self, agreed: Agreed, whole: list[Agreed]) -> Facts:
-        assert self._speaker is not None
-        mended = self._speaker.confirm(agreed, False)
-        assert mended is not None
-        whole.append(mended)
-        return Facts.of(mended)
-
-    def _hand_on(self, facts: Facts, news: News | None) -> Agreed:
-        """The news that rank 0 has, on every rank."""
-        form = self._forms[facts.fragment]
+        facts = self.ranks.tell(facts_of, Facts)
+        form, news = self._forms[facts.fragment], found[0].news if found else None
         sizes = [(form.full if kind == "full" else form.update).size_bytes for kind in facts.kinds]
         frames = [self._memory.take(size) for size in sizes] if news is None else news.frames
-        self._ranks.spread(torch.frombuffer(frame, dtype=torch.uint8) for frame in frames)
-        here = self._ranks.check(lambda: news or read_news(form, facts.kinds, frames, facts.anchor_hash))
+        self.ranks.spread(torch.frombuffer(frame, dtype=torch.uint8) for frame in frames)
+        here = self.ranks.check(lambda: news or read_news(form, facts.kinds, frames, facts.anchor_hash))
         if news is None:
             facts = msgspec.structs.replace(facts, bytes_sent=0, bytes_received=0, retries=0, rejoins=0)
         return facts.with_news(here)
 
-    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> GroupTicket:
-        assert isinstance(ticket, GroupTicket)
-        speaker, own = self._speaker, ticket.own
-        again = self._ranks.check(lambda: speaker.resume(own, stuck_after_s=stuck_after_s) if speaker and own else None)
-        return GroupTicket(ticket.fragment, self._ranks, again)
+    def release(self, agreed: Agreed) -> None:
+        release(agreed.news, self._forms[agreed.fragment], self._memory)
+
+    # --- control --------------------------------------------------------------------------------------------------
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         """From a thread of its own, so without a word to the other ranks: they train in step with rank 0."""
         self._memory.rest()
-        if self._speaker is not None:
-            self._speaker.heartbeat(step, steps_per_second, loss)
+        if self._control is not None:
+            self._control.heartbeat(step, steps_per_second, loss)
 
     def orders(self, *, at_exchange: bool) -> Orders:
         """All ranks must obey at the same step; they confer only where they have just conferred anyway."""
         if not at_exchange:
             return dataclasses.replace(self._orders, drain="", sync="")
-        speaker = self._speaker
-        self._orders = self._ranks.tell(lambda: speaker.orders(at_exchange=True) if speaker else Orders(), Orders)
+        control = self._control
+        self._orders = self.ranks.tell(lambda: control.orders(at_exchange=True) if control else Orders(), Orders)
         return self._orders
+
+    # --- what must not be forgotten -------------------------------------------------------------------------------
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         """Rank 0's; the others have nothing to remember."""
@@ -212,23 +203,14 @@ class GroupTopology:
         if self._speaker is not None:
             self._speaker.load_state_dict(state)
 
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        assert isinstance(ticket, GroupTicket)
-        return self._speaker.pack(ticket.own) if self._speaker is not None and ticket.own is not None else {}
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> GroupTicket:
-        speaker = self._speaker
-        own = self._ranks.check(lambda: speaker.unpack(fragment, packed, late=late) if speaker else None)
-        return GroupTicket(fragment, self._ranks, own)
-
-    def catch_up(self, fragment: int) -> GroupTicket:
-        speaker = self._speaker
-        own = self._ranks.check(lambda: speaker.catch_up(fragment) if speaker else None)
-        return GroupTicket(fragment, self._ranks, own)
-
     def leave(self, reason: str) -> None:
         if self._speaker is not None:
             self._speaker.leave(reason)
+
+
+def _known(value: T | None) -> T:
+    assert value is not None, "rank 0 has a part in every exchange"
+    return value
 
 
 def check_same_model(ranks: Ranks, manifest: Manifest) -> None:
@@ -248,4 +230,4 @@ def of_all(contribution: Contribution, amounts: Sequence[Amount]) -> Contributio
     return dataclasses.replace(contribution, samples=samples, tokens=tokens)
 
 
-__all__ = ["Amount", "Facts", "GroupTicket", "GroupTopology", "check_same_model", "of_all"]
+__all__ = ["Amount", "Facts", "GroupTicket", "GroupTopology", "check_same_model", "look_together", "of_all"]

@@ -19,7 +19,7 @@ from ...errors import ConfigError, ExchangeFailed
 from ...types import Plan, Wishes
 from ...wire.http_transport import HttpTransport
 from ...wire.transport import Transport
-from ..protocol import Agreed, Contribution, Joined
+from ..protocol import Agreed, Contribution, Joined, anchors_of
 from .ticket import ServerTicket
 from .topology import ServerTopology
 
@@ -55,7 +55,7 @@ class DiLoCoClient:
         work = _Work(steps, samples, tokens)
         tickets = [seat.begin(f, pseudograds, work) for f in range(len(seat.anchors))]
         for fragment, ticket in enumerate(tickets):
-            seat.settle(fragment, seat.topology.finish(ticket), pseudograds, work)
+            seat.settle(fragment, ticket.finish(), pseudograds, work)
         return seat.params()
 
     def submit_fragment_pseudogradients(
@@ -75,7 +75,7 @@ class DiLoCoClient:
             raise ConfigError(f"fragment {fragment_id} does not exist: the plan has {len(seat.anchors)}")
         work = _Work(steps, samples, tokens)
         ticket = seat.begin(fragment_id, pseudograds, work)
-        seat.settle(fragment_id, seat.topology.finish(ticket), pseudograds, work)
+        seat.settle(fragment_id, ticket.finish(), pseudograds, work)
         return dict(seat.anchors[fragment_id].anchor)
 
     def get_global_params(self, worker_id: str) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class _Seat:
     def __init__(self, topology: ServerTopology, joined: Joined) -> None:
         self.topology = topology
         self.joined = joined
-        self.anchors: list[Agreed] = list(joined.anchors)
+        self.anchors: list[Agreed] = [agreed for _, agreed in anchors_of(topology, joined)]
 
     def params(self) -> dict[str, Tensor]:
         return {name: theta for agreed in self.anchors for name, theta in agreed.anchor.items()}
@@ -145,7 +145,7 @@ class _Seat:
             self.anchors[fragment] = agreed
             if agreed.counted:
                 return
-            agreed = self.topology.finish(self.begin(fragment, pseudograds, work))
+            agreed = self.begin(fragment, pseudograds, work).finish()
         if not agreed.counted:
             raise ExchangeFailed(f"fragment {fragment}: {TRIES} rounds closed without this contribution")
         self.anchors[fragment] = agreed

@@ -15,7 +15,7 @@ from ..payload import Payload
 from .courier import Courier
 from .door import Door
 from .member import Member
-from .ticket import ServerTicket
+from .ticket import Home, ServerTicket
 
 EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worker waits for a silent server
 
@@ -23,10 +23,11 @@ EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worke
 class Dispatch:
     """`seed`: of the pauses between tries."""
 
-    def __init__(self, door: Door, member: Member, memory: Memory, seed: str) -> None:
+    def __init__(self, door: Door, member: Member, memory: Memory, home: Home, seed: str) -> None:
         self._door = door
         self._member = member
         self._memory = memory
+        self._home = home
         self._rng = random.Random(seed)
 
     def start(
@@ -71,7 +72,7 @@ class Dispatch:
             pinned=payload is not None and payload.data.is_pinned(),
             max_download_bytes=lambda: self._most_bytes(fragment),
         )
-        return ServerTicket(fragment, courier, held=held, offer=offer, claim=claim, again=again)
+        return ServerTicket(fragment, courier, self._home, held=held, offer=offer, claim=claim, again=again)
 
     def _most_bytes(self, fragment: int) -> int | None:
         """That an agreement may have; not known before we have joined."""

@@ -6,18 +6,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from ...coordination.worker.exchange import Outcome
 from ...coordination.worker.fetch import Held
 from ...coordination.worker.sending import Sending
 from ...errors import Absurd, ExchangeFailed, NotFinite, Quarantined, Refused, WorkerError
 from ...types import Offer
-from ..protocol import Sight
+from ..protocol import Agreed, Sight
 from .courier import Courier
+from .saved import pack
 
 USELESS = (NotFinite, Absurd, Quarantined)
 """What the server says to a contribution that it will never take. Sending it again changes nothing; going on from other
 weights does."""
+
+
+class Home(Protocol):
+    """What belongs to the topology: the anchors that are held, and what becomes of a contribution."""
+
+    def settle(self, ticket: ServerTicket, *, reload: bool) -> Agreed: ...
+
+    def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None: ...
 
 
 class ServerTicket:
@@ -28,6 +38,7 @@ class ServerTicket:
         self,
         fragment: int,
         courier: Courier,
+        home: Home,
         *,
         held: Held | None,
         offer: Offer | None,
@@ -36,18 +47,15 @@ class ServerTicket:
     ) -> None:
         self.fragment = fragment
         self.courier = courier
+        self._home = home
         self.held = held
         self.offer = offer
         self.claim = claim
-        self.again = again  # the same exchange, from the beginning, with this stuck_after_s
+        self._again = again  # the same exchange, from the beginning, with this stuck_after_s
         self._done = threading.Event()
         self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"outerstep-exchange-{fragment}", daemon=True)
         self._thread.start()
-
-    @property
-    def failed(self) -> bool:
-        return self._crash is not None or (self.courier.exchange.outcome is None and self.useless is None)
 
     @property
     def useless(self) -> Refused | None:
@@ -63,7 +71,24 @@ class ServerTicket:
     def look(self, timeout_s: float) -> Sight:
         done, exchange = self.wait(timeout_s), self.courier.exchange
         missed = exchange.outcome is not None and not exchange.outcome.counted
-        return Sight(done, exchange.wanted, exchange.waiting_for, exchange.silent_s(time.monotonic()), missed)
+        failed = done and (self._crash is not None or (exchange.outcome is None and self.useless is None))
+        return Sight(done, exchange.wanted, exchange.waiting_for, exchange.silent_s(time.monotonic()), missed, failed)
+
+    def finish(self, *, reload: bool = False) -> Agreed:
+        self.join()
+        return self._home.settle(self, reload=reload)
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        return self._home.adopted(agreed, intact)
+
+    def resume(self, *, stuck_after_s: float | None = None) -> ServerTicket:
+        self.cancel()
+        return self._again(stuck_after_s)
+
+    def pack(self) -> dict[str, Any]:
+        assert self.offer is not None, "only a contribution can be carried on elsewhere"
+        assert self.courier.payload is not None
+        return pack(self.offer, self.courier.payload)
 
     def wait(self, timeout_s: float) -> bool:
         return self._done.wait(timeout_s)

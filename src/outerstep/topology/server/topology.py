@@ -28,12 +28,12 @@ from ..forms import Form
 from ..memory import Memory
 from ..news import leads_on, read_news, release
 from ..payload import Payload
-from ..protocol import Agreed, Contribution, Joined, Orders, Ticket
+from ..protocol import Agreed, Contribution, Joined, Orders
 from .dispatch import Dispatch, with_limit
 from .door import Door
 from .member import Member
 from .outgoing import Outgoing
-from .saved import SavedTopology, pack, unpack_offer, unpack_payload, write_fragments
+from .saved import SavedTopology, unpack_offer, unpack_payload, write_fragments
 from .ticket import ServerTicket
 from .unconfirmed import Unconfirmed
 
@@ -62,11 +62,12 @@ class ServerTopology:
         self._memory = memory or Memory()
         self._feedback = ErrorFeedback()
         self._member = Member(self._door, worker_id)
-        self._dispatch = Dispatch(self._door, self._member, self._memory, seed=instance)
+        self._dispatch = Dispatch(self._door, self._member, self._memory, home=self, seed=instance)
         self.outgoing = Outgoing(self._member, self._feedback, self._memory)
         self.unconfirmed = Unconfirmed()
         self.overtaken: frozenset[int] = frozenset()
         self._restored: SavedTopology | None = None
+        self._asked: dict[int, ServerTicket] = {}  # for the newest anchors, on joining
         self._held: dict[int, Held] = {}  # per fragment, the anchor as it is now, if it was proven
 
     @property
@@ -80,13 +81,11 @@ class ServerTopology:
     # --- membership -----------------------------------------------------------------------------------------------
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
-        """Introduce ourselves and fetch the newest anchor of every fragment."""
-        tickets = self.introduce(manifest, wishes)
-        anchors = tuple(self.finish(ticket) for ticket in tickets)
+        self.introduce(manifest, wishes)
         answer = self.session.joined
-        return Joined(self._member.worker_id, answer.plan, answer.manifest, anchors, self.overtaken)
+        return Joined(self._member.worker_id, answer.plan, answer.manifest, self.overtaken)
 
-    def introduce(self, manifest: Manifest | None, wishes: Wishes, share: Share | None = None) -> list[ServerTicket]:
+    def introduce(self, manifest: Manifest | None, wishes: Wishes, share: Share | None = None) -> None:
         """Join, and ask for the newest agreement of every fragment; with a `share`, ask only and fetch nothing. With a
         loaded state it is only joined: what to ask for then depends on what is under way."""
         restored = self._restored
@@ -114,9 +113,9 @@ class ServerTopology:
                 raise failure.__cause__ from None  # "no" at join is said as the server said it
             raise
         self._adopt_plan()
-        if restored is not None:
-            return []
-        return [first, *(self._ask(fragment, share, self._patience) for fragment in range(1, len(self.forms)))]
+        if restored is None:
+            others = range(1, len(self.forms))
+            self._asked = {0: first, **{fragment: self._ask(fragment, share, self._patience) for fragment in others}}
 
     def follow(self, join: Join, answer: JoinAnswer) -> None:
         """Speak for a worker that another process of its group has joined."""
@@ -175,11 +174,6 @@ class ServerTopology:
             earlier=self.unconfirmed.before(offer),
         )
 
-    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> ServerTicket:
-        assert isinstance(ticket, ServerTicket)
-        ticket.cancel()
-        return ticket.again(stuck_after_s)
-
     def ask(self, fragment: int, share: Share) -> ServerTicket:
         """The newest agreement, as if we held nothing; with nothing fetched."""
         return self._ask(fragment, share, self._patience)
@@ -195,8 +189,11 @@ class ServerTopology:
         )
 
     def catch_up(self, fragment: int, share: Share | None = None) -> ServerTicket:
-        """What has been agreed since the anchor of the loaded state; if the server has accepted later contributions
-        than that knows of, the agreement that holds the last of them."""
+        """The newest anchor, which was asked for on joining. With a loaded state, what has been agreed since; if the
+        server has accepted later contributions than that knows of, the agreement that holds the last of them."""
+        asked = self._asked.pop(fragment, None)
+        if asked is not None:
+            return asked
         state = self.session.joined.fragments[fragment]
         claim = state.last_sequence if fragment in self.overtaken else None
         return self._dispatch.start(
@@ -221,9 +218,7 @@ class ServerTopology:
 
     # --- what comes of them ---------------------------------------------------------------------------------------
 
-    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
-        assert isinstance(ticket, ServerTicket)
-        ticket.join()
+    def settle(self, ticket: ServerTicket, *, reload: bool) -> Agreed:
         if reload and ticket.useless is not None:
             return self._reload(ticket, ticket.useless)
         outcome, steps_lost = ticket.outcome(), self.unconfirmed.steps_lost(ticket)
@@ -257,7 +252,7 @@ class ServerTopology:
         """The anchor that the server was told of. What it is, is not known from here on until it is confirmed."""
         return self._held.pop(fragment, None)
 
-    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+    def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
         if intact:
             self._held[agreed.fragment] = Held(agreed.version, agreed.anchor_hash)
         release(agreed.news, self.forms[agreed.fragment], self._memory)
@@ -315,14 +310,7 @@ class ServerTopology:
         self._feedback.load_state_dict(saved.feedback)
         self._restored = saved
 
-    def pack(self, ticket: Ticket) -> dict[str, Any]:
-        assert isinstance(ticket, ServerTicket)
-        offer, courier = ticket.offer, ticket.courier
-        assert offer is not None, "only a contribution can be carried on elsewhere"
-        assert courier.payload is not None
-        return pack(offer, courier.payload)
-
-    def unpack(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ServerTicket:
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ServerTicket:
         offer = unpack_offer(packed, self.session.head, fragment)
         ticket = self.carry(offer, self.unpack_payload(packed, self.forms[fragment].up), None)
         if late:

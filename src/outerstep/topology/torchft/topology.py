@@ -33,8 +33,7 @@ from ..carrying import step_aside
 from ..encode import Encoded, as_deltas, sender_to_peers, write_at
 from ..group.ranks import Ranks
 from ..group.topology import Amount, of_all
-from ..pending import Begun, NothingToPack
-from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket
+from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
 from ..stepped import Stepped
 from ..terms import Rank, check_loaded, draw_up, introduction
 from .process_groups import Lines
@@ -82,18 +81,30 @@ class TorchftTicket:
     def done(self) -> bool:
         return self.outcome is not None or self.error is not None
 
-    @property
-    def failed(self) -> bool:
-        return self.error is not None
-
     def look(self, timeout_s: float) -> Sight:
         return self._topology.look(self, timeout_s)
 
+    def finish(self, *, reload: bool = False) -> Agreed:
+        return self._topology.settle(self, reload=reload)
+
+    def confirm(self, agreed: Agreed, intact: bool) -> None:
+        self._topology.adopted(agreed, intact)
+
+    def resume(self, *, stuck_after_s: float | None = None) -> TorchftTicket:
+        """It goes on by itself, or it has failed for good."""
+        if stuck_after_s is not None:
+            self.stuck_after_s, self.begun_at = stuck_after_s, time.monotonic()
+        return self
+
+    def pack(self) -> dict[str, Any]:
+        """No server keeps a contribution for a replica that is away."""
+        return {}
+
     def cancel(self) -> None:
-        """Who leaves is missed by the others, and they vote again."""
+        """A replica that leaves is missed by the others, and they vote again."""
 
 
-class TorchftTopology(NothingToPack):
+class TorchftTopology:
     def __init__(
         self,
         *,
@@ -124,7 +135,7 @@ class TorchftTopology(NothingToPack):
         self._failure: BaseException | None = None
         self._sequence = 0
         self._saved: Mapping[str, Any] | None = None
-        self._begins: dict[int, Agreed] = {}  # what a loaded state has to catch up with
+        self._begins: dict[int, Agreed] = {}  # what this replica has to catch up with
         self._landed = Standing.fresh(0)  # as the replica holds it, and
         self._landed_step = 0  # the votes until then
         self._joined: tuple[Rounds, Crew] | None = None
@@ -151,18 +162,16 @@ class TorchftTopology(NothingToPack):
         threading.Thread(target=self._carry, name="outerstep-torchft", daemon=True).start()
         log.info("waiting for the quorum of the lighthouse at %s", self._settings.lighthouse)
         ticket = self._put(Brought(NOTHING, 0), None)
-        agreed = {one.fragment: one for one in self._land(ticket)}
+        self._begins = {one.fragment: one for one in self._land(ticket)}
         work, overtaken = (0, 0, 0), frozenset[int]()
         if self._saved is None and rounds.healed_from is not None:
             work = self._inner.load(rounds.healed_from)
         elif self._saved is not None:
-            self._begins = agreed
             overtaken = frozenset(range(len(before))) if rounds.standing.versions != before else overtaken
             if not overtaken:  # the replica holds it all
                 self._taken_over()
         self._saved = rounds.healed_from = None
-        begins = tuple(agreed[fragment] for fragment in range(len(plan.fragments)))
-        return Joined(self._worker_id, plan, manifest, begins, overtaken, work)
+        return Joined(self._worker_id, plan, manifest, overtaken, work)
 
     def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
         size = self._ranks.size if self._ranks is not None else 1
@@ -254,7 +263,7 @@ class TorchftTopology(NothingToPack):
         self._snapshots.serve()
         self._raise_failure()
         if ticket.done:
-            return Sight(done=True)
+            return Sight(done=True, failed=ticket.error is not None)
         return Sight(False, self._wanted(), "the other replicas", self._crew.silent_s)
 
     def _wanted(self) -> frozenset[tuple[int, int]]:
@@ -264,10 +273,8 @@ class TorchftTopology(NothingToPack):
                 return frozenset((fragment, versions[fragment]) for fragment in self._unconfirmed)
             return frozenset() if turn in self._queue else frozenset([(turn, versions[turn] + 1)])
 
-    def finish(self, ticket: Ticket, *, reload: bool = False) -> Agreed:
-        if isinstance(ticket, Begun):
-            return ticket.agreed
-        assert isinstance(ticket, TorchftTicket)
+    def settle(self, ticket: TorchftTicket, *, reload: bool) -> Agreed:
+        """Wait for it. A replica that fell behind gets the other fragments too."""
         *others, agreed = self._land(ticket)
         outcome, brought = ticket.outcome, ticket.brought
         assert outcome is not None
@@ -309,7 +316,7 @@ class TorchftTopology(NothingToPack):
             watched=outcome.watched if own and self._sections == 1 else None,
         )
 
-    def confirm(self, agreed: Agreed, intact: bool) -> None:
+    def adopted(self, agreed: Agreed, intact: bool) -> None:
         """It was taken over; when all that came with it was, the carrying thread compares the anchors and goes on."""
         standing = self._rounds.standing
         if isinstance(agreed.news, Stepped):
@@ -329,13 +336,6 @@ class TorchftTopology(NothingToPack):
             self._rounds.ahead = None
             self._unconfirmed.clear()
             self._changed.notify_all()
-
-    def resume(self, ticket: Ticket, *, stuck_after_s: float | None = None) -> TorchftTicket:
-        """It goes on by itself, or it has failed for good."""
-        assert isinstance(ticket, TorchftTicket)
-        if stuck_after_s is not None:
-            ticket.stuck_after_s, ticket.begun_at = stuck_after_s, time.monotonic()
-        return ticket
 
     # --- the carrying thread --------------------------------------------------------------------------------------
 
@@ -423,8 +423,11 @@ class TorchftTopology(NothingToPack):
         self._saved = state
         self._feedback.load_state_dict(state["feedback"])
 
-    def catch_up(self, fragment: int) -> Begun:
-        return Begun(fragment, self._begins.pop(fragment))
+    def catch_up(self, fragment: int) -> FinishedTicket:
+        return FinishedTicket(self._begins.pop(fragment), lambda agreed, intact: self.adopted(agreed, intact))
+
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
+        """What was under way was lost with the process: its steps are unsent."""
 
 
 __all__ = ["Inner", "TorchftSettings", "TorchftTicket", "TorchftTopology"]

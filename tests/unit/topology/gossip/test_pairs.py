@@ -66,15 +66,15 @@ def test_pairs_learn_together_and_say_how_far_they_are_apart(around: Around) -> 
     workers = start("abcd", around, pattern="pairs")
     seen: list[float] = []
     for worker in workers:
-        finish = worker._topology.finish
+        settle = worker._topology.settle  # type: ignore[attr-defined]
 
-        def watching(ticket: Any, *, reload: bool = False, finish: Any = finish) -> Any:
-            agreed = finish(ticket, reload=reload)
+        def watching(ticket: Any, *, reload: bool, settle: Any = settle) -> Any:
+            agreed = settle(ticket, reload=reload)
             if agreed.watched is not None and agreed.watched.weight_divergence is not None:
                 seen.append(agreed.watched.weight_divergence)
             return agreed
 
-        worker._topology.finish = watching  # type: ignore[method-assign]
+        worker._topology.settle = watching  # type: ignore[attr-defined]
     rounds(workers, 6)
     assert len(seen) >= 20
     assert max(seen) > 0.0

@@ -150,8 +150,8 @@ class Rank:
             ranks, topology_of(transport, instance), Shards(self.sections, self.section, SHARDED)
         )
         self.anchors = {name: torch.empty(tensor.shape) for name, tensor in self.cut(some(0)).items()}
-        self.agreed = self.topology.join(MANIFEST, Wishes()).anchors[0]
-        assert self.take(self.agreed) is None
+        self.topology.join(MANIFEST, Wishes())
+        assert self.settle(self.topology.catch_up(0)) is None
 
     def cut(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -160,18 +160,19 @@ class Rank:
             found[name] = tensor[rows.first_row : rows.first_row + rows.shape[0]] if name in SHARDED else tensor
         return found
 
-    def take(self, agreed: Agreed) -> Agreed | None:
+    def take(self, ticket: Ticket, agreed: Agreed) -> Agreed | None:
         for name in agreed.news.names:
             flat = self.anchors[name].view(-1)
             half = flat.numel() // 2
             for start, stop in ((0, half), (half, flat.numel())):
                 if stop > start:
                     flat[start:stop] = agreed.news.theta(name, start, stop, flat[start:stop])
-        return self.topology.confirm(agreed, agreed.news.is_proven)
+        return ticket.confirm(agreed, agreed.news.is_proven)
 
     def contribute(self, whole: dict[str, Tensor]) -> Agreed | None:
         version = self.agreed.version
         ticket = self.topology.begin(Contribution(0, version, version, 1, 0, 0, self.cut(whole)))
+        self.ticket = ticket
         mended = self.settle(ticket)
         assert self.agreed.counted
         return mended
@@ -179,8 +180,8 @@ class Rank:
     def settle(self, ticket: Ticket) -> Agreed | None:
         while not ticket.look(0.05).done:
             pass
-        self.agreed = self.topology.finish(ticket)
-        return self.take(self.agreed)
+        self.agreed = ticket.finish()
+        return self.take(ticket, self.agreed)
 
     def again(self, ranks: Ranks, transport: Transport, state: dict[str, Any]) -> Rank:
         """Another start of it, which holds the same rows of the anchor; not joined yet."""
@@ -278,11 +279,11 @@ class TestSharded:
             for _ in range(2):
                 while not ticket.look(0.05).done:
                     pass
-                agreed = rank.topology.finish(ticket)
-                assert rank.take(agreed) is None
+                agreed = ticket.finish()
+                assert rank.take(ticket, agreed) is None
                 ranks.check(lambda: assert_same(rank.anchors, rank.cut(server.theta)))
                 lengths.append(len(agreed.news.kinds))
-                ticket = rank.topology.resume(ticket)
+                ticket = ticket.resume()
             ticket.cancel()
             return lengths
 
@@ -298,7 +299,7 @@ class TestSharded:
             whole = rank.contribute(some(1))
             assert whole is not None
             assert whole.news.kinds == ("full",)
-            assert rank.take(whole) is None
+            assert rank.take(rank.ticket, whole) is None
             ranks.check(lambda: assert_same(rank.anchors, rank.cut(server.theta)))
 
         in_ranks(2, job)
@@ -341,10 +342,10 @@ class TestSharded:
             while arrived and not ticket.look(0.05).done:
                 pass
             ticket.cancel()
-            state, packed = rank.topology.state_dict([0]), rank.topology.pack(ticket)
+            state, packed = rank.topology.state_dict([0]), ticket.pack()
             again = rank.again(ranks, server, state)
             assert not again.topology.join(MANIFEST, Wishes()).overtaken
-            again.settle(again.topology.unpack(0, packed))
+            again.settle(again.topology.reopen(0, packed))
             ranks.check(lambda: assert_same(again.anchors, again.cut(server.theta)))
             again.settle(again.topology.catch_up(0))
             assert again.agreed.news.kinds == ()
