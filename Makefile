@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test quick check format bench soak clean
+.PHONY: help demo test quick check format bench mutants soak clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/'
@@ -60,8 +60,11 @@ bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/watching.py --quick
 	$(BIN)/python bench/torchft_sync.py --quick
 
+mutants: $(READY)  ## Change decisions one by one and see whether a test notices (ONLY='outerstep.coordination.worker.*')
+	$(BIN)/python tests/mutants.py $(if $(ONLY),'$(ONLY)')
+
 soak: $(READY)  ## A storm of kills and cuts over a real run, then what its histories say (MINUTES=60 SEED=7)
 	$(BIN)/python tests/faults/soak.py --minutes $(or $(MINUTES),1) --seed $(or $(SEED),0)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
