@@ -133,13 +133,11 @@ def report(patterns: list[str], *, verbose: bool) -> bool:
         broken = promise is not None and (bool(unexplained) or module.share < promise)
         kept, killed, total = kept and not broken, killed + module.killed, total + count
         mark = "  ✗" if broken else ""
-        print(
-            f"{name:58s} {count:7d} {module.killed:6d} {module.share:6.1%} {len(unexplained):5d} {module.wording:7d}{mark}"
-        )
+        row = f"{name:58s} {count:7d} {module.killed:6d} {module.share:6.1%}"
+        print(f"{row} {len(unexplained):5d} {module.wording:7d}{mark}")
         for survivor, reason in reasons if verbose or broken else ():
-            print(
-                f"    {survivor.function.removeprefix(name + '.')}: {survivor.change}\n        {reason or '(no reason)'}"
-            )
+            print(f"    {survivor.function.removeprefix(name + '.')}: {survivor.change}")
+            print(f"        {reason or '(no reason)'}")
     print(f"{'all':58s} {total:7d} {killed:6d} {killed / total if total else 1.0:6.1%}")
     return kept
 
