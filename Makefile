@@ -1,4 +1,4 @@
-# Every target makes and fills .venv by itself: a fresh clone needs only Python ≥ 3.11, pip, make and a package index.
+# Every target creates and fills .venv by itself: a fresh clone needs only Python ≥ 3.11, pip, make and a package index.
 PYTHON ?= python3
 PIP_FLAGS ?=
 VENV   := .venv
@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Several torch processes with default threads on few cores stall each other: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-# As many tests at a time as there are cores. Who is idle takes from who is not: some tests are a hundred times longer.
+# One test process per core. Idle ones steal work from busy ones: some tests take a hundred times longer than others.
 JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
 PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
@@ -26,23 +26,23 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Train one model with a server and two workers, compare, plot
 	$(BIN)/outerstep demo
 
-test: $(READY)  ## Everything (JOBS=1: one test at a time)
+test: $(READY)  ## Run all tests (JOBS=1: one at a time)
 	$(PYTEST)
 
-quick: $(READY)  ## About two minutes: a fifth of the drawn cases, no long process tests, fewer schedules
+quick: $(READY)  ## Run the quick tests, about two minutes: a fifth of the generated cases, no long process tests, fewer schedules
 	$(PYTEST) -m "not slow" --hypothesis-profile quick
 
-check: $(READY)  ## Format, lint, types, architecture
+check: $(READY)  ## Check format, lint, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest tests/architecture
 
-format: $(READY)  ## Rewrite the files as ruff wants them
+format: $(READY)  ## Reformat all files with ruff
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
+bench: $(READY)  ## Run short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/http_service.py --quick
 	$(BIN)/python bench/codecs.py --quick
 	$(BIN)/python bench/server_step.py --quick
@@ -60,10 +60,10 @@ bench: $(READY)  ## Short versions of the benchmarks behind the numbers in docs/
 	$(BIN)/python bench/watching.py --quick
 	$(BIN)/python bench/torchft_sync.py --quick
 
-mutants: $(READY)  ## Change decisions one by one and see whether a test notices (ONLY='outerstep.coordination.worker.*')
+mutants: $(READY)  ## Mutate decisions one by one and check that a test fails (ONLY='outerstep.coordination.worker.*')
 	$(BIN)/python tests/mutants.py $(if $(ONLY),'$(ONLY)')
 
-soak: $(READY)  ## A storm of kills and cuts over a real run, then what its histories say (MINUTES=60 SEED=7)
+soak: $(READY)  ## Kill and cut a real run at random, then check its histories (MINUTES=60 SEED=7)
 	$(BIN)/python tests/faults/soak.py --minutes $(or $(MINUTES),1) --seed $(or $(SEED),0)
 
 clean:
