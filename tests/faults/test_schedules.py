@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from outerstep.coordination.server.coordinator import Coordinator
-from outerstep.coordination.server.membership import Member
+from outerstep.coordination.server.membership import KnownWorker
 from outerstep.coordination.server.rounds import RoundRules
 from outerstep.coordination.worker.exchange import Outcome
 from outerstep.durable.disk import Disk
@@ -143,7 +143,7 @@ class ForgivesFences(Coordinator):
         super().__init__(**settings)
         heard = self.members.heard
 
-        def lenient(message: FromMember, now: float) -> Member:
+        def lenient(message: FromMember, now: float) -> KnownWorker:
             member = next((m for m in self.members if m.worker_id == message.worker_id), None)
             return member if member is not None else heard(message, now)
 
@@ -167,7 +167,7 @@ class StepsFromNothing(Coordinator):
             if not fragment.round.participants and fragment.published.version == fragment.round.version - 1:
                 fragment.round.participants = []
                 fragment.round.verdict = lambda *a, **k: type("V", (), {"close": True})()  # type: ignore[method-assign]
-                self._evaluate(fragment, now)
+                self.close_if_ready(fragment, now)
 
 
 class RemembersOpenRounds(Coordinator):

@@ -233,7 +233,9 @@ def test_an_order_to_exchange_now_is_let_pass() -> None:
         order(server, "sync", "a")
         for _ in range(2):
             assert json.loads(client.post_json("/heartbeat", worker_id="a"))["status"] == "ok"
-        assert server.service.coordinator.commands.pending("a") == ()
+        worker = server.service.coordinator.members.find("a")
+        assert worker is not None
+        assert not worker.commands
         assert_same(client.submit(like(start, 1.0)), minus(start, 1.0))
 
 

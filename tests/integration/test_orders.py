@@ -69,7 +69,8 @@ def pair(server: DiLoCoServer, books: Books) -> list[Worker]:
 
 
 def pending(server: DiLoCoServer, name: str = "w0") -> list[str]:
-    return [command.kind for command in server.service.coordinator.commands.pending(name)]
+    worker = server.service.coordinator.members.find(name)
+    return [] if worker is None else [command.kind for command in worker.commands.values()]
 
 
 # --- drain and sync -------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..config import ServerConfig
-from ..coordination.server.fragment import Fragment
 from ..coordination.server.plan import Settled, settle
+from ..coordination.server.rounds import Fragment
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..errors import ConfigError, PlanMismatch

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ..config import ServerConfig
 from ..coordination.server.plan import Settled, changed
-from ..coordination.server.remembered import LEAP, Remembered, resume
+from ..coordination.server.remembered import LEAP, Remembered
 from ..durable.disk import FolderDisk
 from ..durable.journal import Journal, Record
 from ..durable.run_folder import RunFolder, has_journal
@@ -127,8 +127,7 @@ def restore(service: ParameterService, saved: SavedState, records: Iterable[Reco
     if service.config.token_budget == remembered.facts.get("said", {}).get("token_budget"):
         coordinator.budget.limit = remembered.facts.get("token_budget")  # as an operator may have changed it since
     expect_back = service.config.heartbeat_timeout > 0
-    resume(
-        coordinator,
+    coordinator.resume(
         remembered.ledger,
         remembered.totals,
         remembered.facts,

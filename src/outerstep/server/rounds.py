@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from ..coordination.backoff import Backoff
 from ..coordination.server.aggregation import Aggregation
 from ..coordination.server.effects import Accumulate, CloseRound
-from ..coordination.server.remembered import Remembered, remember
+from ..coordination.server.remembered import Remembered
 from ..core.delayed import DelayedNesterov
 from ..core.robust import ScreenVerdict
 from ..errors import Busy, ServerError, ServerFailed
@@ -104,7 +104,7 @@ class RoundsThread:
             return 0
         self._asked += 1
         self._noted = self._asked
-        job = _Note(remember(self._service.coordinator))
+        job = _Note(self._service.coordinator.remember())
         if self._thread.ident is None:  # nobody works yet
             self._do(self._asked, job)
         else:
@@ -134,7 +134,7 @@ class RoundsThread:
     def save(self, reason: str) -> Path | ServerError:
         """Write the state between two rounds; from any thread."""
         with self._service.changed:  # so that it takes its place among the decisions
-            job = _Save(reason, remember(self._service.coordinator))
+            job = _Save(reason, self._service.coordinator.remember())
             if self._thread.is_alive():
                 self._work.put((self._asked, job))
         if not self._thread.is_alive():

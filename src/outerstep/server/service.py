@@ -17,10 +17,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..config import ServerConfig
-from ..coordination.server.control import carry_out
 from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.effects import Accumulate, CloseRound, DropUpload, Event, StopServer, is_news
-from ..coordination.server.policing import note_verdict
 from ..core.delayed import DelayedNesterov
 from ..core.robust import ScreenVerdict
 from ..durable.run_folder import RunFolder
@@ -236,7 +234,7 @@ class ParameterService:
         if request.kind == "save":
             return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
         with self.changed:
-            answer = self._decide(lambda now: carry_out(self.coordinator, request, now))
+            answer = self._decide(lambda now: self.coordinator.control(request, now))
             outlives = request.kind in ("kick", "plan", "budget", "shutdown") and self.coordinator.plan is not None
             noted = self._rounds.note() if outlives else 0
         self._rounds.wait_for(noted)
@@ -409,7 +407,7 @@ class ParameterService:
         with self.changed:
             now = self.clock()
             if verdict is not None:
-                note_verdict(self.coordinator, store.index, made.version, verdict.refused, verdict.unused)
+                self.coordinator.note_verdict(store.index, made.version, verdict.refused, verdict.unused)
             self.coordinator.published(store.publish(made, participants, now).agreement, now)
             self._flush()
 

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ..coordination.server.budget import TokenBudget
-from ..coordination.server.membership import Member
+from ..coordination.server.membership import KnownWorker
 from ..durable.journal import Journal
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _tokens(budget: TokenBudget) -> dict[str, object]:
     }
 
 
-def _quarantine(member: Member, now: float) -> dict[str, object] | None:
+def _quarantine(member: KnownWorker, now: float) -> dict[str, object] | None:
     if not member.conduct.is_quarantined(now):
         return None
     return {"left_s": round(member.conduct.until - now, 1), "reason": member.conduct.reason}
@@ -118,7 +118,7 @@ def build_status(service: ParameterService) -> dict[str, object]:
                 "contributions": member.contributions,
                 "bytes_received": member.bytes_received,
                 "tokens": member.tokens,
-                "commands": [command.kind for command in coordinator.commands.pending(member.worker_id)],
+                "commands": [command.kind for command in member.commands.values()],
                 "delta_norm": member.delta_norm,
                 "left_out": member.left_out,
                 "offences": member.conduct.total,
@@ -137,7 +137,8 @@ def build_status(service: ParameterService) -> dict[str, object]:
                 "watched": fragment.published.watched.known if fragment.published.watched is not None else {},
                 "contributed": sorted(fragment.round.contributors),
                 "expected": sorted(fragment.round.expected),
-                "waiting_for": coordinator.waiting_for(fragment, now) + _silence(service, fragment.round.expected, now),
+                "waiting_for": coordinator.verdict(fragment, now).waiting_for
+                + _silence(service, fragment.round.expected, now),
             }
             for fragment in coordinator.fragments
         ],

@@ -13,12 +13,11 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from ..coordination.server.control import carry_out
 from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.effects import Accumulate, CloseRound, DropUpload, Effect, Event
-from ..coordination.server.fragment import Fragment
 from ..coordination.server.plan import settle
-from ..coordination.server.remembered import Remembered, remember, resume
+from ..coordination.server.remembered import Remembered
+from ..coordination.server.rounds import Fragment
 from ..coordination.server.uploads import Upload
 from ..digest import data_hash, part_hash, payload_hash
 from ..durable.journal import Journal
@@ -109,7 +108,7 @@ class SimServer:
         nothing = tuple(Made(fragment=i, version=0, anchor_hash=data_hash([b""])) for i in range(scenario.fragments))
         self._begin(self._first_plan, nothing)
         self._keeper = Keeper(machine, self.journal_type)
-        self._keeper.checkpoint(remember(self.coordinator), nothing)
+        self._keeper.checkpoint(self.coordinator.remember(), nothing)
         self._go()
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -149,8 +148,7 @@ class SimServer:
                 newest[made.fragment] = made
         self._history.server_restarted([(made.version, made.anchor_hash) for made in newest])
         self._begin(remembered.plan, tuple(newest))
-        resume(
-            self.coordinator,
+        self.coordinator.resume(
             remembered.ledger,
             remembered.totals,
             remembered.facts,
@@ -265,7 +263,7 @@ class SimServer:
                     return answer
                 return replace(answer, agreement=replace(answer.agreement, payloads=self._payloads(request)))
             case Control():
-                return carry_out(coordinator, request, now)
+                return coordinator.control(request, now)
             case GetPart():
                 coordinator.get_part(request, now)
                 newest = coordinator.fragments[request.fragment].published.version
@@ -292,7 +290,7 @@ class SimServer:
                 case _:
                     pass
         if self._keeps_rounds and any(map(_is_noted, effects)):
-            self._put(_Note(remember(self.coordinator)), WRITE_S)
+            self._put(_Note(self.coordinator.remember()), WRITE_S)
 
     # --- one after the other ----------------------------------------------------------------------------------------
 

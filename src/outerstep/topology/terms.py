@@ -14,9 +14,8 @@ import msgspec
 from ..coordination.server.plan import check_manifest, settle
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
-from ..errors import ConfigError, ManifestMismatch, OutOfStep, PlanMismatch, WorkerError
+from ..errors import ConfigError, ManifestMismatch, OutOfStep, PlanMismatch
 from ..types import Manifest, Plan, WeightBy, Wishes
-from .protocol import Contribution
 from .stepped import OuterRule
 
 MAX_STALENESS = 4  # rounds that a worker's own steps may wait, after a wait that was interrupted
@@ -166,37 +165,12 @@ def _shown(header: Header) -> str:
     return f"fragment {header.fragment} after {header.steps} steps on version {header.base_version}{end}"
 
 
-def check_reported(contribution: Contribution, unit: WeightBy) -> None:
-    """With a server it is said here, where the amounts of all processes of a group are known, and not by a refusal."""
-    if unit != "equal" and contribution.steps and not getattr(contribution, unit):
-        raise WorkerError(
-            f"the run weighs contributions by {unit}, and none were reported in {contribution.steps} steps: "
-            f"call worker.count({unit}=…) at each step"
-        )
-
-
-def weights_of(headers: Sequence[Header], unit: WeightBy) -> tuple[float, ...]:
-    """How much the contribution of each rank counts."""
-    if unit == "equal":
-        return tuple(1.0 for _ in headers)
-    weights = tuple(float(getattr(header, unit)) for header in headers)
-    if not all(weights):
-        rank = weights.index(0.0)
-        raise WorkerError(
-            f"the run weighs contributions by {unit}, and rank {rank} reported none in {headers[rank].steps} steps: "
-            f"call worker.count({unit}=…) at each step"
-        )
-    return weights
-
-
 __all__ = [
     "Header",
     "Rank",
     "check_headers",
     "check_loaded",
     "check_pair",
-    "check_reported",
     "check_terms",
     "draw_up",
-    "weights_of",
 ]

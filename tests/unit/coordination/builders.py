@@ -7,9 +7,8 @@ from typing import Any
 
 from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.effects import Accumulate, CloseRound, DropUpload, Effect, Event
-from outerstep.coordination.server.fragment import Fragment
 from outerstep.coordination.server.plan import settle
-from outerstep.coordination.server.rounds import RoundRules
+from outerstep.coordination.server.rounds import Fragment, RoundRules
 from outerstep.coordination.server.uploads import Upload
 from outerstep.digest import part_count, part_hash, payload_hash
 from outerstep.types import (

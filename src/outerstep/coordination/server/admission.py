@@ -1,12 +1,13 @@
-"""May this come in? The rules that look at one message and at what it is about."""
+"""What is refused, and why: the rules that look at one message and at what it is about.
+
+A contribution passes `check_offer` when it is offered, and again when it is whole: its round may have closed meanwhile.
+(What is refused for its size: ../screens.py. A worker in quarantine: membership.py.)
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...errors import (
     BadRequest,
-    Closing,
     Conflict,
     FutureRound,
     OtherRun,
@@ -17,31 +18,18 @@ from ...errors import (
     TooOld,
 )
 from ...types import PROTOCOL_VERSION, Commit, Join, Offer, Plan, PutPart
-from .plan import check_manifest, check_wishes
-from .rounds import RoundRules
-
-if TYPE_CHECKING:
-    from .coordinator import Coordinator
+from ..weights import reported
+from .rounds import Fragment, RoundRules
 
 NEXT_SEQUENCE = "a key is fixed when its contribution is begun; use the next sequence for a new one"
 
 
-def check_join(coordinator: Coordinator, message: Join) -> None:
-    """Everything about a join that does not depend on who is here."""
+def check_protocol(message: Join) -> None:
     if message.protocol != PROTOCOL_VERSION:
         raise ProtocolMismatch(
             f"this worker speaks protocol {message.protocol}, the server speaks {PROTOCOL_VERSION}",
             hint="install the same version of outerstep on both",
         )
-    if message.run_id is not None:
-        check_run(message.run_id, coordinator.run_id)
-    if coordinator.closing and not coordinator.members.knows(message):
-        raise Closing(f"the run is coming to its end: {coordinator.closing}", hint="start the server again to go on")
-    plan, settled, manifest = coordinator.plan, coordinator.settled, coordinator.manifest
-    if settled is not None and plan is not None and manifest is not None:
-        check_wishes(settled, coordinator.next_plan or plan, message.wishes)
-        if message.manifest is not None:
-            check_manifest(manifest, message.manifest)
 
 
 def check_run(named: str, held: str) -> None:
@@ -63,7 +51,7 @@ def check_same_part(message: PutPart, stored: str) -> None:
 
 
 def check_accepted(message: Commit, accepted: str) -> None:
-    """It is in already: is it the same?"""
+    """Is it the payload that was accepted under this key?"""
     if message.payload_hash != accepted:
         raise Conflict(
             f"contribution {message.key} was accepted with payload {accepted}; this one is {message.payload_hash}",
@@ -79,21 +67,31 @@ def check_received(message: Commit, received: str) -> None:
         )
 
 
-def check_form(offer: Offer, plan: Plan, max_payload_bytes: int) -> None:
-    """Is it encoded with the run's codec, do its sections add up, and is it not too large?"""
+def check_offer(offer: Offer, fragment: Fragment, plan: Plan, rules: RoundRules) -> None:
+    """Does it report what the run weighs by, is it in the run's form, not too large, and not too old?"""
+    reported(offer, rules.weight_by)
+    check_sections(offer.sections, fragment)
     if offer.codec != plan.codec:
         raise PlanMismatch(f"contribution is encoded as {offer.codec!r}; the run uses {plan.codec!r}")
     if offer.section_bytes and sum(offer.section_bytes) != offer.size_bytes:
         raise BadRequest(f"sections of {sum(offer.section_bytes)} bytes in a contribution of {offer.size_bytes}")
+    max_payload_bytes = fragment.max_payload_bytes(offer.sections)
     if offer.size_bytes > max_payload_bytes:
         raise TooLarge(
             f"contribution of {offer.size_bytes} bytes; fragment {offer.fragment} as {plan.codec} "
             f"takes at most {max_payload_bytes}"
         )
+    check_age(offer, fragment, rules)
 
 
-def check_age(offer: Offer, *, published: int, newest: int, rules: RoundRules) -> None:
-    """`newest` is the version under the open round: one more than `published` while a round is closing."""
+def check_sections(sections: int, fragment: Fragment) -> None:
+    if sections > fragment.max_sections:
+        raise BadRequest(f"{sections} sections are too many: fragment {fragment.published.fragment} has fewer rows")
+
+
+def check_age(offer: Offer, fragment: Fragment, rules: RoundRules) -> None:
+    """`newest` is the version under the open round: one more than the published one while a round is closing."""
+    published, newest = fragment.published.version, fragment.round.version - 1
     if offer.base_version > published or offer.oldest_base > offer.base_version:
         raise FutureRound(
             f"fragment {offer.fragment} is at version {published}; "

@@ -14,15 +14,21 @@ key with the same hash gets the same answer again; with another hash it is refus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Literal
 
-from ...errors import BadRequest, MissingParts, Refused, UnknownWorker
+import msgspec
+
+from ...errors import Absurd, BadRequest, Closing, Conflict, MissingParts, Refused, UnknownWorker
 from ...types import (
     Agreement,
     Commit,
     CommitAnswer,
     ContributionKey,
+    Control,
+    ControlAnswer,
     FromMember,
     GetPart,
     Heartbeat,
@@ -42,39 +48,30 @@ from ...types import (
     PutPart,
     PutPartAnswer,
 )
+from ..weights import UsualWeight, reported, staleness_factor
 from .admission import (
     check_accepted,
     check_age,
-    check_form,
-    check_join,
+    check_offer,
+    check_protocol,
     check_received,
     check_run,
     check_same_offer,
     check_same_part,
+    check_sections,
 )
 from .budget import TokenBudget
-from .commands import Commands
 from .effects import Accumulate, CloseRound, DropUpload, Effect, Event, StopServer
-from .fragment import Fragment
-from .membership import Accepted, Member, Membership
+from .membership import OFFENCE_KINDS, Accepted, Conduct, KnownWorker, Membership
 from .pacing import local_steps
-from .plan import Settled
-from .policing import (
-    check_size,
-    conflicts_noted,
-    leave_out,
-    must_wait,
-    note_offence,
-    request_room,
-    size_of,
-    turned_away,
-)
-from .polling import ASK_AGAIN_S, ASK_AGAIN_SOON_S, answer_poll
-from .remembered import remember
-from .rounds import RoundRules, Verdict
+from .plan import Settled, changed, check_manifest, check_wishes
+from .remembered import LEAP, Remembered, WorkerRecord
+from .rounds import Closed, Fragment, RoundRules, RoundVerdict
+from .screen import LEAST_CONTRIBUTORS, NormScreen, Size
 from .uploads import Upload, Uploads
-from .weights import bounded, discount, relative, reported
 
+ASK_AGAIN_S = 0.5
+ASK_AGAIN_SOON_S = 0.1  # by then there is room, or the worker has contributed to the round that wants it
 BUDGET_SPENT = "the token budget is spent"
 
 
@@ -100,9 +97,8 @@ class Coordinator:
         self.settled: Settled | None = None
         self.started = False
         self.total_accepted = 0
-        self.total_too_few = 0  # rounds that moved nothing, because too few of those there had trained
+        self.total_too_few = 0  # rounds that moved nothing, because too few of their contributors had trained
         self.budget = TokenBudget(token_budget)
-        self.commands = Commands()
         self.closing = ""  # why the run is coming to its end
         self.drain_timeout_s = drain_timeout_s
         self.stop_at: float | None = None
@@ -125,7 +121,15 @@ class Coordinator:
 
     def check_join(self, message: Join) -> None:
         """Everything about a join that does not depend on who is here."""
-        check_join(self, message)
+        check_protocol(message)
+        if message.run_id is not None:
+            check_run(message.run_id, self.run_id)
+        if self.closing and not self.members.knows(message):
+            raise Closing(f"the run is coming to its end: {self.closing}", hint="restart the server to resume the run")
+        if self.settled is not None and self.plan is not None and self.manifest is not None:
+            check_wishes(self.settled, self.next_plan or self.plan, message.wishes)
+            if message.manifest is not None:
+                check_manifest(self.manifest, message.manifest)
 
     def fix(self, *, plan: Plan, settled: Settled, manifest: Manifest, fragments: Sequence[Fragment]) -> None:
         """The first accepted manifest and the plan made from it hold for the rest of the run."""
@@ -139,81 +143,85 @@ class Coordinator:
         assert self.plan is not None, "fix() comes before the first join"
         assert self.manifest is not None
         before = self.members.live_ids
-        member, arrived = self.members.join(message, now)
+        worker, arrived = self.members.join(message, now)
         if arrived:
-            if member.worker_id in before:
+            if worker.worker_id in before:
                 # The old process is fenced; what it had in hand or was told is lost. Nobody waits for it now, unless
                 # the new one has its steps.
-                self.commands.forget(member.worker_id)
-                self._forget(member, still_expected=message.continues)
+                worker.commands.clear()
+                self._forget(worker, still_expected=message.continues)
             self._first_join_at = now if self._first_join_at is None else self._first_join_at
-            self.event("join", worker=member.worker_id, host=member.hostname, incarnation=member.incarnation)
+            self.event("join", worker=worker.worker_id, host=worker.hostname, incarnation=worker.incarnation)
             for fragment in self.fragments:
                 # Expected from the next round on; at once only where there is nobody else left to wait for.
                 if self.started and not fragment.round.expected and not fragment.round.participants:
-                    fragment.round.expected.add(member.worker_id)
+                    fragment.round.expected.add(worker.worker_id)
             if self.closing:  # it was thought dead, and may bring what it has
-                self.commands.issue(member.worker_id, "drain", self.closing)
+                self.members.order(worker.worker_id, "drain", self.closing)
             self._start_if_ready(now)
-            self._evaluate_all(now)
+            self._close_rounds(now)
         return JoinAnswer(
             run_id=self.run_id,
-            incarnation=member.incarnation,
+            incarnation=worker.incarnation,
             plan=self.plan,
             manifest=self.manifest,
-            fragments=tuple(member.state_of(i, f.published.version) for i, f in enumerate(self.fragments)),
+            fragments=tuple(worker.state_of(i, f.published.version) for i, f in enumerate(self.fragments)),
         )
 
     def heartbeat(self, message: Heartbeat, now: float) -> HeartbeatAnswer:
-        member = self._heard(message, now)
-        self.commands.acknowledge(member.worker_id, message.acknowledged)
+        worker = self._heard(message, now)
         return HeartbeatAnswer(
             sync_round=self.sync_round,
-            sync_every=self.local_steps(member),
-            commands=self.commands.pending(member.worker_id),
+            sync_every=self.local_steps(worker),
+            commands=tuple(worker.commands.values()),
         )
 
-    def local_steps(self, member: Member) -> int | None:
+    def local_steps(self, worker: KnownWorker) -> int | None:
         """Dynamic local updates: H for this worker, by its speed beside the fastest. None = as the plan says."""
-        if not self.rules.dylu or self.plan is None or member.steps_per_second <= 0.0:
+        if not self.rules.dylu or self.plan is None or worker.steps_per_second <= 0.0:
             return None
         base = max(self.rules.dylu_base or self.plan.sync_every, len(self.fragments))
-        return local_steps(member.steps_per_second, self.members.fastest, base, least=len(self.fragments))
+        return local_steps(worker.steps_per_second, self.members.fastest, base, least=len(self.fragments))
 
     def leave(self, message: Leave, now: float) -> LeaveAnswer:
         """Leaving twice is leaving: a repeated message must not fail."""
         try:
-            member = self._heard(message, now)
+            worker = self._heard(message, now)
         except UnknownWorker:
             return LeaveAnswer()
-        self.remove(member, now, "leave", reason=message.reason)
+        self.remove(worker, now, "leave", reason=message.reason)
         return LeaveAnswer()
 
     # --- a contribution -------------------------------------------------------------------------------------------
 
     def offer(self, message: Offer, now: float) -> OfferAnswer:
-        member = self._heard(message, now)
+        assert self.plan is not None
+        worker = self._heard(message, now)
         fragment = self._fragment(message.fragment)
-        accepted = member.entry_of(message)
+        accepted = worker.entry_of(message)
         if accepted is not None:
             return OfferAnswer(state="accepted", version=accepted.version)
         try:
-            member.conduct.check(member.worker_id, now)
-            reported(message, self.rules)
-            self._check_offer(message, fragment)
+            worker.conduct.check(worker.worker_id, now)
+            check_offer(message, fragment, self.plan, self.rules)
         except Refused:
-            self.uploads.unqueue(member.worker_id, message.fragment)  # it will not come back under this key
+            self.uploads.unqueue(worker.worker_id, message.fragment)  # it will not come back under this key
             raise
         upload = self.uploads.get(message.key)
         if upload is not None:
-            with conflicts_noted(self, member):
+            with self._conflicts_noted(worker, now):
                 check_same_offer(message, upload.offer)
             upload.heard_at = now
         else:
-            for other in self.uploads.of_worker(member.worker_id):
+            for other in self.uploads.of_worker(worker.worker_id):
                 if other.offer.fragment == message.fragment:
                     self.drop(other.offer.key)
-            upload = request_room(self, message, now)
+            upload = self.uploads.request(message, now)
+        if upload is None and (idle := self.uploads.standing_still(now)):
+            for other in idle:  # it holds room and sends nothing; it will offer again when it wakes up
+                self.event("upload_dropped", worker=other.offer.worker_id, fragment=other.offer.fragment)
+                self.drop(other.offer.key)
+            upload = self.uploads.request(message, now)
         if upload is None:
             soon = self.uploads.is_near(message.key)
             return OfferAnswer(state="wait", retry_after_s=ASK_AGAIN_SOON_S if soon else ASK_AGAIN_S)
@@ -221,18 +229,17 @@ class Coordinator:
 
     def begin_part(self, message: PutPart, now: float) -> Upload | PutPartAnswer:
         """Where the part belongs; or, if it is here already, the answer."""
-        member = self._heard(message, now)
+        worker = self._heard(message, now)
         self._fragment(message.fragment)
-        if member.entry_of(message) is not None:
+        if worker.entry_of(message) is not None:
             return PutPartAnswer(state="duplicate")
-        member.conduct.check(member.worker_id, now)
-        upload = self._sending(message)
+        upload = self._sending(worker, message, now)
         upload.check_part(message.part)
         upload.heard_at = now
         stored = upload.part_hashes.get(message.part)
         if stored is None:
             return upload
-        with conflicts_noted(self, member):
+        with self._conflicts_noted(worker, now):
             check_same_part(message, stored)
         return PutPartAnswer(state="duplicate")
 
@@ -246,18 +253,18 @@ class Coordinator:
 
     def begin_commit(self, message: Commit, now: float) -> Upload | CommitAnswer:
         """The whole contribution, ready to be checked; or, if it was accepted before, the same answer as then."""
-        member = self._heard(message, now)
+        assert self.plan is not None
+        worker = self._heard(message, now)
         fragment = self._fragment(message.fragment)
-        accepted = member.entry_of(message)
-        with conflicts_noted(self, member):
+        accepted = worker.entry_of(message)
+        with self._conflicts_noted(worker, now):
             if accepted is not None:
                 check_accepted(message, accepted.payload_hash)
                 return CommitAnswer(version=accepted.version)
-            member.conduct.check(member.worker_id, now)
-            upload = self._sending(message)
+            upload = self._sending(worker, message, now)
             upload.heard_at = now
             check_received(message, upload.payload_hash())
-        self._check_offer(upload.offer, fragment)
+        check_offer(upload.offer, fragment, self.plan, self.rules)
         return upload
 
     def accept(self, message: Commit, now: float, norm: float | None = None) -> CommitAnswer:
@@ -266,55 +273,191 @@ class Coordinator:
         begun = self.begin_commit(message, now)
         if isinstance(begun, CommitAnswer):
             return begun
-        offer = begun.offer
+        offer, rules, worker = begun.offer, self.rules, self._heard(message, now)
         fragment = self.fragments[offer.fragment]
-        size = size_of(self, offer, norm)
-        check_size(self, offer, size, now)
         round_ = fragment.round
-        member = self._heard(message, now)
-        member.accepted[offer.fragment] = Accepted(offer.sequence, message.payload_hash, round_.version)
-        self.total_accepted += 1
-        self.uploads.finish(offer.key)
+        size = Size(norm, offer.steps) if norm is not None and offer.steps and rules.norm_screen else None
+        if size is not None:
+            self._check_size(worker, offer, fragment, size, now)
         staleness = round_.version - 1 - offer.base_version
-        raw = reported(offer, self.rules)
-        plain = bounded(raw, fragment.usual, self.rules)
-        weight = plain * discount(staleness, self.rules)
+        raw = reported(offer, rules.weight_by)
+        weight = fragment.usual.bounded(raw, rules.weight_by, rules.max_weight_ratio)
+        weight *= staleness_factor(staleness) if rules.weigh_staleness else 1.0
         participant = Participant(
             worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness, norm=norm
         )
-        keep = must_wait(self, fragment, size)
-        round_.count(participant, self.rules, now, reported=raw, tokens=offer.tokens, size=size, kept=keep)
-        member.contributed(offer, staleness, norm)
-        scale = relative(weight, fragment.usual, self.rules)
+        keep = self._must_wait(fragment, size)
+        worker.enter(offer, Accepted(offer.sequence, message.payload_hash, round_.version), staleness, norm)
+        round_.count(participant, rules, now, reported=raw, tokens=offer.tokens, size=size, kept=keep)
+        self.total_accepted += 1
+        self.uploads.finish(offer.key)
+        scale = fragment.usual.relative(weight, rules.weight_by)
         first = len(round_.participants) == 1
         added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections, first, keep)
         self._effects.append(added)
         answer = CommitAnswer(version=round_.version)
-        self._evaluate(fragment, now)
+        self.close_if_ready(fragment, now)
         return answer
 
     def reject(self, key: ContributionKey, refusal: Refused, now: float) -> None:
-        """The driver looked inside and found it unfit."""
-        member = self.members.find(key.worker_id)
-        if self.discard(key, refusal) and member is not None:
-            note_offence(self, member, refusal, now)
-
-    def discard(self, key: ContributionKey, refusal: Refused) -> bool:
-        """It will never be accepted. False: it was not on offer."""
+        """The driver looked inside and found it unfit: it will never be accepted."""
         if self.uploads.get(key) is None:
-            return False
+            return
         self.drop(key)
         self.event("refused", worker=key.worker_id, fragment=key.fragment, reason=refusal.message)
-        return True
+        worker = self.members.find(key.worker_id)
+        if worker is not None:
+            self._note_offence(worker, refusal, now)
+
+    def _sending(self, worker: KnownWorker, message: OfContribution, now: float) -> Upload:
+        """The contribution that this message is about, if its worker may send it."""
+        worker.conduct.check(worker.worker_id, now)
+        upload = self.uploads.get(message.key)
+        if upload is None:
+            raise MissingParts(f"contribution {message.key} is not on offer", hint="offer it (again)")
+        return upload
+
+    def _check_size(self, worker: KnownWorker, offer: Offer, fragment: Fragment, size: Size, now: float) -> None:
+        """Refuse what is far larger than this fragment's contributions are. If that hits half of the workers, it is the
+        run that has changed: what was usual is forgotten, and nothing is held against them."""
+        screen = fragment.screen
+        try:
+            screen.check(offer.worker_id, size, self.rules.norm_screen)
+        except Absurd as refusal:
+            is_news = screen.note_refused(offer.worker_id, fragment.round.version)
+            self.drop(offer.key)
+            self.event("refused", worker=offer.worker_id, fragment=offer.fragment, reason=refusal.message)
+            if screen.has_changed(len(self.members.live_ids)):
+                self.event("screen_forgotten", fragment=offer.fragment, why="half of the workers were refused by it")
+                for other in self.members:
+                    if other.worker_id in screen.refused:
+                        other.conduct.forgive(refusal)
+                screen.forget()
+            elif is_news:
+                self._note_offence(worker, refusal, now)
+            raise
+
+    def _must_wait(self, fragment: Fragment, size: Size | None) -> bool:
+        """Is it to be kept until its round closes, and looked at again? Always for a rule that compares contributions;
+        to look at its norm only in a round of three or more, and if there is room for what everybody sends: else the
+        last would wait for the first and the first for the last."""
+        if not self.rules.aggregation.is_plain:
+            return True
+        if size is None or not fragment.screen.needs_second_look(size, self.rules.norm_screen):
+            return False
+        workers = max(self.rules.num_workers, len(self.members.live_ids))
+        needed = workers * sum(one.max_payload_bytes(1) for one in self.fragments)
+        enough = workers >= LEAST_CONTRIBUTORS and not self.rules.asynchronous
+        return enough and needed <= self.uploads.capacity_bytes
+
+    @contextmanager
+    def _conflicts_noted(self, worker: KnownWorker, now: float) -> Iterator[None]:
+        """The same key with other bytes is an offence."""
+        try:
+            yield
+        except Conflict as refusal:
+            self._note_offence(worker, refusal, now)
+            raise
+
+    def _note_offence(self, worker: KnownWorker, refusal: Refused, now: float) -> None:
+        """A worker that offends too often is in quarantine: nothing unfinished of it is kept, and nobody waits for
+        it."""
+        if not isinstance(refusal, OFFENCE_KINDS):
+            return
+        one_too_many = worker.conduct.offend(refusal, now)
+        self.event("offence", worker=worker.worker_id, code=refusal.code, count=worker.conduct.total)
+        if one_too_many:
+            left_s = round(worker.conduct.until - now)
+            self.event("quarantine", worker=worker.worker_id, seconds=left_s, reason=worker.conduct.reason)
+            self._forget(worker)
+            self._close_rounds(now)
 
     def freed(self, key: ContributionKey) -> None:
         """The driver has freed the bytes of an accepted contribution."""
         self.uploads.freed(key)
 
-    # --- an agreement ---------------------------------------------------------------------------------------------
+    # --- a round ends, an agreement begins ------------------------------------------------------------------------
+
+    def close_if_ready(self, fragment: Fragment, now: float) -> None:
+        """The one place where a round ends."""
+        if not self.verdict(fragment, now).close:
+            return
+        index, contributors = fragment.published.fragment, fragment.round.contributors
+        turned_away = self._turned_away(fragment, now)
+        closed = fragment.close(self.rules, self.members.awaited_ids(now), len(turned_away))
+        self.members.round_closed(index, contributors)
+        self.budget.add(index, closed.tokens, now)
+        if self.next_plan is not None:
+            self.plan, self.next_plan = self.next_plan, None
+        left_out = self._left_out(index, closed)
+        remembered = self.remember() if self.remembers else None
+        self._effects.append(CloseRound(index, closed.version, closed.participants, remembered, left_out, turned_away))
+        for upload in self.uploads.of_fragment(index):
+            try:
+                check_age(upload.offer, fragment, self.rules)
+            except Refused:
+                self.drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
+        self._check_budget(now)
+
+    def _close_rounds(self, now: float) -> None:
+        for fragment in self.fragments:
+            self.close_if_ready(fragment, now)
+
+    def verdict(self, fragment: Fragment, now: float) -> RoundVerdict:
+        """May the fragment's open round close; if not, for what does it wait?"""
+        live, turned_away = self.members.awaited_ids(now), len(self._turned_away(fragment, now))
+        return fragment.round.verdict(self.rules, now, started=self.started, live=live, turned_away=turned_away)
+
+    def _turned_away(self, fragment: Fragment, now: float) -> frozenset[str]:
+        """For a rule: the live workers that are not in the open round because they are in quarantine, or because what
+        they brought to it was refused for its size."""
+        if self.rules.aggregation.is_plain:
+            return frozenset()
+        version, refused = fragment.round.version, fragment.screen.refused
+        found = {
+            worker.worker_id
+            for worker in self.members
+            if worker.live and (worker.conduct.is_quarantined(now) or refused.get(worker.worker_id) == version)
+        }
+        return frozenset(found - fragment.round.contributors)
+
+    def _left_out(self, fragment: int, closed: Closed) -> frozenset[ContributionKey]:
+        """A round closed without these of its contributions; if too few had trained, without any."""
+        if closed.too_few:
+            self.total_too_few += 1
+            rule = self.rules.aggregation
+            facts = {"trained": closed.too_few, "needed": rule.fewest, "aggregation": rule.name}
+            self.event("too_few", fragment=fragment, version=closed.version, **facts)
+        for outlier in closed.outliers:
+            worker_id = outlier.participant.worker_id
+            self._count_left_out(worker_id)
+            self.event("left_out", worker=worker_id, fragment=fragment, version=closed.version, **outlier.facts)
+        run_id, left_out = self.run_id, [outlier.participant for outlier in closed.outliers]
+        return frozenset(
+            ContributionKey(run_id=run_id, worker_id=p.worker_id, fragment=fragment, sequence=p.sequence)
+            for p in left_out
+        )
+
+    def note_verdict(self, fragment: int, version: int, refused: Mapping[str, str], unused: Sequence[str]) -> None:
+        """The driver has combined a round: a screen that reads values refused these (worker id → why), and the rule
+        took nothing of those unused. One event for all of the latter: with Krum it is everybody but one, in every
+        round."""
+        for worker_id in (*refused, *unused):
+            self._count_left_out(worker_id)
+        for worker_id, why in refused.items():
+            self.event("left_out", worker=worker_id, fragment=fragment, version=version, why=why)
+        if unused:
+            rule = self.rules.aggregation.name
+            self.event("not_chosen", fragment=fragment, version=version, workers=list(unused), aggregation=rule)
+
+    def _count_left_out(self, worker_id: str) -> None:
+        worker = self.members.find(worker_id)
+        if worker is not None:
+            worker.left_out += 1
 
     def published(self, agreement: Agreement, now: float) -> None:
-        """The driver has taken the outer step and holds what it made: from now on anybody may be told."""
+        """The driver has taken the outer step and holds what it made: from now on anybody may be told. Nothing here
+        needs participants."""
         fragment = self.fragments[agreement.fragment]
         assert agreement.version == fragment.published.version + 1, "agreements are published in order"
         fragment.published = agreement
@@ -328,13 +471,33 @@ class Coordinator:
             staleness=[p.staleness for p in taken],
             **({} if watched is None else {"norms": [float(f"{p.norm or 0.0:.6g}") for p in taken], **watched.known}),
         )
-        self._evaluate(fragment, now)
+        self.close_if_ready(fragment, now)
 
     def poll(self, message: Poll, now: float) -> PollAnswer:
-        member = self._heard(message, now)
+        worker = self._heard(message, now)
         fragment = self._fragment(message.fragment)
-        fragment.check_sections(message.sections)
-        return answer_poll(self, member, fragment, message, now)
+        check_sections(message.sections, fragment)
+        last_sequence, plan = worker.last_sequence(message.fragment), self.plan
+        # Who waits for something newer than the open round holds an agreement from before the server was resumed.
+        if fragment.published.version > message.after or message.after >= fragment.round.version:
+            newer = plan if plan is not None and plan.revision != message.plan_revision else None
+            return PollAnswer(agreement=fragment.published, last_sequence=last_sequence, plan=newer)
+        verdict = self.verdict(fragment, now)
+        wanted = tuple(
+            (i, other.round.version)
+            for i, other in enumerate(self.fragments)
+            if other is not fragment
+            and other.round.wants(worker.worker_id, self.rules)
+            and not worker.conduct.is_quarantined(now)
+        )
+        return PollAnswer(
+            agreement=None,
+            last_sequence=last_sequence,
+            waiting_for=verdict.waiting_for[:256],
+            stuck=verdict.stuck,
+            wanted=wanted,
+            retry_after_s=ASK_AGAIN_SOON_S if wanted else ASK_AGAIN_S,
+        )
 
     def get_part(self, message: GetPart, now: float) -> None:
         """May this worker fetch? (The driver has the bytes, and knows how long it keeps them.)"""
@@ -346,12 +509,12 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Declare the silent dead, let deadlines pass."""
         self.now = now
-        for member in self.members.silent(now):
+        for worker in self.members.silent(now):
             self.members.total_deaths += 1
-            self.remove(member, now, "death", silent_s=round(now - member.last_seen, 1))
+            self.remove(worker, now, "death", silent_s=round(now - worker.last_seen, 1))
         self._start_if_ready(now)
-        self._evaluate_all(now)
-        self.stop_if_done(now)
+        self._close_rounds(now)
+        self._stop_if_done(now)
 
     def next_wake(self, now: float) -> float | None:
         """When `tick` would next have something to decide (None = only after a message)."""
@@ -361,42 +524,177 @@ class Coordinator:
         moments += [self.verdict(fragment, now).wake_at for fragment in self.fragments]
         return min((m for m in moments if m is not None and m > now), default=None)
 
-    def waiting_for(self, fragment: Fragment, now: float) -> str:
-        """Why this fragment's open round has not closed, in words."""
-        return self.verdict(fragment, now).waiting_for
+    # --- an operator's orders, and the end ------------------------------------------------------------------------
 
-    # --- the operator's hand (control.py) -------------------------------------------------------------------------
+    def control(self, message: Control, now: float) -> ControlAnswer:
+        """Everything but `save`, which is the driver's own business."""
+        match message.kind:
+            case "kick":
+                [worker] = self._named(message)
+                worker.kicked = message.reason or "an operator removed it"
+                self.remove(worker, now, "kick", reason=message.reason)
+                return ControlAnswer(done=f"{worker.worker_id} is out of the run; a new start of it may join again")
+            case "pardon":
+                [worker] = self._named(message)
+                offences = worker.conduct.total
+                worker.conduct.clear()
+                self.event("pardon", worker=worker.worker_id, offences=offences, reason=message.reason)
+                return ControlAnswer(
+                    done=f"{worker.worker_id} has a clean sheet, and takes part from the next round on"
+                )
+            case "drain" | "sync":
+                workers = [worker.worker_id for worker in self._named(message)]
+                self._order(workers, message.kind, message.reason or "an operator asked for it")
+                what = "contribute and leave" if message.kind == "drain" else "contribute"
+                return ControlAnswer(done=f"{', '.join(workers)} will {what} at the next step after the next heartbeat")
+            case "plan":
+                if self.plan is None:
+                    raise BadRequest("there is no plan to change before the first worker has joined")
+                self.next_plan = changed(self.next_plan or self.plan, message.changes)
+                revision, stated = self.next_plan.revision, msgspec.to_builtins(message.changes)
+                self.event("plan", revision=revision, **{k: v for k, v in stated.items() if v is not None})
+                return ControlAnswer(done=f"plan revision {revision} holds from the next round that closes")
+            case "budget":
+                self.budget.limit = message.tokens or None
+                self.budget.announced = False
+                if self.closing == BUDGET_SPENT:
+                    self.closing, self.stop_at = "", None
+                    self.members.withdraw(BUDGET_SPENT)
+                self._check_budget(now)
+                limit = f"ends at {message.tokens} tokens" if message.tokens else "has no end"
+                return ControlAnswer(done=f"the run {limit}; {self.budget.total} are in the model")
+            case "shutdown":
+                self._finish(message.reason or "an operator asked for it", now)
+                self._stop_if_done(now)
+                return ControlAnswer(done="the workers will contribute and leave, then the server stops")
+            case "save":
+                raise BadRequest("save is carried out by the server itself")
 
-    def order(self, worker_ids: Sequence[str], kind: Literal["drain", "sync"], reason: str) -> None:
+    def _named(self, message: Control) -> list[KnownWorker]:
+        """The worker that is named; all live ones for an order that names none. Only a pardon may name a worker that is
+        not here."""
+        live = sorted((worker for worker in self.members if worker.live), key=lambda worker: worker.worker_id)
+        names = ", ".join(worker.worker_id for worker in live) or "none"
+        if message.worker_id is None:
+            if message.kind not in ("drain", "sync"):
+                raise BadRequest(f"{message.kind} needs a worker id; live: {names}")
+            if not live:
+                raise UnknownWorker("no worker is live")
+            return live
+        worker = self.members.find(message.worker_id)
+        if worker is None and message.kind == "pardon":
+            raise UnknownWorker(f"no worker {message.worker_id!r} is known; live: {names}")
+        if worker is None or not (worker.live or message.kind == "pardon"):
+            raise UnknownWorker(f"no live worker {message.worker_id!r}; live: {names}")
+        return [worker]
+
+    def _order(self, worker_ids: Sequence[str], kind: Literal["drain", "sync"], reason: str) -> None:
         for worker_id in worker_ids:
-            self.commands.issue(worker_id, kind, reason)
+            self.members.order(worker_id, kind, reason)
         self.event(kind, workers=list(worker_ids), reason=reason)
 
-    # --- inside ---------------------------------------------------------------------------------------------------
-
-    def finish(self, reason: str, now: float) -> None:
+    def _finish(self, reason: str, now: float) -> None:
         """Take nobody new, let everybody contribute and leave, then stop."""
         self.closing = self.closing or reason
         self.stop_at = now + self.drain_timeout_s
-        self.order(sorted(self.members.live_ids), "drain", reason)
+        self._order(sorted(self.members.live_ids), "drain", reason)
         if not self.started:  # nobody new will come: what those here have done is not to wait for more of them
             self._start_if_ready(now)
-            self._evaluate_all(now)
+            self._close_rounds(now)
 
-    def check_budget(self, now: float) -> None:
+    def _check_budget(self, now: float) -> None:
         """Enough tokens are in the model: the run has come to its end."""
         if self.budget.is_spent and not self.budget.announced:
             self.budget.announced = True
             self.event("budget_spent", tokens=self.budget.total, limit=self.budget.limit)
-            self.finish(BUDGET_SPENT, now)
+            self._finish(BUDGET_SPENT, now)
 
-    def stop_if_done(self, now: float) -> None:
+    def _stop_if_done(self, now: float) -> None:
         """The run is ending: stop when everybody has left, or has had time enough."""
         if self.stop_at is not None and (not self.members.live_ids or now >= self.stop_at):
             self.stop_at = None
             self._effects.append(StopServer(self.closing))
 
-    def _heard(self, message: FromMember, now: float) -> Member:
+    # --- over a restart of the server -----------------------------------------------------------------------------
+
+    def remember(self) -> Remembered:
+        """What is to survive, as of the last decision."""
+        assert self.plan is not None, "nobody has joined yet"
+        assert self.settled is not None
+        in_open_rounds = sum(len(fragment.round.participants) for fragment in self.fragments)
+        return Remembered(
+            run_id=self.run_id,
+            plan=self.next_plan or self.plan,
+            versions=tuple(fragment.round.version - 1 for fragment in self.fragments),
+            ledger={worker.worker_id: worker.record() for worker in self.members},
+            totals={
+                "total_submissions": self.total_accepted - in_open_rounds,
+                "total_worker_deaths": self.members.total_deaths,
+                "rounds_too_few": self.total_too_few,
+                **{f"tokens_{fragment}": tokens for fragment, tokens in self.budget.per_fragment.items()},
+            },
+            facts={
+                "started": self.started,
+                "last_command": self.members.last_command,
+                "token_budget": self.budget.limit,
+                "live": sorted(self.members.live_ids),
+                "settled": asdict(self.settled),
+                "usual_weights": [asdict(fragment.usual) for fragment in self.fragments],
+                "usual_tokens": [asdict(fragment.usual_tokens) for fragment in self.fragments],
+                "kicked": {worker.worker_id: worker.kicked for worker in self.members if worker.kicked},
+                "norms": [fragment.screen.remembered() for fragment in self.fragments],
+                "conduct": {
+                    worker.worker_id: worker.conduct.remembered(self.now)
+                    for worker in self.members
+                    if worker.conduct.total
+                },
+            },
+        )
+
+    def resume(
+        self,
+        ledger: Mapping[str, WorkerRecord],
+        totals: Mapping[str, int | float],
+        facts: Mapping[str, Any],
+        now: float,
+        *,
+        expect_back: bool = True,
+        first_incarnation: int = 1,
+    ) -> None:
+        """Restore what was remembered, when plan and fragments are fixed and nobody has joined. `expect_back`: workers
+        that were here are expected back, and given the usual time: a round must not close with the first to return.
+        `first_incarnation`: if joins may have been forgotten, a number above all that were given since (say, the time
+        in seconds): two starts of a worker that hold the same number would not be told apart."""
+        self.members.first_incarnation = first_incarnation
+        self.total_accepted = int(totals.get("total_submissions", 0))
+        self.members.total_deaths = int(totals.get("total_worker_deaths", 0))
+        self.total_too_few = int(totals.get("rounds_too_few", 0))
+        self.budget.per_fragment = {i: int(totals.get(f"tokens_{i}", 0)) for i in range(len(self.fragments))}
+        for fragment, usual in zip(self.fragments, facts.get("usual_weights", []), strict=False):
+            fragment.usual = UsualWeight(**usual)
+        for fragment, usual in zip(self.fragments, facts.get("usual_tokens", []), strict=False):
+            fragment.usual_tokens = UsualWeight(**usual)
+        for fragment, norms in zip(self.fragments, facts.get("norms", []), strict=False):
+            fragment.screen = NormScreen.resumed(norms)
+        self.members.last_command = int(facts.get("last_command", 0)) + LEAP
+        live = set(facts.get("live", ())) if expect_back else set()
+        for worker_id, record in ledger.items():
+            worker = KnownWorker.recorded(worker_id, record, now)
+            worker.live = worker_id in live
+            worker.kicked = facts.get("kicked", {}).get(worker_id, "")
+            worker.conduct = Conduct.resumed(facts.get("conduct", {}).get(worker_id, {}), now)
+            self.members.restore(worker)
+        if facts.get("started", False):
+            self.started = True
+            for fragment in self.fragments:
+                fragment.round.expected = set(self.members.awaited_ids(now))
+        if self.budget.limit is None:
+            self.budget.limit = facts.get("token_budget")
+        self._check_budget(now)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _heard(self, message: FromMember, now: float) -> KnownWorker:
         check_run(message.run_id, self.run_id)
         self.now = now
         return self.members.heard(message, now)
@@ -405,22 +703,6 @@ class Coordinator:
         if index >= len(self.fragments):
             raise BadRequest(f"fragment {index} does not exist: the plan has {len(self.fragments)}")
         return self.fragments[index]
-
-    def _sending(self, message: OfContribution) -> Upload:
-        upload = self.uploads.get(message.key)
-        if upload is None:
-            raise MissingParts(f"contribution {message.key} is not on offer", hint="offer it (again)")
-        return upload
-
-    def _check_offer(self, offer: Offer, fragment: Fragment) -> None:
-        assert self.plan is not None
-        fragment.check_sections(offer.sections)
-        check_form(offer, self.plan, fragment.max_payload_bytes(offer.sections))
-        self._check_age(offer, fragment)
-
-    def _check_age(self, offer: Offer, fragment: Fragment) -> None:
-        newest = fragment.round.version - 1
-        check_age(offer, published=fragment.published.version, newest=newest, rules=self.rules)
 
     def _start_if_ready(self, now: float) -> None:
         if self.started:
@@ -432,57 +714,23 @@ class Coordinator:
                 fragment.round.expected = set(self.members.awaited_ids(now))
             self.event("start", workers=sorted(live))
 
-    def verdict(self, fragment: Fragment, now: float) -> Verdict:
-        live, refused = self.members.awaited_ids(now), len(turned_away(self, fragment, now))
-        return fragment.round.verdict(self.rules, now, started=self.started, live=live, turned_away=refused)
+    def remove(self, worker: KnownWorker, now: float, kind: str, **facts: object) -> None:
+        self.members.gone(worker)
+        self.event(kind, worker=worker.worker_id, **facts)
+        self._forget(worker)
+        self._close_rounds(now)
+        self._stop_if_done(now)
 
-    def _evaluate_all(self, now: float) -> None:
-        for fragment in self.fragments:
-            self._evaluate(fragment, now)
-
-    def _evaluate(self, fragment: Fragment, now: float) -> None:
-        """The one place where a round ends."""
-        if not self.verdict(fragment, now).close:
-            return
-        index, contributors = fragment.published.fragment, fragment.round.contributors
-        refused = turned_away(self, fragment, now)
-        closed = fragment.close(self.rules, self.members.awaited_ids(now), len(refused))
-        self.members.round_closed(index, contributors)
-        self.budget.add(index, closed.tokens, now)
-        if self.next_plan is not None:
-            self.plan, self.next_plan = self.next_plan, None
-        left_out = leave_out(self, index, closed)
-        remembered = remember(self) if self.remembers else None
-        self._effects.append(CloseRound(index, closed.version, closed.participants, remembered, left_out, refused))
-        for upload in self.uploads.of_fragment(index):
-            try:
-                self._check_age(upload.offer, fragment)
-            except Refused:
-                self.drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
-        self.check_budget(now)
-
-    def remove(self, member: Member, now: float, kind: str, **facts: object) -> None:
-        self.members.gone(member)
-        self.event(kind, worker=member.worker_id, **facts)
-        self.commands.forget(member.worker_id)
-        self._forget(member)
-        self._evaluate_all(now)
-        self.stop_if_done(now)
-
-    def set_aside(self, member: Member, now: float) -> None:
-        """It stays, but nothing is taken from it for a while."""
-        self._forget(member)
-        self._evaluate_all(now)
-
-    def _forget(self, member: Member, *, still_expected: bool = False) -> None:
+    def _forget(self, worker: KnownWorker, *, still_expected: bool = False) -> None:
         """Keep nothing unfinished of this worker, and let no open round wait for it. What was accepted stays."""
-        for upload in self.uploads.of_worker(member.worker_id):
+        for upload in self.uploads.of_worker(worker.worker_id):
             self.drop(upload.offer.key)
-        self.uploads.unqueue(member.worker_id)
+        self.uploads.unqueue(worker.worker_id)
         for fragment in () if still_expected else self.fragments:
-            fragment.round.expected.discard(member.worker_id)
+            fragment.round.expected.discard(worker.worker_id)
 
     def drop(self, key: ContributionKey) -> None:
+        """It will never be accepted."""
         self.uploads.drop(key)
         self._effects.append(DropUpload(key))
 

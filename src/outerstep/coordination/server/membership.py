@@ -1,30 +1,49 @@
-"""Who is here.
+"""Who is here, what each worker has had accepted, what is held against it, and what it is yet to be told.
 
 Three sets that are easily confused, and kept apart:
 
 - *configured*: how many workers the operator announced (`num_workers`): only the start of the run waits for them;
 - *live*: joined, and heard from within `heartbeat_timeout_s`;
-- *expected*: those an open round waits for: who was live when it opened, less whoever died or left since (rounds.py).
+- *expected*: those that an open round waits for: live when it opened, less those that died or left since (rounds.py).
 
 A worker id outlives its processes. Each start of the process is an *instance*, and each new instance gets the next
 *incarnation* number; a message from an older incarnation is fenced. The ledger of accepted sequences belongs to the id,
 so it survives restarts, deaths and leaves.
 
-After a restart of the server, who was live is *expected back*: open rounds wait for it for the usual time. That is no
-proof that it lives. So a start on another machine under its id is neither refused (the old machine may have died with
-the server) nor taken (the old one may be about to speak): it is asked to come again until one or the other is known.
+After a restart of the server, a worker that was live is *expected back*: open rounds wait for it for the usual time.
+That is no proof that it lives. So a start on another machine under its id is neither refused (the old machine may have
+died with the server) nor taken (the old one may be about to speak): it is asked to come again until one or the other is
+known.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
+from typing import Any, Literal
 
-from ...errors import Busy, Fenced, IdInUse, Kicked, MissingParts, Superseded, UnknownWorker
-from ...types import FragmentState, FromMember, Heartbeat, Join, OfContribution, Offer
-from .offences import Conduct
+from ...errors import (
+    Absurd,
+    BadFrame,
+    BadTensors,
+    Busy,
+    Conflict,
+    Fenced,
+    IdInUse,
+    Kicked,
+    MissingParts,
+    NotFinite,
+    Quarantined,
+    Refused,
+    Superseded,
+    UnknownWorker,
+    UnsupportedMedia,
+)
+from ...types import Command, FragmentState, FromMember, Heartbeat, Join, OfContribution, Offer
+from ..backoff import Backoff
+from .remembered import Acceptance, WorkerRecord
 
 MOST_SPEED_RATIO = 64.0
 
@@ -33,6 +52,95 @@ MAX_KNOWN_WORKERS = 16_384
 
 RETURN_S = 30.0
 """After a restart, so long an id is kept for its old holder where nobody is ever declared dead."""
+
+OFFENCES = 3  # within WINDOW_S are one too many
+WINDOW_S = 4 * 3600.0
+FIRST_S = 600.0
+LONGEST_S = 24 * 3600.0
+SPELLS = Backoff(FIRST_S, LONGEST_S)
+
+OFFENCE_KINDS = (NotFinite, Absurd, BadTensors, BadFrame, UnsupportedMedia, Conflict)
+"""What no healthy worker is refused for. (A part that changed on its way, a closed round or a full pool is no fault of
+the worker's.)"""
+
+
+@dataclass
+class Conduct:
+    """What is held against one worker id. Times are the coordinator's clock.
+
+    A contribution that cannot be used is refused by itself and does no harm. But it costs, somebody waits for it, and
+    it seldom is the last. So the third *offence* within WINDOW_S puts its worker id into quarantine: nothing is taken
+    from it and no round waits for it; it may still fetch what is agreed, and train. It comes back by
+
+    - time: FIRST_S, and twice as long each time again, up to LONGEST_S. Then it may contribute as before; but from the
+      same process the next offence is enough for another spell;
+    - a new process under this id that joins after that time: it begins with a clean sheet;
+    - an operator: `outerstep control pardon WORKER`, at once and with a clean sheet.
+    """
+
+    offences: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=OFFENCES))  # when, and what
+    total: int = 0
+    spells: int = 0  # of quarantine, so far
+    until: float = 0.0
+    reason: str = ""
+
+    def is_quarantined(self, now: float) -> bool:
+        return now < self.until
+
+    def offend(self, refusal: Refused, now: float) -> bool:
+        """Take note of an offence. True: that was one too many."""
+        self.total += 1
+        self.offences.append((now, refusal.code))
+        recent = sum(now - at <= WINDOW_S for at, _ in self.offences)
+        if self.is_quarantined(now) or recent < (1 if self.spells else OFFENCES):
+            return False
+        self.until = now + SPELLS.longest_pause_s(self.spells)
+        self.spells = min(self.spells + 1, 32)
+        codes = ", ".join(code for _, code in self.offences)
+        self.reason = f"refused for {codes}; the last time because {refusal.message}"[:256]
+        return True
+
+    def check(self, worker_id: str, now: float) -> None:
+        if self.is_quarantined(now):
+            raise Quarantined(
+                f"worker {worker_id!r} is in quarantine for {self.until - now:.0f} s more: {self.reason}",
+                hint="nothing of it is taken until then: let it reload the agreed weights and look for the cause; an "
+                f"operator can end it with `outerstep control pardon {worker_id}`",
+                retry_after_s=self.until - now,
+            )
+
+    def forgive(self, refusal: Refused) -> None:
+        """The last offence of this kind was none."""
+        found = next((offence for offence in reversed(self.offences) if offence[1] == refusal.code), None)
+        if found is not None:
+            self.offences.remove(found)
+            self.total -= 1
+
+    def clear(self) -> None:
+        self.offences.clear()
+        self.total = self.spells = 0
+        self.until, self.reason = 0.0, ""
+
+    def remembered(self, now: float) -> dict[str, Any]:
+        """Clocks begin anew with a process: times are kept as ages. {} = nothing is held against it."""
+        if not self.total:
+            return {}
+        return {
+            "offences": [[now - at, code] for at, code in self.offences],
+            "total": self.total,
+            "spells": self.spells,
+            "left_s": max(self.until - now, 0.0),
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def resumed(cls, facts: Mapping[str, Any], now: float) -> Conduct:
+        conduct = cls()
+        if facts:
+            conduct.offences.extend((now - float(age_s), str(code)) for age_s, code in facts["offences"])
+            conduct.total, conduct.spells = int(facts["total"]), int(facts["spells"])
+            conduct.until, conduct.reason = now + float(facts["left_s"]), str(facts["reason"])
+        return conduct
 
 
 @dataclass(frozen=True)
@@ -45,8 +153,8 @@ class Accepted:
 
 
 @dataclass
-class Member:
-    """One worker id: its current start, and what it has had accepted."""
+class KnownWorker:
+    """One worker id: its current start, its line in the ledger, its conduct, and the orders on their way to it."""
 
     worker_id: str
     instance: str
@@ -55,7 +163,7 @@ class Member:
     joined_at: float
     last_seen: float
     live: bool = True
-    expected_back: bool = False  # live before the server was started again, and not heard from since
+    expected_back: bool = False  # live before the server was restarted, and not heard from since
     step: int = 0
     steps_per_second: float = 0.0
     loss: float | None = None
@@ -70,34 +178,36 @@ class Member:
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     accepted: dict[int, Accepted] = field(default_factory=dict)  # per fragment, the last one
     closed: dict[int, Accepted] = field(default_factory=dict)  # and the last one whose round has closed
+    commands: dict[int, Command] = field(default_factory=dict)  # by id: sent with every heartbeat until acknowledged
 
-    def contributed(self, offer: Offer, staleness: int, norm: float | None) -> None:
+    # --- the ledger -----------------------------------------------------------------------------------------------
+
+    def entry_of(self, message: OfContribution) -> Accepted | None:
+        """The ledger's entry if this very key was accepted. An older key than the last one is superseded, and nothing
+        is taken before a contribution that its worker sent earlier and was told to count."""
+        last_sequence = self.last_sequence(message.fragment)
+        if message.sequence < last_sequence:
+            raise Superseded(
+                f"contribution {message.key} is older than the last accepted one (#{last_sequence})",
+                hint="continue from the sequence that the join answer names",
+            )
+        if message.sequence == last_sequence:
+            return self.accepted[message.fragment]
+        if isinstance(message, Offer) and message.follows > last_sequence:
+            raise MissingParts(
+                f"contribution {message.key} follows #{message.follows}, which is not here: the server was restarted",
+                hint="send that one first",
+            )
+        return None
+
+    def enter(self, offer: Offer, accepted: Accepted, staleness: int, norm: float | None) -> None:
+        """Write an accepted contribution into the ledger."""
+        self.accepted[offer.fragment] = accepted
         self.staleness = staleness
         self.delta_norm = norm
         self.contributions += 1
         self.bytes_received += offer.size_bytes
         self.tokens += offer.tokens if offer.fragment == 0 else 0  # each fragment sees the same tokens
-
-    def entry_of(self, message: OfContribution) -> Accepted | None:
-        """The ledger's entry if this very key was accepted. An older key than the last one is superseded."""
-        entry = self.accepted.get(message.fragment)
-        if entry is None or message.sequence > entry.sequence:
-            self._check_order(message)
-            return None
-        if message.sequence < entry.sequence:
-            raise Superseded(
-                f"contribution {message.key} is older than the last accepted one (#{entry.sequence})",
-                hint="continue from the sequence that the join answer names",
-            )
-        return entry
-
-    def _check_order(self, message: OfContribution) -> None:
-        """Nothing is taken before what its worker sent earlier and was told to count."""
-        if isinstance(message, Offer) and message.follows > self.last_sequence(message.fragment):
-            raise MissingParts(
-                f"contribution {message.key} follows #{message.follows}, which is not here: the server was restarted",
-                hint="send that one first",
-            )
 
     def last_sequence(self, fragment: int) -> int:
         entry = self.accepted.get(fragment)
@@ -108,150 +218,199 @@ class Member:
         counted_in = entry.version if entry else 0
         return FragmentState(version=version, last_sequence=self.last_sequence(fragment), counted_in=counted_in)
 
+    def record(self) -> WorkerRecord:
+        """What goes to disk, of closed rounds only. If it named what an open round has accepted, a worker that sends
+        that again to the restarted server would be told "accepted", and its steps would be lost."""
+        return WorkerRecord(
+            instance=self.instance,
+            hostname=self.hostname,
+            incarnation=self.incarnation,
+            retired=tuple(self.retired),
+            accepted={
+                fragment: Acceptance(
+                    sequence=entry.sequence, payload_hash=entry.payload_hash or None, version=entry.version
+                )
+                for fragment, entry in self.closed.items()
+            },
+        )
+
+    @classmethod
+    def recorded(cls, worker_id: str, record: WorkerRecord, now: float) -> KnownWorker:
+        """Known from the disk, and not live: it comes back by joining."""
+        worker = cls(worker_id, record.instance, record.hostname, record.incarnation, now, now, live=False)
+        worker.retired.extend(record.retired)
+        worker.closed = {f: Accepted(a.sequence, a.payload_hash or "", a.version) for f, a in record.accepted.items()}
+        worker.accepted = dict(worker.closed)
+        return worker
+
 
 class Membership:
     def __init__(self, *, heartbeat_timeout_s: float) -> None:
         self._timeout_s = heartbeat_timeout_s
-        self._members: OrderedDict[str, Member] = OrderedDict()
+        self._workers: OrderedDict[str, KnownWorker] = OrderedDict()
         self.total_deaths = 0
         self.first_incarnation = 1  # the lowest that is given; higher where others may have been given and forgotten
+        self.last_command = 0  # saved with the run: a resumed server must not give an old number to a new order
 
-    def __iter__(self) -> Iterator[Member]:
-        return iter(self._members.values())
+    def __iter__(self) -> Iterator[KnownWorker]:
+        return iter(self._workers.values())
+
+    def find(self, worker_id: str) -> KnownWorker | None:
+        return self._workers.get(worker_id)
 
     @property
     def live_ids(self) -> frozenset[str]:
-        return frozenset(m.worker_id for m in self._members.values() if m.live)
+        return frozenset(w.worker_id for w in self._workers.values() if w.live)
 
     def awaited_ids(self, now: float) -> frozenset[str]:
-        """The live ones from whom something is taken."""
-        return frozenset(m.worker_id for m in self._members.values() if m.live and not m.conduct.is_quarantined(now))
+        """The live workers that are not in quarantine."""
+        return frozenset(w.worker_id for w in self._workers.values() if w.live and not w.conduct.is_quarantined(now))
 
     @property
     def fastest(self) -> float:
         """Steps per second of the fastest live worker; 0 = nobody has said yet. A speed that is no machine's beside the
         others' is left out: one wrong word must not slow everybody else down."""
-        speeds = [m.steps_per_second for m in self._members.values() if m.live and m.steps_per_second > 0.0]
+        speeds = [w.steps_per_second for w in self._workers.values() if w.live and w.steps_per_second > 0.0]
         if not speeds:
             return 0.0
         return max(speed for speed in speeds if speed <= MOST_SPEED_RATIO * median_low(speeds))
 
-    def join(self, message: Join, now: float) -> tuple[Member, bool]:
-        """The member, and whether it came (back) to life with this message. A repeated join changes nothing."""
-        member = self._members.get(message.worker_id)
-        if member is None:
+    # --- coming and going -----------------------------------------------------------------------------------------
+
+    def join(self, message: Join, now: float) -> tuple[KnownWorker, bool]:
+        """The worker, and whether it came (back) to life with this message. A repeated join changes nothing."""
+        worker = self._workers.get(message.worker_id)
+        if worker is None:
             self._make_room()
             incarnation = self.first_incarnation
-            member = Member(message.worker_id, message.instance, message.hostname, incarnation, now, now)
-            self._members[message.worker_id] = member
-            return member, True
-        if message.instance == member.instance:
-            self._check_kicked(member)
-            returned = not member.live
-            member.live, member.last_seen, member.expected_back = True, now, False
-            return member, returned
-        if message.instance in member.retired:
+            worker = KnownWorker(message.worker_id, message.instance, message.hostname, incarnation, now, now)
+            self._workers[message.worker_id] = worker
+            return worker, True
+        if message.instance == worker.instance:
+            self._check_kicked(worker)
+            returned = not worker.live
+            worker.live, worker.last_seen, worker.expected_back = True, now, False
+            return worker, returned
+        if message.instance in worker.retired:
             raise Fenced(
-                f"worker {member.worker_id!r} was started again elsewhere after this process",
+                f"worker {worker.worker_id!r} was started again elsewhere after this process",
                 hint="stop this process; the newer start carries on",
             )
-        if member.live and member.hostname != message.hostname:
-            self._check_in_use(member, now)
+        if worker.live and worker.hostname != message.hostname:
+            self._check_in_use(worker, now)
         # Same id, new process, and the old one is gone or ran on the same machine: a restart. The old one is fenced.
-        member.retired.append(member.instance)
-        member.kicked = ""
-        member.conduct.started_anew(now)
-        member.instance, member.hostname = message.instance, message.hostname
-        member.incarnation = max(member.incarnation + 1, self.first_incarnation)
-        member.live, member.joined_at, member.last_seen, member.expected_back = True, now, now, False
-        return member, True
+        worker.retired.append(worker.instance)
+        worker.kicked = ""
+        if not worker.conduct.is_quarantined(now):
+            worker.conduct.clear()
+        worker.instance, worker.hostname = message.instance, message.hostname
+        worker.incarnation = max(worker.incarnation + 1, self.first_incarnation)
+        worker.live, worker.joined_at, worker.last_seen, worker.expected_back = True, now, now, False
+        return worker, True
 
-    def _check_in_use(self, member: Member, now: float) -> None:
-        """Is the id taken, by a worker on another machine?"""
-        silent_s, host = now - member.last_seen, member.hostname or "another host"
-        if not member.expected_back:
+    def _check_in_use(self, worker: KnownWorker, now: float) -> None:
+        """Refuse an id that a worker on another machine holds."""
+        silent_s, host = now - worker.last_seen, worker.hostname or "another host"
+        if not worker.expected_back:
             raise IdInUse(
-                f"worker id {member.worker_id!r} is in use by a live worker on {host!r}, "
+                f"worker id {worker.worker_id!r} is in use by a live worker on {host!r}, "
                 f"heard from {silent_s:.0f} s ago",
                 hint="choose another --worker-id, or stop that worker first",
             )
         if silent_s <= (self._timeout_s or RETURN_S):
             raise Busy(
-                f"worker id {member.worker_id!r} was in use on {host!r} before the server was started again; "
+                f"worker id {worker.worker_id!r} was in use on {host!r} before the server was restarted; "
                 "whether that worker comes back is not known yet",
                 retry_after_s=1.0,
             )
 
-    def heard(self, message: FromMember, now: float) -> Member:
-        """Check that the sender is the current, live start of its worker, and note the sign of life."""
-        member = self._members.get(message.worker_id)
-        if member is None or message.incarnation > member.incarnation:
+    def heard(self, message: FromMember, now: float) -> KnownWorker:
+        """Check that the sender is the current, live start of its worker, and note what it says of itself."""
+        worker = self._workers.get(message.worker_id)
+        if worker is None or message.incarnation > worker.incarnation:
             raise UnknownWorker(f"worker {message.worker_id!r} has not joined this run", hint="join first")
-        if message.incarnation < member.incarnation:
+        if message.incarnation < worker.incarnation:
             raise Fenced(
-                f"worker {member.worker_id!r} was started again (incarnation {member.incarnation}); "
+                f"worker {worker.worker_id!r} was started again (incarnation {worker.incarnation}); "
                 f"this message is from incarnation {message.incarnation}",
                 hint="stop this process; the newer start carries on",
             )
-        self._check_kicked(member)
-        if not member.live:
+        self._check_kicked(worker)
+        if not worker.live:
             raise UnknownWorker(
-                f"worker {member.worker_id!r} left, or was declared dead after {self._timeout_s:g} s of silence",
+                f"worker {worker.worker_id!r} left, or was declared dead after {self._timeout_s:g} s of silence",
                 hint="join again; local progress is kept",
             )
-        member.last_seen, member.expected_back = now, False
+        worker.last_seen, worker.expected_back = now, False
         if isinstance(message, Heartbeat):
-            member.step, member.steps_per_second, member.loss = message.step, message.steps_per_second, message.loss
-        return member
+            worker.step, worker.steps_per_second, worker.loss = message.step, message.steps_per_second, message.loss
+            for command_id in message.acknowledged:
+                worker.commands.pop(command_id, None)
+        return worker
 
     @staticmethod
-    def _check_kicked(member: Member) -> None:
-        if member.kicked:
+    def _check_kicked(worker: KnownWorker) -> None:
+        if worker.kicked:
             raise Kicked(
-                f"worker {member.worker_id!r} was removed from the run: {member.kicked}",
+                f"worker {worker.worker_id!r} was removed from the run: {worker.kicked}",
                 hint="if it is meant to take part, start it again",
             )
 
-    def find(self, worker_id: str) -> Member | None:
-        return self._members.get(worker_id)
-
     def knows(self, message: Join) -> bool:
-        """Is it a worker process that has been here before?"""
-        member = self._members.get(message.worker_id)
-        return member is not None and member.instance == message.instance
+        """Has this process of the worker been here before?"""
+        worker = self._workers.get(message.worker_id)
+        return worker is not None and worker.instance == message.instance
 
-    def restore(self, member: Member) -> None:
-        """Known from before the server was started again."""
-        member.expected_back = member.live
-        self._members[member.worker_id] = member
+    def gone(self, worker: KnownWorker) -> None:
+        """It left, died or was removed: the orders on their way to it are void."""
+        worker.live = False
+        worker.commands.clear()
+        self._workers.move_to_end(worker.worker_id)
 
-    def round_closed(self, fragment: int, contributors: Iterable[str]) -> None:
-        """What they had accepted last went into it: no other round of the fragment was open."""
-        for worker_id in contributors:
-            if worker_id in self._members:
-                member = self._members[worker_id]
-                member.closed[fragment] = member.accepted[fragment]
-
-    def gone(self, member: Member) -> None:
-        member.live = False
-        self._members.move_to_end(member.worker_id)
-
-    def silent(self, now: float) -> list[Member]:
-        """The live members that have not been heard from for too long."""
+    def silent(self, now: float) -> list[KnownWorker]:
+        """The live workers that have not been heard from for too long."""
         if self._timeout_s <= 0:
             return []
-        return [m for m in self._members.values() if m.live and now - m.last_seen > self._timeout_s]
+        return [w for w in self._workers.values() if w.live and now - w.last_seen > self._timeout_s]
 
     def next_death(self) -> float | None:
         """When, at the earliest, somebody would have been silent for too long."""
         if self._timeout_s <= 0:
             return None
-        return min((m.last_seen + self._timeout_s for m in self._members.values() if m.live), default=None)
+        return min((w.last_seen + self._timeout_s for w in self._workers.values() if w.live), default=None)
 
     def _make_room(self) -> None:
-        if len(self._members) < MAX_KNOWN_WORKERS:
+        if len(self._workers) < MAX_KNOWN_WORKERS:
             return
-        oldest_gone = next((m.worker_id for m in self._members.values() if not m.live), None)
+        oldest_gone = next((w.worker_id for w in self._workers.values() if not w.live), None)
         if oldest_gone is None:
             raise Busy(f"{MAX_KNOWN_WORKERS} workers are live, which is the limit", retry_after_s=60.0)
-        del self._members[oldest_gone]
+        del self._workers[oldest_gone]
+
+    # --- orders ---------------------------------------------------------------------------------------------------
+
+    def order(self, worker_id: str, kind: Literal["drain", "sync"], reason: str) -> None:
+        """Send a worker this order with its heartbeats. The same order twice is one order."""
+        worker = self._workers[worker_id]
+        if all(command.kind != kind for command in worker.commands.values()):
+            self.last_command += 1
+            worker.commands[self.last_command] = Command(id=self.last_command, kind=kind, reason=reason)
+
+    def withdraw(self, reason: str) -> None:
+        """Workers that have not heard of an order given for this reason need not obey it any more."""
+        for worker in self._workers.values():
+            worker.commands = {i: command for i, command in worker.commands.items() if command.reason != reason}
+
+    # --- rounds and restarts --------------------------------------------------------------------------------------
+
+    def round_closed(self, fragment: int, contributors: Iterable[str]) -> None:
+        """What they had accepted last went into it: no other round of the fragment was open."""
+        for worker_id in contributors:
+            if worker_id in self._workers:
+                worker = self._workers[worker_id]
+                worker.closed[fragment] = worker.accepted[fragment]
+
+    def restore(self, worker: KnownWorker) -> None:
+        """Known from before the server was restarted."""
+        worker.expected_back = worker.live
+        self._workers[worker.worker_id] = worker

@@ -1,4 +1,4 @@
-"""Workers of unequal speed: how many local steps each takes, and what a late contribution counts for.
+"""Workers of unequal speed: how many local steps each takes.
 
 Plain numbers, so that the coordinator can decide without tensors.
 """
@@ -29,13 +29,3 @@ def local_steps(speed: float, fastest: float, base: int, least: int = 1) -> int:
     if speed >= fastest:
         return base
     return min(base, max(least, math.floor(speed / fastest * base * (1 + SPEED_PRECISION))))
-
-
-def staleness_factor(staleness: int) -> float:
-    """(1 + s)^(−1/2): what a pseudo-gradient that is s versions old is multiplied with; 1 for a fresh one.
-
-    (Polynomial staleness discount, a = 1/2: Xie et al. 2019, "Asynchronous Federated Optimization".)
-    """
-    if staleness < 0:
-        raise ConfigError(f"staleness must be >= 0 versions, got {staleness}")
-    return 1.0 / math.sqrt(1 + staleness)

@@ -1,4 +1,4 @@
-"""When a round may close: one fragment's rounds, one after the other.
+"""One fragment's rounds, one after the other: when a round may close, and what it leaves behind when it does.
 
 A round opens the moment the one before it is decided, with the workers live at that moment *expected*. It closes when
 
@@ -7,21 +7,22 @@ A round opens the moment the one before it is decided, with the workers live at 
 - `round_deadline_s` has passed since its first contribution,
 
 and never with fewer than `min_workers` contributors, nor than the run's rule for combining them needs
-(aggregation.py), nor before the run has started (coordinator.py).
-Whoever dies or leaves is no longer expected; whoever joins is expected from the next round, and counted in this one if
-its contribution comes in time.
+(aggregation.py), nor before the run has started (coordinator.py). A worker that dies or leaves is no longer expected; a
+worker that joins is expected from the next round, and counted in this one if its contribution comes in time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ...types import Mode, Participant, WeightBy
+from ...types import Agreement, Mode, Participant, WeightBy
+from ..weights import MAX_WEIGHT_RATIO, UsualWeight
 from .aggregation import Aggregation
-from .screen import Size
+from .screen import NormScreen, Size
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RoundRules:
     asynchronous: bool = False  # quorum 1, and nobody waits for anybody at the start
     weigh_staleness: bool = True
     weight_by: WeightBy = "equal"
-    max_weight_ratio: float = 10.0
+    max_weight_ratio: float = MAX_WEIGHT_RATIO
     norm_screen: float = 2.0  # times the usual norm; 0 = off (screen.py)
     aggregation: Aggregation = Aggregation()  # noqa: RUF009 (frozen)
     dylu: bool = False
@@ -76,7 +77,7 @@ class RoundRules:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RoundVerdict:
     """Close now, or wait: until when (None = until something happens) and for what."""
 
     close: bool
@@ -86,8 +87,8 @@ class Verdict:
 
 
 @dataclass
-class Round:
-    """The open round of one fragment; it will make `version`."""
+class OpenRound:
+    """A fragment's round that collects contributions; it will make `version`."""
 
     version: int
     expected: set[str]
@@ -149,7 +150,7 @@ class Round:
 
     def verdict(
         self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str], turned_away: int = 0
-    ) -> Verdict:
+    ) -> RoundVerdict:
         """`live`: from whom something would be taken. `turned_away`: how many were here, and were refused."""
         contributors = self.contributors
         missing = self.expected - contributors
@@ -158,28 +159,120 @@ class Round:
             able = live - contributors
             if len(contributors) + len(able) < floor:
                 here = f"{len(contributors)} contributed, {len(able)} more alive"
-                return Verdict(False, waiting_for=f"at least {floor} ({rules.floor_is}): {here}", stuck=True)
+                return RoundVerdict(False, waiting_for=f"at least {floor} ({rules.floor_is}): {here}", stuck=True)
             awaited = "the next contribution" if rules.asynchronous else f"contributions of {_names(missing or able)}"
-            return Verdict(False, waiting_for=awaited)
+            return RoundVerdict(False, waiting_for=awaited)
         least = rules.aggregation.needed(turned_away)
         if 0 < self.trained < least and live - contributors:  # some of them had nothing to bring
             needed = f"{rules.aggregation.name} needs {least} with training in them"
-            return Verdict(False, waiting_for=f"contributions of {_names(live - contributors)}: {needed}")
+            return RoundVerdict(False, waiting_for=f"contributions of {_names(live - contributors)}: {needed}")
         if not started:
-            return Verdict(False, waiting_for=f"{rules.num_workers} workers to join ({len(live)} here)", stuck=True)
+            return RoundVerdict(
+                False, waiting_for=f"{rules.num_workers} workers to join ({len(live)} here)", stuck=True
+            )
         if not missing:
-            return Verdict(True)
+            return RoundVerdict(True)
         wake_at: list[float] = []
         if rules.round_deadline_s is not None and self.first_at is not None:
             wake_at.append(self.first_at + rules.round_deadline_s)
         if self.quorum_at is not None:
             wake_at.append(self.quorum_at + rules.grace_s)
         if any(moment <= now for moment in wake_at):
-            return Verdict(True)
+            return RoundVerdict(True)
         awaited = f"contributions of {_names(missing)}"
         if self.quorum_at is not None:
             awaited = f"{rules.grace_s:g} s of grace, for {awaited}"
-        return Verdict(False, min(wake_at, default=None), awaited)
+        return RoundVerdict(False, min(wake_at, default=None), awaited)
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A contribution that was left out when its round closed, and why."""
+
+    participant: Participant
+    facts: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A round that has ended."""
+
+    version: int
+    participants: tuple[Participant, ...]
+    tokens: int
+    outliers: tuple[Outlier, ...]
+    too_few: int = 0  # so many had trained, fewer than the run's rule needs: all were left out
+
+
+@dataclass
+class Fragment:
+    """Its newest agreement, the round that is open on top of it, and how much and how large contributions to it are."""
+
+    published: Agreement
+    round: OpenRound
+    max_payload_bytes: Callable[[int], int]  # of a contribution in so many sections
+    max_sections: int = 1  # more would be empty
+    usual: UsualWeight = field(default_factory=UsualWeight)
+    usual_tokens: UsualWeight = field(default_factory=UsualWeight)
+    screen: NormScreen = field(default_factory=NormScreen)
+
+    @classmethod
+    def at(cls, published: Agreement, max_payload_bytes: int | Callable[[int], int], max_sections: int = 1) -> Fragment:
+        """With the first round open on top of what is published. A number holds for any number of sections."""
+        first = OpenRound(published.version + 1, set())
+        limit = max_payload_bytes if callable(max_payload_bytes) else lambda sections: max_payload_bytes
+        return cls(published, first, limit, max_sections)
+
+    def close(self, rules: RoundRules, expected: Iterable[str], turned_away: int = 0) -> Closed:
+        """The open round ends as it is, less what is left out of it; what it took in is part of what is usual from now
+        on. The next one opens."""
+        closing, ratio = self.round, rules.max_weight_ratio
+        outliers, trained, needed = [], closing.trained, rules.aggregation.needed(turned_away)
+        too_few = 0 < trained < needed
+        if not rules.aggregation.is_plain:
+            outliers = _too_few(closing, rules, needed) if too_few else _repeated(closing)
+        if rules.norm_screen > 0.0:
+            outliers += self._too_large(closing, rules.norm_screen)
+        self.screen.include(closing.sized)
+        self.usual.include(closing.reported, ratio)
+        tokens = self.usual_tokens.include(closing.tokens, ratio)
+        self.round = OpenRound(closing.version + 1, set(expected))
+        return Closed(
+            closing.version, tuple(closing.participants), round(sum(tokens)), tuple(outliers), trained if too_few else 0
+        )
+
+    def _too_large(self, closing: OpenRound, limit: float) -> list[Outlier]:
+        outliers = []
+        for i, times in self.screen.left_out(closing.sized, limit).items():
+            size = closing.sizes[i]
+            if closing.kept[i] and size is not None:
+                facts = {"norm": size.norm, "steps": size.steps, "times_usual": round(times, 2)}
+                outliers.append(Outlier(closing.participants[i], facts))
+                closing.leave_out(i)
+        return outliers
+
+
+def _too_few(closing: OpenRound, rules: RoundRules, needed: int) -> list[Outlier]:
+    """Nobody is left to come, and too few had trained for the rule to mean anything: it would be the plain mean of
+    whoever was there. Nothing of it is taken."""
+    why = f"{closing.trained} had trained, and {rules.aggregation.name} needs {needed}"
+    return [_left_out(closing, i, why) for i, p in enumerate(closing.participants) if p.weight > 0.0]
+
+
+def _repeated(closing: OpenRound) -> list[Outlier]:
+    """A worker that was started again may contribute twice to a round. To a rule everybody is one: the last counts."""
+    last = {p.worker_id: i for i, p in enumerate(closing.participants) if p.weight > 0.0}
+    return [
+        _left_out(closing, i, "its worker was started again and contributed once more")
+        for i, p in enumerate(closing.participants)
+        if p.weight > 0.0 and last[p.worker_id] != i
+    ]
+
+
+def _left_out(closing: OpenRound, i: int, why: str) -> Outlier:
+    outlier = Outlier(closing.participants[i], {"why": why})
+    closing.leave_out(i)
+    return outlier
 
 
 def _names(workers: AbstractSet[str]) -> str:

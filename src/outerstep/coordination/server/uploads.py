@@ -1,9 +1,9 @@
 """Contributions on their way in: which parts have arrived, and who may send at all.
 
 The bytes of unfinished contributions live in a pool of bounded size. Room is granted for a whole contribution or not at
-all, so that two half-sent ones can never wait for each other; whoever finds no room stands in a queue and keeps its
-place by asking again. Nobody overtakes: who asks is let in only if there is room for it *and* for all who stand before
-it. (Not only the first one: it may be half a second until that one asks again, and hundreds may stand behind it.)
+all, so that two half-sent ones can never wait for each other. A worker that finds no room stands in a queue and keeps
+its place by asking again. Nobody overtakes: a worker is let in only if there is room for it *and* for all that stand
+before it. (Not only the first one: it may take half a second to ask again, and hundreds may stand behind it.)
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ...errors import BadRequest, MissingParts
 from ...types import ContributionKey, Offer
 
 QUEUE_PATIENCE_S = 60.0
-"""Who does not ask again for this long has lost its place in the queue."""
+"""A worker that does not ask again for this long loses its place in the queue."""
 
 ROOM_PATIENCE_S = 120.0
-"""Who has room and neither asks nor sends for this long loses it to those who wait for some."""
+"""A worker that has room and neither asks nor sends for this long loses it to those that wait for some."""
 
 
 @dataclass
@@ -38,26 +38,23 @@ class Upload:
         return Parts(self.offer.section_bytes or (self.offer.size_bytes,), self.part_size_bytes)
 
     @property
-    def part_count(self) -> int:
-        return self.parts.count
-
-    @property
     def missing(self) -> tuple[int, ...]:
-        return tuple(i for i in range(self.part_count) if i not in self.part_hashes)
+        return tuple(i for i in range(self.parts.count) if i not in self.part_hashes)
 
     def check_part(self, part: int) -> None:
-        if part >= self.part_count:
-            raise BadRequest(f"part {part} is out of range: contribution {self.offer.key} has {self.part_count} parts")
+        if part >= self.parts.count:
+            raise BadRequest(f"part {part} is out of range: contribution {self.offer.key} has {self.parts.count} parts")
 
     def payload_hash(self) -> str:
         """Over all parts; refuses while some are missing."""
         missing = self.missing
         if missing:
             raise MissingParts(
-                f"contribution {self.offer.key} misses {len(missing)} of {self.part_count} parts: {list(missing[:16])}",
+                f"contribution {self.offer.key} misses {len(missing)} of {self.parts.count} parts: "
+                f"{list(missing[:16])}",
                 hint="send them, then commit again",
             )
-        return payload_hash([self.part_hashes[i] for i in range(self.part_count)])
+        return payload_hash([self.part_hashes[i] for i in range(self.parts.count)])
 
 
 @dataclass
@@ -103,7 +100,10 @@ class Uploads:
                 del self._queue[other]
         if key not in self._queue:
             self.unqueue(key.worker_id, key.fragment)  # an older sequence of its own does not stand before it
-        if not self._fits(self._ahead_bytes(key), offer.size_bytes):
+        # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
+        ahead_bytes = self._ahead_bytes(key)
+        is_alone = not self._held and not ahead_bytes
+        if not is_alone and self.held_bytes + ahead_bytes + offer.size_bytes > self.capacity_bytes:
             self._queue[key] = Waiting(offer.size_bytes, now)
             return None
         self._queue.pop(key, None)
@@ -113,7 +113,7 @@ class Uploads:
         return upload
 
     def standing_still(self, now: float) -> list[Upload]:
-        """They hold room that others could use, and nothing comes."""
+        """Uploads that hold room which others could use, and of which nothing arrives."""
         return [u for u in self._by_key.values() if not u.under_way and now - u.heard_at > ROOM_PATIENCE_S]
 
     def finish(self, key: ContributionKey) -> None:
@@ -143,9 +143,3 @@ class Uploads:
         """The room that those before it in the queue will need."""
         ahead = takewhile(lambda item: item[0] != key, self._queue.items())
         return sum(waiting.size_bytes for _, waiting in ahead)
-
-    def _fits(self, ahead_bytes: int, size_bytes: int) -> bool:
-        # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
-        if not self._held and not ahead_bytes:
-            return True
-        return self.held_bytes + ahead_bytes + size_bytes <= self.capacity_bytes

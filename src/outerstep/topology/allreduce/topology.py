@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...coordination.weights import rank_weights
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...core.views import fp32_views
@@ -38,7 +39,7 @@ from ..news import Whole, anchor_hash
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
 from ..reduce import Mean, Reducer, down_rules
 from ..stepped import Momentum, OuterRule, Stepped
-from ..terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction, weights_of
+from ..terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction
 from .links import make_links
 from .peers import Peers
 
@@ -217,7 +218,7 @@ class AllReduceTopology:
         try:
             ticket.waiting_for = "the other ranks"
             headers = self._confer(contribution, ticket)
-            ticket.weights = weights_of(headers, self._settings.weight_by)
+            ticket.weights = rank_weights(headers, self._settings.weight_by)
             version, fragment = contribution.base_version + 1, contribution.fragment
             payload.wait()
             ticket.mean = self._reducers[fragment].reduce(

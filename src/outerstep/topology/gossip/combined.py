@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
 
 import torch
 from torch import Tensor
 
+from ...coordination.weights import peer_weights
 from ...core.robust import (
     Bucketing,
     Candidate,
@@ -38,8 +38,6 @@ from ...statements import Offered
 from ...types import Participant, Watched, WeightBy
 from ..forms import Form
 from .contents import Contents
-
-MOST_WEIGHT_RATIO = 10.0  # between what a contribution says it weighs and what the median of its round does
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Combiner:
         own_id: str,
     ) -> Combined:
         """`round_id` seeds the buckets. Contributions without training in them count nothing."""
-        weights = weights_of([offered for _, offered, _ in contributions], self.weight_by)
+        weights = peer_weights([offered for _, offered, _ in contributions], self.weight_by)
         candidates = [
             Candidate[TensorSpan](peer_id, self.contents.reader(data), weight, offered.steps)
             for (peer_id, offered, data), weight in zip(contributions, weights, strict=True)
@@ -123,22 +121,6 @@ class Combiner:
         return True
 
 
-def weights_of(offers: Sequence[Offered], unit: WeightBy) -> list[float]:
-    """How much each contribution counts. What a peer says of itself is bounded by what its round's median says, so that
-    nobody gets far with a large word; who trained and says nothing counts as the least."""
-    if unit == "equal":
-        return [1.0 if offered.steps else 0.0 for offered in offers]
-    said = [float(getattr(offered, unit)) if offered.steps else 0.0 for offered in offers]
-    present = [amount for amount in said if amount > 0.0]
-    if not present:
-        return [1.0 if offered.steps else 0.0 for offered in offers]
-    usual = median_low(present)
-    least, most = usual / MOST_WEIGHT_RATIO, usual * MOST_WEIGHT_RATIO
-    return [
-        min(max(amount, least), most) if offered.steps else 0.0 for amount, offered in zip(said, offers, strict=True)
-    ]
-
-
 def _participants(
     contributions: Sequence[tuple[str, Offered, memoryview]], counted: dict[str, float]
 ) -> tuple[Participant, ...]:
@@ -148,4 +130,4 @@ def _participants(
     )
 
 
-__all__ = ["Combined", "Combiner", "weights_of"]
+__all__ = ["Combined", "Combiner"]

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from ...coordination.weights import check_reported
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...types import Offer
@@ -15,7 +16,6 @@ from ..encode import Excerpt, Sender, as_deltas, write_frame
 from ..memory import Memory
 from ..payload import Payload
 from ..protocol import Contribution, Deltas
-from ..terms import check_reported
 from .member import Member
 from .ticket import ServerTicket
 

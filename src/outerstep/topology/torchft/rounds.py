@@ -27,6 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...coordination.weights import rank_weights
 from ...core.codecs import Dither
 from ...core.views import fp32_views
 from ...core.watch import watched
@@ -38,7 +39,7 @@ from ..forms import forms_of
 from ..news import News, Updates, Whole, anchor_hash, cuts
 from ..reduce import Mean, Reducer, down_rules, runs_of
 from ..stepped import Momentum, Stepped
-from ..terms import Header, Rank, check_pair, weights_of
+from ..terms import Header, Rank, check_pair
 from .process_groups import Lines
 from .quorum import Crew, Quorum, TorchftSettings
 from .state import NOTHING, Offer, Standing, copies, held_here, odd_ones, read_standing
@@ -190,7 +191,7 @@ class Rounds:
         active = [rank for rank, offer in enumerate(offers) if offer.fragment == turn]
         if not active:
             return Made(turn, None, counted=counted, founds=founds)
-        weights = weights_of([_header(offers[rank]) for rank in active], self._settings.weight_by)
+        weights = rank_weights([_header(offers[rank]) for rank in active], self._settings.weight_by)
         mean = self._reduce(turn, active, weights, brought)
         counted = counted or self._lines.rank in active
         return Made(turn, mean, tuple(offers[rank] for rank in active), weights, counted)

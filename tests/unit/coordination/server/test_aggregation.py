@@ -10,7 +10,6 @@ import pytest
 from outerstep.config import ServerConfig
 from outerstep.coordination.server.aggregation import Aggregation, RuleName
 from outerstep.coordination.server.effects import Accumulate
-from outerstep.coordination.server.policing import note_verdict
 from outerstep.core.robust import RULES, RobustAggregator
 from outerstep.errors import Absurd, ConfigError, Conflict
 from outerstep.server.combining import rule_of
@@ -283,7 +282,7 @@ def test_nor_does_one_that_is_refused_for_its_size_again_and_again() -> None:
 
 def test_what_the_rule_found_is_counted_and_told() -> None:
     desk = Desk("abcde", aggregation=Aggregation(aggregation="krum"))
-    note_verdict(desk.coordinator, 0, 1, {"a": "its cosine is low"}, ("b", "c"))
+    desk.coordinator.note_verdict(0, 1, {"a": "its cosine is low"}, ("b", "c"))
     desk.carry_out()
     assert {m.worker_id: m.left_out for m in desk.coordinator.members} == {"a": 1, "b": 1, "c": 1, "d": 0, "e": 0}
     assert desk.events("left_out") == [{"worker": "a", "fragment": 0, "version": 1, "why": "its cosine is low"}]

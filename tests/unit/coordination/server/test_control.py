@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from outerstep.coordination.server.control import carry_out
 from outerstep.coordination.server.effects import StopServer
 from outerstep.errors import BadRequest, Closing, Kicked, PlanMismatch, UnknownWorker
 from outerstep.types import Control, Heartbeat, HeartbeatAnswer, Wishes
@@ -12,7 +11,7 @@ from unit.coordination.builders import RUN, Desk, make_join
 
 
 def ask(desk: Desk, kind: str, **facts: Any) -> str:
-    done = carry_out(desk.coordinator, Control(kind=kind, **facts), desk.now).done  # type: ignore[arg-type]
+    done = desk.coordinator.control(Control(kind=kind, **facts), desk.now).done  # type: ignore[arg-type]
     desk.carry_out()
     return done
 

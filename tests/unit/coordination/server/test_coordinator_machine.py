@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from amounts import cases
-from outerstep.coordination.server.control import carry_out as control
 from outerstep.coordination.server.effects import Accumulate, CloseRound, DropUpload
 from outerstep.coordination.server.uploads import Upload
 from outerstep.digest import payload_hash
@@ -187,7 +186,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for worker in WORKERS:
             self.deliver(Leave(**self.head(worker)))
             self.join(worker, True, "home")
-            control(self.coordinator, Control(kind="pardon", worker_id=worker), self.now)
+            self.coordinator.control(Control(kind="pardon", worker_id=worker), self.now)
         for worker in WORKERS:
             self.carry_out(len(self.work))
             self.whole_contribution(self.make_offer(worker, fragment, 1, 0, PART_BYTES))

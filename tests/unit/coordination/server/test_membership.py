@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outerstep.coordination.server.membership import MAX_KNOWN_WORKERS, RETURN_S, Member, Membership
+from outerstep.coordination.server.membership import MAX_KNOWN_WORKERS, RETURN_S, KnownWorker, Membership
 from outerstep.errors import Busy, Fenced, IdInUse, UnknownWorker
 from outerstep.types import JoinAnswer
 from unit.coordination.builders import TIMEOUT_S, Desk, make_heartbeat, make_join
@@ -107,23 +107,23 @@ class TestStarts:
     ) -> None:
         """Whether the old one lives is not known: neither refused for good nor taken at once."""
         members = Membership(heartbeat_timeout_s=timeout_s)
-        members.restore(Member("a", "a-start-1", "home", 1, 100.0, 100.0))
+        members.restore(KnownWorker("a", "a-start-1", "home", 1, 100.0, 100.0))
         elsewhere = make_join("a", start=2, hostname="away")
-        with pytest.raises(Busy, match="was in use on 'home' before the server was started again"):
+        with pytest.raises(Busy, match="was in use on 'home' before the server was restarted"):
             members.join(elsewhere, 100.0 + known_after_s)
         member, arrived = members.join(elsewhere, 101.0 + known_after_s)
         assert (arrived, member.incarnation, member.hostname) == (True, 2, "away")
 
     def test_after_a_restart_of_the_server_an_old_holder_that_speaks_up_keeps_its_id(self) -> None:
         members = Membership(heartbeat_timeout_s=TIMEOUT_S)
-        members.restore(Member("a", "a-start-1", "home", 1, 100.0, 100.0))
+        members.restore(KnownWorker("a", "a-start-1", "home", 1, 100.0, 100.0))
         members.heard(make_heartbeat("a", incarnation=1), 101.0)
         with pytest.raises(IdInUse, match=r"in use by a live worker on 'home'.*1 s ago"):
             members.join(make_join("a", start=2, hostname="away"), 102.0)
 
     def test_where_joins_may_have_been_forgotten_no_number_is_given_twice(self) -> None:
         members = Membership(heartbeat_timeout_s=TIMEOUT_S)
-        members.restore(Member("a", "a-start-1", "home", 1, 0.0, 0.0))
+        members.restore(KnownWorker("a", "a-start-1", "home", 1, 0.0, 0.0))
         members.first_incarnation = 1000
         assert members.join(make_join("a", start=3), 1.0)[0].incarnation == 1000
         assert members.join(make_join("b"), 1.0)[0].incarnation == 1000

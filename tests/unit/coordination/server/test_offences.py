@@ -6,9 +6,7 @@ import json
 
 import pytest
 
-from outerstep.coordination.server.control import carry_out
-from outerstep.coordination.server.offences import FIRST_S, LONGEST_S, OFFENCES, WINDOW_S, Conduct
-from outerstep.coordination.server.remembered import remember, resume
+from outerstep.coordination.server.membership import FIRST_S, LONGEST_S, OFFENCES, WINDOW_S, Conduct
 from outerstep.errors import Conflict, HashMismatch, NotFinite, Quarantined, Refused, UnknownWorker
 from outerstep.types import Control
 from unit.coordination.builders import TIMEOUT_S, Desk, make_key
@@ -155,16 +153,16 @@ def test_a_new_process_does_not_end_it_but_begins_with_a_clean_sheet_after_it() 
 def test_an_operator_can_pardon_it_also_when_it_is_away() -> None:
     desk = an_offender(Desk("abc"))
     desk.leave("c")
-    answer = carry_out(desk.coordinator, Control(kind="pardon", worker_id="c", reason="a bad disk"), desk.now)
+    answer = desk.coordinator.control(Control(kind="pardon", worker_id="c", reason="a bad disk"), desk.now)
     assert answer.done == "c has a clean sheet, and takes part from the next round on"
     desk.carry_out()
     assert desk.events("pardon") == [{"worker": "c", "offences": 3, "reason": "a bad disk"}]
     desk.join("c")
     desk.contribute("c", 4)
     with pytest.raises(UnknownWorker, match="no worker 'nobody' is known; live: a, b, c"):
-        carry_out(desk.coordinator, Control(kind="pardon", worker_id="nobody"), desk.now)
+        desk.coordinator.control(Control(kind="pardon", worker_id="nobody"), desk.now)
     with pytest.raises(Refused, match="pardon needs a worker id"):
-        carry_out(desk.coordinator, Control(kind="pardon"), desk.now)
+        desk.coordinator.control(Control(kind="pardon"), desk.now)
 
 
 def test_it_outlives_the_server_and_the_time_goes_on_where_it_was() -> None:
@@ -172,11 +170,11 @@ def test_it_outlives_the_server_and_the_time_goes_on_where_it_was() -> None:
     desk.later(100.0, alive="abc")
     desk.contribute("a", norm=1.0)
     desk.contribute("b", norm=1.0)
-    facts = json.loads(json.dumps(remember(desk.coordinator).facts))
+    facts = json.loads(json.dumps(desk.coordinator.remember().facts))
     again = Desk("", num_workers=3)
     again.now = 5.0
     again.incarnations = dict.fromkeys("abc", 1)
-    resume(again.coordinator, remember(desk.coordinator).ledger, {}, facts, again.now)
+    again.coordinator.resume(desk.coordinator.remember().ledger, {}, facts, again.now)
     assert again.expected() == {"a", "b"}
     assert again.coordinator.fragments[0].screen.rounds == desk.coordinator.fragments[0].screen.rounds
     again.join("c")

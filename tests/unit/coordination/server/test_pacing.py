@@ -1,4 +1,4 @@
-"""How many local steps a worker takes, and what a late contribution counts for."""
+"""How many local steps a worker takes."""
 
 import math
 from fractions import Fraction
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outerstep.coordination.server.pacing import local_steps, staleness_factor
+from outerstep.coordination.server.pacing import local_steps
 from outerstep.errors import ConfigError
 
 speeds = st.floats(min_value=1e-6, max_value=1e6)
@@ -66,16 +66,3 @@ class TestLocalSteps:
     def test_bounds_that_contradict_each_other_are_refused(self, base: int, least: int) -> None:
         with pytest.raises(ConfigError, match=f"least={least}, base={base}"):
             local_steps(1.0, 1.0, base, least)
-
-
-class TestStalenessFactor:
-    def test_it_is_one_over_the_root_of_one_plus_the_age(self) -> None:
-        assert [staleness_factor(s) for s in (0, 3, 8, 99)] == [1.0, 0.5, pytest.approx(1 / 3), 0.1]
-
-    @given(s=st.integers(0, 10**9))
-    def test_older_never_counts_for_more_and_never_for_nothing(self, s: int) -> None:
-        assert 0.0 < staleness_factor(s + 1) <= staleness_factor(s) <= 1.0
-
-    def test_a_contribution_from_the_future_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="got -1"):
-            staleness_factor(-1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from outerstep.coordination.server.membership import Accepted, Member
-from outerstep.coordination.server.remembered import Remembered, ledger_of, members_of
+from outerstep.coordination.server.membership import Accepted, KnownWorker
+from outerstep.coordination.server.remembered import Remembered
 from outerstep.types import Plan
 
 
-def a_member(accepted: dict[int, Accepted], closed: dict[int, Accepted]) -> Member:
-    member = Member("left", "i" * 16, "host", 3, 0.0, 5.0, accepted=accepted, closed=closed)
+def a_member(accepted: dict[int, Accepted], closed: dict[int, Accepted]) -> KnownWorker:
+    member = KnownWorker("left", "i" * 16, "host", 3, 0.0, 5.0, accepted=accepted, closed=closed)
     member.retired.extend(["j" * 16, "k" * 16])
     return member
 
@@ -18,7 +18,7 @@ def a_member(accepted: dict[int, Accepted], closed: dict[int, Accepted]) -> Memb
 def test_what_is_in_the_model_comes_back_as_it_was() -> None:
     entries = {0: Accepted(4, "ab" * 16, 7), 1: Accepted(9, "cd" * 16, 6)}
     member = a_member(entries, entries)
-    [back] = members_of(ledger_of([member]), now=100.0)
+    back = KnownWorker.recorded("left", member.record(), now=100.0)
     assert not back.live
     assert (back.worker_id, back.instance, back.hostname, back.incarnation) == ("left", "i" * 16, "host", 3)
     assert back.retired == member.retired
@@ -29,13 +29,13 @@ def test_what_is_in_the_model_comes_back_as_it_was() -> None:
 def test_what_the_open_round_accepted_is_asked_for_again() -> None:
     """It is not in the saved model: the worker has to see that its last sequences are not there any more."""
     member = a_member({0: Accepted(6, "ab" * 16, 8), 1: Accepted(1, "cd" * 16, 7)}, {0: Accepted(4, "ef" * 16, 7)})
-    [back] = members_of(ledger_of([member]), now=0.0)
+    back = KnownWorker.recorded("left", member.record(), now=0.0)
     assert (back.last_sequence(0), back.last_sequence(1)) == (4, 0)
     assert back.accepted[0].payload_hash == "ef" * 16
 
 
 def test_it_survives_json() -> None:
-    ledger = ledger_of([a_member({}, {1: Accepted(4, "ab" * 16, 2)})])
+    ledger = {"left": a_member({}, {1: Accepted(4, "ab" * 16, 2)}).record()}
     plan = Plan(
         sync_every=3,
         codec="fp32",

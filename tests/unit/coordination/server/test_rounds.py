@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from outerstep.coordination.server.rounds import Round, RoundRules, Verdict
+from outerstep.coordination.server.rounds import OpenRound, RoundRules, RoundVerdict
 from outerstep.types import Participant
 from unit.coordination.builders import TIMEOUT_S, Desk
 
 SOON, NEVER = 1.0, 1e9
 
 
-def open_round(expected: str, contributions: str = "", **rules: Any) -> tuple[Round, RoundRules]:
+def open_round(expected: str, contributions: str = "", **rules: Any) -> tuple[OpenRound, RoundRules]:
     """One letter per worker; contribution number i came at moment i."""
-    round_, fixed = Round(1, set(expected)), RoundRules(**{"num_workers": len(expected), **rules})
+    round_, fixed = OpenRound(1, set(expected)), RoundRules(**{"num_workers": len(expected), **rules})
     for moment, worker in enumerate(contributions):
         round_.count(Participant(worker_id=worker, sequence=moment + 1, weight=1.0), fixed, float(moment))
     return round_, fixed
@@ -21,7 +21,7 @@ def open_round(expected: str, contributions: str = "", **rules: Any) -> tuple[Ro
 
 def verdict(
     expected: str, contributions: str, now: float = SOON, *, started: bool = True, live: str | None = None, **rules: Any
-) -> Verdict:
+) -> RoundVerdict:
     """`live`: who is alive, if it is not just those expected."""
     round_, fixed = open_round(expected, contributions, **rules)
     return round_.verdict(fixed, now, started=started, live=frozenset(expected if live is None else live))

@@ -1,4 +1,4 @@
-"""What a joiner is given, what contributions count, and what is looked at before anybody votes for them."""
+"""What a joiner is given, and what is looked at before anybody votes for a contribution."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from outerstep.errors import BadFrame
-from outerstep.statements import Offered
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
-from outerstep.topology.gossip.combined import weights_of
 from outerstep.topology.gossip.contents import Contents
 from outerstep.topology.gossip.snapshot import Standing, read_standing, write_standing
 from outerstep.topology.news import anchor_hash
@@ -89,17 +87,3 @@ def test_a_contribution_is_looked_at_before_anybody_votes_for_it() -> None:
         assert said in contents.check(encode_frame(bad, form.up, codecs))
     assert contents.check(good[:-8]) != ""
     assert "pickle" in contents.check(memoryview(bytearray(b"\x80\x04" + bytes(good[2:]))))
-
-
-def offered(steps: int, tokens: int) -> Offered:
-    return Offered(
-        run_id="r", fragment=0, version=1, sequence=1, digest="0" * 64, size_bytes=1, base_hash="0" * 32, steps=steps,
-        tokens=tokens,
-    )  # fmt: skip
-
-
-def test_what_peers_say_of_themselves_weighs_within_a_factor_of_the_median() -> None:
-    said = [offered(5, 100), offered(5, 120), offered(5, 10**12), offered(5, 0), offered(0, 100)]
-    assert weights_of(said, "equal") == [1.0, 1.0, 1.0, 1.0, 0.0]
-    assert weights_of(said, "tokens") == [100.0, 120.0, 1200.0, 12.0, 0.0]
-    assert weights_of([offered(5, 0), offered(0, 0)], "tokens") == [1.0, 0.0]
