@@ -32,7 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = ROOT / "mutants" / "src"
 NOTES = ROOT / "tests" / "mutants.toml"
-ROOMS = ("outerstep.coordination.*", "outerstep.core.*")
+ROOMS = ("outerstep.coordination.*", "outerstep.core.*", "outerstep.screens*")
 KILLED = {1, 3, 36, 24, -24, 152, 255, -11, -9}  # mutmut's codes: a test failed, ran for ever, or the process crashed
 NOT_RUN = {None, 2, 34}
 

@@ -188,7 +188,7 @@ def test_below_min_workers_nothing_closes_and_status_says_why() -> None:
     def story(world: World) -> None:
         def look() -> None:
             coordinator = world.server.coordinator
-            seen.append((versions(world), coordinator.waiting_for(coordinator.fragments[0], world.agenda.now)))
+            seen.append((versions(world), coordinator.verdict(coordinator.fragments[0], world.agenda.now).waiting_for))
 
         world.agenda.at(30.0, lambda: cut_off(world, "w0", "w1"))
         for moment in (60.0, 110.0):

@@ -1,7 +1,7 @@
 """What is refused, and why: the rules that look at one message and at what it is about.
 
 A contribution passes `check_offer` when it is offered, and again when it is whole: its round may have closed meanwhile.
-(What is refused for its size: ../screens.py. A worker in quarantine: membership.py.)
+(What is refused for its size: outerstep/screens.py. A worker in quarantine: membership.py.)
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import ConfigError
+from ...screens import LEAST_FOR_COSINES
 
 RuleName = Literal["mean", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median", "centered_clipping"]
 
 LEAST = 3
-LEAST_FOR_COSINES = 5
 HAIR = 1e-9  # as in core/robust/coordinates.py: ⌊(1/49)·49⌋ is 0 in floating point
 
 _WHOSE: dict[str, tuple[RuleName, ...]] = {

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...errors import Absurd, BadRequest, Closing, Conflict, MissingParts, Refused, UnknownWorker
+from ...screens import LEAST_CONTRIBUTORS, NormScreen, Size
 from ...types import (
     Agreement,
     Commit,
@@ -67,7 +68,6 @@ from .pacing import local_steps
 from .plan import Settled, changed, check_manifest, check_wishes
 from .remembered import LEAP, Remembered, WorkerRecord
 from .rounds import Closed, Fragment, RoundRules, RoundVerdict
-from .screen import LEAST_CONTRIBUTORS, NormScreen, Size
 from .uploads import Upload, Uploads
 
 ASK_AGAIN_S = 0.5
@@ -544,7 +544,7 @@ class Coordinator:
                 )
             case "drain" | "sync":
                 workers = [worker.worker_id for worker in self._named(message)]
-                self._order(workers, message.kind, message.reason or "an operator asked for it")
+                self.order(workers, message.kind, message.reason or "an operator asked for it")
                 what = "contribute and leave" if message.kind == "drain" else "contribute"
                 return ControlAnswer(done=f"{', '.join(workers)} will {what} at the next step after the next heartbeat")
             case "plan":
@@ -588,7 +588,7 @@ class Coordinator:
             raise UnknownWorker(f"no live worker {message.worker_id!r}; live: {names}")
         return [worker]
 
-    def _order(self, worker_ids: Sequence[str], kind: Literal["drain", "sync"], reason: str) -> None:
+    def order(self, worker_ids: Sequence[str], kind: Literal["drain", "sync"], reason: str) -> None:
         for worker_id in worker_ids:
             self.members.order(worker_id, kind, reason)
         self.event(kind, workers=list(worker_ids), reason=reason)
@@ -597,7 +597,7 @@ class Coordinator:
         """Take nobody new, let everybody contribute and leave, then stop."""
         self.closing = self.closing or reason
         self.stop_at = now + self.drain_timeout_s
-        self._order(sorted(self.members.live_ids), "drain", reason)
+        self.order(sorted(self.members.live_ids), "drain", reason)
         if not self.started:  # nobody new will come: what those here have done is not to wait for more of them
             self._start_if_ready(now)
             self._close_rounds(now)

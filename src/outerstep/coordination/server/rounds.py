@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from ...screens import FACTOR, NormScreen, Size
 from ...types import Agreement, Mode, Participant, WeightBy
 from ..weights import MAX_WEIGHT_RATIO, UsualWeight
 from .aggregation import Aggregation
-from .screen import NormScreen, Size
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RoundRules:
     weigh_staleness: bool = True
     weight_by: WeightBy = "equal"
     max_weight_ratio: float = MAX_WEIGHT_RATIO
-    norm_screen: float = 2.0  # times the usual norm; 0 = off (screen.py)
+    norm_screen: float = FACTOR  # times the usual norm; 0 = off
     aggregation: Aggregation = Aggregation()  # noqa: RUF009 (frozen)
     dylu: bool = False
     dylu_base: int | None = None

@@ -13,8 +13,8 @@ from .aggregator import RULES, RobustAggregator
 from .buckets import Bucketing
 from .centres import CenteredClipping, GeometricMedian
 from .coordinates import Mean, Median, TrimmedMean
+from .cosines import cosine_screen
 from .rule import Rule
-from .screens import History, cosine_screen, norm_screen, remember
 from .selection import Krum, MultiKrum
 from .stream import Candidate, Screening, ScreenVerdict, aggregate
 from .streams import Reader, Tensors, TensorSpan, Writer, Zeros, cut
@@ -25,7 +25,6 @@ __all__ = [
     "Candidate",
     "CenteredClipping",
     "GeometricMedian",
-    "History",
     "Krum",
     "Mean",
     "Median",
@@ -43,6 +42,4 @@ __all__ = [
     "aggregate",
     "cosine_screen",
     "cut",
-    "norm_screen",
-    "remember",
 ]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...screens import LEAST_FOR_COSINES, History, check_history, remember
 from .buckets import Bucketing
 from .centres import CenteredClipping, GeometricMedian
 from .coordinates import Mean, Median, TrimmedMean
 from .rule import Rule
-from .screens import LEAST_FOR_COSINES, History, check_history, remember
 from .selection import Krum, MultiKrum
 from .stream import Candidate, Screening, ScreenVerdict, aggregate
 from .streams import Tensors, TensorSpan, cut

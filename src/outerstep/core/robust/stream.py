@@ -19,10 +19,11 @@ from typing import Generic
 import torch
 
 from ...errors import ConfigError, NotFinite
+from ...screens import LEAST_FOR_COSINES, History, norm_screen, rate
 from .coordinates import Mean
+from .cosines import check_enough_for_cosines, cosine_screen
 from .products import Products, products, squares
 from .rule import Rule, RuleInputs, Selection
-from .screens import LEAST_FOR_COSINES, History, check_enough_for_cosines, cosine_screen, norm_screen, rate
 from .streams import B, Reader, Stack, Writer, Zeros, check_blocks
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """How the contributions of an agreed round become one, the same bits on every peer.
 
-    screens:   finite, norm against the last rounds; cosine by choice           core/robust/screens.py
+    screens:   finite, norm against the last rounds; cosine by choice           screens.py, core/robust/cosines.py
     rule:      the mean, or a robust one                                        core/robust/
     weights:   1, or what a contribution says of itself, within a factor of the round's median
 
@@ -22,7 +22,6 @@ from ...coordination.weights import peer_weights
 from ...core.robust import (
     Bucketing,
     Candidate,
-    History,
     RobustAggregator,
     Screening,
     Tensors,
@@ -30,10 +29,10 @@ from ...core.robust import (
     aggregate,
     cut,
 )
-from ...core.robust import remember as remember_rates
 from ...core.views import fp32_views
 from ...core.watch import sum_of_squares, watched
 from ...errors import ConfigError
+from ...screens import History, remember
 from ...statements import Offered
 from ...types import Participant, Watched, WeightBy
 from ..forms import Form
@@ -105,7 +104,7 @@ class Combiner:
             frame,
             _participants(contributions, counted),
             dict(verdict.refused),
-            remember_rates(history, verdict.rates),
+            remember(history, verdict.rates),
             {name: values.clone() for name, values in made.items()} if rule.needs_centre else None,
             found,
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.robust import History
+from ...screens import History
 from ..forms import Form, forms_of
 from ..news import Whole, anchor_hash
 from ..stepped import Momentum, Stepped

@@ -19,10 +19,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from ...core.robust import History
-from ...core.robust.screens import check_history
 from ...core.views import bytes_of, fp32_views
 from ...errors import BadFrame, ConfigError
+from ...screens import History, check_history
 from ...types import Count, Hash, Plain
 from ..forms import Form
 from ..news import anchor_hash

@@ -12,18 +12,22 @@ import pytest
 
 from outerstep.config import ServerConfig
 from outerstep.coordination.server.effects import Accumulate
-from outerstep.coordination.server.screen import (
+from outerstep.errors import Absurd, ConfigError, Refused
+from outerstep.screens import (
+    FACTOR,
     FAR,
-    LEAST_CONTRIBUTORS,
     MOST_REMEMBERED,
     MOST_STEPS,
     ROUNDS,
+    History,
     NormScreen,
     Size,
     Usual,
+    check_history,
+    norm_screen,
+    rate,
+    remember,
 )
-from outerstep.core.robust import screens
-from outerstep.errors import Absurd, Refused
 from unit.coordination.builders import Desk, make_key
 
 LIMIT = 2.0
@@ -114,7 +118,7 @@ def test_it_survives_a_restart() -> None:
     screen = a_screen([1.0, 2.5, 3.0])
     again = NormScreen.resumed(json.loads(json.dumps(screen.remembered())))
     assert (again.rounds, again.usual) == (screen.rounds, screen.usual)
-    assert again.rounds.maxlen == ROUNDS
+    assert len(NormScreen.resumed(a_screen([1.0] * (ROUNDS + 2)).remembered()).rounds) == ROUNDS
 
 
 # --- at commit ------------------------------------------------------------------------------------------------------
@@ -225,13 +229,13 @@ def test_no_schedule_of_the_learning_rate_leaves_an_honest_worker_out(shape: str
     }
     rng, desk, sequences = random.Random(shape + workers), Desk(workers, **ROOMY), dict.fromkeys(workers, 0)
     refused = 0
-    for version, rate in enumerate(schedules[shape]):
+    for version, learning_rate in enumerate(schedules[shape]):
         waiting = deque(workers)
         while waiting:
             worker = waiting.popleft()
             sequences[worker] += 1
             try:
-                norm = rate * rng.uniform(0.8, 1.25)
+                norm = learning_rate * rng.uniform(0.8, 1.25)
                 desk.contribute(worker, sequences[worker], base_version=version, norm=norm)
             except Absurd:  # usual was a thousandth of it: it reloads, and sends its next when the others have sent
                 refused += 1
@@ -275,21 +279,19 @@ def test_asynchronous_rounds_have_the_first_limit_alone() -> None:
 
 
 def test_what_a_server_leaves_out_the_aggregator_would_refuse_too() -> None:
-    """Two screens for two places, with the same numbers in them. With as many steps in all and odd counts, so that a
-    median is one of them."""
-    assert (ServerConfig(num_workers=3).norm_screen, ROUNDS) == (screens.NORM_FACTOR, screens.HISTORY_ROUNDS)
-    assert screens.LEAST_FOR_NORMS == LEAST_CONTRIBUTORS
+    """One screen in two places. With as many steps in all and odd counts, so that a median is one of them."""
+    assert ServerConfig(num_workers=3).norm_screen == FACTOR
     rng, strict = random.Random(11), 0
     for _ in range(500):
-        history: screens.History = ()
+        history: History = ()
         screen = NormScreen()
         for _ in range(rng.choice([0, 1, 3])):
             usual = [10 ** rng.uniform(-0.2, 0.2) for _ in range(3)]
-            history = screens.remember(history, usual)
-            screen.include((str(i), Size(rate, 1)) for i, rate in enumerate(usual))
+            history = remember(history, tuple(usual))
+            screen.include((str(i), Size(each, 1)) for i, each in enumerate(usual))
         rates = [10 ** rng.uniform(-0.5, 1.0) for _ in range(rng.choice([3, 5, 7]))]
-        ours = screen.left_out([(str(i), Size(rate, 1)) for i, rate in enumerate(rates)], LIMIT)
-        theirs = screens.norm_screen(rates, history)
+        ours = screen.left_out([(str(i), Size(each, 1)) for i, each in enumerate(rates)], LIMIT)
+        theirs = norm_screen(rates, history)
         assert ours.keys() <= theirs.keys()
         assert ours.keys() == theirs.keys() or history
         strict += ours.keys() != theirs.keys()
@@ -302,3 +304,55 @@ def test_the_lower_median_is_never_left_out() -> None:
         taken = [(str(i), Size(10 ** rng.uniform(-6, 6), rng.randint(1, 500))) for i in range(rng.randint(3, 9))]
         assert len(NormScreen().left_out(taken, LIMIT)) < len(taken)
         assert Usual.of([size for _, size in taken]) is not None
+
+
+# --- among peers ----------------------------------------------------------------------------------------------------
+
+
+class TestNormScreen:
+    def test_more_than_twice_the_usual_is_refused_and_the_reason_named(self) -> None:
+        refused = norm_screen([1.0, 2.0, 2.1, 0.1], ((1.0, 1.0), (1.0,)))
+        assert refused == {2: "its ‖Δ‖/√steps is 2.1, more than 2 times the usual 1"}
+
+    def test_without_history_the_rounds_own_median_counts(self) -> None:
+        assert norm_screen([1.0, 1.0, 1.0, 5.0]).keys() == {3}
+
+    @pytest.mark.parametrize("rates", [[], [7.0], [1.0, 1000.0]])
+    def test_fewer_than_three_are_not_screened(self, rates: list[float]) -> None:
+        assert norm_screen(rates) == norm_screen(rates, ((0.001,),)) == {}
+
+    def test_a_majority_that_has_grown_is_no_attack(self) -> None:
+        """While the learning rate warms up, each round is several times longer than the one before."""
+        assert norm_screen([3.0, 3.1, 2.9, 300.0], ((1.0, 1.0, 1.0),)).keys() == {3}
+
+    def test_warming_up_never_ends_in_a_dead_end(self) -> None:
+        history: History = ()
+        for n in range(1, 20):
+            rates = [3.0**n * each for each in (0.9, 1.0, 1.1)]
+            assert norm_screen(rates, history) == {}
+            history = remember(history, tuple(rates))
+
+    def test_half_is_not_a_majority(self) -> None:
+        assert norm_screen([1.0, 1.0, 9.0, 9.0], ((1.0,),)).keys() == {2, 3}
+
+    def test_after_rounds_of_zeros_the_first_real_one_is_accepted(self) -> None:
+        assert norm_screen([1.0, 1.0, 1.0], ((0.0, 0.0, 0.0),)) == {}
+        assert norm_screen([0.0, 0.0, 0.0]) == {}
+
+    def test_more_steps_may_go_farther(self) -> None:
+        assert rate(6.0, 9) == rate(2.0, 1) == 2.0
+        with pytest.raises(ConfigError, match="at least one step in it, got 0"):
+            rate(1.0, 0)
+
+    def test_eight_rounds_are_remembered_and_empty_ones_are_not(self) -> None:
+        history: History = ()
+        for n in range(20):
+            history = remember(history, (float(n),))
+            history = remember(history, ())
+        assert history == tuple((float(n),) for n in range(20 - ROUNDS, 20))
+
+    def test_a_saved_history_is_checked(self) -> None:
+        check_history({"0": ((1.0, 2.0), (0.0,))})
+        for wrong in (((math.nan,),), ((-1.0,),), ((),), ((1.0,),) * 9):
+            with pytest.raises(ConfigError, match="norm history of fragment 0 must be"):
+                check_history({"0": wrong})
