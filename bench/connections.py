@@ -53,9 +53,8 @@ from outerstep.coordination.worker.session import Session
 from outerstep.digest import part_count, part_hash, part_range
 from outerstep.errors import Busy, OuterstepError, TransportError
 from outerstep.types import PROTOCOL_VERSION, Answer, GetPart, GetPartAnswer, Join, Offer, OfferAnswer, PutPart
-from outerstep.wire import strict_json
 from outerstep.wire.frames import layout
-from outerstep.wire.messages import HASH_HEADER, address_of, decode_error
+from outerstep.wire.messages import HASH_HEADER, address_of, decode_error, encode_json
 from provenance import provenance
 
 HOST = "127.0.0.1"
@@ -255,7 +254,7 @@ class ThinWorker:
         if isinstance(request, PutPart):
             size = self._session.joined.plan.part_size_bytes
             return self._frame[slice(*part_range(request.part, len(self._frame), size))]
-        return memoryview(b"" if isinstance(request, GetPart) else strict_json.encode(request))
+        return memoryview(b"" if isinstance(request, GetPart) else encode_json(request))
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.tls import pinning_context
 from outerstep.server import DiLoCoServer
 from outerstep.types import PutPart, Request
-from outerstep.wire import strict_json
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.messages import address_of
+from outerstep.wire.messages import address_of, encode_json
 from support import tiny_model
 
 T = TypeVar("T")
@@ -78,7 +77,7 @@ class Site:
     def call(self, request: Request, body: bytes | memoryview = b"", *headers: str) -> Said:
         """A message of the protocol with the right token."""
         method, target, _ = address_of(request)
-        data = bytes(body) if isinstance(request, PutPart) else strict_json.encode(request)
+        data = bytes(body) if isinstance(request, PutPart) else encode_json(request)
         return self.post(target, data, *headers, method=method)
 
     def post(self, target: str, body: bytes, *headers: str, method: str = "POST") -> Said:

@@ -217,7 +217,7 @@ class OfContribution(FromMember, frozen=True):
 class Offer(OfContribution, frozen=True):
     """ "I have a contribution." `oldest_base` is the version under its oldest unsent step (≤ base_version). `steps`,
     `samples` and `tokens` say how much training is in it; the server makes its weight from them. A group of processes
-    that each hold some rows of every tensor sends it in sections, one frame each (wire/sections.py); `section_bytes`
+    that each hold some rows of every tensor sends it in sections, one frame each (wire/frames.py); `section_bytes`
     are their sizes, which add up to `size_bytes`. None named = one section. `follows`: the sequence of an earlier one
     that no agreement its worker holds includes (0 = none); a server that was restarted and has forgotten that one must
     be sent it first, for it takes no older sequence afterwards."""

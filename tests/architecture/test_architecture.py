@@ -134,7 +134,7 @@ def test_every_public_name_can_be_loaded() -> None:
 
 LIGHT = [
     "import outerstep",
-    "import outerstep.coordination.server.coordinator, outerstep.simulate, outerstep.wire.http_service",
+    "import outerstep.coordination.server.coordinator, outerstep.simulate, outerstep.wire.http_server",
     "import outerstep.topology.gossip.node",
     "import outerstep.cli, outerstep.config",
     "import outerstep.cli, sys; sys.argv = ['outerstep', 'status', '--help']\n"

@@ -15,8 +15,6 @@ STILL_REPEATED = {
     "Among",
     "Beat",
     "Block",
-    "Body",
-    "Caller",
     "Carrier",
     "Contribution",
     "Disk",
@@ -37,7 +35,6 @@ STILL_REPEATED = {
     "Pace",
     "Parts",
     "Payload",
-    "Piece",
     "Plain",
     "Proof",
     "Push",
@@ -52,8 +49,6 @@ STILL_REPEATED = {
     "Whole",
 }
 STILL_NAMED = {
-    "compat/desk.py",
-    "compat/seat.py",
     "server/motion.py",
     "topology/gossip/node/door.py",
     "topology/news.py",

@@ -22,7 +22,7 @@ from outerstep.server import DiLoCoServer
 from outerstep.types import Commit, GetPart, Heartbeat, Join, Leave, Offer, Poll, PutPart, Request
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.memory import MemoryTransport
-from outerstep.wire.messages import PAGES, ROUTES
+from outerstep.wire.messages import PLACES, PROBE_PATH, STATUS_PATH
 from support import HandClient, Ledger, make_frame, wait_until
 
 PAYLOAD = make_frame({"cells": torch.ones(2)})
@@ -80,7 +80,17 @@ def request(method: str, path: str, body: bytes) -> bytes:
 
 METHODS = st.sampled_from(["GET", "POST", "PUT", "HEAD", "OPTIONS", "BREW", "get"])
 PATHS = st.sampled_from(
-    [*(path for _, path in ROUTES), *PAGES, "/", "*", "/v1/part?part=0", "/v1/../status", "http://x/"]
+    [
+        *(path for _, path, _ in PLACES.values()),
+        STATUS_PATH,
+        "/healthz",
+        PROBE_PATH,
+        "/",
+        "*",
+        "/v1/part?part=0",
+        "/v1/../status",
+        "http://x/",
+    ]
 )
 HEADERS = st.sampled_from(
     [

@@ -16,8 +16,8 @@ from outerstep.topology.group.topology import GroupTopology
 from outerstep.topology.protocol import Agreed, Contribution, Ticket, Topology, anchors_of
 from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Answer, Manifest, ParameterSpec, Request, Wishes
+from outerstep.wire.frames import rows_of
 from outerstep.wire.memory import MemoryTransport
-from outerstep.wire.sections import rows_of
 from support import EAGER, memory_topology
 
 SHAPES = {"a": (71, 16), "b": (1, 4), "c": (5,), "whole": (6, 2)}

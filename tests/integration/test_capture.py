@@ -16,9 +16,8 @@ from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.tokens import new_token
 from outerstep.server import DiLoCoServer
 from outerstep.types import Control, Heartbeat, Leave, Wishes
-from outerstep.wire import strict_json
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.messages import ROUTES, address_of
+from outerstep.wire.messages import PLACES, address_of, encode_json
 from outerstep.worker import DiLoCoWorker
 from support import HandClient, tiny_model, train_steps
 
@@ -80,11 +79,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
     def recording(self: HttpTransport, request: Any, **how: Any) -> Any:
         method, target, _ = address_of(request)
-        texts.extend(
-            [f"{method} {target} HTTP/1.1".encode(), strict_json.encode(request), bytes(how.get("body") or b"")]
-        )
+        texts.extend([f"{method} {target} HTTP/1.1".encode(), encode_json(request), bytes(how.get("body") or b"")])
         answer = call(self, request, **how)
-        texts.extend([strict_json.encode(answer), bytes(how.get("into") or b"")])
+        texts.extend([encode_json(answer), bytes(how.get("into") or b"")])
         return answer
 
     status = HttpTransport.status
@@ -153,7 +150,14 @@ def test_nothing_of_a_run_can_be_read_on_the_way(tmp_path: Path, said: list[byte
 def test_without_a_token_nothing_but_the_health_answers(tmp_path: Path) -> None:
     """Every path that there is, and some that there are not, for every method."""
     with DiLoCoServer(tiny_model().state_dict(), 1, port=0, credentials=str(tmp_path / "c")) as server:
-        asked = {path for _, path in ROUTES} | {"/status", "/healthz", "/", "/v1", "/metrics", "/v1/nothing"}
+        asked = {path for _, path, _ in PLACES.values()} | {
+            "/status",
+            "/healthz",
+            "/",
+            "/v1",
+            "/metrics",
+            "/v1/nothing",
+        }
         answers: dict[int, set[tuple[str, str]]] = {}
         for path in sorted(asked):
             for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):

@@ -29,7 +29,7 @@ from integration.old_clients import (
     two_clients,
     workers_of,
 )
-from outerstep.compat.seat import Seat
+from outerstep.compat.client import CompatClient
 from outerstep.worker import DiLoCoWorker
 from support import assert_same, in_threads, params_of, tiny_model, train_steps, wait_until
 
@@ -166,14 +166,14 @@ def test_a_submit_repeated_while_the_first_waits_is_counted_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []
-    take = Seat.take
+    take = CompatClient.take
 
-    def note(seat: Seat, *submitted: Any) -> Any:
+    def note(seat: CompatClient, *submitted: Any) -> Any:
         pieces = take(seat, *submitted)
         taken.append(seat.worker_id)
         return pieces
 
-    monkeypatch.setattr(Seat, "take", note)
+    monkeypatch.setattr(CompatClient, "take", note)
     with two_clients() as (server, a, b, start):
         body = a.whole(like(start, 1.0))
         waiting = [begin_submit(server, a, body)]

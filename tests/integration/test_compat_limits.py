@@ -66,7 +66,7 @@ def test_more_workers_than_the_limit_wait_until_one_is_gone() -> None:
 def test_a_client_that_is_gone_gives_its_place_and_its_memory_to_the_next(answered: bool) -> None:
     settings = {"num_workers": 1 if answered else 2, "heartbeat_timeout": 1.0}
     with serving(limits=CompatLimits(max_workers=1), **settings) as (server, compat):
-        a, b, desk = OldClient(compat.address, "a"), OldClient(compat.address, "b"), compat._desk
+        a, b, endpoints = OldClient(compat.address, "a"), OldClient(compat.address, "b"), compat._endpoints
         start = a.register()
         crashed = begin_submit(server, a, a.whole(like(start, 1.0)))
         if answered:
@@ -74,25 +74,25 @@ def test_a_client_that_is_gone_gives_its_place_and_its_memory_to_the_next(answer
         crashed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         crashed.close()
         wait_until(lambda: server.status()["total_worker_deaths"] == 1)
-        assert not desk._seats["a"].is_idle
+        assert not endpoints._clients["a"].is_idle
         b.register()
-        assert list(desk._seats) == ["b"]
-        wait_until(lambda: desk._pool.memory_bytes == 0)
+        assert list(endpoints._clients) == ["b"]
+        wait_until(lambda: endpoints._pool.memory_bytes == 0)
         with pytest.raises(Answered, match=r"404.*/register"):
             a.submit(like(start, 1.0))
 
 
 def test_no_model_is_kept_for_a_client_whose_answer_was_lost() -> None:
     with serving() as (server, compat):
-        client, desk = OldClient(compat.address, "a"), compat._desk
+        client, endpoints = OldClient(compat.address, "a"), compat._endpoints
         start = client.register()
         body = client.whole(like(start, 1.0))
         lost = client.begin(body)
         assert lost.recv(1)
         lost.close()
-        (piece,) = desk._seats["a"]._pieces.values()
-        wait_until(lambda: not piece.is_held)
-        assert (piece.settled, piece.version, piece.agreed) == (True, 1, None)
+        (submission,) = endpoints._clients["a"]._submissions.values()
+        wait_until(lambda: not submission.is_held)
+        assert (submission.settled, submission.version, submission.agreed) == (True, 1, None)
         assert_same(loaded(client.call("POST", "/submit_pseudograd", body)), minus(start, 1.0))
         assert server.status()["total_submissions"] == 1
 
@@ -110,15 +110,15 @@ def test_a_submission_of_several_fragments_is_taken_whole_or_not_at_all() -> Non
 
 def test_nothing_is_kept_of_a_submission_whose_answer_arrived() -> None:
     with serving() as (_, compat):
-        client, desk = OldClient(compat.address, "a"), compat._desk
+        client, endpoints = OldClient(compat.address, "a"), compat._endpoints
         params = client.register()
         for _ in range(3):
             params = client.submit(like(params, 0.1))
         with pytest.raises(Answered):
             client.call("POST", "/submit_pseudograd", client.whole({"x": torch.ones(1)}))
-        wait_until(lambda: desk._seats["a"].is_idle)
-        wait_until(lambda: desk._pool.memory_bytes == 0)
-        assert not desk._bodies
+        wait_until(lambda: endpoints._clients["a"].is_idle)
+        wait_until(lambda: endpoints._pool.memory_bytes == 0)
+        assert not endpoints._bodies
 
 
 def test_a_body_that_comes_drop_by_drop_is_cut_off() -> None:

@@ -23,10 +23,11 @@ from integration.old_clients import (
     workers_of,
 )
 from outerstep.compat import CompatServer
-from outerstep.compat.server import notice_death
+from outerstep.compat.server import keepalive_s
 from outerstep.errors import ConfigError
 from outerstep.server import DiLoCoServer
 from outerstep.types import Control
+from outerstep.wire.sockets import probe_often
 from support import assert_same, tiny_model, wait_until
 
 # --- life and death -----------------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ def test_the_kernel_notices_that_a_waiting_clients_machine_is_gone(
     heartbeat_timeout_s: float, noticed_after_s: int
 ) -> None:
     with socket.socket() as sock:
-        notice_death(sock, heartbeat_timeout_s)
+        probe_often(sock, keepalive_s(heartbeat_timeout_s))
         option = partial(sock.getsockopt, socket.IPPROTO_TCP)
         after = option(socket.TCP_KEEPIDLE) + option(socket.TCP_KEEPCNT) * option(socket.TCP_KEEPINTVL)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

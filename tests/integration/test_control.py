@@ -12,7 +12,7 @@ from outerstep.errors import Forbidden
 from outerstep.security import is_loopback
 from outerstep.server import DiLoCoServer
 from outerstep.types import Control, ControlAnswer, Wishes
-from outerstep.wire.http_body import HttpBody
+from outerstep.wire.http_request import HttpBody
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.worker import DiLoCoWorker
 from support import tiny_model

@@ -21,7 +21,7 @@ from outerstep.security import Access, Credentials
 from outerstep.security.tokens import new_token
 from outerstep.server import DiLoCoServer
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.probe import MAX_BYTES
+from outerstep.wire.pages import MAX_BYTES
 from outerstep.worker import DiLoCoWorker
 from support import tiny_model
 

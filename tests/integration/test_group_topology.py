@@ -30,7 +30,7 @@ from outerstep.server import DiLoCoServer
 from outerstep.topology.group.ranks import Ranks
 from outerstep.topology.protocol import Agreed, Joined, Sight, Topology, anchors_of
 from outerstep.types import GetPart, Offer, PutPart, Request, Wishes
-from outerstep.wire.sections import rows_of
+from outerstep.wire.frames import rows_of
 from support import memory_topology, wait_until
 from thread_ranks import failures, in_ranks
 

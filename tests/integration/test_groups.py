@@ -21,7 +21,7 @@ from outerstep.server import DiLoCoServer
 from outerstep.server.published import Published
 from outerstep.server.store import FragmentStore
 from outerstep.topology.news import anchor_hash
-from outerstep.wire.sections import rows_of
+from outerstep.wire.frames import rows_of
 from outerstep.worker import DiLoCoWorker
 from ranks import Ranks
 from support import assert_same, in_threads, wait_until

@@ -21,12 +21,12 @@ from outerstep.digest import part_hash
 from outerstep.errors import Refused
 from outerstep.server import DiLoCoServer
 from outerstep.types import Answer, Leave, Offer, PutPart, PutPartAnswer, Request
-from outerstep.wire.http_service import LEAST_AT_WORK, ServiceLimits
+from outerstep.wire.http_server import LEAST_AT_WORK, ServiceLimits
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import address_of
-from outerstep.wire.service import Body
+from outerstep.wire.routes import UnreadBody
 from outerstep.worker import DiLoCoWorker
-from support import HandClient, Ledger, count, make_frame, params_of, tiny_model, wait_until
+from support import HandClient, Ledger, count, intercept, make_frame, params_of, tiny_model, wait_until
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_the_status_is_answered_while_everybody_else_waits_for_a_turn(server: Di
             assert let_go.wait(20)
         return answer(request)
 
-    server.service.answer = hold  # type: ignore[method-assign]
+    intercept(server.service, answer, hold)
     offers = [threading.Thread(target=client.offer, args=(len(payload),), daemon=True) for _ in range(2 * turns)]
     for thread in offers:
         thread.start()
@@ -274,7 +274,7 @@ def test_as_many_parts_travel_at_a_time_as_the_worker_has_connections() -> None:
     with DiLoCoServer(model.state_dict(), num_workers=1, port=0, codec="fp32", part_size_bytes=64) as server:
         put_part = server.service.put_part
 
-        def wait_for_the_others(request: PutPart, body: Body) -> PutPartAnswer:
+        def wait_for_the_others(request: PutPart, body: UnreadBody) -> PutPartAnswer:
             nonlocal inside, most
             with lock:
                 inside += 1
@@ -288,7 +288,7 @@ def test_as_many_parts_travel_at_a_time_as_the_worker_has_connections() -> None:
                 with lock:
                     inside -= 1
 
-        server.service.put_part = wait_for_the_others  # type: ignore[method-assign]
+        intercept(server.service, put_part, wait_for_the_others)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with DiLoCoWorker(model, optimizer, server.address, sync_every=1, connections=connections) as worker:
             count(model, optimizer, 0, 1)
@@ -300,7 +300,7 @@ def test_more_connections_than_allowed_are_closed() -> None:
     with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, max_connections=2) as server:
         host, port = server.address.split(":")
         held = [socket.create_connection((host, int(port)), timeout=20) for _ in range(2)]
-        wait_until(lambda: len(server._http._connections) == 2)  # type: ignore[union-attr]
+        wait_until(lambda: len(server._http._connections.open) == 2)  # type: ignore[union-attr]
         with socket.create_connection((host, int(port)), timeout=20) as third:
             assert third.recv(1) == b""
         for sock in held:

@@ -34,10 +34,9 @@ from outerstep.statements import Converse, Offered, Proof, Signed, body_of
 from outerstep.topology.gossip.node import Node, NodeSettings
 from outerstep.types import GetPart, Leave
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.messages import AnyRequest
-from outerstep.wire.peers import AskParts, AskTerms, GetHeld, HeldAnswer, PeerAnswer, Terms
+from outerstep.wire.peers import AskParts, AskTerms, GetHeld, HeldAnswer, PeerAnswer, PeerRequest, Terms
 from peers import RULES, SHORT, SIZES, Adding, Peer, agree, start_peers, stop_peers
-from support import in_threads, tiny_model, wait_until
+from support import in_threads, intercept, tiny_model, wait_until
 
 Started = Callable[..., list[Peer]]
 
@@ -250,12 +249,12 @@ class TestFailures:
         for value, peer in enumerate(peers[:2]):
             answer = peer.node.service.answer
 
-            def deny(request: AnyRequest, answer: Callable[[AnyRequest], PeerAnswer] = answer) -> PeerAnswer:
+            def deny(request: PeerRequest, answer: Callable[[PeerRequest], PeerAnswer] = answer) -> PeerAnswer:
                 if isinstance(request, AskParts) and request.sender == "c":
                     raise NotFound("not for you")
                 return answer(request)
 
-            peer.node.service.answer = deny  # type: ignore[method-assign]
+            intercept(peer.node.service, answer, deny)
             peer.offer(0, value)
         peers[2].offer(0, 2)
         for peer in peers[:2]:
@@ -291,11 +290,11 @@ class TestLiars:
         peers = started(4)
         honest = peers[0].node.service.get_part
 
-        def lie_to_d(request: GetPart | GetHeld) -> tuple[HeldAnswer, memoryview]:
+        def lie_to_d(request: GetHeld) -> tuple[HeldAnswer, memoryview]:
             answer, data = honest(request)
-            return answer, memoryview(b"\xff" * len(data)) if request.sender == "d" else data  # type: ignore[union-attr]
+            return answer, memoryview(b"\xff" * len(data)) if request.sender == "d" else data
 
-        peers[0].node.service.get_part = lie_to_d  # type: ignore[method-assign]
+        intercept(peers[0].node.service, honest, lie_to_d)
         decided = agree(peers)
         assert [peer_id for peer_id, _, _ in decided[3].contributions] == ["a", "b", "c", "d"]
         assert bytes(decided[3].contributions[0][2]) == bytes([1]) * SIZES[0]
@@ -386,17 +385,17 @@ class TestTheDoor:
         with pytest.raises(OtherRun):
             transport_to(started(1)[0]).ask(Converse(run_id="another", sender="x", height=0))
 
-    def test_a_server_says_that_it_is_no_peer_and_a_peer_that_it_is_no_server(self, started: Started) -> None:
+    def test_a_server_has_no_path_of_a_peer_and_a_peer_none_of_a_server(self, started: Started) -> None:
         peer = started(1)[0]
-        with pytest.raises(NotFound, match="this is a peer, not a server"):
+        with pytest.raises(NotFound, match="no such path"):
             transport_to(peer).call(Leave(run_id="r", worker_id="w", incarnation=1))
-        with pytest.raises(NotFound, match="this is a peer, not a server"):
+        with pytest.raises(NotFound, match="no such path"):
             transport_to(peer).call(
                 GetPart(run_id="r", worker_id="w", incarnation=1, fragment=0, version=0, part=0), into=memoryview(b"")
             )
         with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, host="127.0.0.1") as server:
             stranger = Peer("x", join=(server.access.join_string,))
-            with pytest.raises(NotFound, match="this is a server, not a peer"):
+            with pytest.raises(NotFound, match="no such path"):
                 stranger.node.ask_terms(SHORT)
             stranger.node.stop()
 

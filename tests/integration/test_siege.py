@@ -78,7 +78,7 @@ class Fortress:
     @property
     def seen(self) -> dict[str, int]:
         assert self.server._http is not None
-        return self.server._http.connections
+        return self.server._http._connections.summary()
 
 
 @pytest.fixture

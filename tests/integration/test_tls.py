@@ -17,7 +17,7 @@ from outerstep.digest import part_hash, part_range
 from outerstep.errors import TlsRequired, UntrustedServer
 from outerstep.server import DiLoCoServer
 from outerstep.types import GetPart, Poll
-from outerstep.wire.http_service import HttpService
+from outerstep.wire.http_server import HttpServer
 from outerstep.wire.http_transport import HttpTransport
 from support import HandClient, make_frame, params_of, tiny_model, wait_until
 
@@ -32,7 +32,7 @@ class Secured:
         self.authority = trustme.CA()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.authority.issue_cert("127.0.0.1").configure_cert(context)
-        self.http = HttpService(server.service, "127.0.0.1", 0, tls=context)
+        self.http = HttpServer(server.service.routes, "127.0.0.1", 0, tls=context)
         self.http.start()
         self.address = f"127.0.0.1:{self.http.port}"
 
@@ -87,4 +87,4 @@ def test_stopping_ends_connections_that_are_idle(secured: Secured) -> None:
     transport = secured.transport()
     transport.status()
     secured.http.stop()
-    wait_until(lambda: not secured.http._connections)
+    wait_until(lambda: not secured.http._connections.open)

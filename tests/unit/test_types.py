@@ -7,7 +7,7 @@ import pytest
 
 from outerstep.errors import BadRequest
 from outerstep.types import Commit, Hash, Instance, Join, Offer, PartHash, PutPart, RunId, WorkerId
-from outerstep.wire import strict_json
+from outerstep.wire.messages import decode_json, encode_json
 
 GOOD: dict[str, tuple[Any, list[str]]] = {
     "WorkerId": (WorkerId, ["w", "_", "0", "host-1.lan:4711", "w" * 128]),
@@ -72,7 +72,7 @@ def test_a_good_one_is_refused_with_a_line_end_behind_or_before_it(kind: str, va
 )
 def test_no_message_carries_a_name_or_hash_that_ends_with_a_line_feed(message: type, field: str) -> None:
     facts = MESSAGES[message]
-    assert isinstance(strict_json.decode(strict_json.encode(facts), message), message)
+    assert isinstance(decode_json(encode_json(facts), message), message)
     changed = {**facts, field: facts[field] + "\n"}
     with pytest.raises(BadRequest, match=rf"^not a {message.__name__}: .*`\$\.{field}`"):
-        strict_json.decode(strict_json.encode(changed), message)
+        decode_json(encode_json(changed), message)

@@ -26,7 +26,7 @@ from ..security.certificate import fingerprint_of, validity_of
 from ..security.tls import explain, pinning_context
 from ..types import PROTOCOL_VERSION
 from ..wire.http_transport import HttpTransport
-from ..wire.probe import MAX_BYTES, noise
+from ..wire.pages import MAX_BYTES, noise
 from . import verdicts
 from .verdicts import Finding
 

@@ -2,15 +2,15 @@
 
     compat = CompatServer(server, port=8513).start()
 
-A translator and not a second server: every client that registers here gets a seat in the same run as the workers that
-speak the wire of today, and its contributions pass the same coordinator and the same ledger.
+A translator and not a second server: every client that registers here joins the same run as the workers that speak the
+wire of today, and its contributions pass the same coordinator and the same ledger.
 
-    limits.py   how much and how long
-    archive.py  torch.save's bytes, described without unpickling them
-    tensors.py  and compared with the run's model
-    seat.py     one registered worker: what it holds, what it has under way, what is a repeat
-    desk.py     the seven endpoints, without sockets
-    server.py   the sockets
+    limits.py     how much and how long
+    archive.py    torch.save's bytes, described without unpickling them
+    tensors.py    and compared with the run's model
+    client.py     one registered worker: what it holds, what it has under way, what is a repeat
+    endpoints.py  the seven endpoints
+    server.py     their port, on the HTTP server of wire/
 """
 
 from .limits import CompatLimits

@@ -53,7 +53,7 @@ class Guard(Protocol):
         """From the Authorization header, decoded as latin-1; raises Unauthorized."""
 
 
-class OpenDoor:
+class OpenGuard:
     """`--insecure`: everybody may do everything."""
 
     def admit(self, authorization: str | None) -> Caller:

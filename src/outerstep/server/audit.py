@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ..observe import EventLog
 from ..observe.per_minute import PerMinute
-from ..wire.http_service import RefusedRequest, log_refusal
+from ..wire.http_server import RefusedRequest, log_refusal
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """From the bytes of a contribution to its values: where they lie, whether they are fit, block by block.
 
-payload   section 0: header, tensor 0, tensor 1, …;  section 1: header, tensor 0, …     (wire/sections.py)
+payload   section 0: header, tensor 0, tensor 1, …;  section 1: header, tensor 0, …     (wire/frames.py)
 run       the encoded values of one tensor in one section
 block     up to BLOCK_VALUES values of a run: what is checked at once; numbered in the order of the payload
 """
@@ -19,8 +19,7 @@ from torch import Tensor
 from ..core.codecs import Codec
 from ..core.codecs.cast import CastCodec
 from ..errors import BadFrame, NotFinite, Refused
-from ..wire.frames import Layout, check_frame, layout
-from ..wire.sections import rows_of, section_layout
+from ..wire.frames import Layout, check_frame, layout, rows_of, section_layout
 from .blocks import BLOCK_VALUES
 
 PLAUSIBLE = 1e9  # the norm of a block whose squares are far from overflowing

@@ -22,7 +22,7 @@ from ..coordination.server.uploads import Upload
 from ..digest import part_hash
 from ..errors import BadRequest, HashMismatch, MissingParts
 from ..types import ContributionKey, PutPart, PutPartAnswer
-from ..wire.service import Body
+from ..wire.routes import UnreadBody
 from .decoding import Decoder, Findings, room_for_a_block
 from .pool import Pool, Room
 
@@ -34,7 +34,7 @@ FindDecoder = Callable[[int, int], Decoder]
 class _Writing:
     """A part whose bytes are being read from a socket right now."""
 
-    body: Body
+    body: UnreadBody
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -87,7 +87,7 @@ class Intake:
         decoder = self._find_decoder(upload.offer.fragment, sections)
         return lambda: self._lookers.submit(decoder.conclude, payload, seen).result()
 
-    def put(self, request: PutPart, body: Body) -> PutPartAnswer:
+    def put(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
         """Read the part to its place. Only one connection at a time writes to a place, and none once the part is in:
         what was hashed is what will be added."""
         place = (request.key, request.part)
@@ -138,7 +138,7 @@ class Intake:
             return incoming.room
 
     def _read(
-        self, payload: memoryview, begin: int, end: int, request: PutPart, body: Body, decoder: Decoder
+        self, payload: memoryview, begin: int, end: int, request: PutPart, body: UnreadBody, decoder: Decoder
     ) -> Findings:
         """Fill [begin, end) of the payload; its hash must be the one announced. What the blocks inside it hold.
 

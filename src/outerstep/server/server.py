@@ -29,9 +29,9 @@ from ..errors import ConfigError
 from ..security import Access, Credentials, ServerIdentity, TokenGuard, is_loopback, parse_address
 from ..security.access import write_address
 from ..security.credentials import outward_host
-from ..security.guard import OpenDoor
+from ..security.guard import OpenGuard
 from ..types import Manifest
-from ..wire.http_service import HttpService, ServiceLimits
+from ..wire.http_server import HttpServer, ServiceLimits
 from .audit import Audit
 from .founding import read_codecs
 from .health import HealthMonitor
@@ -81,7 +81,7 @@ class DiLoCoServer:
                 folder.close()
             raise
         self._monitor = HealthMonitor(self.service.tick, self.service.next_wake)
-        self._http: HttpService | None = None
+        self._http: HttpServer | None = None
         self._identity: ServerIdentity | None = None  # None = insecure, or not started yet
         self._stopped = False
         self._stopping = threading.Lock()
@@ -269,19 +269,19 @@ class DiLoCoServer:
             hosts = (hosts - set(EVERYWHERE)) | {"127.0.0.1"}
         self._credentials.announce(hosts, port, self._identity)
 
-    def _listen(self) -> HttpService:
+    def _listen(self) -> HttpServer:
         limits = ServiceLimits(
             max_connections=self.config.max_connections, control_from_anywhere=self.config.remote_control
         )
         tls = self._identity.context() if self._identity is not None else None
-        guard = TokenGuard(self._identity.tokens) if self._identity is not None else OpenDoor()
+        guard = TokenGuard(self._identity.tokens) if self._identity is not None else OpenGuard()
         audit = Audit(self.service.events)
         port = self.config.port
         candidates = [port] if port is not None else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))
         for candidate in candidates:
             try:
-                return HttpService(
-                    self.service, self.config.host, candidate, limits, tls=tls, guard=guard, on_refusal=audit
+                return HttpServer(
+                    self.service.routes, self.config.host, candidate, limits, tls=tls, guard=guard, on_refusal=audit
                 )
             except OSError as error:
                 last = error

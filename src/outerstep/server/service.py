@@ -28,7 +28,6 @@ from ..errors import (
     Closing,
     ConfigError,
     Conflict,
-    NotFound,
     Refused,
     ServerError,
     ServerFailed,
@@ -56,9 +55,9 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
-from ..wire.messages import AnyRequest
-from ..wire.peers import GetHeld, PeerRequest
-from ..wire.service import Body
+from ..wire.messages import MAX_JOIN_BYTES, decode_join, decode_json, place_of
+from ..wire.pages import pages
+from ..wire.routes import DownloadRoute, MessageRoute, Route, UnreadBody, UploadRoute
 from .founding import found_run
 from .intake import Intake
 from .keeping import Keeper
@@ -127,6 +126,7 @@ class ParameterService:
             lambda fragment, sections: self.stores[fragment].decoder(sections),
         )
         self._rounds = RoundsThread(self)
+        self.routes = self._make_routes()
 
     def start(self) -> None:
         coordinator = self.coordinator
@@ -160,10 +160,32 @@ class ParameterService:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def answer(self, request: AnyRequest) -> Answer:
+    def _make_routes(self) -> dict[tuple[str, str], Route]:
+        return {
+            **pages(self),
+            place_of(Join): MessageRoute(Join, self.answer, most_bytes=MAX_JOIN_BYTES, decode=decode_join),
+            place_of(Heartbeat): MessageRoute(Heartbeat, self.answer, is_quick=True),
+            place_of(Leave): MessageRoute(Leave, self.answer, is_quick=True),
+            place_of(Offer): MessageRoute(Offer, self.answer, is_quick=True, decode=self._decode_offer),
+            place_of(PutPart): UploadRoute(PutPart, self.put_part),
+            place_of(Commit): MessageRoute(Commit, self.answer),
+            place_of(Poll): MessageRoute(Poll, self.answer),
+            place_of(GetPart): DownloadRoute(GetPart, self.get_part),
+            place_of(Control): MessageRoute(Control, self.answer, speaker=None, is_order=True),
+        }
+
+    def _decode_offer(self, data: bytes | bytearray) -> Offer:
+        """A worker that offers something on top of a version that cannot be is told where the run stands."""
+        try:
+            return decode_json(data, Offer)
+        except BadRequest as error:
+            if "base" in error.message:
+                hint = f"the run has completed round {self.coordinator.sync_round}"
+                raise BadRequest(error.message, hint=hint) from error
+            raise
+
+    def answer(self, request: Request) -> Answer:
         self._check_health()
-        if isinstance(request, PeerRequest):
-            raise _not_a_peer()
         try:
             return self._answer(request)
         except Refused as refusal:
@@ -197,7 +219,7 @@ class ParameterService:
             case PutPart() | GetPart():
                 raise BadRequest(f"{type(request).__name__} carries bytes")
 
-    def put_part(self, request: PutPart, body: Body) -> PutPartAnswer:
+    def put_part(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
         self._check_health()
         try:
             return self.intake.put(request, body)
@@ -206,10 +228,8 @@ class ParameterService:
                 self._flush()  # it may have been one too many
             raise
 
-    def get_part(self, request: GetPart | GetHeld) -> tuple[GetPartAnswer, memoryview]:
+    def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:
         self._check_health()
-        if isinstance(request, GetHeld):
-            raise _not_a_peer()
         with self.changed:
             now = self.clock()
             self.coordinator.get_part(request, now)
@@ -446,7 +466,3 @@ class ParameterService:
             raise Busy("the server is stopping", hint="ask again when it is back", retry_after_s=1.0)
         if self.failure:
             raise ServerFailed(f"the server has stopped: {self.failure}", hint="restart it; its log has the cause")
-
-
-def _not_a_peer() -> NotFound:
-    return NotFound("this is a server, not a peer", hint="workers join it: outerstep worker --server, not peer --join")

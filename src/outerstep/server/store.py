@@ -24,8 +24,7 @@ from ..core.watch import sum_of_squares
 from ..digest import data_hash
 from ..errors import ModelError
 from ..types import GetPart, ParameterSpec, Participant, Payload
-from ..wire.frames import layout
-from ..wire.sections import most_bytes, row_pieces
+from ..wire.frames import layout, most_bytes, row_pieces
 from .blocks import BLOCK_VALUES, Block, cut, hand_in_hand
 from .combining import Contribution, combine
 from .decoding import Decoder, UpTensor

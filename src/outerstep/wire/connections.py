@@ -1,4 +1,5 @@
-"""Who is connected, and who has to go when there is no more room: strangers, never a worker (limits.py)."""
+"""Which connections there are, and which has to go when there is no more room: a stranger's, never a worker's
+(limits.py)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..errors import Busy
 from .limits import ServiceLimits
 
 ADDRESSES = 4096  # of which refusals are remembered; the longest unheard of are forgotten first
@@ -28,35 +30,58 @@ class Connection:
     request: int = 0
     is_gone: bool = False  # not on the list any more
     is_served: bool = False  # its head is here, its answer is not out yet
+    on_ended: Callable[[bool], None] | None = None  # to be told whether the last answer has arrived
+
+    def answer_ended(self, *, arrived: bool) -> None:
+        if self.on_ended is not None:
+            on_ended, self.on_ended = self.on_ended, None
+            on_ended(arrived)
 
 
 @dataclass
 class Admission:
-    """None = no; `dropped`: who has to go for it."""
+    """None = no; `dropped`: which has to go for it."""
 
     connection: Connection | None
     dropped: Connection | None = None
+
+
+class Allowance:
+    """How many bytes of messages may be in memory at a time. A small one is always taken: there are as many as there
+    are connections."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = size_bytes
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        with self._lock:
+            if count > self._left:
+                raise Busy("too many large messages at a time", retry_after_s=1.0)
+            self._left -= count
+
+    def give_back(self, count: int) -> None:
+        with self._lock:
+            self._left += count
 
 
 class Connections:
     def __init__(self, limits: ServiceLimits, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
         self._lock = threading.Lock()
-        self._all: dict[Connection, None] = {}  # in the order of arrival
+        self.open: dict[Connection, None] = {}  # in the order of arrival
         self._strangers: dict[Connection, None] = {}
         self.refusals = Refusals(limits, clock)
+        self.messages = Allowance(limits.message_bytes)
         self.counts: Counter[str] = Counter()  # of what was done to whom
-
-    def __len__(self) -> int:
-        return len(self._all)
 
     def list(self) -> list[Connection]:
         with self._lock:
-            return list(self._all)
+            return list(self.open)
 
     def summary(self) -> dict[str, int]:
         with self._lock:
-            return {"open": len(self._all), "strangers": len(self._strangers), **self.counts}
+            return {"open": len(self.open), "strangers": len(self._strangers), **self.counts}
 
     def admit(self, sock: socket.socket, peer: str) -> Admission:
         """Take it in as a stranger, if there is room or somebody to make some."""
@@ -71,7 +96,7 @@ class Connections:
                     return Admission(None)
                 self._remove(dropped)
                 self.counts["strangers_dropped"] += 1
-            self._all[newcomer] = self._strangers[newcomer] = None
+            self.open[newcomer] = self._strangers[newcomer] = None
         return Admission(newcomer, dropped)
 
     def greet(self, connection: Connection) -> None:
@@ -84,7 +109,7 @@ class Connections:
     def doubt(self, connection: Connection) -> None:
         """It has not, or shows one that is no longer valid. Its time as a stranger begins anew if it was known."""
         with self._lock:
-            if connection.is_known and connection in self._all:
+            if connection.is_known and connection in self.open:
                 connection.is_known, connection.since = False, self._clock()
                 self._strangers[connection] = None
 
@@ -98,12 +123,12 @@ class Connections:
 
     def _remove(self, connection: Connection) -> None:
         connection.is_gone = True
-        self._all.pop(connection, None)
+        self.open.pop(connection, None)
         self._strangers.pop(connection, None)
 
     def _is_full(self, address: str) -> bool:
         limits = self._limits
-        if len(self._all) >= limits.max_connections or len(self._strangers) >= limits.max_strangers:
+        if len(self.open) >= limits.max_connections or len(self._strangers) >= limits.max_strangers:
             return True
         return self.refusals.is_doubtful(address) and self._strangers_of(address) >= limits.doubtful_strangers
 
@@ -176,4 +201,4 @@ def group_of(peer: str) -> str:
     return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
-__all__ = ["Connection", "Connections", "Refusals", "group_of"]
+__all__ = ["Allowance", "Connection", "Connections", "Refusals", "group_of"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import logging
 import os
@@ -10,7 +9,6 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Iterator
 from typing import cast
 
 import msgspec
@@ -20,19 +18,23 @@ from ..security import DEFAULT_PORT, Access, Credentials, is_join_string, parse_
 from ..security.access import write_address
 from ..security.tls import PinnedConnection, explain, pinning_context
 from ..types import Answer, Control, GetPartAnswer, Poll, Request
-from . import blocking, probe, strict_json
+from . import sockets
 from .messages import (
     BYTES_TYPE,
     HASH_HEADER,
     JSON_TYPE,
     MAX_JOIN_BYTES,
+    PROBE_PATH,
+    STATUS_PATH,
     AnyAnswer,
     AnyRequest,
+    ProbeAnswer,
     address_of,
     decode_error,
+    decode_json,
+    encode_json,
 )
 from .peers import HeldAnswer, PeerAnswer, PeerRequest
-from .probe import ProbeAnswer
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ class HttpTransport:
         if body is not None:
             payload, content_type = body, BYTES_TYPE
         else:
-            payload, content_type = memoryview(b"" if method == "GET" else strict_json.encode(request)), JSON_TYPE
+            payload, content_type = memoryview(b"" if method == "GET" else encode_json(request)), JSON_TYPE
         admin = isinstance(request, Control)
         status, headers, data = self._ask(method, target, payload, content_type, into, limit_s, admin=admin)
         if status != 200:
@@ -116,24 +118,24 @@ class HttpTransport:
             raise TransportError(f"{self.address} answered {target} with something else: {error}") from error
 
     def status(self) -> dict[str, object]:
-        status, _, data = self._ask("GET", "/status", memoryview(b""), JSON_TYPE, None, self._timeout_s)
+        status, _, data = self._ask("GET", STATUS_PATH, memoryview(b""), JSON_TYPE, None, self._timeout_s)
         if status != 200:
             raise decode_error(data, status)
         try:
-            return strict_json.decode(data, dict)
+            return decode_json(data, dict)
         except BadRequest as error:
             raise decode_error(data, status) from error  # somebody else's page: it says what came instead
 
     def probe_up(self, data: memoryview) -> ProbeAnswer:
         """Send bytes that are thrown away."""
-        status, _, answer = self._ask("PUT", probe.PATH, data, BYTES_TYPE, None, self._timeout_s)
+        status, _, answer = self._ask("PUT", PROBE_PATH, data, BYTES_TYPE, None, self._timeout_s)
         if status != 200:
             raise decode_error(answer, status)
-        return strict_json.decode(answer, ProbeAnswer)
+        return decode_json(answer, ProbeAnswer)
 
     def probe_down(self, into: memoryview) -> None:
         """Fetch bytes that mean nothing."""
-        target = f"{probe.PATH}?bytes={len(into)}"
+        target = f"{PROBE_PATH}?bytes={len(into)}"
         status, _, answer = self._ask("GET", target, memoryview(b""), BYTES_TYPE, into, self._timeout_s)
         if status != 200:
             raise decode_error(answer, status)
@@ -278,13 +280,15 @@ class HttpTransport:
             connection.request(method, target, body=bytes(payload) or None, headers=headers)
         else:
             connection.request(method, target, headers=headers)
-            with _blocking(sock, timeout_s):
-                blocking.send(sock, payload)
+            sockets.block(sock, timeout_s or 0.0)
+            sockets.send(sock, payload)
+            sock.settimeout(timeout_s)
         response = connection.getresponse()
         data = b""
         if into is not None and response.status == 200:
-            with _blocking(sock, timeout_s):
-                self._fill(response, sock, into)
+            sockets.block(sock, timeout_s or 0.0)
+            self._fill(response, sock, into)
+            sock.settimeout(timeout_s)
         else:
             data = response.read(MAX_JOIN_BYTES)
         response.read()  # the end of the message, so that the connection can be used again
@@ -304,18 +308,11 @@ class HttpTransport:
         into[: len(began)] = response.fp.read(len(began))
         rest = into[len(began) :]
         while rest:
-            count = blocking.receive_into(sock, rest)
+            count = sockets.receive_into(sock, rest)
             if count == 0:
                 raise http.client.IncompleteRead(b"", len(rest))
             rest = rest[count:]
         response.length = 0  # nothing of it is left
-
-
-@contextlib.contextmanager
-def _blocking(sock: socket.socket, timeout_s: float | None) -> Iterator[None]:
-    blocking.block(sock, timeout_s or 0.0)
-    yield
-    sock.settimeout(timeout_s)
 
 
 __all__ = ["DEFAULT_PORT", "HttpTransport", "parse_address"]

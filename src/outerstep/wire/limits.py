@@ -41,6 +41,7 @@ class ServiceLimits:
     refusals_per_s: float = 2.0
     penalty_s: float = 1.0
     message_bytes: int = 256 << 20
+    keepalive_s: int | None = None  # between probes by which the kernel finds out that a silent peer is gone
     control_from_anywhere: bool = False  # else the operator's orders are taken from this machine only
 
     @property

@@ -7,11 +7,9 @@ from typing import cast
 import msgspec
 
 from ..errors import BadRequest, Refused, ServerError, TransportError
-from ..types import Answer, GetPart, PutPart, Request
-from . import strict_json
-from .messages import AnyAnswer, AnyRequest, address_of, decode_error, encode_error, find_route, parse_query
-from .peers import GetHeld
-from .service import Service
+from ..types import Answer, Request
+from .messages import address_of, decode_error, decode_json, encode_error, encode_json, parse_query
+from .routes import DownloadRoute, MessageRoute, Route, Service, UploadRoute, no_route
 
 
 class MemoryBody:
@@ -55,27 +53,34 @@ class MemoryTransport:
         method, target, answer_type = address_of(request)
         path, _, query = target.partition("?")
         try:
-            kind = find_route(method, path)
-            received = parse_query(query, kind) if query else strict_json.decode(strict_json.encode(request), kind)
-            answer = self._serve(received, body, into)
+            route = self._service.routes.get((method, path))
+            if route is None:
+                raise no_route(self._service.routes, method, path)
+            answer = self._serve(route, query, encode_json(request), body, into)
         except Refused as refusal:
             # Through the wire's own form, so that the twin refuses exactly as HTTP does.
             raise decode_error(encode_error(refusal, "memory"), refusal.status) from refusal
         if self.drop_answers > 0:
             self.drop_answers -= 1
             raise TransportError("the answer was lost (drop_answers)")
-        return cast(Answer, msgspec.json.decode(strict_json.encode(answer), type=answer_type))
+        return cast(Answer, msgspec.json.decode(encode_json(answer), type=answer_type))
 
-    def _serve(self, request: AnyRequest, body: memoryview | None, into: memoryview | None) -> AnyAnswer:
-        if isinstance(request, PutPart):
-            return self._service.put_part(request, MemoryBody(body if body is not None else memoryview(b"")))
-        if isinstance(request, GetPart | GetHeld):
-            answer, data = self._service.get_part(request)
-            if into is None or len(into) != len(data):
-                raise ServerError(f"the part has {len(data)} bytes, the place for it {len(into or b'')}")
-            into[:] = data
-            return answer
-        return self._service.answer(request)
+    @staticmethod
+    def _serve(route: Route, query: str, data: bytes, body: memoryview | None, into: memoryview | None) -> object:
+        match route:
+            case MessageRoute():
+                return route.handler(decode_json(data, route.kind))
+            case UploadRoute():
+                return route.handler(
+                    parse_query(query, route.kind), MemoryBody(body if body is not None else memoryview(b""))
+                )
+            case DownloadRoute():
+                answer, found = route.handler(parse_query(query, route.kind))
+                if into is None or len(into) != len(found):
+                    raise ServerError(f"the part has {len(found)} bytes, the place for it {len(into or b'')}")
+                into[:] = found
+                return answer
+        raise ServerError("this route has no message")
 
     def status(self) -> dict[str, object]:
         return self._service.status()

@@ -1,13 +1,19 @@
-"""Which message travels on which path, and how errors do."""
+"""How messages travel: which on which path, as what JSON or query string, and how errors do.
+
+JSON as we accept it is UTF-8 with finite numbers, no repeated keys, shallow, and of the shape that the message has.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import json
+import math
+import re
+from typing import Final, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
-from ..errors import BY_CODE, BadRequest, MethodNotAllowed, NotFound, ProtocolMismatch, Refused, ServerError
+from ..errors import BY_CODE, BadRequest, ProtocolMismatch, Refused, ServerError
 from ..statements import Converse
 from ..types import (
     PROTOCOL_VERSION,
@@ -33,12 +39,21 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
-from . import probe, strict_json
 from .peers import AskParts, AskTerms, AskWhole, GetHeld, HeldAnswer, Parts, PeerAnswer, PeerRequest, Terms, Whole
 
+STATUS_PATH: Final = "/status"
+PROBE_PATH: Final = "/v1/probe"
 HASH_HEADER: Final = "Outerstep-Hash"
 JSON_TYPE: Final = "application/json"
 BYTES_TYPE: Final = "application/octet-stream"
+
+MAX_DEPTH: Final = 16
+MAX_MARKS: Final = 2_000_000  # strings and brackets: each costs many times its own size once it is an object
+# A string (whose brackets don't count) or a bracket. Possessive, so that a long string costs no memory for going back.
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+T = TypeVar("T")
 
 MAX_JSON_BYTES: Final = 1 << 20
 MAX_JOIN_BYTES: Final = 32 << 20  # a join carries the manifest: about 100 bytes per parameter tensor
@@ -47,27 +62,29 @@ MAX_PART_BYTES: Final = 16 << 20
 AnyRequest = Request | PeerRequest
 AnyAnswer = Answer | PeerAnswer
 
-# (method, path) -> (request, its answer). Part requests carry bytes, so their facts are in the query string.
-ROUTES: Final[dict[tuple[str, str], tuple[type[AnyRequest], type[AnyAnswer]]]] = {
-    ("POST", "/v1/join"): (Join, JoinAnswer),
-    ("POST", "/v1/heartbeat"): (Heartbeat, HeartbeatAnswer),
-    ("POST", "/v1/leave"): (Leave, LeaveAnswer),
-    ("POST", "/v1/offer"): (Offer, OfferAnswer),
-    ("PUT", "/v1/part"): (PutPart, PutPartAnswer),
-    ("POST", "/v1/commit"): (Commit, CommitAnswer),
-    ("POST", "/v1/poll"): (Poll, PollAnswer),
-    ("GET", "/v1/part"): (GetPart, GetPartAnswer),
-    ("POST", "/v1/control"): (Control, ControlAnswer),
-    ("POST", "/v1/peers/terms"): (AskTerms, Terms),
-    ("POST", "/v1/peers/converse"): (Converse, Converse),
-    ("POST", "/v1/peers/whole"): (AskWhole, Whole),
-    ("POST", "/v1/peers/parts"): (AskParts, Parts),
-    ("GET", "/v1/peers/part"): (GetHeld, HeldAnswer),
+# request -> (method, path, its answer). Part requests carry bytes, so their facts are in the query string.
+PLACES: Final[dict[type[AnyRequest], tuple[str, str, type[AnyAnswer]]]] = {
+    Join: ("POST", "/v1/join", JoinAnswer),
+    Heartbeat: ("POST", "/v1/heartbeat", HeartbeatAnswer),
+    Leave: ("POST", "/v1/leave", LeaveAnswer),
+    Offer: ("POST", "/v1/offer", OfferAnswer),
+    PutPart: ("PUT", "/v1/part", PutPartAnswer),
+    Commit: ("POST", "/v1/commit", CommitAnswer),
+    Poll: ("POST", "/v1/poll", PollAnswer),
+    GetPart: ("GET", "/v1/part", GetPartAnswer),
+    Control: ("POST", "/v1/control", ControlAnswer),
+    AskTerms: ("POST", "/v1/peers/terms", Terms),
+    Converse: ("POST", "/v1/peers/converse", Converse),
+    AskWhole: ("POST", "/v1/peers/whole", Whole),
+    AskParts: ("POST", "/v1/peers/parts", Parts),
+    GetHeld: ("GET", "/v1/peers/part", HeldAnswer),
 }
-LARGE: Final = (Join, Converse)  # messages that may have MAX_JOIN_BYTES
-PAGES: Final = {"/status": ("GET",), "/healthz": ("GET",), probe.PATH: probe.METHODS}  # paths without a message
 
-_PLACE: Final = {request: (method, path, answer) for (method, path), (request, answer) in ROUTES.items()}
+
+class ProbeAnswer(Plain, frozen=True):
+    received_bytes: int
+    time_s: float  # since 1970
+    protocol: int
 
 
 class ErrorBody(Plain, frozen=True):
@@ -84,34 +101,29 @@ class ErrorAnswer(Plain, frozen=True):
 
 # msgspec learns a type when it is first used; two threads that are the first at the same moment crash the process
 # (0.22: the second finds what the first has half built). So it learns ours now, while there is one thread.
-for _kind in (*(kind for pair in ROUTES.values() for kind in pair), ErrorAnswer):
+for _kind in (*PLACES, *(answer for _, _, answer in PLACES.values()), ErrorAnswer):
     msgspec.json.Decoder(_kind)
 
 
-def find_route(method: str, path: str) -> type[AnyRequest]:
-    found = ROUTES.get((method, path))
-    if found is not None:
-        return found[0]
-    allowed = [m for m, p in ROUTES if p == path] + [*PAGES.get(path, ())]
-    if allowed:
-        raise MethodNotAllowed(f"{method} is not allowed on {path}", allow=", ".join(allowed))
-    raise NotFound(f"no such path: {path[:128]}", hint="the paths of this protocol begin with /v1/")
+def place_of(kind: type[AnyRequest]) -> tuple[str, str]:
+    """Method and path, for a table of routes."""
+    return PLACES[kind][:2]
 
 
 def address_of(request: AnyRequest) -> tuple[str, str, type[AnyAnswer]]:
     """Method, target and answer type of a request. A part request's facts go into the target."""
-    method, path, answer = _PLACE[type(request)]
+    method, path, answer = PLACES[type(request)]
     if isinstance(request, PutPart | GetPart | GetHeld):
         path = f"{path}?{urlencode(msgspec.to_builtins(request))}"
     return method, path, answer
 
 
-def decode_request(data: bytes | bytearray | memoryview, kind: type[AnyRequest]) -> AnyRequest:
+def decode_join(data: bytes | bytearray | memoryview) -> Join:
     """What a worker of another version says may have fields that we do not know: then the version is what is wrong."""
     try:
-        return strict_json.decode(data, kind)
+        return decode_json(data, Join)
     except BadRequest as error:
-        if kind is Join and (spoken := _protocol(data)) not in (None, PROTOCOL_VERSION):
+        if (spoken := _protocol(data)) not in (None, PROTOCOL_VERSION):
             raise ProtocolMismatch(
                 f"this worker speaks protocol {spoken}, the server speaks {PROTOCOL_VERSION}",
                 hint="install the same version of outerstep on both",
@@ -121,13 +133,13 @@ def decode_request(data: bytes | bytearray | memoryview, kind: type[AnyRequest])
 
 def _protocol(data: bytes | bytearray | memoryview) -> int | None:
     try:
-        spoken = strict_json.decode(data, dict).get("protocol")
+        spoken = decode_json(data, dict).get("protocol")
     except BadRequest:
         return None
     return spoken if type(spoken) is int else None
 
 
-def parse_query(query: str, kind: type[AnyRequest]) -> AnyRequest:
+def parse_query(query: str, kind: type[T]) -> T:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=32, errors="strict")
     except ValueError as error:
@@ -135,7 +147,7 @@ def parse_query(query: str, kind: type[AnyRequest]) -> AnyRequest:
     facts = dict(pairs)
     if len(facts) != len(pairs):
         raise BadRequest("bad query string: a key appears twice")
-    return strict_json.convert(facts, kind, from_text=True)
+    return convert(facts, kind, from_text=True)
 
 
 def encode_error(error: Refused, request_id: str) -> bytes:
@@ -146,12 +158,12 @@ def encode_error(error: Refused, request_id: str) -> bytes:
         request_id=request_id,
         retry_after_s=error.retry_after_s,
     )
-    return strict_json.encode(ErrorAnswer(error=body))
+    return encode_json(ErrorAnswer(error=body))
 
 
 def decode_error(data: bytes, status: int) -> Refused:
     try:
-        body = strict_json.decode(data, ErrorAnswer).error
+        body = decode_json(data, ErrorAnswer).error
     except BadRequest:
         shown = data[:80].decode("utf-8", "replace")
         kind = ServerError if status >= 500 else Refused  # a proxy in front may say 502 for a while
@@ -160,3 +172,67 @@ def decode_error(data: bytes, status: int) -> Refused:
             hint="is this the address of an outerstep server?",
         )
     return BY_CODE.get(body.code, Refused)(body.message, hint=body.hint, retry_after_s=body.retry_after_s)
+
+
+# --- strict JSON ---------------------------------------------------------------------------------------------------
+
+
+def decode_json(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    """Parse and check in one go; whatever is wrong is a BadRequest that says where."""
+    text = bytes(data)
+    _check_depth(text)
+    try:
+        parsed = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_no_repeats, parse_constant=_no_constants, parse_float=_finite
+        )
+        if _SURROGATE.search(text):
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")  # half a character cannot be written back
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"not acceptable JSON: {error}") from error
+    return convert(parsed, kind)
+
+
+def convert(parsed: object, kind: type[T], *, from_text: bool = False) -> T:
+    """Plain values into a message. `from_text`: numbers may come as strings (a query string has nothing else)."""
+    try:
+        return msgspec.convert(parsed, kind, strict=not from_text)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"not a {kind.__name__}: {error}") from error
+
+
+def encode_json(message: object) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def _check_depth(text: bytes) -> None:
+    """A hundred thousand brackets must not reach a recursive parser. Brackets inside strings don't count."""
+    depth = 0
+    for count, found in enumerate(_STRING_OR_BRACKET.finditer(text)):
+        first = text[found.start()]
+        depth += (first in b"[{") - (first in b"]}")
+        if depth > MAX_DEPTH:
+            raise BadRequest(f"JSON is nested deeper than {MAX_DEPTH} levels")
+        if count >= MAX_MARKS:
+            raise BadRequest(f"JSON has more than {MAX_MARKS} strings and brackets")
+
+
+def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} appears twice")
+            seen.add(key)
+    return made
+
+
+def _no_constants(name: str) -> object:
+    raise ValueError(f"{name} is not a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is out of range")
+    return value

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .connections import Connection, Connections
-from .http_body import shut
 from .limits import ServiceLimits
+from .sockets import shut
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import ModelError
 from ..topology.group.sharded import Shards
-from ..wire.sections import rows_of
+from ..wire.frames import rows_of
 
 
 class Locals(Mapping[str, Tensor]):

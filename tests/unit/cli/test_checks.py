@@ -9,7 +9,7 @@ import pytest
 
 from outerstep.cli import checks
 from outerstep.cli.checks import FIRST_BYTES, find_gpus, look_at_secrets, nvidia_driver, rate, try_disk, usable_cores
-from outerstep.wire.probe import MAX_BYTES
+from outerstep.wire.pages import MAX_BYTES
 
 
 class Wire:

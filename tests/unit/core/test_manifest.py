@@ -6,7 +6,7 @@ from torch import nn
 
 from outerstep.core.manifest import MAX_BLOCK_NAME, block_of, describe
 from outerstep.types import Manifest, ParameterSpec
-from outerstep.wire import strict_json
+from outerstep.wire.messages import decode_json, encode_json
 
 
 class Small(nn.Module):
@@ -128,4 +128,4 @@ def test_buffers_are_named_and_not_exchanged() -> None:
 @pytest.mark.parametrize("model", [Small(), nn.Linear(2, 3), nn.Identity()], ids=lambda model: type(model).__name__)
 def test_a_manifest_survives_the_wire(model: nn.Module) -> None:
     _, manifest = describe(model)
-    assert strict_json.decode(strict_json.encode(manifest), Manifest) == manifest
+    assert decode_json(encode_json(manifest), Manifest) == manifest

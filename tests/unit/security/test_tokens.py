@@ -11,7 +11,7 @@ import pytest
 
 from outerstep.errors import ConfigError, Forbidden, Unauthorized
 from outerstep.security import TokenFile, TokenGuard
-from outerstep.security.guard import OpenDoor
+from outerstep.security.guard import OpenGuard
 from outerstep.security.tokens import is_token, new_token
 
 
@@ -186,7 +186,7 @@ def test_only_the_admin_token_operates_and_it_does_nothing_else(file: TokenFile)
 
 
 def test_an_open_door_lets_everybody_do_everything() -> None:
-    caller = OpenDoor().admit(None)
+    caller = OpenGuard().admit(None)
     caller.check_operates()
     caller.check_speaks_for("anyone")
 

@@ -16,7 +16,7 @@ from outerstep.server.combining import rule_of
 from outerstep.server.store import Addend, FragmentStore
 from outerstep.topology.encode import encode_frame
 from outerstep.types import ParameterSpec, Participant
-from outerstep.wire.sections import rows_of
+from outerstep.wire.frames import rows_of
 from support import make_frame
 
 SHAPES: dict[str, tuple[int, ...]] = {"w": (70, 301), "b": (4097,), "scalar": (), "empty": (0, 3), "a": (3,)}

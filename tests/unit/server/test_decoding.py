@@ -18,7 +18,7 @@ from outerstep.errors import BadFrame, BadTensors, NotFinite
 from outerstep.server import decoding
 from outerstep.server.decoding import Decoder, Findings, UpTensor
 from outerstep.topology.encode import encode_frame
-from outerstep.wire.sections import rows_of, section_layout
+from outerstep.wire.frames import rows_of, section_layout
 
 PROPERTY = cases(60)
 CODECS = ["fp32", "bf16", "int8", "int4", "e3m0", "sparse64"]

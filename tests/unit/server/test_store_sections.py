@@ -18,7 +18,7 @@ from outerstep.server.store import Addend, FragmentStore
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.news import anchor_hash
 from outerstep.types import ParameterSpec, Participant
-from outerstep.wire.sections import rows_of, section_layout
+from outerstep.wire.frames import rows_of, section_layout
 from support import make_frame
 
 SHAPES = {"wide": (7, 5), "one": (1, 3), "bias": (4,), "scale": (), "none": (0, 2)}

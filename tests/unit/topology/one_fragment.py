@@ -41,7 +41,7 @@ from outerstep.types import (
     PutPartAnswer,
     Request,
 )
-from outerstep.wire.sections import rows_of, section_layout
+from outerstep.wire.frames import rows_of, section_layout
 
 PART_BYTES = 1 << 16
 

@@ -7,7 +7,7 @@ import sys
 
 MANY_FIRSTS = """
 import os, sys, threading
-from outerstep.wire import strict_json
+from outerstep.wire.messages import decode_json
 from outerstep.wire.messages import Join
 sys.setswitchinterval(1e-6)
 said = (
@@ -16,7 +16,7 @@ said = (
 )
 def read(together):
     together.wait()
-    strict_json.decode(said, Join)
+    decode_json(said, Join)
 for _ in range(60):
     child = os.fork()
     if child == 0:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amounts import cases
-from outerstep.errors import BY_CODE, BadRequest, Busy, MethodNotAllowed, NotFound, Refused, ServerError, StaleRound
+from outerstep.errors import BY_CODE, BadRequest, Busy, Refused, ServerError, StaleRound
 from outerstep.statements import Converse, Decision, Proof, Round, Signed
 from outerstep.types import (
     Commit,
@@ -26,16 +26,17 @@ from outerstep.types import (
     Request,
     Wishes,
 )
-from outerstep.wire import strict_json
 from outerstep.wire.messages import (
-    ROUTES,
+    PLACES,
     AnyAnswer,
     AnyRequest,
     address_of,
     decode_error,
+    decode_json,
     encode_error,
-    find_route,
+    encode_json,
     parse_query,
+    place_of,
 )
 from outerstep.wire.peers import AskParts, AskTerms, AskWhole, GetHeld
 
@@ -156,10 +157,10 @@ def as_received(request: AnyRequest) -> AnyRequest:
     """The way of a request over HTTP: method and target, then the query string or a JSON body."""
     method, target, _ = address_of(request)
     url = urlsplit(target)
-    kind = find_route(method, url.path)
+    kind = next(kind for kind in PLACES if place_of(kind) == (method, url.path))
     if url.query:
         return parse_query(url.query, kind)
-    return strict_json.decode(strict_json.encode(request), kind)
+    return decode_json(encode_json(request), kind)
 
 
 class TestRequests:
@@ -170,53 +171,19 @@ class TestRequests:
         request = data.draw(REQUESTS[kind])
         assert as_received(request) == request
 
-    def test_every_request_and_every_answer_has_exactly_one_route(self) -> None:
-        assert sorted(r.__name__ for r, _ in ROUTES.values()) == sorted(r.__name__ for r in get_args(AnyRequest))
-        assert sorted(a.__name__ for _, a in ROUTES.values()) == sorted(a.__name__ for a in get_args(AnyAnswer))
-
-    @pytest.mark.parametrize(("place", "pair"), ROUTES.items(), ids=lambda x: " ".join(map(str, x))[:20])
-    def test_a_request_is_told_the_answer_type_of_its_own_route(
-        self, place: tuple[str, str], pair: tuple[type[AnyRequest], type[AnyAnswer]]
-    ) -> None:
-        assert find_route(*place) is pair[0]
-        if pair[0] in get_args(Request):
-            assert pair[1].__name__ == pair[0].__name__ + "Answer"
+    def test_every_request_has_a_place_of_its_own_and_every_answer_one_request(self) -> None:
+        assert set(PLACES) == set(get_args(AnyRequest))
+        assert len(set(map(place_of, PLACES))) == len(PLACES)
+        answers = [answer.__name__ for _, _, answer in PLACES.values()]
+        assert sorted(answers) == sorted(kind.__name__ for kind in get_args(AnyAnswer))
+        for kind in get_args(Request):
+            assert PLACES[kind][2].__name__ == f"{kind.__name__}Answer"
 
     def test_only_part_requests_put_their_facts_into_the_target(self) -> None:
         head = {"run_id": "r", "worker_id": "w:1", "incarnation": 1}
         assert address_of(Leave(**head))[:2] == ("POST", "/v1/leave")
         _, target, _ = address_of(GetPart(**head, fragment=0, version=2, part=3))
         assert target == "/v1/part?run_id=r&worker_id=w%3A1&incarnation=1&fragment=0&version=2&part=3&kind=full"
-
-
-class TestRoutes:
-    @pytest.mark.parametrize(
-        "path", ["/", "", "/v1", "/v1/", "/v1/joins", "/v2/join", "/v1/join/", "/V1/join", "v1/join"]
-    )
-    def test_an_unknown_path_is_not_found(self, path: str) -> None:
-        with pytest.raises(NotFound, match="no such path") as refusal:
-            find_route("POST", path)
-        assert "/v1/" in refusal.value.hint
-
-    def test_a_path_of_any_length_is_shown_in_short(self) -> None:
-        with pytest.raises(NotFound) as refusal:
-            find_route("GET", "/" + "x" * 100_000)
-        assert len(str(refusal.value)) < 300
-
-    @pytest.mark.parametrize(
-        ("method", "path", "allow"),
-        [
-            ("GET", "/v1/join", {"POST"}),
-            ("DELETE", "/v1/part", {"PUT", "GET"}),
-            ("post", "/v1/join", {"POST"}),
-            ("POST", "/status", {"GET"}),
-            ("PUT", "/healthz", {"GET"}),
-        ],
-    )
-    def test_a_wrong_method_is_answered_with_the_allowed_ones(self, method: str, path: str, allow: set[str]) -> None:
-        with pytest.raises(MethodNotAllowed, match=f"{method} is not allowed on {path}") as refusal:
-            find_route(method, path)
-        assert set(refusal.value.allow.split(", ")) == allow
 
 
 class TestQueries:

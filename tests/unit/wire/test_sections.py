@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from amounts import cases
 from outerstep.core.codecs import get_codec
 from outerstep.digest import Parts, part_count, part_range
-from outerstep.wire.frames import layout
-from outerstep.wire.sections import most_bytes, row_pieces, rows_of, section_layout
+from outerstep.wire.frames import layout, most_bytes, row_pieces, rows_of, section_layout
 
 PROPERTY = cases(200)
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from amounts import cases
 from outerstep.errors import BadRequest
 from outerstep.types import Count, Label, Plain
-from outerstep.wire import strict_json
-from outerstep.wire.strict_json import MAX_DEPTH
+from outerstep.wire.messages import MAX_DEPTH, convert, decode_json, encode_json
 
 FUZZ = cases(300)
 LEVELS = 100_000
@@ -56,7 +55,7 @@ def nested(levels: int, opening: bytes = b"[", closing: bytes = b"]") -> bytes:
 def refused_or_note(data: bytes) -> Note | None:
     """Any exception that is not a BadRequest comes through and fails the test."""
     try:
-        return strict_json.decode(data, Note)
+        return decode_json(data, Note)
     except BadRequest:
         return None
 
@@ -65,34 +64,34 @@ class TestAccepted:
     @FUZZ
     @given(notes)
     def test_a_message_survives_encoding_and_decoding(self, note: Note) -> None:
-        assert strict_json.decode(strict_json.encode(note), Note) == note
+        assert decode_json(encode_json(note), Note) == note
 
     def test_bytes_may_come_as_a_memoryview(self) -> None:
-        assert strict_json.decode(memoryview(b'{"count": 3}'), Note) == Note(count=3)
+        assert decode_json(memoryview(b'{"count": 3}'), Note) == Note(count=3)
 
     def test_missing_fields_take_their_defaults(self) -> None:
-        assert strict_json.decode(b" {} ", Note) == Note()
+        assert decode_json(b" {} ", Note) == Note()
 
     @pytest.mark.parametrize("text", ["[" * 200, "}" * 60 + "{" * 120, '"[' * 60, "\\" * 60 + "[" * 60, "[\\"])
     def test_brackets_inside_strings_do_not_count_as_levels(self, text: str) -> None:
-        assert strict_json.decode(json.dumps({"text": text}).encode(), Note).text == text
+        assert decode_json(json.dumps({"text": text}).encode(), Note).text == text
 
     @pytest.mark.parametrize(
         "data", [b'{"text": "\\ud83d\\ude00"}', b'{"text": "\\uD83D\\uDE00"}', '{"text": "😀"}'.encode()]
     )
     def test_a_whole_character_may_be_written_in_two_halves(self, data: bytes) -> None:
-        assert strict_json.decode(data, Note).text == "😀"
+        assert decode_json(data, Note).text == "😀"
 
     def test_an_escaped_backslash_is_not_half_a_character(self) -> None:
-        assert strict_json.decode(b'{"text": "\\\\ud800"}', Note).text == "\\ud800"
+        assert decode_json(b'{"text": "\\\\ud800"}', Note).text == "\\ud800"
 
     def test_siblings_do_not_count_as_levels(self) -> None:
-        assert strict_json.decode(b"[" + b"[]," * 1000 + b"[]]", list) == [[]] * 1001
+        assert decode_json(b"[" + b"[]," * 1000 + b"[]]", list) == [[]] * 1001
 
     def test_the_documented_depth_is_accepted_and_one_more_is_not(self) -> None:
-        assert strict_json.decode(nested(MAX_DEPTH), list)
+        assert decode_json(nested(MAX_DEPTH), list)
         with pytest.raises(BadRequest, match=f"nested deeper than {MAX_DEPTH} levels"):
-            strict_json.decode(nested(MAX_DEPTH + 1), list)
+            decode_json(nested(MAX_DEPTH + 1), list)
 
 
 class TestRefused:
@@ -127,7 +126,7 @@ class TestRefused:
     )
     def test_what_is_not_strict_json_is_refused_saying_why(self, data: bytes, message: str) -> None:
         with pytest.raises(BadRequest, match=message):
-            strict_json.decode(data, Note)
+            decode_json(data, Note)
 
     @pytest.mark.row("B15")
     @pytest.mark.parametrize(
@@ -145,23 +144,23 @@ class TestRefused:
     )
     def test_a_hundred_thousand_levels_are_refused(self, data: bytes) -> None:
         with pytest.raises(BadRequest, match=f"nested deeper than {MAX_DEPTH} levels"):
-            strict_json.decode(data, Note)
+            decode_json(data, Note)
 
     def test_closing_brackets_in_advance_buy_no_depth(self) -> None:
         with pytest.raises(BadRequest, match="not acceptable JSON"):
-            strict_json.decode(b"]" * LEVELS + b"[" * LEVELS, Note)
+            decode_json(b"]" * LEVELS + b"[" * LEVELS, Note)
 
     @pytest.mark.parametrize("digits", [20, 400, 5000])
     @pytest.mark.parametrize("sign", ["", "-"])
     @pytest.mark.parametrize("field", ['"count": {}', '"inner": {{"count": {}}}'])
     def test_an_integer_of_any_size_out_of_range_is_refused(self, digits: int, sign: str, field: str) -> None:
         with pytest.raises(BadRequest):
-            strict_json.decode(("{" + field.format(sign + "9" * digits) + "}").encode(), Note)
+            decode_json(("{" + field.format(sign + "9" * digits) + "}").encode(), Note)
 
     @pytest.mark.parametrize("digits", [400, 5000])
     def test_an_integer_too_large_for_a_float_is_refused(self, digits: int) -> None:
         with pytest.raises(BadRequest):
-            strict_json.decode(('{"values": [' + "9" * digits + "]}").encode(), Note)
+            decode_json(('{"values": [' + "9" * digits + "]}").encode(), Note)
 
     @pytest.mark.parametrize(
         ("value", "where"),
@@ -186,7 +185,7 @@ class TestRefused:
     )
     def test_a_value_of_the_wrong_shape_is_refused_saying_where(self, value: object, where: str) -> None:
         with pytest.raises(BadRequest, match=f"^not a Note: .*{where}"):
-            strict_json.decode(json.dumps(value).encode(), Note)
+            decode_json(json.dumps(value).encode(), Note)
 
     @pytest.mark.parametrize(
         "data",
@@ -204,12 +203,12 @@ class TestRefused:
     )
     def test_half_a_character_is_refused_as_key_and_as_value(self, data: bytes) -> None:
         with pytest.raises(BadRequest, match=r"^not acceptable JSON: .*surrogates not allowed"):
-            strict_json.decode(data, Note)
+            decode_json(data, Note)
 
     @pytest.mark.parametrize("kind", [dict, Note])
     def test_half_a_character_is_refused_whatever_the_kind_would_allow(self, kind: type) -> None:
         with pytest.raises(BadRequest, match="surrogates not allowed"):
-            strict_json.decode(b'{"\\ud800": "\\udc00"}', kind)
+            decode_json(b'{"\\ud800": "\\udc00"}', kind)
 
 
 class TestMemory:
@@ -222,7 +221,7 @@ class TestMemory:
         text = b'"' + piece * ((4 << 20) // len(piece)) + b'"'
         tracemalloc.start()
         try:
-            found = strict_json.decode(memoryview(text), str)
+            found = decode_json(memoryview(text), str)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -235,7 +234,7 @@ class TestMemory:
         tracemalloc.start()
         try:
             with pytest.raises(BadRequest, match="Unterminated string"):
-                strict_json.decode(memoryview(text), str)
+                decode_json(memoryview(text), str)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -244,14 +243,14 @@ class TestMemory:
 
 class TestText:
     def test_numbers_may_come_as_text_only_where_there_is_nothing_else(self) -> None:
-        assert strict_json.convert({"count": "3"}, Note, from_text=True) == Note(count=3)
+        assert convert({"count": "3"}, Note, from_text=True) == Note(count=3)
         with pytest.raises(BadRequest, match=r"Expected `int`, got `str` - at `\$\.count`"):
-            strict_json.convert({"count": "3"}, Note)
+            convert({"count": "3"}, Note)
 
     @pytest.mark.parametrize("text", ["", "-1", "three", "nan", "1_0", " 3", "9" * 400, "9" * 5000, str(2**53 + 1)])
     def test_text_that_is_no_number_of_the_range_is_refused(self, text: str) -> None:
         with pytest.raises(BadRequest):
-            strict_json.convert({"count": text}, Note, from_text=True)
+            convert({"count": text}, Note, from_text=True)
 
 
 class TestFuzz:
@@ -278,12 +277,12 @@ class TestFuzz:
     @FUZZ
     @given(notes, st.data())
     def test_a_changed_byte_is_a_note_or_refused(self, note: Note, data: st.DataObject) -> None:
-        text = bytearray(strict_json.encode(note))
+        text = bytearray(encode_json(note))
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
         refused_or_note(bytes(text))
 
     @FUZZ
     @given(notes, st.data())
     def test_a_cut_message_is_always_refused(self, note: Note, data: st.DataObject) -> None:
-        text = strict_json.encode(note)
+        text = encode_json(note)
         assert refused_or_note(text[: data.draw(st.integers(0, len(text) - 1))]) is None

@@ -2,7 +2,7 @@
 
 Nothing gathers the whole model. Every rank has its own way to the server and speaks for the same worker:
 
-    contribute   each rank sends its rows as one section of the contribution (wire/sections.py), all under one key;
+    contribute   each rank sends its rows as one section of the contribution (wire/frames.py), all under one key;
                  rank 0 commits when the server misses nothing. The server is where they meet.
     agree        rank 0 hears of the agreement and tells the others.
     fetch        each rank fetches the parts that cover its rows, of the whole anchor or of the updates that lead to it.
@@ -29,8 +29,7 @@ from ...core.watch import as_seen_by
 from ...digest import Parts
 from ...errors import ExchangeFailed, ModelError, Superseded
 from ...types import Agreement, Join, JoinAnswer, Manifest, Offer, Plan, Wishes
-from ...wire.frames import Entry, Layout
-from ...wire.sections import rows_of, section_layout
+from ...wire.frames import Entry, Layout, rows_of, section_layout
 from ..encode import Excerpt
 from ..news import Cutter, Extent, News, Updates, Whole, covering, leads_on
 from ..payload import Payload

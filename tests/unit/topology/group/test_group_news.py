@@ -20,8 +20,8 @@ from outerstep.topology.group.topology import GroupTopology
 from outerstep.topology.protocol import Agreed, Contribution, Ticket
 from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Join, Manifest, ParameterSpec, Request, Wishes
+from outerstep.wire.frames import rows_of
 from outerstep.wire.memory import MemoryTransport
-from outerstep.wire.sections import rows_of
 from outerstep.wire.transport import Transport
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica

@@ -18,12 +18,12 @@ from ....errors import ConfigError, NoCredentials, Unauthorized
 from ....security import Access, Caller, Credentials, ServerIdentity, parse_address
 from ....security.access import write_address
 from ....security.credentials import outward_host
-from ....security.guard import Guard, OpenDoor
+from ....security.guard import Guard, OpenGuard
 from ....security.tokens import digest_of
 from ....statements import Beat
-from ....wire.http_service import HttpService
+from ....wire.http_server import HttpServer
 from ....wire.http_transport import HttpTransport
-from ....wire.service import Service
+from ....wire.routes import Service
 from .settings import NodeSettings
 
 log = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ class Door:
         self._identity = None if settings.insecure else self._credentials.server_identity()
         self.token = self._choose_token(kept_token)
         host, port = _parse_listen(settings.listen)
-        guard: Guard = OpenDoor() if self._identity is None else RunGuard(lambda: self.token, self._identity)
+        guard: Guard = OpenGuard() if self._identity is None else RunGuard(lambda: self.token, self._identity)
         tls = self._identity.context() if self._identity is not None else None
         try:
-            self._http = HttpService(service, host, port, tls=tls, guard=guard)
+            self._http = HttpServer(service.routes, host, port, tls=tls, guard=guard)
         except OSError as error:
             why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
             raise ConfigError(

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from ....errors import BadRequest, Busy, NotFound, OtherRun, ProtocolMismatch, ServerFailed
 from ....statements import Converse
-from ....types import PROTOCOL_VERSION, GetPart, PutPart, PutPartAnswer
-from ....wire.messages import AnyRequest
-from ....wire.peers import AskParts, AskTerms, AskWhole, GetHeld, HeldAnswer, Parts, PeerAnswer, Whole
-from ....wire.service import Body
+from ....types import PROTOCOL_VERSION
+from ....wire.messages import MAX_JOIN_BYTES, place_of
+from ....wire.pages import pages
+from ....wire.peers import AskParts, AskTerms, AskWhole, GetHeld, HeldAnswer, Parts, PeerAnswer, PeerRequest, Whole
+from ....wire.routes import DownloadRoute, MessageRoute, Route
 from .payloads import Held
 
 if TYPE_CHECKING:
@@ -25,6 +26,14 @@ class PeerService:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.bytes_sent = 0
+        self.routes: dict[tuple[str, str], Route] = {
+            **pages(self),
+            place_of(AskTerms): MessageRoute(AskTerms, self.answer, "sender"),
+            place_of(Converse): MessageRoute(Converse, self.answer, "sender", MAX_JOIN_BYTES),
+            place_of(AskWhole): MessageRoute(AskWhole, self.answer, "sender"),
+            place_of(AskParts): MessageRoute(AskParts, self.answer, "sender"),
+            place_of(GetHeld): DownloadRoute(GetHeld, self.get_part, "sender"),
+        }
 
     @property
     def failure(self) -> str:
@@ -34,7 +43,7 @@ class PeerService:
     def trouble(self) -> str:
         return self._node.shared.trouble
 
-    def answer(self, request: AnyRequest) -> PeerAnswer:
+    def answer(self, request: PeerRequest) -> PeerAnswer:
         self._check_health()
         match request:
             case AskTerms():
@@ -52,14 +61,8 @@ class PeerService:
                 return self._parts(request)
             case GetHeld():
                 raise BadRequest("GetHeld carries bytes")
-        raise _not_a_server()
 
-    def put_part(self, request: PutPart, body: Body) -> PutPartAnswer:
-        raise _not_a_server()
-
-    def get_part(self, request: GetPart | GetHeld) -> tuple[HeldAnswer, memoryview]:
-        if isinstance(request, GetPart):
-            raise _not_a_server()
+    def get_part(self, request: GetHeld) -> tuple[HeldAnswer, memoryview]:
         self._check_health()
         held = self._find(request.run_id, request.digest)
         if request.part >= len(held.parts.digests):
@@ -118,10 +121,6 @@ class PeerService:
             raise ServerFailed(f"this peer has stopped: {self.failure}", hint="its log has the cause")
         if self._node.shared.is_stopping:
             raise Busy("this peer is stopping", retry_after_s=1.0)
-
-
-def _not_a_server() -> NotFound:
-    return NotFound("this is a peer, not a server", hint="peers join it: outerstep peer --join, not worker --server")
 
 
 __all__ = ["PeerService"]

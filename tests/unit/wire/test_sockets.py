@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from outerstep.wire.connections import Connection
-from outerstep.wire.turns import BURST_BYTES, Line, Turn
+from outerstep.wire.sockets import BURST_BYTES, Channel, Turn
 from support import wait_until
 
 PATIENT_S = 60.0
@@ -28,8 +28,8 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield here, there
 
 
-def line_to(sock: socket.socket, places: threading.Semaphore | None, timeout_s: float) -> Line:
-    return Line(Connection(sock, "here", since=0.0), places, timeout_s)
+def channel_to(sock: socket.socket, places: threading.Semaphore | None, timeout_s: float) -> Channel:
+    return Channel(Connection(sock, "here", since=0.0), places, timeout_s)
 
 
 def is_free(places: threading.Semaphore) -> bool:
@@ -70,11 +70,11 @@ class TestTurn:
             pass
 
 
-class TestLine:
+class TestChannel:
     def test_bytes_arrive_as_they_were_sent(
         self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
     ) -> None:
-        here, there = (line_to(end, places, PATIENT_S) for end in ends)
+        here, there = (channel_to(end, places, PATIENT_S) for end in ends)
         sent = memoryview(bytes(range(256)) * (3 * BURST_BYTES // 256) + b"and a bit")
         sender = threading.Thread(target=here.send, args=(sent,), daemon=True)
         sender.start()
@@ -88,7 +88,7 @@ class TestLine:
     def test_a_silent_sender_keeps_nobody_from_working(
         self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
     ) -> None:
-        line, got = line_to(ends[0], places, PATIENT_S), bytearray(1)
+        line, got = channel_to(ends[0], places, PATIENT_S), bytearray(1)
         reader = threading.Thread(target=line.receive_into, args=(memoryview(got),), daemon=True)
         reader.start()
         wait_until(lambda: is_free(places) and asleep(reader))
@@ -100,7 +100,7 @@ class TestLine:
     def test_a_receiver_that_does_not_read_keeps_nobody_from_working(
         self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
     ) -> None:
-        line = line_to(ends[0], places, PATIENT_S)
+        line = channel_to(ends[0], places, PATIENT_S)
         sender = threading.Thread(target=line.send, args=(bytes(8 * BURST_BYTES),), daemon=True)
         sender.start()
         wait_until(lambda: not select.select([], [ends[0]], [], 0)[1] and is_free(places) and asleep(sender))
@@ -112,22 +112,22 @@ class TestLine:
 
     def test_silence_ends_in_a_timeout(self, ends: tuple[socket.socket, socket.socket]) -> None:
         with pytest.raises(TimeoutError, match="silent for too long"):
-            line_to(ends[0], None, timeout_s=0.01).receive(1)
+            channel_to(ends[0], None, timeout_s=0.01).receive(1)
 
     def test_silence_ends_in_a_timeout_for_who_takes_turns_too(
         self, ends: tuple[socket.socket, socket.socket], places: threading.BoundedSemaphore
     ) -> None:
         with pytest.raises(TimeoutError, match="nothing for 0 s"):
-            line_to(ends[0], places, timeout_s=0.0).receive(1)
+            channel_to(ends[0], places, timeout_s=0.0).receive(1)
 
     def test_without_turns_a_buffer_is_filled_in_one_call(self, ends: tuple[socket.socket, socket.socket]) -> None:
-        sender = threading.Thread(target=line_to(ends[1], None, PATIENT_S).send, args=(bytes(range(256)) * 40_000,))
+        sender = threading.Thread(target=channel_to(ends[1], None, PATIENT_S).send, args=(bytes(range(256)) * 40_000,))
         sender.start()
         got = bytearray(256 * 40_000)
-        assert line_to(ends[0], None, PATIENT_S).receive_into(memoryview(got)) == len(got)
+        assert channel_to(ends[0], None, PATIENT_S).receive_into(memoryview(got)) == len(got)
         assert got == bytes(range(256)) * 40_000
         sender.join()
 
     def test_the_end_of_the_connection_is_no_bytes(self, ends: tuple[socket.socket, socket.socket]) -> None:
         ends[1].close()
-        assert line_to(ends[0], None, PATIENT_S).receive(1) == b""
+        assert channel_to(ends[0], None, PATIENT_S).receive(1) == b""

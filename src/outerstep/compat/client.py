@@ -16,7 +16,7 @@ pseudo-gradients in the next round on another one, is taken at its first word. O
 answer after taking it whole is counted twice.
 
 What the server asks of a worker (to finish, to exchange now) the old protocol cannot say. Who is to finish gets the
-answer it waits for, and then leaves: the seat does so for it, and whatever the client says next is refused.
+answer it waits for, and then leaves: the client does so for it, and whatever the client says next is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..topology.server.ticket import ServerTicket
 from ..topology.server.topology import ServerTopology
 from ..types import Plan, Wishes
 from ..wire.memory import MemoryTransport
-from ..wire.service import Service
+from ..wire.routes import Service
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ TRIES = 4
 """Rounds that may close without a contribution before its client is told."""
 
 
-class Payload:
+class ReadPayload:
     """A body that was read, and the tensors in it; its room is given back when nobody needs them any more."""
 
     def __init__(self, pool: Pool, room: Room, digest: str, tensors: Mapping[str, Tensor]) -> None:
@@ -60,17 +60,17 @@ class Payload:
         weakref.finalize(self, pool.give_back, room)
 
 
-class Piece:
+class FragmentSubmission:
     """A worker's contribution to one fragment, from its first submission until its answer is known to have arrived.
 
-    It is carried on only while somebody *holds* it, that is, while a client's connection waits for it: the exchange
-    asks the server again and again, and that must not keep a worker alive whose client is gone. A contribution that
-    was accepted stays accepted; whoever holds the piece next goes on under the same key. The agreement, too, is there
-    only while somebody holds the piece: it is as large as the fragment, and who asks again can have the newest one.
+    It makes progress only while a connection *holds* it, that is, while a client waits for it: the exchange asks the
+    server again and again, and that must not keep a worker alive whose client is gone. A contribution that was accepted
+    stays accepted; the next connection to hold the submission resumes it under the same key. The agreement, too, is
+    kept only while it is held: it is as large as the fragment, and a client that asks again can have the newest one.
     """
 
     def __init__(
-        self, topology: ServerTopology, fragment: int, names: Sequence[str], payload: Payload, base: int, steps: int
+        self, topology: ServerTopology, fragment: int, names: Sequence[str], payload: ReadPayload, base: int, steps: int
     ) -> None:
         self.fragment = fragment
         self.base = base
@@ -81,7 +81,7 @@ class Piece:
         self.on_their_way = 0  # answers that were written, and nobody knows yet whether they arrived
         self._topology = topology
         self._names = names
-        self._payload: Payload | None = payload
+        self._payload: ReadPayload | None = payload
         self._steps = steps
         self._tries = 0
         self._holders = 0
@@ -164,17 +164,18 @@ class Piece:
         self._ticket = self._payload = None
 
 
-class Seat:
-    """Made by `Seat.join`, which also gives the newest anchors. They are not kept: that would be a model per client."""
+class CompatClient:
+    """One registered worker, made by `join`, which also gives the newest anchors. They are not kept: that would be a
+    model per client."""
 
     @classmethod
-    def join(cls, service: Service, worker_id: str, hostname: str) -> tuple[Seat, Sequence[Agreed]]:
-        seat = cls(service, worker_id, hostname)
-        joined = seat.topology.join(None, Wishes())
-        seat.plan = joined.plan
-        anchors = [agreed for _, agreed in anchors_of(seat.topology, joined)]
-        seat._versions = [agreed.version for agreed in anchors]
-        return seat, anchors
+    def join(cls, service: Service, worker_id: str, hostname: str) -> tuple[CompatClient, Sequence[Agreed]]:
+        client = cls(service, worker_id, hostname)
+        joined = client.topology.join(None, Wishes())
+        client.plan = joined.plan
+        anchors = [agreed for _, agreed in anchors_of(client.topology, joined)]
+        client._versions = [agreed.version for agreed in anchors]
+        return client, anchors
 
     def __init__(self, service: Service, worker_id: str, hostname: str) -> None:
         self.worker_id = worker_id
@@ -188,12 +189,12 @@ class Seat:
         self.topology = self._new_topology()
         self.plan: Plan
         self._versions: list[int] = []  # what the client was handed
-        self._pieces: dict[int, Piece] = {}
+        self._submissions: dict[int, FragmentSubmission] = {}
         self._lock = threading.Condition()
 
     @property
     def is_idle(self) -> bool:
-        return not self._pieces
+        return not self._submissions
 
     def join_again(self) -> Sequence[Agreed]:
         """For a client that came back: as the same start of the same worker, so that what it had under way stays.
@@ -215,7 +216,7 @@ class Seat:
     def obey(self) -> None:
         """If this worker is to finish, and its client does not wait for a round: leave."""
         with self._lock:
-            if not self._drain or self.left or any(piece.is_held for piece in self._pieces.values()):
+            if not self._drain or self.left or any(submission.is_held for submission in self._submissions.values()):
                 return
             self.left = True
         self.leave(self._farewell(), f"told to finish: {self._drain}")
@@ -242,34 +243,34 @@ class Seat:
 
     def leave(self, why: Refused, reason: str) -> None:
         with self._lock:
-            pieces = list(self._pieces.values())
-            self._pieces.clear()
-        for piece in pieces:
-            piece.end(why)  # first: an exchange under way would join again
+            submissions = list(self._submissions.values())
+            self._submissions.clear()
+        for submission in submissions:
+            submission.end(why)  # first: an exchange under way would join again
         self.topology.leave(reason)
 
     def end(self, why: Refused) -> None:
         with self._lock:
-            pieces = list(self._pieces.values())
-        for piece in pieces:
-            piece.end(why)
+            submissions = list(self._submissions.values())
+        for submission in submissions:
+            submission.end(why)
 
-    def take(self, fragments: Sequence[int], payload: Payload) -> list[Piece]:
-        """The pieces to wait for, held: those under way if this is a repeat, else new ones. Let go of each."""
-        taken: list[Piece] = []
+    def take(self, fragments: Sequence[int], payload: ReadPayload) -> list[FragmentSubmission]:
+        """The submissions to wait for, held: those under way if this is a repeat, else new ones. Let go of each."""
+        taken: list[FragmentSubmission] = []
         try:
             with self._lock:
                 self.check_open()  # again: reading the payload took a while
                 for fragment in fragments:
                     self._await_news(fragment, payload)
-                    piece = self._pieces.get(fragment)
-                    if piece is None or not self._is_repeat(piece, payload):
-                        piece = self._pieces[fragment] = self._new_piece(fragment, payload)
-                    piece.hold()
-                    taken.append(piece)
+                    submission = self._submissions.get(fragment)
+                    if submission is None or not self._is_repeat(submission, payload):
+                        submission = self._submissions[fragment] = self._new_submission(fragment, payload)
+                    submission.hold()
+                    taken.append(submission)
         except BaseException:
-            for piece in taken:
-                piece.let_go()
+            for submission in taken:
+                submission.let_go()
             raise
         return taken
 
@@ -279,58 +280,60 @@ class Seat:
             for agreed in anchors:
                 self._versions[agreed.fragment] = max(self._versions[agreed.fragment], agreed.version)
 
-    def agreements(self, pieces: Sequence[Piece]) -> list[Agreed]:
-        """What these pieces came to, while they are held. In place of one that was answered before, the newest."""
-        held = [piece.agreed for piece in pieces]
+    def agreements(self, submissions: Sequence[FragmentSubmission]) -> list[Agreed]:
+        """What these submissions came to, while they are held. In place of one that was answered before, the newest."""
+        held = [submission.agreed for submission in submissions]
         newest = self.join_again() if None in held else ()
-        return [agreed or newest[piece.fragment] for agreed, piece in zip(held, pieces, strict=True)]
+        return [agreed or newest[submission.fragment] for agreed, submission in zip(held, submissions, strict=True)]
 
-    def hand_answer(self, pieces: Sequence[Piece], anchors: Iterable[Agreed]) -> None:
+    def hand_answer(self, submissions: Sequence[FragmentSubmission], anchors: Iterable[Agreed]) -> None:
         """The same, in answer to a submit. `answer_ended` must follow."""
         with self._lock:
             self.hand_anchors(anchors)
-            for piece in pieces:
-                piece.on_their_way += 1
+            for submission in submissions:
+                submission.on_their_way += 1
 
-    def answer_ended(self, pieces: Sequence[Piece], *, arrived: bool) -> None:
+    def answer_ended(self, submissions: Sequence[FragmentSubmission], *, arrived: bool) -> None:
         with self._lock:
-            for piece in pieces:
-                piece.on_their_way -= 1
+            for submission in submissions:
+                submission.on_their_way -= 1
             if arrived:
-                self.forget(pieces)
+                self.forget(submissions)
             self._lock.notify_all()
 
-    def forget(self, pieces: Sequence[Piece]) -> None:
+    def forget(self, submissions: Sequence[FragmentSubmission]) -> None:
         """Their answer has arrived, or they were refused: nothing will be a repeat of them."""
         with self._lock:
-            for piece in pieces:
-                if self._pieces.get(piece.fragment) is piece:
-                    del self._pieces[piece.fragment]
+            for submission in submissions:
+                if self._submissions.get(submission.fragment) is submission:
+                    del self._submissions[submission.fragment]
 
-    def _await_news(self, fragment: int, payload: Payload) -> None:
-        piece = self._pieces.get(fragment)
-        if piece is not None and piece.digest == payload.digest and piece.on_their_way:
-            self._lock.wait_for(lambda: self._pieces.get(fragment) is not piece or not piece.on_their_way, NEWS_S)
+    def _await_news(self, fragment: int, payload: ReadPayload) -> None:
+        submission = self._submissions.get(fragment)
+        if submission is not None and submission.digest == payload.digest and submission.on_their_way:
+            self._lock.wait_for(
+                lambda: self._submissions.get(fragment) is not submission or not submission.on_their_way, NEWS_S
+            )
 
-    def _is_repeat(self, piece: Piece, payload: Payload) -> bool:
-        if piece.failure is not None:
+    def _is_repeat(self, submission: FragmentSubmission, payload: ReadPayload) -> bool:
+        if submission.failure is not None:
             return False
-        if piece.digest == payload.digest:
+        if submission.digest == payload.digest:
             return True
-        if self._versions[piece.fragment] > piece.base:
+        if self._versions[submission.fragment] > submission.base:
             return False
         log.warning(
             "%s submitted fragment %d twice on version %d, the second time with other values; the first counts",
             self.worker_id,
-            piece.fragment,
-            piece.base,
+            submission.fragment,
+            submission.base,
         )
         return True
 
-    def _new_piece(self, fragment: int, payload: Payload) -> Piece:
+    def _new_submission(self, fragment: int, payload: ReadPayload) -> FragmentSubmission:
         plan = self.plan
         # The client does not say how many steps it took. What the plan asks for is the best guess.
-        return Piece(
+        return FragmentSubmission(
             self.topology, fragment, plan.fragments[fragment], payload, self._versions[fragment], plan.sync_every
         )
 

@@ -1,0 +1,326 @@
+"""The seven endpoints: old requests in, old answers out, and the run in between."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from ..digest import data_hash
+from ..errors import BadRequest, Busy, Fenced, OuterstepError, Refused, ServerError, UnknownWorker
+from ..server import DiLoCoServer
+from ..server.pool import Pool
+from ..topology.protocol import Agreed
+from ..types import Count, Label, Manifest, WorkerId
+from ..wire.http_request import HttpBody, HttpRequest
+from ..wire.messages import BYTES_TYPE, decode_json, encode_json
+from ..wire.routes import MessageRoute, PlainRoute, Reply, Routes
+from .client import CompatClient, FragmentSubmission, ReadPayload, as_refusal
+from .limits import MAX_HEADER_BYTES, CompatLimits, body_limit_bytes
+from .tensors import expect, read_tensors, write_tensors
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""How often a client that waits at the barrier is looked at: is it still there?"""
+
+BYTES = (("Content-Type", BYTES_TYPE),)
+
+
+class Register(Struct, frozen=True, kw_only=True):
+    """Clients send more than this; it is not looked at."""
+
+    worker_id: WorkerId
+    hostname: Label = ""
+
+
+class CompatHeartbeat(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    steps_per_second: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+
+
+class Deregister(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+
+
+class SubmitHeader(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+
+
+class FragmentHeader(Struct, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    fragment_id: Count
+
+
+class ClientGone(ConnectionError):
+    """Nobody waits for this answer any more."""
+
+
+class Endpoints:
+    def __init__(self, server: DiLoCoServer, limits: CompatLimits) -> None:
+        self._server = server
+        self._limits = limits
+        config = server.config
+        self._pool = Pool(memory_bytes=config.pool_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
+        state = server.get_global_params()
+        self._state_names = list(state)
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+        self.max_body_bytes = limits.max_body_bytes or body_limit_bytes(sizes)
+        self._clients: dict[str, CompatClient] = {}
+        self._registering = threading.Lock()
+        self._bodies: weakref.WeakValueDictionary[tuple[int, ...], memoryview] = weakref.WeakValueDictionary()
+        self._writing = threading.Lock()
+        self._untrained: dict[str, Tensor] | None = None
+        self._closed: Refused | None = None
+
+    @property
+    def routes(self) -> Routes:
+        return {
+            ("POST", "/register"): _message(Register, self.register),
+            ("POST", "/heartbeat"): _message(CompatHeartbeat, self.heartbeat),
+            ("POST", "/deregister"): _message(Deregister, self.deregister),
+            ("GET", "/global_params"): PlainRoute(self.global_params),
+            ("GET", "/status"): PlainRoute(self.status),
+            ("POST", "/submit_pseudograd"): PlainRoute(_refusing(self.submit)),
+            ("POST", "/submit_fragment_pseudograd"): PlainRoute(_refusing(self.submit_fragment)),
+        }
+
+    def close(self) -> None:
+        """Tell every client that waits to come back later."""
+        self._closed = Busy("the server is stopping", hint="submit the same again when it is back", retry_after_s=5.0)
+        for client in list(self._clients.values()):
+            client.end(self._closed)
+
+    # --- coming and going -----------------------------------------------------------------------------------------
+
+    def register(self, request: Register) -> Reply:
+        """Joins the run, or reconnects an id that is registered. Either way the newest parameters."""
+        with self._registering:
+            client, anchors = self._admit(request)
+        return Reply(self._whole_model(anchors), headers=BYTES, handed=lambda: client.hand_anchors(anchors))
+
+    def _admit(self, request: Register) -> tuple[CompatClient, Sequence[Agreed]]:
+        client = self._clients.get(request.worker_id)
+        if client is not None and client.hostname == request.hostname and not client.left:
+            try:
+                return client, client.join_again()
+            except Fenced:
+                log.info("%s registers again after a newer start had taken its place", request.worker_id)
+        # Another machine, or none: a new start of this worker. The coordinator says whether the id is free.
+        if client is None:
+            self._make_room()
+        client, anchors = CompatClient.join(self._server.service, request.worker_id, request.hostname)
+        self._clients[request.worker_id] = client
+        return client, anchors
+
+    def _make_room(self) -> None:
+        """A client that is gone keeps its client, and what it had under way, until somebody else needs the place."""
+        if len(self._clients) < self._limits.max_workers:
+            return
+        for worker_id in [w for w, client in self._clients.items() if not self._is_live(client)]:
+            self._clients.pop(worker_id).end(_unknown(worker_id, "given up, and its place was needed"))
+        if len(self._clients) >= self._limits.max_workers:
+            raise Busy(
+                f"{len(self._clients)} workers are registered, which is the limit (max_workers)",
+                hint="deregister one",
+                retry_after_s=30.0,
+            )
+
+    def _is_live(self, client: CompatClient) -> bool:
+        """The coordinator decides that; to it, a newer start of the same worker is not this one."""
+        member = self._server.service.coordinator.members.find(client.worker_id)
+        return member is not None and member.live and member.instance == client.instance
+
+    def heartbeat(self, request: CompatHeartbeat) -> dict[str, object]:
+        client = self._client(request.worker_id)
+        client.listen(request.steps_per_second)
+        client.obey()
+        client.check_here()
+        answer: dict[str, object] = {"status": "ok", "sync_round": self._server.sync_round}
+        if client.sync_every is not None:
+            answer["recommended_sync_every"] = client.sync_every
+        return answer
+
+    def deregister(self, request: Deregister) -> dict[str, object]:
+        """Leaving twice is leaving."""
+        with self._registering:
+            client = self._clients.pop(request.worker_id, None)
+        if client is not None:
+            client.leave(_unknown(request.worker_id, "deregistered"), "deregistered")
+        return {"status": "ok"}
+
+    # --- parameters -----------------------------------------------------------------------------------------------
+
+    def global_params(self, request: HttpRequest) -> Reply:
+        return Reply(write_tensors(self._server.get_global_params()), headers=BYTES)
+
+    def status(self, request: HttpRequest) -> Reply:
+        return Reply(encode_json(self._server.status()))
+
+    # --- contributions --------------------------------------------------------------------------------------------
+
+    def submit(self, request: HttpRequest) -> Reply:
+        """The whole model: all fragments, and the whole state dict comes back."""
+        client = self._client(decode_json(self._header(request.body), SubmitHeader).worker_id)
+        fragments = range(len(client.plan.fragments))
+        submissions, agreed = self._contribute(client, fragments, "the run's model", request.body)
+        return self._answer(client, submissions, agreed, self._whole_model(agreed))
+
+    def submit_fragment(self, request: HttpRequest) -> Reply:
+        """One fragment of the plan, and the same comes back."""
+        header = decode_json(self._header(request.body), FragmentHeader)
+        client = self._client(header.worker_id)
+        fragment, count = header.fragment_id, len(client.plan.fragments)
+        if fragment >= count:
+            raise BadRequest(
+                f"fragment {fragment} does not exist: the plan has {count}",
+                hint="start the server with --fragments, with as many as the clients cut the model into",
+            )
+        submissions, agreed = self._contribute(client, [fragment], f"fragment {fragment}", request.body)
+        return self._answer(client, submissions, agreed, write_tensors(agreed[0].anchor))
+
+    def _header(self, body: HttpBody) -> bytes:
+        """The JSON in front of the payload."""
+        body.check_size(self.max_body_bytes, "a submission", "the size of the run's model sets this limit")
+        if body.length < 4:
+            raise BadRequest(f"the body has {body.length} bytes, which is too few for what it should hold")
+        length = bytearray(4)
+        body.read_into(memoryview(length))
+        header_bytes, most = struct.unpack(">I", length)[0], min(body.left, MAX_HEADER_BYTES)
+        if header_bytes > most:
+            raise BadRequest(
+                f"the header's length is given as {header_bytes} bytes; at most {most} fit",
+                hint="a submission is 4 bytes of header length (big-endian), the JSON header, the torch.save payload",
+            )
+        header = bytearray(header_bytes)
+        body.read_into(memoryview(header))
+        return bytes(header)
+
+    def _contribute(
+        self, client: CompatClient, fragments: Sequence[int], what: str, body: HttpBody
+    ) -> tuple[list[FragmentSubmission], list[Agreed]]:
+        """Read, contribute, and wait for the round as long as it takes and the client stays."""
+        client.listen()
+        client.obey()
+        client.check_open()
+        submissions = client.take(fragments, self._read(client, fragments, what, body))
+        try:
+            for submission in submissions:
+                while not submission.wait(LOOK_EVERY_S):
+                    if self._closed is not None:
+                        submission.end(self._closed)
+                    elif body.is_given_up():
+                        raise ClientGone("the client hung up while its submission waited for the round")
+            failure = next((submission.failure for submission in submissions if submission.failure is not None), None)
+            if failure is not None:
+                client.forget([submission for submission in submissions if submission.failure is not None])
+                raise failure
+            return submissions, client.agreements(submissions)
+        finally:
+            for submission in submissions:
+                submission.let_go()
+
+    def _read(self, client: CompatClient, fragments: Sequence[int], what: str, body: HttpBody) -> ReadPayload:
+        plan, size_bytes = client.plan, body.left
+        names = [name for fragment in fragments for name in plan.fragments[fragment]]
+        expected = expect(self._manifest, names, self._state_names, what)
+        if size_bytes == 0:
+            raise BadRequest("the body ends after its header", hint="a torch.save payload follows the header")
+        try:
+            room = self._pool.take(size_bytes)
+        except OSError as error:
+            raise ServerError(f"no room for a body of {size_bytes} bytes: {error.strerror}") from error
+        try:
+            body.read_into(room.view)
+            tensors = read_tensors(room.view, expected, max_tensors=len(self._state_names))
+        except BaseException:
+            self._pool.give_back(room)
+            raise
+        return ReadPayload(self._pool, room, data_hash([room.view]), tensors)
+
+    def _answer(
+        self,
+        client: CompatClient,
+        submissions: Sequence[FragmentSubmission],
+        agreed: Sequence[Agreed],
+        body: memoryview,
+    ) -> Reply:
+        def handed() -> None:
+            client.hand_answer(submissions, agreed)
+            try:  # it may have been told to finish while it waited, when it sends no heartbeats
+                client.listen()
+                client.obey()
+            except OuterstepError as error:
+                log.info("%s has its answer; then: %s", client.worker_id, error)
+
+        return Reply(
+            body,
+            headers=BYTES,
+            handed=handed,
+            ended=lambda arrived: client.answer_ended(submissions, arrived=arrived),
+        )
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _client(self, worker_id: str) -> CompatClient:
+        client = self._clients.get(worker_id)
+        if client is None:
+            raise _unknown(worker_id, "not registered with this server")
+        return client
+
+    @property
+    def _manifest(self) -> Manifest:
+        manifest = self._server.service.coordinator.manifest
+        assert manifest is not None, "somebody has registered, so the run has one"
+        return manifest
+
+    def _whole_model(self, anchors: Sequence[Agreed]) -> memoryview:
+        """The state dict with these anchors in place. Everybody who gets the same versions gets the same bytes, which
+        are made once."""
+        versions = tuple(agreed.version for agreed in anchors)
+        with self._writing:
+            body = self._bodies.get(versions)
+            if body is None:
+                trained = {name: theta for agreed in anchors for name, theta in agreed.anchor.items()}
+                body = self._bodies[versions] = write_tensors(self._state(trained))
+            return body
+
+    def _state(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every name of the state dict, in its order."""
+        if self._untrained is None:  # they never change: copied once
+            others = self._server.get_global_params()
+            known = trained.keys() | self._manifest.aliases.keys()
+            self._untrained = {name: tensor for name, tensor in others.items() if name not in known}
+        aliases = self._manifest.aliases
+        everything = {**self._untrained, **trained, **{alias: trained[kept] for alias, kept in aliases.items()}}
+        return {name: everything[name] for name in dict.fromkeys([*self._state_names, *everything])}
+
+
+def _unknown(worker_id: str, why: str) -> UnknownWorker:
+    return UnknownWorker(f"worker {worker_id!r} is {why}", hint="POST /register first; it answers with the parameters")
+
+
+def _message(kind: type[Any], handler: Callable[[Any], object]) -> MessageRoute:
+    return MessageRoute(kind, _refusing(handler), speaker=None)
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def _refusing(handler: Callable[[T], R]) -> Callable[[T], R]:
+    """What the run refused, in the words of the server that refused it."""
+
+    def handle(request: T) -> R:
+        try:
+            return handler(request)
+        except OuterstepError as error:
+            raise as_refusal(error) from error
+
+    return handle

@@ -1,0 +1,134 @@
+"""What a service takes, and on which path: each brings a table of its own.
+
+    routes = {
+        place_of(Leave): MessageRoute(Leave, self.answer),          # JSON in, JSON out
+        place_of(PutPart): UploadRoute(PutPart, self.put_part),     # facts in the query, bytes in the body
+        place_of(GetPart): DownloadRoute(GetPart, self.get_part),   # facts in the query, bytes in the answer
+        ("GET", "/healthz"): PlainRoute(health, is_public=True),    # anything else
+    }
+
+The HTTP server (http_server.py) and the in-memory twin (memory.py) find the route of a request in that table. A path
+that is not in it is a 404.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import MethodNotAllowed, NotFound, Refused
+from .messages import JSON_TYPE, MAX_JSON_BYTES
+
+if TYPE_CHECKING:
+    from .http_request import HttpRequest
+
+
+class UnreadBody(Protocol):
+    """A request body that has not been read yet."""
+
+    @property
+    def length(self) -> int: ...
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view` with the next bytes, straight from the wire; raises BadRequest if the sender stops short."""
+
+    def abort(self) -> None:
+        """Make a `read_into` that is under way in another thread fail soon."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """`handed` is called before the last bytes are written; and then `ended`, as soon as it is known whether the client
+    has got them all, or that nobody will know."""
+
+    body: bytes | memoryview
+    status: int = 200
+    headers: tuple[tuple[str, str], ...] = (("Content-Type", JSON_TYPE),)
+    handed: Callable[[], None] | None = None
+    ended: Callable[[bool], None] | None = None
+
+
+@dataclass(frozen=True)
+class MessageRoute:
+    """A message of this `kind` as JSON; the handler returns the answer, or a whole Reply. `speaker`: the field that
+    says for whom it speaks, which the sender's token must allow. `is_order`: for operators only. `is_quick`: it is
+    answered without waiting for anything. `decode`: in place of plain strict JSON."""
+
+    kind: type[Any]
+    handler: Callable[[Any], object]
+    speaker: str | None = "worker_id"
+    most_bytes: int = MAX_JSON_BYTES
+    is_order: bool = False
+    is_quick: bool = False
+    decode: Callable[[bytes | bytearray], Any] | None = None
+
+
+@dataclass(frozen=True)
+class UploadRoute:
+    """Bytes, and what they are in the query string."""
+
+    kind: type[Any]
+    handler: Callable[[Any, UnreadBody], object]
+    speaker: str = "worker_id"
+
+
+@dataclass(frozen=True)
+class DownloadRoute:
+    """What is wanted in the query string; the handler returns an answer with the `hash` of the bytes, and the bytes."""
+
+    kind: type[Any]
+    handler: Callable[[Any], tuple[Any, memoryview]]
+    speaker: str = "worker_id"
+
+
+@dataclass(frozen=True)
+class PlainRoute:
+    """A request as it is; the handler may take its time. `is_public`: without a token."""
+
+    handler: Callable[[HttpRequest], Reply]
+    is_public: bool = False
+
+
+Route = MessageRoute | UploadRoute | DownloadRoute | PlainRoute
+Routes = Mapping[tuple[str, str], Route]  # (method, path) → route
+
+
+class Service(Protocol):
+    """Anything with messages to answer, and a health and a status to show (pages.py)."""
+
+    @property
+    def routes(self) -> Routes: ...
+
+    @property
+    def failure(self) -> str:
+        """Why it cannot go on; "" while it can."""
+
+    @property
+    def trouble(self) -> str:
+        """Why it has to wait, until it can resume by itself; "" while nothing is wrong."""
+
+    def status(self) -> dict[str, object]: ...
+
+
+def no_route(routes: Routes, method: str, path: str) -> Refused:
+    """Why there is none."""
+    allowed = [m for m, p in routes if p == path]
+    if allowed:
+        return MethodNotAllowed(f"{method} is not allowed on {path}", allow=", ".join(allowed))
+    paths = ", ".join(sorted({p for _, p in routes}))
+    return NotFound(f"no such path: {path[:128]}", hint=f"this port has {paths}")
+
+
+__all__ = [
+    "DownloadRoute",
+    "MessageRoute",
+    "PlainRoute",
+    "Reply",
+    "Route",
+    "Routes",
+    "Service",
+    "UnreadBody",
+    "UploadRoute",
+    "no_route",
+]
