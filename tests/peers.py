@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from outerstep.coordination.gossip import GossipRules
-from outerstep.coordination.gossip.ballot import Pace
+from outerstep.coordination.gossip.ballot import TurnTimeouts
 from outerstep.digest import data_hash
 from outerstep.topology.gossip.node import DecidedRound, Node, NodeSettings, Terms
 from support import wait_until
 
-RULES = GossipRules(min_peers=2, heartbeat_timeout_s=1.5, pace=Pace(first_s=0.6, more_s=0.3, most_s=3.0))
+RULES = GossipRules(min_peers=2, heartbeat_timeout_s=1.5, pace=TurnTimeouts(first_s=0.6, more_s=0.3, most_s=3.0))
 SIZES = (64, 40)
 BEAT_S = 0.1
 SHORT = 30.0

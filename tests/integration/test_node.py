@@ -125,7 +125,7 @@ class TestARun:
                 peer.offer(0, 10 * value + ord(peer.name) - ord("a"))
             for peer in peers:
                 peer.take(0)
-        wait_until(lambda: peers[0].node.holdings.memory_bytes <= 2 * 2 * SIZES[0])
+        wait_until(lambda: peers[0].node.payloads.memory_bytes <= 2 * 2 * SIZES[0])
         assert peers[0].node.is_lost(0, 4)
         assert not peers[0].node.is_lost(0, 5)
         assert not peers[0].node.is_lost(0, 7)
@@ -347,7 +347,7 @@ class TestLiars:
 class TestTheDoor:
     def test_a_wrong_token_is_refused(self, started: Started) -> None:
         peers = started(2)
-        own = peers[0].node._door.access
+        own = peers[0].node._listener.access
         wrong = Access(own.host, own.port, new_token("run"), own.fingerprint)
         with pytest.raises(Unauthorized):
             HttpTransport(wrong.join_string).ask(AskTerms(sender="x", protocol=1))
@@ -363,14 +363,16 @@ class TestTheDoor:
         peers = started(1)
         elsewhere = Peer("b", join=(peers[0].node.join_string,), credentials=str(tmp_path)).join()
         peers.append(elsewhere)
-        assert Credentials(tmp_path).tokens.load().run != elsewhere.node._door.token == peers[0].node._door.token
+        assert (
+            Credentials(tmp_path).tokens.load().run != elsewhere.node._listener.token == peers[0].node._listener.token
+        )
         assert isinstance(transport_to(elsewhere).ask(AskTerms(sender="x", protocol=1)), Terms)
         peers.append(Peer("c", join=(elsewhere.node.join_string,)).join())
         agree(peers)
 
     def test_the_users_own_admin_token_shows_the_status_and_no_more(self, started: Started) -> None:
         peer = started(1)[0]
-        own = peer.node._door.access
+        own = peer.node._listener.access
         admin = Access(own.host, own.port, "", own.fingerprint, admin=Credentials().tokens.load().admin)
         transport = HttpTransport(admin.join_string)
         assert transport.status()["run_id"] == peer.node.peer.run_id
@@ -447,7 +449,7 @@ class TestTheDoor:
         child = os.fork()
         if not child:
             try:
-                has_let_go = node._door._http._listener.fileno() == -1 and node._folder._lock is None  # type: ignore[union-attr]
+                has_let_go = node._listener._http._listener.fileno() == -1 and node._folder._lock is None  # type: ignore[union-attr]
                 os.write(writer, b"yes" if has_let_go else b"no")
             finally:
                 os._exit(0)

@@ -21,7 +21,7 @@ from hashlib import blake2b, sha256
 
 from ..coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ..coordination.gossip import chain as chains
-from ..coordination.gossip.ballot import Pace
+from ..coordination.gossip.ballot import TurnTimeouts
 from ..coordination.gossip.offers import digests_of
 from ..statements import ChainState, Converse, Decision, Member, Round, digest_of_block
 from .agenda import Agenda
@@ -320,7 +320,7 @@ class GossipWorld:
             liars=scenario.liars,
             heartbeat_timeout_s=15.0,
             round_deadline_s=scenario.round_deadline_s,
-            pace=Pace(first_s=2.0, more_s=1.0, most_s=20.0),
+            pace=TurnTimeouts(first_s=2.0, more_s=1.0, most_s=20.0),
         )
         self.history = GossipHistory(log=log, clock=lambda: self.agenda.now)
         self.peers: list[SimPeer] = [

@@ -39,7 +39,18 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
-from .peers import AskParts, AskTerms, AskWhole, GetHeld, HeldAnswer, Parts, PeerAnswer, PeerRequest, Terms, Whole
+from .peers import (
+    AskParts,
+    AskSnapshot,
+    AskTerms,
+    GetHeld,
+    HeldAnswer,
+    OfferedSnapshot,
+    PartList,
+    PeerAnswer,
+    PeerRequest,
+    Terms,
+)
 
 STATUS_PATH: Final = "/status"
 PROBE_PATH: Final = "/v1/probe"
@@ -75,8 +86,8 @@ PLACES: Final[dict[type[AnyRequest], tuple[str, str, type[AnyAnswer]]]] = {
     Control: ("POST", "/v1/control", ControlAnswer),
     AskTerms: ("POST", "/v1/peers/terms", Terms),
     Converse: ("POST", "/v1/peers/converse", Converse),
-    AskWhole: ("POST", "/v1/peers/whole", Whole),
-    AskParts: ("POST", "/v1/peers/parts", Parts),
+    AskSnapshot: ("POST", "/v1/peers/whole", OfferedSnapshot),
+    AskParts: ("POST", "/v1/peers/parts", PartList),
     GetHeld: ("GET", "/v1/peers/part", HeldAnswer),
 }
 

@@ -4,8 +4,8 @@
 |---|---|
 | AskTerms | Terms: what run this is, and where it stands |
 | Converse | Converse: what the other tells in return |
-| AskWhole | Whole: which version of a fragment it could hand over, and the digests of its parts |
-| AskParts | Parts: the digests of the parts of a payload with this digest |
+| AskSnapshot | OfferedSnapshot: which version of a fragment it could hand over, and the digests of its parts |
+| AskParts | PartList: the digests of the parts of a payload with this digest |
 | GetHeld  | HeldAnswer, and the bytes of one part |
 
 Nothing in an answer is believed because of who gave it: parts are held against their digests, those against the
@@ -25,7 +25,7 @@ from ..types import Count, Plain, Positive, RunId
 MOST_PARTS = 1 << 16
 MOST_BEATS = 256
 MOST_DOCUMENT_BYTES = 20 << 20  # with what it becomes as text, below the limit of a message
-WHOLE_PART_BYTES = 16 << 20  # the same for all peers: what they name must be comparable
+SNAPSHOT_PART_BYTES = 16 << 20  # the same for all peers: what they name must be comparable
 
 
 class FromPeer(Plain, frozen=True):
@@ -47,7 +47,7 @@ class Terms(Plain, frozen=True):
     beats: Annotated[tuple[Signed, ...], Meta(max_length=MOST_BEATS)] = ()
 
 
-class AskWhole(FromPeer, frozen=True):
+class AskSnapshot(FromPeer, frozen=True):
     run_id: RunId
     fragment: Count
 
@@ -57,7 +57,7 @@ class AskParts(FromPeer, frozen=True):
     digest: Digest
 
 
-class Parts(Plain, frozen=True):
+class PartList(Plain, frozen=True):
     """How a payload is cut, and the digest of each part."""
 
     size_bytes: Positive
@@ -71,11 +71,11 @@ class Parts(Plain, frozen=True):
         return digest_of_parts(about, self.size_bytes, self.part_size_bytes, map(bytes.fromhex, self.digests))
 
 
-class Whole(Plain, frozen=True):
+class OfferedSnapshot(Plain, frozen=True):
     """A fragment's newest anchor, with all that is needed to go on from there."""
 
     version: Count
-    parts: Parts
+    parts: PartList
 
 
 class GetHeld(FromPeer, frozen=True):
@@ -92,8 +92,8 @@ class HeldAnswer(Plain, frozen=True):
     hash: Digest
 
 
-PeerRequest = AskTerms | Converse | AskWhole | AskParts | GetHeld
-PeerAnswer = Terms | Converse | Whole | Parts | HeldAnswer
+PeerRequest = AskTerms | Converse | AskSnapshot | AskParts | GetHeld
+PeerAnswer = Terms | Converse | OfferedSnapshot | PartList | HeldAnswer
 
 
 def about_contribution(run_id: str, fragment: int) -> str:
@@ -101,23 +101,23 @@ def about_contribution(run_id: str, fragment: int) -> str:
     return f"contribution/{run_id}/{fragment}"
 
 
-def about_whole(run_id: str, fragment: int, version: int) -> str:
+def about_snapshot(run_id: str, fragment: int, version: int) -> str:
     return f"whole/{run_id}/{fragment}/{version}"
 
 
 __all__ = [
     "MOST_DOCUMENT_BYTES",
-    "WHOLE_PART_BYTES",
+    "SNAPSHOT_PART_BYTES",
     "AskParts",
+    "AskSnapshot",
     "AskTerms",
-    "AskWhole",
     "GetHeld",
     "HeldAnswer",
-    "Parts",
+    "OfferedSnapshot",
+    "PartList",
     "PeerAnswer",
     "PeerRequest",
     "Terms",
-    "Whole",
     "about_contribution",
-    "about_whole",
+    "about_snapshot",
 ]

@@ -20,7 +20,7 @@ from ..coordination.worker.exchange import Patience
 from ..errors import ConfigError, ModelError
 from ..security.secret_files import write_secret
 from ..topology.gossip.node import Node, NodeSettings
-from ..topology.gossip.node.folder import remembered_id
+from ..topology.gossip.node.records import remembered_id
 from ..topology.gossip.terms import GossipWishes
 from ..topology.group.ranks import Ranks
 from ..topology.group.sharded import ShardedTopology

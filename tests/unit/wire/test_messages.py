@@ -38,7 +38,7 @@ from outerstep.wire.messages import (
     parse_query,
     place_of,
 )
-from outerstep.wire.peers import AskParts, AskTerms, AskWhole, GetHeld
+from outerstep.wire.peers import AskParts, AskSnapshot, AskTerms, GetHeld
 
 FUZZ = cases(200)
 
@@ -146,7 +146,7 @@ REQUESTS: dict[type[Request], st.SearchStrategy[Request]] = {
         proofs=st.lists(st.builds(Proof, first=signed, second=signed), max_size=2).map(tuple),
         decisions=st.lists(st.builds(Decision, block=rounds, votes=some_signed), max_size=2).map(tuple),
     ),
-    AskWhole: st.builds(AskWhole, sender=peer_ids, run_id=run_ids, fragment=counts),
+    AskSnapshot: st.builds(AskSnapshot, sender=peer_ids, run_id=run_ids, fragment=counts),
     AskParts: st.builds(AskParts, sender=peer_ids, run_id=run_ids, digest=digests),
     GetHeld: st.builds(GetHeld, sender=peer_ids, run_id=run_ids, digest=digests, part=counts),
 }

@@ -65,7 +65,7 @@ class Ballots(Plain, frozen=True):
 
 
 @dataclass(frozen=True)
-class Pace:
+class TurnTimeouts:
     """Seconds that a step of turn t is waited for: first + t·more, at most `most`."""
 
     first_s: float = 4.0
@@ -86,7 +86,7 @@ class Ballot:
         run_id: str,
         key: str | None,
         liars: int,
-        pace: Pace,
+        pace: TurnTimeouts,
         judge: Judge,
         kept: Ballots = Ballots(),  # noqa: B008 - frozen
         on_said: Callable[[], None] = lambda: None,
@@ -355,4 +355,4 @@ def _tally(votes: Mapping[str, Mapping[str, Signed]]) -> Counter[str]:
     return Counter(block for said in votes.values() for block in said)
 
 
-__all__ = ["Ballot", "Ballots", "Bound", "Judge", "Pace", "Verdict"]
+__all__ = ["Ballot", "Ballots", "Bound", "Judge", "TurnTimeouts", "Verdict"]

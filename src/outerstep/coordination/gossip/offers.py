@@ -14,7 +14,7 @@ Condition = Literal["missing", "good", "bad"]
 
 
 @dataclass
-class Offer:
+class HeardOffer:
     signed: Signed
     says: Offered
     heard_at: float
@@ -27,7 +27,7 @@ class Offers:
     """By fragment and author, newest last. `sizes`: how many bytes a contribution to each fragment has."""
 
     sizes: tuple[int, ...]
-    _offers: dict[tuple[int, str], list[Offer]] = field(default_factory=dict)
+    _offers: dict[tuple[int, str], list[HeardOffer]] = field(default_factory=dict)
     _conditions: dict[str, Condition] = field(default_factory=dict)  # of digests, also of those nobody offered yet
 
     def hear(self, signed: Signed, says: Offered, version: int, now: float) -> bool:
@@ -39,7 +39,7 @@ class Offers:
             return False
         right_size = says.size_bytes == self.sizes[says.fragment]
         condition = self._conditions.get(says.digest, "missing") if right_size else "bad"
-        kept.append(Offer(signed, says, now, condition, now))
+        kept.append(HeardOffer(signed, says, now, condition, now))
         kept.sort(key=lambda offer: offer.says.sequence)
         del kept[:-MOST_KEPT_PER_PEER]
         return True
@@ -60,7 +60,7 @@ class Offers:
     def condition(self, digest: str) -> Condition:
         return self._conditions.get(digest, "missing")
 
-    def of_round(self, fragment: int, version: int, members: Iterable[Member]) -> dict[str, Offer]:
+    def of_round(self, fragment: int, version: int, members: Iterable[Member]) -> dict[str, HeardOffer]:
         """The newest of each member, by key."""
         found = {}
         for member in members:
@@ -78,7 +78,7 @@ class Offers:
         alive = {offer.says.digest for offer in self} | {d for r in rounds for d in digests_of(r)}
         self._conditions = {d: c for d, c in self._conditions.items() if d in alive}
 
-    def __iter__(self) -> Iterator[Offer]:
+    def __iter__(self) -> Iterator[HeardOffer]:
         for kept in self._offers.values():
             yield from kept
 

@@ -38,7 +38,7 @@ from .acquaintances import Acquaintances
 from .ballot import Ballot, Ballots
 from .blocks import Blocks
 from .book import Book, Sign, Verify
-from .offers import Offer, Offers, digests_of, offered_in
+from .offers import HeardOffer, Offers, digests_of, offered_in
 from .rules import GossipRules
 
 REMEMBERED_DECISIONS = 64
@@ -440,7 +440,7 @@ def _as_many_as_fit(statements: list[Signed]) -> tuple[Signed, ...]:
     return tuple(signed for signed, end in zip(by_length, ends, strict=True) if end <= MOST_BYTES_TOLD)
 
 
-def _start_alike(one: Offer, other: Offer) -> bool:
+def _start_alike(one: HeardOffer, other: HeardOffer) -> bool:
     return one.says.base_hash == other.says.base_hash
 
 

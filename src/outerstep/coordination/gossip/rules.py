@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...errors import ConfigError
-from .ballot import Pace
+from .ballot import TurnTimeouts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class GossipRules:
     liars: int = 1
     heartbeat_timeout_s: float = 30.0
     round_deadline_s: float | None = None
-    pace: Pace = field(default_factory=Pace)
+    pace: TurnTimeouts = field(default_factory=TurnTimeouts)
 
     def __post_init__(self) -> None:
         if self.min_peers < 1:

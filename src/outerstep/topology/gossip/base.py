@@ -148,7 +148,7 @@ class PeerTopology(ABC):
     ) -> Agreed:
         """`digest`: "" if it is known when the news were taken over."""
         sent = self._node.service.bytes_sent
-        received = self._node.counts.get("fetched_bytes", 0) + self._node.wholes.bytes_received
+        received = self._node.counts.get("fetched_bytes", 0) + self._node.snapshots.bytes_received
         before, self._traffic = self._traffic, (sent, received)
         return Agreed(
             fragment=fragment,

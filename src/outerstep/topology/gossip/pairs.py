@@ -177,7 +177,7 @@ class PairsTopology(PeerTopology):
         return (keys[partner], partner) if partner is not None else ("", "")
 
     def _ask(self, key: str, ticket: PairTicket) -> Shown | None:
-        found = self._node.wholes.fetch_from(key, self._place(ticket), least_version=ticket.turn)
+        found = self._node.snapshots.fetch_from(key, self._place(ticket), least_version=ticket.turn)
         if found is None:
             return None
         try:

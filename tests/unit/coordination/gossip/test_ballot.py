@@ -7,7 +7,7 @@ import random
 import pytest
 
 from outerstep.coordination.gossip import chain
-from outerstep.coordination.gossip.ballot import Ballot, Ballots, Pace, Verdict
+from outerstep.coordination.gossip.ballot import Ballot, Ballots, TurnTimeouts, Verdict
 from outerstep.coordination.gossip.book import Book
 from outerstep.simulate.gossip import Registry
 from outerstep.statements import Block, ChainState, Change, Decision, Member, Proposed, Voted, digest_of_block
@@ -51,7 +51,9 @@ class Four:
         self.ballots = [self.ballot(i) for i in range(4)]
 
     def ballot(self, i: int, kept: Ballots = Ballots()) -> Ballot:  # noqa: B008
-        return Ballot(self.state, self.books[i], RUN, self.keys[i], 1, Pace(2.0, 1.0, 10.0), self.opinions[i], kept)
+        return Ballot(
+            self.state, self.books[i], RUN, self.keys[i], 1, TurnTimeouts(2.0, 1.0, 10.0), self.opinions[i], kept
+        )
 
     def talk(self, who: list[int], now: float, rounds: int = 12) -> list[Decision | None]:
         """These hear all that these say, until nothing is new."""

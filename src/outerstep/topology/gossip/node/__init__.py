@@ -1,18 +1,17 @@
 """A peer of a run without a server, up to where tensors begin: bytes, threads, sockets, a disk.
 
-node.py       Node: what a topology uses
-settings.py   what a node is told, and what it asks of the topology
-shared.py     the lock, and the threads
-door.py       where it is reached, and how it reaches others
-survey.py     where the run stands
-talk.py       the conversations with other members
-keeping.py    nothing is said before it is written down (folder.py)
-payloads.py   contributions by digest; fetching.py gets those of others
-decided.py    the rounds that were decided
-snapshots.py  anchors for a peer that joins
-service.py    what a node answers; status.py what it says of itself
+node.py           Node: what a topology uses
+settings.py       what a node is told, and what it asks of the topology
+shared.py         the lock, and the threads
+listener.py       where it is reached, and how it reaches others
+conversations.py  what it says to other members, and asks of them
+records.py        nothing is said before it is written down
+contributions.py  contributions by digest: held, decided on, fetched
+snapshots.py      anchors for a peer that joins
+housekeeping.py   what is to be done now and then
+service.py        what a node answers, and says of itself
 
-Who decides what: coordination/gossip. What travels: wire/peers.py, docs/reference/wire.md.
+The decisions: coordination/gossip. What travels: wire/peers.py, docs/reference/wire.md.
 """
 
 from ....wire.peers import Terms

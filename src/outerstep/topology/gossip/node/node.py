@@ -12,8 +12,9 @@
     node.release(0, version + 1)
     node.leave("done", patience_s=30)
 
-Its threads, each of which ends the node if it fails (`failure`), for half a peer would mislead the others:
-pulse and talks (talk.py), looking and fetching (fetching.py), writing (keeping.py), and those of the HTTP service.
+Its threads: pulse and conversations (conversations.py), looking and fetching (contributions.py), recording
+(records.py), and those of the HTTP service. If one fails, the node stops (`failure`): a peer that still beats but no
+longer fetches or records would keep the others waiting.
 """
 
 from __future__ import annotations
@@ -33,20 +34,15 @@ from ....errors import Busy, ConfigError, ExchangeFailed, ServerUnreachable
 from ....security.signing import make_key, verify
 from ....statements import Beat, ChainState, Converse, Decision, Member, Offered
 from ....wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
-from .decided import DecidedRounds
-from .door import Contacts, Door
-from .fetching import Fetcher
-from .folder import PeerFolder, RunFacts
-from .keeping import Keeper
-from .payloads import Holdings
-from .service import PeerService
+from .contributions import DecidedRounds, Fetcher, Payloads
+from .conversations import Conversations, Survey
+from .housekeeping import Housekeeping
+from .listener import Contacts, NodeListener
+from .records import PeerFolder, PeerRunFacts, Recorder
+from .service import PeerService, build_status
 from .settings import Callbacks, DecidedRound, NodeSettings
 from .shared import Shared
-from .snapshots import Wholes
-from .status import build_status
-from .survey import Survey
-from .talk import Talk
-from .upkeep import Upkeep
+from .snapshots import SnapshotExchange
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +68,13 @@ class Node:
                 )
             self._key = self._folder.key if self._folder is not None else make_key()
             self.service = PeerService(self)
-            self._door = Door(settings, self.service, facts.token if facts is not None else None)
+            self._listener = NodeListener(settings, self.service, facts.token if facts is not None else None)
         except BaseException:
             self._close_folder()
             raise
         self.started_at = clock()
-        self.holdings = Holdings(settings.memory_bytes)
-        self._survey = Survey(self._door, settings.peer_id, self._key, self._pause)
+        self.payloads = Payloads(settings.memory_bytes)
+        self._survey = Survey(self._listener, settings.peer_id, self._key, self._pause)
         self.progress: tuple[int, float, float | None] = (0, 0.0, None)
         self._document = b""
         self._is_stopped = False
@@ -95,12 +91,12 @@ class Node:
 
     @property
     def address(self) -> str:
-        return self._door.address
+        return self._listener.address
 
     @property
     def join_string(self) -> str:
         """What to type on the next machine. Holds the run's token: not for logs."""
-        return self._door.join_string
+        return self._listener.join_string
 
     @property
     def failure(self) -> str:
@@ -115,10 +111,10 @@ class Node:
     def ask_terms(self, patience_s: float) -> Terms | None:
         """Of the run that is to be joined, or that lies in the folder. None: there is none yet, found one."""
         kept = self._kept_terms()
-        if not self._door.joins:
+        if not self._listener.joins:
             return kept
         try:
-            terms = self._survey.find_terms(self._door.joins, patience_s if kept is None else min(patience_s, 1.0))
+            terms = self._survey.find_terms(self._listener.joins, patience_s if kept is None else min(patience_s, 1.0))
         except ServerUnreachable:
             if kept is None:
                 raise
@@ -176,26 +172,26 @@ class Node:
             keepsake,
             sizes,
             self.clock(),
-            address=self._door.address,
-            fingerprint=self._door.fingerprint,
+            address=self._listener.address,
+            fingerprint=self._listener.fingerprint,
         )
         with self.lock:
             self._furnish(peer, callbacks)
             greeting = Converse(run_id=terms.run_id, sender=self.peer_id, height=0, statements=terms.beats)
             peer.hear(greeting, self.clock())
             self._after_members()
-            self.keeper.note()
-        self.keeper.start()
-        self.talk.start()
+            self.recorder.note()
+        self.recorder.start()
+        self.conversations.start()
         self._fetcher.start()
-        self._upkeep.start()
+        self._housekeeping.start()
         self._warn_of_namesake(terms.state)
 
     def _take_up(self, terms: Terms, document: bytes, rules: GossipRules) -> Keepsake:
         """What this peer must not forget; with a folder it lies there."""
         if self._folder is None:
             return Keepsake(run_id=terms.run_id, state=terms.state)
-        facts = RunFacts(run_id=terms.run_id, peer_id=self.peer_id, token=self._door.token, liars=rules.liars)
+        facts = PeerRunFacts(run_id=terms.run_id, peer_id=self.peer_id, token=self._listener.token, liars=rules.liars)
         try:
             return self._folder.take_up(facts, document, terms.state, terms.beats)
         except OSError as error:
@@ -205,12 +201,12 @@ class Node:
         self.shared.begin(peer)
         self.rounds = DecidedRounds(peer.state)
         self._members = peer.state.members
-        self.keeper = Keeper(self.shared, self._folder, self._on_decided, self._on_leap)
-        self._contacts = Contacts(self._door, self._find_beat, LONGEST_SILENCE_S)
-        self.talk = Talk(self.shared, self.keeper, self._contacts, self.settings.beat_every_s)
-        self.wholes = Wholes(self.shared, self._contacts, callbacks)
-        self._fetcher = Fetcher(self.shared, self.keeper, self._contacts, self.holdings, self.rounds, callbacks)
-        self._upkeep = Upkeep(self, self._contacts, self._survey)
+        self.recorder = Recorder(self.shared, self._folder, self._on_decided, self._on_leap)
+        self._contacts = Contacts(self._listener, self._find_beat, LONGEST_SILENCE_S)
+        self.conversations = Conversations(self.shared, self.recorder, self._contacts, self.settings.beat_every_s)
+        self.snapshots = SnapshotExchange(self.shared, self._contacts, callbacks)
+        self._fetcher = Fetcher(self.shared, self.recorder, self._contacts, self.payloads, self.rounds, callbacks)
+        self._housekeeping = Housekeeping(self, self._contacts, self._survey)
 
     def terms(self) -> Terms:
         """For who wants to join."""
@@ -236,12 +232,12 @@ class Node:
         self.shared.check()
         with self.lock:
             self.peer.belong(self.clock())
-            self.keeper.note()
+            self.recorder.note()
 
     def hold_anchor(self, fragment: int, version: int, anchor_hash: str) -> None:
         with self.lock:
             self.peer.hold_anchor(fragment, version, anchor_hash)
-            self.keeper.note()
+            self.recorder.note()
 
     def offer(
         self,
@@ -263,7 +259,7 @@ class Node:
                 f"a contribution to fragment {fragment} has {self._sizes[fragment]} bytes, got {len(data)}"
             )
         about = about_contribution(self.peer.run_id, fragment)
-        digest = self.holdings.put(about, data, self.settings.part_size_bytes)
+        digest = self.payloads.put(about, data, self.settings.part_size_bytes)
         try:
             with self.lock:
                 while not self.shared.wait(lambda: self.peer.state.versions[fragment] >= base_version, CHECK_S):
@@ -273,10 +269,10 @@ class Node:
                 says = self.peer.offer(
                     fragment, digest, base_hash, self.clock(), steps=steps, samples=samples, tokens=tokens
                 )
-                self.keeper.note()
+                self.recorder.note()
             return says
         finally:
-            self.holdings.unpin(digest)
+            self.payloads.unpin(digest)
 
     def round_of(self, fragment: int, version: int) -> DecidedRound | None:
         """Decided, and all its bytes are here; None: not, or not yet."""
@@ -285,13 +281,13 @@ class Node:
             taken = self.rounds.find(fragment, version)
         if taken is None:
             return None
-        held = [self.holdings.get(says.digest) for _, _, says in taken.offers]
+        held = [self.payloads.get(says.digest) for _, _, says in taken.offers]
         pairs = zip(taken.offers, held, strict=True)
         here = [(peer_id, says, payload.data) for (peer_id, _, says), payload in pairs if payload is not None]
         return DecidedRound(taken.block, tuple(here)) if len(here) == len(held) else None
 
     def is_lost(self, fragment: int, version: int) -> bool:
-        """It was decided, but its bytes can no longer be had: take the whole instead."""
+        """It was decided, but its bytes can no longer be had: take a snapshot instead."""
         with self.lock:
             return self.rounds.is_lost(fragment, version)
 
@@ -306,7 +302,7 @@ class Node:
         """The newest version of a fragment that more than f members name the same digest for (or all that can be heard,
         if those are fewer), and its bytes."""
         self.shared.check()
-        return self.wholes.fetch(fragment, patience_s)
+        return self.snapshots.fetch(fragment, patience_s)
 
     def watch(self, timeout_s: float, since: int | None = None) -> int:
         """Wait until something has changed. Returns a number to pass as `since` the next time, so that nothing that
@@ -319,7 +315,7 @@ class Node:
 
     def note_progress(self, step: int, steps_per_second: float, loss: float | None) -> None:
         """For the others to see; it travels with the next beat. A training that has reported once must go on to, or
-        this peer falls silent (talk.py)."""
+        this peer falls silent (conversations.py)."""
         with self.lock:
             self.shared.progress_at = self.clock()
             self.progress = (step, steps_per_second, loss)
@@ -342,16 +338,16 @@ class Node:
         if self.shared.has_begun and not self.failure:
             with self.lock:
                 self.peer.leave(self.clock())
-                self.keeper.note()
+                self.recorder.note()
                 said = self.shared.news
-                self.shared.wait(lambda: self._is_dispensable() and self.talk.have_heard(said), patience_s)
+                self.shared.wait(lambda: self._is_dispensable() and self.conversations.have_heard(said), patience_s)
         self.stop()
 
     def _is_dispensable(self) -> bool:
         """With the lock held: nobody waits for this peer, or needs anything that it has."""
         peer, now = self.peer, self.clock()
         others = [m.key for m in peer.state.members if m.key != self.key and not peer.is_silent(m.key, now)]
-        beats = [peer.contacts.get(key) for key in others if not self.talk.is_gone(key)]
+        beats = [peer.contacts.get(key) for key in others if not self.conversations.is_gone(key)]
         if peer.is_member and any(beat is None or beat.wants != "leave" for beat in beats):
             return False
         return all(beat is not None and self._knows_all(beat) for beat in beats)
@@ -370,7 +366,7 @@ class Node:
         if not is_first:
             return
         left = self.shared.stop(STOP_PATIENCE_S)
-        self._door.stop(STOP_PATIENCE_S if not self.failure else 0.0)
+        self._listener.stop(STOP_PATIENCE_S if not self.failure else 0.0)
         if self.shared.has_begun:
             self._contacts.close()
         if left:
@@ -403,8 +399,8 @@ class Node:
         now = {member.peer_id for member in self._members}
         if now != before:
             log.info("members: %s", ", ".join(sorted(now)))
-        self.keeper.remember(self.peer.beats())
-        self.talk.ensure()
+        self.recorder.remember(self.peer.beats())
+        self.conversations.ensure()
 
     def _find_beat(self, key: str) -> Beat | None:
         with self.lock:
@@ -436,7 +432,7 @@ def _let_go() -> None:
     """A training process forks, for its data say. If it is killed, its children live on for a while: they must not
     keep the port and the folder from the process that comes in its place."""
     for node in _alive:
-        node._door.let_go()
+        node._listener.let_go()
         node._close_folder()
 
 

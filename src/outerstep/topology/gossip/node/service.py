@@ -1,4 +1,4 @@
-"""What a node answers to others."""
+"""What a node answers to others, and what it says of itself; in the words of a server's status where there are such."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from ....statements import Converse
 from ....types import PROTOCOL_VERSION
 from ....wire.messages import MAX_JOIN_BYTES, place_of
 from ....wire.pages import pages
-from ....wire.peers import AskParts, AskTerms, AskWhole, GetHeld, HeldAnswer, Parts, PeerAnswer, PeerRequest, Whole
+from ....wire.peers import (
+    AskParts,
+    AskSnapshot,
+    AskTerms,
+    GetHeld,
+    HeldAnswer,
+    OfferedSnapshot,
+    PartList,
+    PeerAnswer,
+    PeerRequest,
+)
 from ....wire.routes import DownloadRoute, MessageRoute, Route
-from .payloads import Held
+from .contributions import HeldPayload
 
 if TYPE_CHECKING:
     from .node import Node
@@ -30,7 +40,7 @@ class PeerService:
             **pages(self),
             place_of(AskTerms): MessageRoute(AskTerms, self.answer, "sender"),
             place_of(Converse): MessageRoute(Converse, self.answer, "sender", MAX_JOIN_BYTES),
-            place_of(AskWhole): MessageRoute(AskWhole, self.answer, "sender"),
+            place_of(AskSnapshot): MessageRoute(AskSnapshot, self.answer, "sender"),
             place_of(AskParts): MessageRoute(AskParts, self.answer, "sender"),
             place_of(GetHeld): DownloadRoute(GetHeld, self.get_part, "sender"),
         }
@@ -55,8 +65,8 @@ class PeerService:
                 return self._node.terms()
             case Converse():
                 return self._converse(request)
-            case AskWhole():
-                return self._whole(request)
+            case AskSnapshot():
+                return self._snapshot(request)
             case AskParts():
                 return self._parts(request)
             case GetHeld():
@@ -80,29 +90,29 @@ class PeerService:
         with node.lock:
             try:
                 node.peer.hear(told, node.clock())
-                node.talk.was_heard(told.sender)
-                node.keeper.note()
+                node.conversations.was_heard(told.sender)
+                node.recorder.note()
                 answer = node.peer.say_to(told.height)
             except Exception as error:  # whatever it is, the peer may be half changed: as in threads of its own
                 node.shared.fail(f"what {told.sender} said: {type(error).__name__}: {error}")
                 raise
-            if not node.keeper.wait_until_kept(DISK_PATIENCE_S):
+            if not node.recorder.wait_until_kept(DISK_PATIENCE_S):
                 why = "is stopping" if node.shared.is_stopping else "cannot write down what it would say"
                 raise Busy(f"this peer {why}", retry_after_s=RETRY_S)
         return answer
 
-    def _whole(self, request: AskWhole) -> Whole:
+    def _snapshot(self, request: AskSnapshot) -> OfferedSnapshot:
         self._check_run(request.run_id)
         if request.fragment >= len(self._node.peer.state.versions):
             raise BadRequest(f"the run has {len(self._node.peer.state.versions)} fragments, got {request.fragment}")
-        return self._node.wholes.offer(request.fragment)
+        return self._node.snapshots.offer(request.fragment)
 
-    def _parts(self, request: AskParts) -> Parts:
+    def _parts(self, request: AskParts) -> PartList:
         return self._find(request.run_id, request.digest).parts
 
-    def _find(self, run_id: str, digest: str) -> Held:
+    def _find(self, run_id: str, digest: str) -> HeldPayload:
         self._check_run(run_id)
-        held = self._node.holdings.get(digest) or self._node.wholes.get(digest)
+        held = self._node.payloads.get(digest) or self._node.snapshots.get(digest)
         if held is None:
             raise NotFound("this peer does not hold that", hint="ask another peer")
         return held
@@ -123,4 +133,65 @@ class PeerService:
             raise Busy("this peer is stopping", retry_after_s=1.0)
 
 
-__all__ = ["PeerService"]
+def build_status(node: Node) -> dict[str, object]:
+    """With the lock held."""
+    common: dict[str, object] = {
+        "mode": "gossip",
+        "peer_id": node.peer_id,
+        "address": node.address,
+        "uptime_s": node.clock() - node.started_at,
+        "failure": node.failure,
+        "trouble": node.shared.trouble,
+        "bytes_sent": node.service.bytes_sent,
+        "bytes_received": node.counts.get("fetched_bytes", 0),
+    }
+    if not node.shared.has_begun:
+        return {**common, "run_id": "", "begun": False}
+    peer, now = node.peer, node.clock()
+    members = {member.key: member.peer_id for member in peer.state.members}
+    return {
+        **common,
+        "begun": True,
+        "run_id": peer.run_id,
+        "height": peer.state.height,
+        "is_member": peer.is_member,
+        "versions": list(peer.state.versions),
+        "members": [_member(node, key, peer_id, now) for key, peer_id in members.items()],
+        "silent": [peer_id for key, peer_id in members.items() if peer.is_silent(key, now)],
+        "expelled": [member.peer_id for member in peer.state.expelled],
+        "proven_to_lie": sorted(members.get(key, key) for key in peer.book.proofs),
+        "is_short_of_peers": peer.is_short_of_peers(now),
+        "fragments": [
+            {"version": version, "waiting_for": peer.waiting_for(fragment, now)}
+            for fragment, version in enumerate(peer.state.versions)
+        ],
+        "held_bytes": node.payloads.memory_bytes,
+        "spooled_bytes": node.payloads.spooled_bytes,
+        "fetches": node.counts,
+        "conversations": node.conversations.conversations,
+    }
+
+
+def _member(node: Node, key: str, peer_id: str, now: float) -> dict[str, object]:
+    """One member, as this peer knows it."""
+    if key == node.key:
+        step, steps_per_second, loss = node.progress
+        facts = {"step": step, "steps_per_second": steps_per_second, "loss": loss}
+        return {"peer_id": peer_id, "address": node.address, "height": node.peer.state.height, "self": True, **facts}
+    beat = node.peer.contacts.get(key)
+    known: dict[str, object] = {"peer_id": peer_id, "trouble": node.conversations.troubles().get(key, "")}
+    if beat is None:
+        return known
+    return {
+        **known,
+        "address": beat.address,
+        "height": beat.height,
+        "wants": beat.wants,
+        "step": beat.step,
+        "steps_per_second": beat.steps_per_second,
+        "loss": beat.loss,
+        "last_seen_s": node.peer.silent_s(key, now),
+    }
+
+
+__all__ = ["PeerService", "build_status"]

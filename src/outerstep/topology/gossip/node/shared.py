@@ -1,7 +1,7 @@
 """What the threads of a node share: one lock, the state machine under it, and how each of them learns of the others.
 
-Whoever has done something with the peer, under the lock, calls `Keeper.note` (keeping.py); that makes `changes` and, if
-there is something to tell the other peers, `news` count up, and wakes everybody who waits.
+A thread that has done something with the peer, under the lock, calls `Recorder.note` (records.py); that counts up
+`changes` and, if there is something to tell the other peers, `news`, and wakes the threads that wait.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Shared:
     # --- threads ----------------------------------------------------------------------------------------------------
 
     def start(self, name: str, job: Callable[[], None]) -> None:
-        """A thread whose end is the node's, if it ends with an exception: half a peer would mislead the others."""
+        """A thread that stops the node if it ends with an exception: a peer that works in part would keep the others
+        waiting."""
 
         def run() -> None:
             try:

@@ -1,4 +1,4 @@
-"""A fragment's anchor with its outer state, whole: for who comes anew, or has missed too much to follow.
+"""Snapshots: a fragment's anchor with its outer state, for a peer that joins, or has missed too much to follow.
 
 Serving: the topology's snapshot is kept for as long as somebody fetches it. Fetching: a version counts if more than f
 members name the same digest for it; then its parts may come from any of them.
@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from ....coordination.gossip.chain import liars_among
 from ....errors import NotFound, OuterstepError, ServerUnreachable
 from ....pool import Room, private_memory
-from ....wire.peers import WHOLE_PART_BYTES, AskWhole, Whole, about_whole
-from .door import Contacts
-from .fetching import fetch_parts
-from .payloads import Arrival, Held, cut
+from ....wire.peers import SNAPSHOT_PART_BYTES, AskSnapshot, OfferedSnapshot, about_snapshot
+from .contributions import Arrival, HeldPayload, cut, fetch_parts
+from .listener import Contacts
 from .settings import Callbacks
 from .shared import Shared
 
@@ -36,11 +35,11 @@ PAUSE_S = 0.25
 class _Snapshot:
     version: int
     digest: str
-    held: Held
+    held: HeldPayload
     used_at: float
 
 
-class Wholes:
+class SnapshotExchange:
     def __init__(self, shared: Shared, contacts: Contacts, callbacks: Callbacks) -> None:
         self._shared, self._contacts, self._callbacks = shared, contacts, callbacks
         self._making = threading.Lock()
@@ -51,7 +50,7 @@ class Wholes:
 
     # --- for others -------------------------------------------------------------------------------------------------
 
-    def offer(self, fragment: int) -> Whole:
+    def offer(self, fragment: int) -> OfferedSnapshot:
         """The newest that the topology holds."""
         with self._making:
             newest = self._callbacks.whole(fragment)
@@ -62,16 +61,16 @@ class Wholes:
                 kept = self._snapshots.setdefault(fragment, [])
                 snapshot = next((s for s in kept if s.version == version), None)
             if snapshot is None:
-                parts = cut(data, WHOLE_PART_BYTES)
-                digest = parts.digest(about_whole(self._shared.peer.run_id, fragment, version))
-                snapshot = _Snapshot(version, digest, Held(parts, data), self._shared.clock())
+                parts = cut(data, SNAPSHOT_PART_BYTES)
+                digest = parts.digest(about_snapshot(self._shared.peer.run_id, fragment, version))
+                snapshot = _Snapshot(version, digest, HeldPayload(parts, data), self._shared.clock())
                 with self._lock:
                     kept.append(snapshot)
                     del kept[:-KEPT_VERSIONS]
         snapshot.used_at = self._shared.clock()
-        return Whole(version=version, parts=snapshot.held.parts)
+        return OfferedSnapshot(version=version, parts=snapshot.held.parts)
 
-    def get(self, digest: str) -> Held | None:
+    def get(self, digest: str) -> HeldPayload | None:
         with self._lock:
             for kept in self._snapshots.values():
                 for snapshot in kept:
@@ -108,34 +107,34 @@ class Wholes:
         """What this very member holds, if its version is not below that; None: it does not, or not now."""
         with self._shared.lock:
             peer = self._shared.peer
-            request = AskWhole(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
+            request = AskSnapshot(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
         answer = self._ask(key, request)
         if isinstance(answer, str) or answer.version < least_version:
             return None
-        if answer.parts.part_size_bytes != WHOLE_PART_BYTES:
+        if answer.parts.part_size_bytes != SNAPSHOT_PART_BYTES:
             return None
         arrival = _expect(answer)
-        digest = answer.parts.digest(about_whole(request.run_id, fragment, answer.version))
+        digest = answer.parts.digest(about_snapshot(request.run_id, fragment, answer.version))
         return (answer.version, arrival.room.view) if self._fetch_from(key, arrival, digest) else None
 
-    def _survey(self, fragment: int) -> tuple[int, str, list[tuple[str, Whole]], str]:
+    def _survey(self, fragment: int) -> tuple[int, str, list[tuple[str, OfferedSnapshot]], str]:
         """The newest version that enough members name the same digest for: version, digest, and who did."""
         with self._shared.lock:
             peer = self._shared.peer
             now = self._shared.clock()
             silent = {m.key: peer.is_silent(m.key, now) for m in peer.state.members if m.key != peer.member.key}
             needed = liars_among(len(peer.state.members), peer.rules.liars) + 1
-            request = AskWhole(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
+            request = AskSnapshot(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
         keys = sorted(silent, key=lambda key: (silent[key], self._draw.random()))
-        named: dict[tuple[int, str], list[tuple[str, Whole]]] = defaultdict(list)
+        named: dict[tuple[int, str], list[tuple[str, OfferedSnapshot]]] = defaultdict(list)
         why = "no other member is known"
         for key in keys:
             answer = self._ask(key, request)
             if isinstance(answer, str):
                 why = answer
                 continue
-            is_cut_right = answer.parts.part_size_bytes == WHOLE_PART_BYTES
-            about = about_whole(request.run_id, fragment, answer.version)
+            is_cut_right = answer.parts.part_size_bytes == SNAPSHOT_PART_BYTES
+            about = about_snapshot(request.run_id, fragment, answer.version)
             digest = answer.parts.digest(about) if is_cut_right else ""
             named[answer.version, digest].append((key, answer))
             if digest and len(named[answer.version, digest]) >= needed:
@@ -148,7 +147,7 @@ class Wholes:
             why = f"{heard} peer(s) named {len(named)} different states, {needed} must name the same"
         return 0, "", [], why
 
-    def _ask(self, key: str, request: AskWhole) -> Whole | str:
+    def _ask(self, key: str, request: AskSnapshot) -> OfferedSnapshot | str:
         transport = self._contacts.transport(key)
         if transport is None:
             return "nobody has said where the others are"
@@ -156,7 +155,7 @@ class Wholes:
             answer = transport.ask(request, timeout_s=ASK_TIMEOUT_S)
         except OuterstepError as error:
             return str(error)
-        return answer if isinstance(answer, Whole) else f"{transport.address} answered with something else"
+        return answer if isinstance(answer, OfferedSnapshot) else f"{transport.address} answered with something else"
 
     def _fetch_from(self, key: str, arrival: Arrival, digest: str) -> bool:
         transport = self._contacts.transport(key)
@@ -172,9 +171,9 @@ class Wholes:
             return False
 
 
-def _expect(whole: Whole) -> Arrival:
-    parts = whole.parts
+def _expect(offered: OfferedSnapshot) -> Arrival:
+    parts = offered.parts
     return Arrival(Room(private_memory(parts.size_bytes), on_disk=False), parts, list(range(len(parts.digests))))
 
 
-__all__ = ["Wholes"]
+__all__ = ["SnapshotExchange"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outerstep.statements import ChainState, Change, Decision, Member, Offered, Round, Signed, body_of
-from outerstep.topology.gossip.node.decided import DecidedRounds
+from outerstep.topology.gossip.node.contributions import DecidedRounds
 
 ANNA, BERT = Member(peer_id="anna", key="a" * 64), Member(peer_id="bert", key="b" * 64)
 STATE = ChainState(height=0, tip="0" * 64, members=(ANNA,), versions=(0, 0))

@@ -11,9 +11,9 @@ from outerstep.coordination.gossip.ballot import Ballots
 from outerstep.coordination.gossip.chain import found
 from outerstep.errors import ConfigError
 from outerstep.statements import ChainState, Member, Signed
-from outerstep.topology.gossip.node.folder import PeerFolder, RunFacts
+from outerstep.topology.gossip.node.records import PeerFolder, PeerRunFacts
 
-FACTS = RunFacts(run_id="run", peer_id="a", token="run-secret")
+FACTS = PeerRunFacts(run_id="run", peer_id="a", token="run-secret")
 
 
 def state_at(height: int) -> ChainState:
@@ -62,7 +62,7 @@ def test_words_about_a_block_that_is_decided_bind_no_more_but_sequences_do(tmp_p
 def test_another_run_is_refused(tmp_path: Path) -> None:
     folder = PeerFolder(tmp_path)
     folder.take_up(FACTS, b"", state_at(0), ())
-    other = RunFacts(run_id="other", peer_id="a")
+    other = PeerRunFacts(run_id="other", peer_id="a")
     with pytest.raises(ConfigError, match="holds run run, this is run other"):
         folder.take_up(other, b"", state_at(0), ())
 
@@ -93,7 +93,7 @@ def test_a_file_that_cannot_be_read_is_named_and_an_old_copy_warned_of(tmp_path:
 
 def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = PeerFolder(tmp_path)
-    folder.take_up(RunFacts(run_id="run", peer_id="a", version=2), b"", state_at(0), ())
+    folder.take_up(PeerRunFacts(run_id="run", peer_id="a", version=2), b"", state_at(0), ())
     folder.close()
     with pytest.raises(ConfigError, match="must have format 'outerstep peer' 1"):
         PeerFolder(tmp_path)

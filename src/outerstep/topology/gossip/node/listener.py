@@ -50,7 +50,7 @@ class RunGuard:
         raise Unauthorized("this is not the token of this peer's run", hint=NEW_STRING)
 
 
-class Door:
+class NodeListener:
     """Listens as soon as it is made. `kept_token`: of the run in the peer's folder."""
 
     def __init__(self, settings: NodeSettings, service: Service, kept_token: str | None) -> None:
@@ -174,22 +174,22 @@ class Door:
 class Contacts:
     """A transport to each peer, made anew when its beats name another place."""
 
-    def __init__(self, door: Door, find_beat: Callable[[str], Beat | None], timeout_s: float) -> None:
-        self._door, self._find_beat, self._timeout_s = door, find_beat, timeout_s
+    def __init__(self, listener: NodeListener, find_beat: Callable[[str], Beat | None], timeout_s: float) -> None:
+        self._listener, self._find_beat, self._timeout_s = listener, find_beat, timeout_s
         self._lock = threading.Lock()
         self._known: dict[str, tuple[Access, HttpTransport]] = {}
 
     def transport(self, key: str) -> HttpTransport | None:
         """None: nobody has said where it is."""
         beat = self._find_beat(key)
-        access = self._door.access_of(beat) if beat is not None else None
+        access = self._listener.access_of(beat) if beat is not None else None
         if access is None:
             return None
         with self._lock:
             known = self._known.get(key)
             if known is not None and known[0] == access:
                 return known[1]
-            made = self._door.reach(access, self._timeout_s)
+            made = self._listener.reach(access, self._timeout_s)
             self._known[key] = (access, made)
         if known is not None:
             known[1].close()
@@ -215,4 +215,4 @@ def _parse_listen(listen: str) -> tuple[str, int]:
     raise ConfigError(f"listen must be host:port, got {listen!r}; for example {write_address(EVERYWHERE[0], 8512)}")
 
 
-__all__ = ["Contacts", "Door", "RunGuard"]
+__all__ = ["Contacts", "NodeListener", "RunGuard"]

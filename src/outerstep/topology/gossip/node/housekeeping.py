@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ....coordination.gossip.chain import liars_among
 from ....statements import Converse
-from .door import Contacts
-from .survey import Survey
+from .conversations import Survey
+from .listener import Contacts
 
 if TYPE_CHECKING:
     from .node import Node
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Upkeep:
+class Housekeeping:
     """Drops bytes that nobody needs any more, notes where the members are, and asks where the run stands if this peer
     is too far behind to follow."""
 
@@ -25,7 +25,7 @@ class Upkeep:
         self._places: dict[str, str] = {}
 
     def start(self) -> None:
-        self._node.shared.start("peer-upkeep", self._always)
+        self._node.shared.start("peer-housekeeping", self._always)
 
     def _always(self) -> None:
         node = self._node
@@ -34,10 +34,10 @@ class Upkeep:
                 node.shared.wait(lambda: False, node.settings.beat_every_s)
                 if node.shared.is_stopping:
                     return
-                node.holdings.keep_only(node.peer.needed() | node.rounds.needed())
+                node.payloads.keep_only(node.peer.needed() | node.rounds.needed())
                 self._note_places()
-                is_stuck = node.talk.stuck_at == node.peer.state.height
-            node.wholes.drop_unused()
+                is_stuck = node.conversations.stuck_at == node.peer.state.height
+            node.snapshots.drop_unused()
             if is_stuck:
                 self._catch_up()
 
@@ -48,7 +48,7 @@ class Upkeep:
         places = {key: contacts[key].address for key in keys if key in contacts}
         if places != self._places:
             self._places = places
-            self._node.keeper.remember(self._node.peer.beats())
+            self._node.recorder.remember(self._node.peer.beats())
             self._node.shared.changed()
 
     def _catch_up(self) -> None:
@@ -65,9 +65,9 @@ class Upkeep:
         with node.lock:
             if state.height > height == peer.state.height:  # else the next block has come meanwhile
                 log.info("the run is %d blocks ahead: going on from there", state.height - height)
-                node.keeper.leap(state)
+                node.recorder.leap(state)
                 peer.hear(Converse(run_id=peer.run_id, sender=node.peer_id, height=0, statements=beats), node.clock())
-                node.keeper.note()
+                node.recorder.note()
 
 
-__all__ = ["Upkeep"]
+__all__ = ["Housekeeping"]

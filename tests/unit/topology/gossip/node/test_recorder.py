@@ -12,8 +12,7 @@ from outerstep.coordination.gossip import GossipPeer, GossipRules, Keepsake
 from outerstep.coordination.gossip.chain import found
 from outerstep.security.signing import make_key, verify
 from outerstep.statements import ChainState, Decision, Member
-from outerstep.topology.gossip.node.folder import PeerFolder
-from outerstep.topology.gossip.node.keeping import Keeper
+from outerstep.topology.gossip.node.records import PeerFolder, Recorder
 from outerstep.topology.gossip.node.shared import Shared
 from support import wait_until
 
@@ -49,17 +48,17 @@ class Desk:
         self.shared.begin(self.peer)
         self.decided: list[Decision] = []
         self.leaps: list[ChainState] = []
-        self.keeper = Keeper(self.shared, cast(PeerFolder | None, folder), self.decided.append, self.leaps.append)
-        self.keeper.start()
+        self.recorder = Recorder(self.shared, cast(PeerFolder | None, folder), self.decided.append, self.leaps.append)
+        self.recorder.start()
 
     def offer(self) -> None:
         with self.shared.lock:
             self.peer.offer(0, "d" * 64, "0" * 32, 0.0, steps=1)
-            self.keeper.note()
+            self.recorder.note()
 
     def is_kept(self) -> bool:
         with self.shared.lock:
-            return self.keeper.wait_until_kept(0.0)
+            return self.recorder.wait_until_kept(0.0)
 
 
 @pytest.fixture
@@ -105,7 +104,7 @@ def test_what_has_not_changed_is_not_written_again(desk: Desk, folder: SlowFolde
     written = len(folder.kept)
     with desk.shared.lock:
         desk.peer.tick(0.0)
-        desk.keeper.note()
+        desk.recorder.note()
     assert desk.is_kept()
     assert len(folder.kept) == written
 
@@ -121,7 +120,7 @@ def test_after_a_leap_blocks_are_taken_from_there(desk: Desk, folder: SlowFolder
     ahead = ChainState(height=70, tip="1" * 64, members=desk.peer.state.members, versions=(30,))
     desk.offer()
     with desk.shared.lock:
-        desk.keeper.leap(ahead)
+        desk.recorder.leap(ahead)
     desk.offer()
     assert desk.leaps == []
     folder.may_write.set()
