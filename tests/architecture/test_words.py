@@ -45,7 +45,6 @@ STILL_REPEATED = {
 STILL_NAMED = {
     "server/motion.py",
     "topology/news.py",
-    "topology/server/door.py",
     "worker/books.py",
     "worker/going_on.py",
     "worker/landing.py",

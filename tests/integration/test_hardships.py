@@ -70,7 +70,7 @@ def test_steps_are_counted_once_when_the_wait_for_their_round_is_interrupted(mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("outerstep.topology.server.ticket.ServerTicket.wait", interrupted)
+        patched.setattr("outerstep.topology.server.exchange.ServerTicket.wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             count(first, optimizers[0], 0, 1)
     count(second, optimizers[1], 1, 4)  # closes round 1: the mean of (4, 0) and (0, 4)

@@ -11,7 +11,7 @@ import torch
 
 from outerstep.server import DiLoCoServer
 from outerstep.topology.protocol import Agreed, Contribution
-from outerstep.topology.server.ticket import ServerTicket
+from outerstep.topology.server.exchange import ServerTicket
 from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Wishes
 from outerstep.wire.memory import MemoryTransport
@@ -78,9 +78,9 @@ def test_it_is_in_the_next_round_whether_or_not_the_server_was_killed(killed: bo
     agreed, _ = in_threads(second.finish, lambda: three.send(three.a, 1))
     assert who(agreed) == [("a", 2), ("c", 1), ("c", 2)]
     assert (agreed.version, agreed.steps_lost) == (2, 0)
-    assert (second.courier.bytes_sent > three.late.courier.bytes_sent) == killed, "both travelled, or only the second"
-    assert three.late.courier.payload is not None
-    assert len(three.late.courier.payload.data) == 0, "it is safe now, and not kept any longer"
+    assert (second.bytes_sent > three.late.bytes_sent) == killed, "both travelled, or only the second"
+    assert three.late.payload is not None
+    assert len(three.late.payload.data) == 0, "it is safe now, and not kept any longer"
 
 
 def test_a_worker_that_leaves_first_sees_it_into_a_round(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_running_worker_goes_on_when_its_machine_has_been_told_the_new_token(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said: list[str] = []
     handler = Listener(said)
-    logging.getLogger("outerstep.topology.server.courier").addHandler(handler)
+    logging.getLogger("outerstep.topology.server.exchange").addHandler(handler)
     try:
         with DiLoCoWorker(
             model, optimizer, site.address, worker_id="w", credentials=str(elsewhere.folder), offline_after_s=600.0
@@ -194,7 +194,7 @@ def test_a_running_worker_goes_on_when_its_machine_has_been_told_the_new_token(
             in_threads(help_it, lambda: train(model, optimizer, 2))
             assert worker.sync_metrics["sync_count"] == 2
     finally:
-        logging.getLogger("outerstep.topology.server.courier").removeHandler(handler)
+        logging.getLogger("outerstep.topology.server.exchange").removeHandler(handler)
         site.server.stop()
     assert site.server.sync_round == 2
     assert site.run_token not in "".join(said)

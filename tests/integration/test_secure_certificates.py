@@ -234,13 +234,13 @@ def test_a_worker_may_start_before_the_first_server_ever(tmp_path: Path) -> None
         server.start()
 
     asked: list[bool] = []
-    find = worker._topology._transport._find  # type: ignore[attr-defined]
+    find = worker._topology._link._transport._find  # type: ignore[attr-defined]
 
     def looking() -> Access | None:
         asked.append(True)
         return find()  # type: ignore[no-any-return]
 
-    worker._topology._transport._find = looking  # type: ignore[attr-defined]
+    worker._topology._link._transport._find = looking  # type: ignore[attr-defined]
 
     def work() -> None:
         with worker:

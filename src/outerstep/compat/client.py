@@ -33,7 +33,7 @@ from ..coordination.worker.exchange import Patience
 from ..errors import Closing, OuterstepError, Refused, ServerError, StaleRound
 from ..server.pool import Pool, Room
 from ..topology.protocol import Agreed, Contribution, anchors_of
-from ..topology.server.ticket import ServerTicket
+from ..topology.server.exchange import ServerTicket
 from ..topology.server.topology import ServerTopology
 from ..types import Plan, Wishes
 from ..wire.memory import MemoryTransport

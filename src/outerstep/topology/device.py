@@ -22,20 +22,6 @@ Encode = Callable[[Tensor], None]
 """Writes the encoded bytes of one block."""
 
 
-class Direct:
-    """Blocks in host memory: encoded into their place in the payload, and hashed there."""
-
-    def __init__(self, payload: Payload) -> None:
-        self._payload = payload
-
-    def put(self, device: torch.device, begin: int, end: int, encode: Encode) -> None:
-        encode(self._payload.data[begin:end])
-        self._payload.written(end)
-
-    def close(self) -> None:
-        """Nothing is under way."""
-
-
 @dataclass
 class Slot:
     """Memory on a GPU for one encoded block. `read`: its last copy has left."""

@@ -16,7 +16,7 @@ from ..core.codecs.recipe import CodecRule
 from ..core.feedback import ErrorFeedback
 from ..core.watch import sum_of_squares
 from ..wire.frames import Entry, Layout
-from .device import Direct, Ferry
+from .device import Ferry
 from .forms import Form
 from .memory import Memory
 from .news import cuts
@@ -90,9 +90,6 @@ class Sender:
     excerpts: Mapping[str, Excerpt]
     squares: Squares | None = None
 
-    def codec(self, name: str) -> Codec:
-        return self.rules[name].codec
-
     def encode(self, entry: Entry, start: int, stop: int, out: Tensor) -> None:
         """Values [start, stop) of those sent, into `out` on the deltas' device."""
         name, excerpt = entry.name, self.excerpts.get(entry.name, ALL)
@@ -147,16 +144,24 @@ def write_frame(payload: Payload, layout: Layout, sender: Sender) -> None:
     """Fill the payload, from front to back; what is encoded on a GPU arrives later, while training goes on. A block
     holds whole blocks of every codec, so that the bytes of one follow those of the other."""
     devices = {entry.name: sender.deltas.device(entry.name) for entry in layout.entries}
-    writer = Direct(payload) if all(device.type == "cpu" for device in devices.values()) else Ferry(payload)
+    ferry = None if all(device.type == "cpu" for device in devices.values()) else Ferry(payload)
     try:
         for entry in layout.entries:
-            codec, offset = sender.codec(entry.name), layout.data_begin + entry.begin
+            codec, offset = sender.rules[entry.name].codec, layout.data_begin + entry.begin
             for start, stop in cuts(math.prod(entry.shape), devices[entry.name]):
                 begin, end = offset + codec.encoded_bytes(start), offset + codec.encoded_bytes(stop)
-                writer.put(devices[entry.name], begin, end, partial(sender.encode, entry, start, stop))
-        writer.put(CPU, layout.size_bytes, layout.size_bytes, lambda _: None)
+                if ferry is None:
+                    sender.encode(entry, start, stop, payload.data[begin:end])
+                    payload.written(end)
+                else:
+                    ferry.put(devices[entry.name], begin, end, partial(sender.encode, entry, start, stop))
+        if ferry is None:
+            payload.written(layout.size_bytes)
+        else:
+            ferry.put(CPU, layout.size_bytes, layout.size_bytes, lambda _: None)
     finally:
-        writer.close()
+        if ferry is not None:
+            ferry.close()
 
 
 @dataclass
@@ -177,7 +182,7 @@ def write_on_device(layout: Layout, sender: Sender, device: torch.device) -> OnD
     """The frame of deltas that are on this GPU, there."""
     frame = torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
     for entry in layout.entries:
-        codec, first = sender.codec(entry.name), layout.data_begin + entry.begin
+        codec, first = sender.rules[entry.name].codec, layout.data_begin + entry.begin
         for start, stop in cuts(math.prod(entry.shape), device):
             out = frame[first + codec.encoded_bytes(start) : first + codec.encoded_bytes(stop)]
             sender.encode(entry, start, stop, out)

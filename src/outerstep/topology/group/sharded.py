@@ -34,9 +34,8 @@ from ..encode import Excerpt
 from ..news import Cutter, Extent, News, Updates, Whole, covering, leads_on
 from ..payload import Payload
 from ..protocol import Agreed, Contribution, Joined, Orders, Sight
-from ..server.courier import Courier
+from ..server.exchange import ServerTicket
 from ..server.saved import unpack_offer
-from ..server.ticket import ServerTicket
 from ..server.topology import ServerTopology
 from .ranks import Ranks
 from .topology import Amount, Facts, GroupTopology, check_same_model, look_together, of_all
@@ -165,7 +164,7 @@ class ShardedTopology:
         offer, payload = made or (None, None)
         ticket = self._carry(fragment, offer, payload, None, lambda payload, up: None)
         if late and ticket.own is not None:
-            self._inner.unconfirmed.put_off(ticket.own)
+            self._inner.put_off(ticket.own)
         return ticket
 
     def _unpack(self, fragment: int, packed: Mapping[str, Any]) -> tuple[Offer, Payload]:
@@ -185,13 +184,13 @@ class ShardedTopology:
         fragment = contribution.fragment
         amounts = self.ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
         sizes = tuple(self._layout(fragment, section).size_bytes for section in range(self._shards.sections))
-        offer = self._inner.outgoing.make_offer(of_all(contribution, amounts), sizes)
+        offer = self._inner.make_offer(of_all(contribution, amounts), sizes)
         payload = None
         if self._takes_part:
-            payload = self._inner.outgoing.new_payload(contribution.deltas, self._up(fragment), self._ours(offer).start)
+            payload = self._inner.new_payload(contribution.deltas, self._up(fragment), self._ours(offer).start)
 
         def encode(payload: Payload, up: Layout) -> None:
-            self._inner.outgoing.encode(contribution, offer.sequence, payload, up, self._excerpts(fragment))
+            self._inner.encode(contribution, offer.sequence, payload, up, self._excerpts(fragment))
 
         return self._carry(fragment, offer, payload, stuck_after_s, encode)
 
@@ -209,8 +208,11 @@ class ShardedTopology:
             return ShardedTicket(self, fragment, None)
         share = Share(self._shards.sections, self._ours(offer), speaks=self.ranks.rank == 0)
         own = self._inner.carry(offer, payload, stuck_after_s if share.speaks else None, share)
-        with own.cancelled_on_error():
+        try:
             told = self.ranks.gather(lambda: self._write(fragment, payload, share.parts, write), tuple[str, ...])
+        except BaseException:
+            own.cancel()
+            raise
         parts = self._parts(offer)
         for section, owner in enumerate(self._owners):
             for part, part_hash in zip(parts.of_section(section), told[owner], strict=True):
@@ -255,18 +257,13 @@ class ShardedTopology:
         """What the exchange came to, and our rows of it."""
         ours = self.ranks.check(lambda: self._outcome(ticket))
         settled = self.ranks.tell(lambda: _known(ours), Settled)
-        if ticket.own is not None:
-            self._inner.outgoing.settle(ticket.own, counted=settled.counted)
-        elif ticket.claims and settled.counted:
-            self._inner.outgoing.owe_nothing(ticket.fragment)
-        agreed = self._take(settled)
-        if ticket.own is None:
+        agreed, own = self._take(settled), ticket.own
+        if own is None:
+            if ticket.claims and agreed.counted:
+                self._inner.owe_nothing(ticket.fragment)
             return agreed
-        self._inner.unconfirmed.settle(ticket.own, agreed)
-        courier = ticket.own.courier
-        return replace(
-            agreed, bytes_sent=courier.bytes_sent, retries=courier.exchange.retries, rejoins=courier.exchange.rejoins
-        )
+        self._inner.conclude(own, agreed)
+        return replace(agreed, bytes_sent=own.bytes_sent, retries=own.exchange.retries, rejoins=own.exchange.rejoins)
 
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
         """What went wrong on one rank is mended on all."""
@@ -288,7 +285,7 @@ class ShardedTopology:
             return None
         outcome = own.outcome()
         plan = self._inner.session.joined.plan
-        lost = self._inner.unconfirmed.steps_lost(own)
+        lost = self._inner.steps_lost(own)
         return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in, lost)
 
     def _take(self, settled: Settled) -> Agreed:
@@ -340,20 +337,20 @@ class ShardedTopology:
         size = self._inner.session.joined.plan.part_size_bytes
         parts = sorted({part for begin, end in places.values() for part in range(begin // size, -(-end // size))})
         pieces = tuple(Piece(i, part) for i in range(count) for part in parts)
-        courier = self._get(agreement, pieces) if pieces else None
-        if pieces and courier is None:
+        got = self._get(agreement, pieces) if pieces else None
+        if pieces and got is None:
             return None
-        cutters = [_cutter(courier, i) for i in range(count)]
-        frames = courier.frames if courier is not None else ()
+        cutters = [_cutter(got, i) for i in range(count)]
+        frames = got.frames if got is not None else ()
         extents = {entry.name: self._extent(entry) for entry in layout.entries}
         proof = agreement.range_hashes[self._shards.section]
         if not is_whole:
-            return _Fetched(Updates(cutters, layout, codecs, proof, extents, frames), courier)
+            return _Fetched(Updates(cutters, layout, codecs, proof, extents, frames), got)
         values = {name: cutters[0](*place).view(torch.float32) for name, place in places.items()}
         shaped = {name: values[name].view(self._shape(name)) for name in values}
-        return _Fetched(Whole(shaped, proof, extents, frames), courier)
+        return _Fetched(Whole(shaped, proof, extents, frames), got)
 
-    def _get(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> Courier | None:
+    def _get(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket | None:
         ticket = self._inner.fetch(agreement, pieces)
         ticket.join()
         try:
@@ -362,7 +359,7 @@ class ShardedTopology:
             if isinstance(failure.__cause__, Superseded):
                 return None
             raise
-        return ticket.courier
+        return ticket
 
     def _place(self, entry: Entry, layout: Layout, codec: Codec) -> tuple[int, int]:
         """Where in a frame the codec's blocks are that cover what we hold of a tensor. Nowhere: (0, 0)."""
@@ -403,21 +400,21 @@ class ShardedTopology:
 @dataclass(frozen=True)
 class _Fetched:
     news: News
-    courier: Courier | None
+    got: ServerTicket | None
 
     @property
     def bytes_received(self) -> int:
-        return self.courier.bytes_received if self.courier is not None else 0
+        return self.got.bytes_received if self.got is not None else 0
 
 
-def _cutter(courier: Courier | None, payload: int) -> Cutter:
+def _cutter(got: ServerTicket | None, payload: int) -> Cutter:
     """Bytes of a frame of which only some parts were fetched."""
-    if courier is None:
+    if got is None:
         return lambda begin, end: torch.empty(0, dtype=torch.uint8)
-    data = torch.frombuffer(courier.frames[payload], dtype=torch.uint8)
+    data = torch.frombuffer(got.frames[payload], dtype=torch.uint8)
 
     def cut(begin: int, end: int) -> Tensor:
-        offset = courier.place(payload, begin) if end > begin else 0
+        offset = got.place(payload, begin) if end > begin else 0
         return data[offset : offset + end - begin]
 
     return cut

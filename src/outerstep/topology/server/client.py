@@ -20,7 +20,7 @@ from ...types import Plan, Wishes
 from ...wire.http_transport import HttpTransport
 from ...wire.transport import Transport
 from ..protocol import Agreed, Contribution, Joined, anchors_of
-from .ticket import ServerTicket
+from .exchange import ServerTicket
 from .topology import ServerTopology
 
 TRIES = 4

@@ -1,47 +1,52 @@
 """Contributions become agreements at a parameter server: the tensor side of the wire.
 
-    member.py      who we are there, and what we were told on joining
-    outgoing.py    what we send
-    dispatch.py    how an exchange is set going
-    courier.py     what carries it; ticket.py is what the training thread sees of it
-    news.py        what comes back
+    link.py        who we are there, the way there, and what the server asks of us
+    exchange.py    one exchange: what carries it, and what the training thread sees of it
 
 Here they are put together: which exchange, what becomes of it, and what must not be forgotten.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping
+import random
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from ...coordination.worker.exchange import Patience, Share
+from torch import Tensor
+
+from ...coordination.weights import check_reported
+from ...coordination.worker.exchange import Exchange, Patience, Share
 from ...coordination.worker.fetch import Held, Piece, Wanted
 from ...coordination.worker.session import Session
+from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...core.watch import as_seen_by
 from ...errors import ExchangeFailed, OtherRun, Refused, UntrustedServer
 from ...types import PROTOCOL_VERSION, Agreement, Join, JoinAnswer, Manifest, Offer, Wishes
 from ...wire.frames import Layout
 from ...wire.transport import Transport
+from ..encode import Excerpt, Sender, as_deltas, write_frame
 from ..forms import Form
 from ..memory import Memory
 from ..news import leads_on, read_news, release
 from ..payload import Payload
-from ..protocol import Agreed, Contribution, Joined, Orders
-from .dispatch import Dispatch, with_limit
-from .door import Door
-from .member import Member
-from .outgoing import Outgoing
+from ..protocol import Agreed, Contribution, Deltas, Joined, Orders
+from .exchange import ServerTicket
+from .link import ServerLink
 from .saved import SavedTopology, unpack_offer, unpack_payload, write_fragments
-from .ticket import ServerTicket
-from .unconfirmed import Unconfirmed
 
 HEAR = Share(1, range(0), speaks=True)  # of an agreement, and fetch nothing
+EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worker waits for a silent server
 FORGET_STATE = "the loaded state is of that run: resume its server, or start without load_state_dict to join this one"
 
 
 class ServerTopology:
+    """`sequences`: of each fragment, the last that was used; `overtaken`: the fragments of which the server has
+    accepted later contributions than a loaded state knows of."""
+
     def __init__(
         self,
         transport: Transport,
@@ -54,36 +59,33 @@ class ServerTopology:
         memory: Memory | None = None,
     ) -> None:
         """`memory`: where frames are kept; None = nothing is kept for the next one."""
-        self._transport = transport
-        self._door = Door(transport)
+        self._link = ServerLink(transport, worker_id)
         self._instance, self._hostname = instance, hostname
-        self._patience = patience
-        self._join_timeout_s = join_timeout_s
+        self._patience, self._join_timeout_s = patience, join_timeout_s
+        self._rng = random.Random(instance)  # of the pauses between tries
         self._memory = memory or Memory()
         self._feedback = ErrorFeedback()
-        self._member = Member(self._door, worker_id)
-        self._dispatch = Dispatch(self._door, self._member, self._memory, home=self, seed=instance)
-        self.outgoing = Outgoing(self._member, self._feedback, self._memory)
-        self.unconfirmed = Unconfirmed()
-        self.overtaken: frozenset[int] = frozenset()
         self._restored: SavedTopology | None = None
         self._asked: dict[int, ServerTicket] = {}  # for the newest anchors, on joining
         self._held: dict[int, Held] = {}  # per fragment, the anchor as it is now, if it was proven
+        self._late: dict[int, ServerTicket] = {}  # per fragment, the contribution that counts in a round to come
+        self.sequences: list[int] = []
+        self.overtaken: frozenset[int] = frozenset()
 
     @property
     def session(self) -> Session:
-        return self._member.session
+        return self._link.session
 
     @property
     def forms(self) -> list[Form]:
-        return self._member.forms
+        return self._link.forms
 
     # --- membership -----------------------------------------------------------------------------------------------
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         self.introduce(manifest, wishes)
         answer = self.session.joined
-        return Joined(self._member.worker_id, answer.plan, answer.manifest, self.overtaken)
+        return Joined(self._link.worker_id, answer.plan, answer.manifest, self.overtaken)
 
     def introduce(self, manifest: Manifest | None, wishes: Wishes, share: Share | None = None) -> None:
         """Join, and ask for the newest agreement of every fragment; with a `share`, ask only and fetch nothing. With a
@@ -91,7 +93,7 @@ class ServerTopology:
         restored = self._restored
         join = Join(
             protocol=PROTOCOL_VERSION,
-            worker_id=self._member.worker_id,
+            worker_id=self._link.worker_id,
             instance=self._instance,
             hostname=self._hostname,
             manifest=manifest,
@@ -99,9 +101,9 @@ class ServerTopology:
             run_id=restored.run_id if restored is not None else None,
             continues=restored is not None,
         )
-        self._member.introduce(join)
+        self._link.introduce(join)
         # The first fetch does the joining; only then is it known how many fragments there are.
-        patience = with_limit(self._patience, self._join_timeout_s)
+        patience = replace(self._patience, give_up_after_s=self._join_timeout_s)
         first = self._ask(0, share if restored is None else HEAR, patience, self._held.get(0))
         first.join()
         try:
@@ -112,80 +114,125 @@ class ServerTopology:
             if isinstance(failure.__cause__, Refused | UntrustedServer):
                 raise failure.__cause__ from None  # "no" at join is said as the server said it
             raise
-        self._adopt_plan()
+        self._admitted()
         if restored is None:
             others = range(1, len(self.forms))
             self._asked = {0: first, **{fragment: self._ask(fragment, share, self._patience) for fragment in others}}
 
     def follow(self, join: Join, answer: JoinAnswer) -> None:
         """Speak for a worker that another process of its group has joined."""
-        self._member.introduce(join, answer)
-        self._adopt_plan()
+        self._link.introduce(join, answer)
+        self._admitted()
 
-    def _adopt_plan(self) -> None:
-        last = [state.last_sequence for state in self._member.admitted().fragments]
+    def _admitted(self) -> None:
+        last = [state.last_sequence for state in self._link.admitted().fragments]
         if self._restored is None:
-            self.outgoing.sequences = last
+            self.sequences = last
             return
         self.overtaken = self._restored.overtaken(last)
-        self.outgoing.sequences = [max(pair) for pair in zip(last, self._restored.sequences, strict=True)]
+        self.sequences = [max(pair) for pair in zip(last, self._restored.sequences, strict=True)]
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         self._memory.rest()
-        self._member.heartbeat(step, steps_per_second, loss)
+        self._link.heartbeat(step, steps_per_second, loss)
 
     def orders(self, *, at_exchange: bool) -> Orders:
-        return self._member.orders.take()
+        return self._link.orders()
 
     def leave(self, reason: str) -> None:
-        self._member.leave(reason)
-        self._transport.close()
+        self._link.leave(reason)
 
     def close(self) -> None:
-        """Without a word to the server: another process speaks for this worker."""
-        self._door.is_shut = True
-        self._transport.close()
+        """Another process speaks for this worker."""
+        self._link.close()
 
-    # --- exchanges ------------------------------------------------------------------------------------------------
+    # --- a contribution -------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> ServerTicket:
         """Offer at once; encode now (the weights will change), and send each part while the next is encoded."""
-        up = self.forms[contribution.fragment].up
-        offer = self.outgoing.make_offer(contribution, (up.size_bytes,))
-        payload = self.outgoing.new_payload(contribution.deltas, up)
+        up = self._link.forms[contribution.fragment].up
+        offer = self.make_offer(contribution, (up.size_bytes,))
+        payload = self.new_payload(contribution.deltas, up)
         ticket = self.carry(offer, payload, stuck_after_s)
-        with ticket.cancelled_on_error():
-            self.outgoing.encode(contribution, offer.sequence, payload, up)
+        try:
+            self.encode(contribution, offer.sequence, payload, up)
+        except BaseException:
+            ticket.cancel()
+            raise
         return ticket
+
+    def make_offer(self, contribution: Contribution, section_bytes: tuple[int, ...]) -> Offer:
+        """The next one of its fragment: its key is fixed here. (A resumed server that had forgotten us may have taken
+        later ones from another start of this worker; it said so when we joined again.)"""
+        session, fragment = self._link.session, contribution.fragment
+        check_reported(contribution, session.joined.plan.weight_by)
+        known = session.joined.fragments[fragment].last_sequence
+        self.sequences[fragment] = max(self.sequences[fragment], known) + 1
+        return Offer(
+            **session.head,
+            fragment=fragment,
+            sequence=self.sequences[fragment],
+            base_version=contribution.base_version,
+            oldest_base=contribution.oldest_base,
+            steps=contribution.steps,
+            samples=contribution.samples,
+            tokens=contribution.tokens,
+            codec=self._link.forms[fragment].up.header.codec,
+            size_bytes=sum(section_bytes),
+            section_bytes=section_bytes if len(section_bytes) > 1 else (),
+        )
+
+    def new_payload(self, deltas: Deltas | Mapping[str, Tensor], layout: Layout | None, first_part: int = 0) -> Payload:
+        """Room for a frame, or for none; a GPU writes to pinned memory."""
+        blocks, entries = as_deltas(deltas), layout.entries if layout is not None else ()
+        pinned = any(blocks.device(entry.name).type != "cpu" for entry in entries)
+        size = self._link.session.joined.plan.part_size_bytes
+        return Payload(layout, size, first_part, memory=self._memory, pinned=pinned)
+
+    def encode(
+        self,
+        contribution: Contribution,
+        sequence: int,
+        payload: Payload,
+        layout: Layout,
+        excerpts: Mapping[str, Excerpt] = MappingProxyType({}),
+    ) -> None:
+        """Write what we send of a contribution."""
+        fragment, worker_id = contribution.fragment, self._link.worker_id
+        run_id = self._link.session.joined.run_id
+        self._feedback.begin(fragment, sequence)
+        sender = Sender(
+            fragment=fragment,
+            deltas=as_deltas(contribution.deltas),
+            rules=self._link.forms[fragment].rules,
+            feedback=self._feedback,
+            dither=lambda name: Dither.of(run_id, fragment, sequence, f"{worker_id}/{name}"),
+            excerpts=excerpts,
+        )
+        write_frame(payload, layout, sender)
+
+    # --- exchanges ------------------------------------------------------------------------------------------------
 
     def carry(
         self, offer: Offer, payload: Payload, stuck_after_s: float | None, share: Share | None = None
     ) -> ServerTicket:
         """Send what was offered, or our share of it; wait for the agreement, and fetch it unless it is shared."""
-        return self._dispatch.start(
+        patience = self._patience
+        if stuck_after_s is not None:
+            # The worker's last contribution is worth waiting for; but not for hours if there is no server any more.
+            give_up_after_s = min(patience.give_up_after_s, EXIT_FACTOR * stuck_after_s)
+            patience = replace(
+                patience, give_up_after_s=give_up_after_s, stuck_after_s=stuck_after_s, stay_for_own_round=True
+            )
+        return self._start(
             offer.fragment,
             after=offer.base_version,
-            patience=with_limit(self._patience, self._patience.give_up_after_s, stuck_after_s),
+            patience=patience,
             again=lambda stuck_after_s: self.carry(offer, payload, stuck_after_s, share),
             share=share,
             held=self._held.get(offer.fragment),
             offer=offer,
             payload=payload,
-            earlier=self.unconfirmed.before(offer),
-        )
-
-    def ask(self, fragment: int, share: Share) -> ServerTicket:
-        """The newest agreement, as if we held nothing; with nothing fetched."""
-        return self._ask(fragment, share, self._patience)
-
-    def _ask(self, fragment: int, share: Share | None, patience: Patience, held: Held | None = None) -> ServerTicket:
-        return self._dispatch.start(
-            fragment,
-            after=-1,
-            patience=patience,
-            again=lambda _: self._ask(fragment, share, patience, held),
-            share=share,
-            held=held,
         )
 
     def catch_up(self, fragment: int, share: Share | None = None) -> ServerTicket:
@@ -196,7 +243,7 @@ class ServerTopology:
             return asked
         state = self.session.joined.fragments[fragment]
         claim = state.last_sequence if fragment in self.overtaken else None
-        return self._dispatch.start(
+        return self._start(
             fragment,
             after=-1 if claim is None else state.counted_in - 1,
             patience=self._patience,
@@ -206,9 +253,23 @@ class ServerTopology:
             claim=claim,
         )
 
+    def ask(self, fragment: int, share: Share | None = None) -> ServerTicket:
+        """The newest agreement, as if we held nothing; with a `share`, nothing is fetched."""
+        return self._ask(fragment, share, self._patience)
+
+    def _ask(self, fragment: int, share: Share | None, patience: Patience, held: Held | None = None) -> ServerTicket:
+        return self._start(
+            fragment,
+            after=-1,
+            patience=patience,
+            again=lambda _: self._ask(fragment, share, patience, held),
+            share=share,
+            held=held,
+        )
+
     def fetch(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket:
         """Some pieces of an agreement."""
-        return self._dispatch.start(
+        return self._start(
             agreement.fragment,
             after=agreement.version,
             patience=self._patience,
@@ -216,37 +277,117 @@ class ServerTopology:
             fetch=Wanted(agreement, pieces),
         )
 
+    def _start(
+        self,
+        fragment: int,
+        *,
+        after: int,
+        patience: Patience,
+        again: Callable[[float | None], ServerTicket],
+        share: Share | None = None,
+        held: Held | None = None,
+        fetch: Wanted | None = None,
+        claim: int | None = None,
+        offer: Offer | None = None,
+        payload: Payload | None = None,
+    ) -> ServerTicket:
+        """As in `Exchange` and `ServerTicket`. A late contribution that is not confirmed goes along with the next one
+        of its fragment."""
+        assert self._link.introduced is not None
+        earlier = self._late.get(fragment) if offer is not None else None
+        if (
+            earlier is not None
+            and offer is not None
+            and (not earlier.sending or earlier.sending.offer.key == offer.key)
+        ):
+            earlier = None
+        exchange = Exchange(
+            self._link.introduced,
+            fragment=fragment,
+            after=after,
+            now=time.monotonic(),
+            offer=offer,
+            earlier=earlier.sending if earlier is not None else None,
+            share=share,
+            fetch=fetch,
+            held=held,
+            claim=claim,
+            patience=patience,
+            rng=self._rng,
+        )
+        return ServerTicket(
+            self,
+            self._link,
+            self._memory,
+            exchange,
+            fragment,
+            again=again,
+            held=held,
+            offer=offer,
+            claim=claim,
+            payload=payload,
+            earlier=earlier.payload if earlier is not None else None,
+        )
+
     # --- what comes of them ---------------------------------------------------------------------------------------
 
     def settle(self, ticket: ServerTicket, *, reload: bool) -> Agreed:
+        """What an exchange came to that is over."""
         if reload and ticket.useless is not None:
             return self._reload(ticket, ticket.useless)
-        outcome, steps_lost = ticket.outcome(), self.unconfirmed.steps_lost(ticket)
-        self.outgoing.settle(ticket, counted=outcome.counted)
+        outcome, steps_lost = ticket.outcome(), self.steps_lost(ticket)
         agreed = self._agreed(ticket)
-        if agreed is not None:
-            self.unconfirmed.settle(ticket, agreed)
-            return dataclasses.replace(agreed, steps_lost=steps_lost)
-        whole, courier = self._whole(ticket.fragment), ticket.courier
-        self.unconfirmed.settle(ticket, dataclasses.replace(whole, counted_in=outcome.counted_in))
-        return dataclasses.replace(
-            whole,
-            steps_lost=steps_lost,
-            counted=outcome.counted,
-            too_old=outcome.too_old,
-            counted_in=outcome.counted_in,
-            bytes_sent=courier.bytes_sent,
-            bytes_received=whole.bytes_received + courier.bytes_received,
-            retries=whole.retries + courier.exchange.retries,
-            rejoins=whole.rejoins + courier.exchange.rejoins,
-        )
+        if agreed is None:
+            whole = self._whole(ticket.fragment)
+            agreed = replace(
+                whole,
+                counted=outcome.counted,
+                too_old=outcome.too_old,
+                counted_in=outcome.counted_in,
+                bytes_sent=ticket.bytes_sent,
+                bytes_received=whole.bytes_received + ticket.bytes_received,
+                retries=whole.retries + ticket.exchange.retries,
+                rejoins=whole.rejoins + ticket.exchange.rejoins,
+            )
+        self.conclude(ticket, agreed)
+        return replace(agreed, steps_lost=steps_lost)
+
+    def conclude(self, ticket: ServerTicket, agreed: Agreed) -> None:
+        """What became of a contribution is known. What its codec left out is owed from now on, or it is not. Its bytes
+        are not needed any more, unless it counts in a round to come: a server that is restarted before that has to be
+        sent them again (coordination/worker/sending.py). What became of the one before it is known too."""
+        fragment = ticket.fragment
+        if ticket.offer is not None:
+            self._feedback.settle(fragment, ticket.offer.sequence, counted=agreed.counted)
+        elif ticket.claim is not None and agreed.counted:
+            self.owe_nothing(fragment)
+        before = self._late.pop(fragment, None)
+        if before is not None and before.payload is not ticket.payload:
+            before.let_go()
+        if agreed.counted_in > agreed.version:
+            self._late[fragment] = ticket
+        else:
+            ticket.let_go()
+
+    def owe_nothing(self, fragment: int) -> None:
+        """What was owed went with contributions of which nothing is known here."""
+        self._feedback.forget(fragment, self.forms[fragment].rules)
+
+    def steps_lost(self, ticket: ServerTicket) -> int:
+        """In a late contribution that was said to count, and does not after all."""
+        late, outcome = self._late.get(ticket.fragment), ticket.outcome()
+        if late is None or late.sending is None or ticket.sending is None:
+            return 0
+        is_this = late.sending.offer.key == ticket.sending.offer.key
+        lost = not outcome.counted if is_this else outcome.earlier_lost
+        return late.sending.offer.steps if lost else 0
 
     def _reload(self, ticket: ServerTicket, refusal: Refused) -> Agreed:
-        self.outgoing.settle(ticket, counted=False)
+        if ticket.offer is not None:
+            self._feedback.settle(ticket.fragment, ticket.offer.sequence, counted=False)
         self.told(ticket.fragment)
-        ticket.courier.let_go()
-        whole, sent = self._whole(ticket.fragment), ticket.courier.bytes_sent
-        return dataclasses.replace(whole, refused=str(refusal), bytes_sent=sent)
+        ticket.let_go()
+        return replace(self._whole(ticket.fragment), refused=str(refusal), bytes_sent=ticket.bytes_sent)
 
     def told(self, fragment: int) -> Held | None:
         """The anchor that the server was told of. What it is, is not known from here on until it is confirmed."""
@@ -255,12 +396,12 @@ class ServerTopology:
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
         if intact:
             self._held[agreed.fragment] = Held(agreed.version, agreed.anchor_hash)
-        release(agreed.news, self.forms[agreed.fragment], self._memory)
+        release(agreed.news, self._link.forms[agreed.fragment], self._memory)
         return None if intact else self._whole(agreed.fragment)
 
     def _whole(self, fragment: int) -> Agreed:
         """The newest anchor, all of it."""
-        ticket = self._ask(fragment, None, self._patience)
+        ticket = self.ask(fragment)
         ticket.join()
         agreed = self._agreed(ticket)
         if agreed is None:
@@ -269,44 +410,44 @@ class ServerTopology:
 
     def _agreed(self, ticket: ServerTicket) -> Agreed | None:
         """What the exchange brought; None if that does not lead on from the anchor that we hold."""
-        outcome, courier = ticket.outcome(), ticket.courier
-        agreement, held = outcome.agreement, self.told(ticket.fragment)
+        outcome, fragment = ticket.outcome(), ticket.fragment
+        agreement, held = outcome.agreement, self._held.pop(fragment, None)
         if not leads_on(agreement, ticket.held if ticket.held == held else None):
             return None
         kinds = tuple(payload.kind for payload in agreement.payloads)
         return Agreed(
-            fragment=ticket.fragment,
+            fragment=fragment,
             version=agreement.version,
             counted=outcome.counted,
             too_old=outcome.too_old,
-            news=read_news(self.forms[ticket.fragment], kinds, courier.frames, agreement.anchor_hash),
+            news=read_news(self._link.forms[fragment], kinds, ticket.frames, agreement.anchor_hash),
             anchor_hash=agreement.anchor_hash,
             participants=agreement.participants,
-            bytes_sent=courier.bytes_sent,
-            bytes_received=courier.bytes_received,
-            retries=courier.exchange.retries,
-            rejoins=courier.exchange.rejoins,
-            plan=self.session.joined.plan,
+            bytes_sent=ticket.bytes_sent,
+            bytes_received=ticket.bytes_received,
+            retries=ticket.exchange.retries,
+            rejoins=ticket.exchange.rejoins,
+            plan=self._link.session.joined.plan,
             counted_in=outcome.counted_in,
-            watched=as_seen_by(self._member.worker_id, agreement),
+            watched=as_seen_by(self._link.worker_id, agreement),
         )
 
     # --- what must not be forgotten -------------------------------------------------------------------------------
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         return {
-            "worker_id": self._member.worker_id,
+            "worker_id": self._link.worker_id,
             "run_id": self.session.joined.run_id,
-            "fragments": write_fragments(self.outgoing.sequences, self._held),
+            "fragments": write_fragments(self.sequences, self._held),
             "feedback": self._feedback.state_dict(under_way),
-            "sync_every": self._member.orders.sync_every or 0,
+            "sync_every": self._link.sync_every or 0,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = SavedTopology.read(state)
-        self._member.worker_id = saved.worker_id
+        self._link.worker_id = saved.worker_id
         self._held = saved.held
-        self._member.orders.sync_every = saved.sync_every or None
+        self._link.sync_every = saved.sync_every or None
         self._feedback.load_state_dict(saved.feedback)
         self._restored = saved
 
@@ -314,8 +455,20 @@ class ServerTopology:
         offer = unpack_offer(packed, self.session.head, fragment)
         ticket = self.carry(offer, self.unpack_payload(packed, self.forms[fragment].up), None)
         if late:
-            self.unconfirmed.put_off(ticket)
+            self.put_off(ticket)
         return ticket
+
+    def put_off(self, ticket: ServerTicket) -> None:
+        """A late one, from a loaded state: the next exchange of its fragment asks for it first, so it need not."""
+        ticket.cancel()
+        sending, payload = ticket.sending, ticket.payload
+        assert sending is not None
+        assert payload is not None
+        sending.part_hashes.update(payload.known_hashes)
+        self._late[ticket.fragment] = ticket
 
     def unpack_payload(self, packed: Mapping[str, Any], layout: Layout | None, first_part: int = 0) -> Payload:
         return unpack_payload(packed, layout, self.session.joined.plan.part_size_bytes, first_part, self._memory)
+
+
+__all__ = ["ServerTopology"]

@@ -8,7 +8,7 @@ import pytest
 
 from outerstep.errors import ExchangeFailed, TransportError
 from outerstep.server import DiLoCoServer
-from outerstep.topology.server.door import Door
+from outerstep.topology.server.link import ServerLink
 from outerstep.types import Answer, Join, Leave, Request, Wishes
 from outerstep.wire.memory import MemoryTransport
 from support import Ledger, memory_topology
@@ -39,40 +39,40 @@ def live(server: DiLoCoServer) -> frozenset[str]:
 
 def test_a_join_that_overtakes_the_goodbye_is_taken_back(server: DiLoCoServer) -> None:
     transport = Between(server.service)
-    door = Door(transport)
-    door.call(make_join("a"))
+    link = ServerLink(transport, "a")
+    link.call(make_join("a"))
     assert live(server) == {"a"}
 
     def leave(request: Request) -> None:
         if isinstance(request, Join):
-            door.is_shut = True
+            link.is_shut = True
 
     transport.happens = leave
-    door.call(make_join("a"))
+    link.call(make_join("a"))
     assert not live(server)
 
 
-def test_nobody_joins_through_a_door_that_is_shut(server: DiLoCoServer) -> None:
-    door = Door(MemoryTransport(server.service))
-    door.is_shut = True
+def test_nobody_joins_through_a_link_that_is_shut(server: DiLoCoServer) -> None:
+    link = ServerLink(MemoryTransport(server.service), "a")
+    link.is_shut = True
     with pytest.raises(ExchangeFailed, match="has left"):
-        door.call(make_join("a"))
+        link.call(make_join("a"))
 
 
 def test_a_goodbye_that_cannot_be_said_is_left_to_silence(server: DiLoCoServer) -> None:
     transport = Between(server.service)
-    door = Door(transport)
+    link = ServerLink(transport, "a")
 
     def happens(request: Request) -> None:
-        door.is_shut = True
+        link.is_shut = True
         if isinstance(request, Leave):
             raise TransportError("gone")
 
     transport.happens = happens
-    door.call(make_join("a"))
+    link.call(make_join("a"))
 
 
-def test_a_worker_leaves_by_the_door(server: DiLoCoServer) -> None:
+def test_a_worker_that_left_sends_no_more_heartbeats(server: DiLoCoServer) -> None:
     topology = memory_topology(server, "a")
     topology.join(None, Wishes())
     topology.leave("done")

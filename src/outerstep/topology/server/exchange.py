@@ -1,0 +1,293 @@
+"""One exchange with the server. The machine (coordination/worker/exchange.py) says what to send, threads send it, and
+the answers go back to the machine. The training thread looks at it, and asks it what it came to."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...coordination.worker.exchange import Call, Exchange, Outcome
+from ...coordination.worker.fetch import Fetch, Held
+from ...coordination.worker.sending import Sending
+from ...digest import part_hash, part_range
+from ...errors import (
+    Absurd,
+    ExchangeFailed,
+    NotFinite,
+    OuterstepError,
+    Quarantined,
+    Refused,
+    ServerError,
+    TransportError,
+    WorkerError,
+)
+from ...types import Answer, GetPart, Offer, PutPart, Request
+from ..memory import Memory
+from ..payload import Payload
+from ..protocol import Agreed, Sight
+from .link import ServerLink
+from .saved import pack
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+QUIET_RETRIES = 2  # a lost packet is not news
+USELESS = (NotFinite, Absurd, Quarantined)
+"""What the server says to a contribution that it will never take. Sending it again changes nothing; going on from other
+weights does."""
+
+
+class Home(Protocol):
+    """The topology: it knows which anchors are held, and what is owed of earlier contributions."""
+
+    def settle(self, ticket: ServerTicket, *, reload: bool) -> Agreed: ...
+
+    def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None: ...
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What came back for one call: an answer (and the hash of the bytes with it) or an error."""
+
+    call: Call
+    answer: Answer | None
+    received_hash: str | None
+    error: OuterstepError | None
+
+
+@dataclass(frozen=True)
+class PartReady:
+    """A part of the contribution is written."""
+
+    part: int
+    hash: str
+
+
+class ServerTicket:
+    """Carried by a thread of its own. `offer` and `payload`: the contribution, if there is one; `earlier`: the bytes of
+    the one before it, which may have to be sent again; `claim`: the sequence of one that an earlier start of this
+    worker made; `held`: the anchor that the server was told of. `again`: the same exchange from the beginning, with
+    this stuck_after_s."""
+
+    def __init__(
+        self,
+        home: Home,
+        link: ServerLink,
+        memory: Memory,
+        exchange: Exchange,
+        fragment: int,
+        *,
+        again: Callable[[float | None], ServerTicket],
+        held: Held | None = None,
+        offer: Offer | None = None,
+        claim: int | None = None,
+        payload: Payload | None = None,
+        earlier: Payload | None = None,
+    ) -> None:
+        self.fragment, self.exchange = fragment, exchange
+        self.held, self.offer, self.claim, self.payload = held, offer, claim, payload
+        self.bytes_sent = self.bytes_received = 0
+        self._home, self._link, self._memory, self._again = home, link, memory, again
+        self._earlier = earlier
+        self._pinned = payload is not None and payload.data.is_pinned()
+        self._fetch: Fetch | None = None
+        self._part_size_bytes = 0  # of what is fetched
+        self._received: list[memoryview] = []
+        self._deliveries: queue.SimpleQueue[Delivery | PartReady | BaseException | None] = queue.SimpleQueue()
+        self._cancelled = False
+        self._done = threading.Event()
+        self._crash: BaseException | None = None
+        if payload is not None:
+            payload.listen(self)
+        threading.Thread(target=self._carry, name=f"outerstep-exchange-{fragment}", daemon=True).start()
+
+    # --- for the training thread ----------------------------------------------------------------------------------
+
+    def look(self, timeout_s: float) -> Sight:
+        done, exchange = self.wait(timeout_s), self.exchange
+        outcome, crashed = exchange.outcome, self._crash is not None
+        return Sight(
+            done,
+            exchange.wanted,
+            exchange.waiting_for,
+            exchange.silent_s(time.monotonic()),
+            missed=outcome is not None and not outcome.counted,
+            failed=done and (crashed or (outcome is None and not isinstance(exchange.failure, USELESS))),
+        )
+
+    def finish(self, *, reload: bool = False) -> Agreed:
+        self.join()
+        return self._home.settle(self, reload=reload)
+
+    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
+        return self._home.adopted(agreed, intact)
+
+    def resume(self, *, stuck_after_s: float | None = None) -> ServerTicket:
+        self.cancel()
+        return self._again(stuck_after_s)
+
+    def pack(self) -> dict[str, Any]:
+        assert self.offer is not None, "only a contribution can be carried on elsewhere"
+        assert self.payload is not None
+        return pack(self.offer, self.payload)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._deliveries.put(None)
+
+    # --- what it came to ------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._done.wait(timeout_s)
+
+    def join(self) -> None:
+        while not self.wait(1.0):  # in slices, so that Ctrl-C gets through
+            pass
+
+    def outcome(self) -> Outcome:
+        """Of one that is over; whatever went wrong in the background is raised here, with its cause."""
+        failure = self._crash or self.exchange.failure
+        if isinstance(failure, WorkerError):
+            raise failure
+        if failure is not None:
+            raise ExchangeFailed(f"the exchange of fragment {self.fragment} failed: {failure}") from failure
+        if self.exchange.outcome is None:
+            raise ExchangeFailed(f"the exchange of fragment {self.fragment} was cancelled")
+        return self.exchange.outcome
+
+    @property
+    def useless(self) -> Refused | None:
+        """Why the server has no use for the contribution, if that is how it ended."""
+        failure = self.exchange.failure
+        return failure if isinstance(failure, USELESS) else None
+
+    @property
+    def sending(self) -> Sending | None:
+        """The contribution, as far as the server has said what becomes of it."""
+        return self.exchange.outbox.own
+
+    @property
+    def frames(self) -> list[memoryview]:
+        """What was downloaded: per payload of the agreement, the fetched parts one after the other."""
+        return self._received if self._fetch is self.exchange.fetch else []
+
+    def place(self, payload: int, offset: int) -> int:
+        """Where in `frames[payload]` its byte number `offset` is; its part must be one of those fetched."""
+        assert self._fetch is not None
+        part, within = divmod(offset, self._part_size_bytes)
+        parts = [piece.part for piece in self._fetch.pieces if piece.payload == payload]
+        return bisect_left(parts, part) * self._part_size_bytes + within
+
+    def let_go(self) -> None:
+        """The contribution will not be sent any more."""
+        if self.payload is not None:
+            self.payload.release()
+
+    # --- carrying it: a thread, and one per call ------------------------------------------------------------------
+
+    def part_ready(self, part: int, part_hash: str) -> None:
+        """From whichever thread encodes."""
+        self._deliveries.put(PartReady(part, part_hash))
+
+    def broken(self, error: BaseException) -> None:
+        self._deliveries.put(error)
+
+    def _carry(self) -> None:
+        """Until the exchange has an outcome or a failure, or is cancelled."""
+        exchange = self.exchange
+        try:
+            while not exchange.done and not self._cancelled:
+                for call in exchange.calls(time.monotonic()):
+                    buffer, source = self._buffer(call.request)
+                    # A daemon thread per call: nothing of it keeps the user's process alive, and parts are large.
+                    threading.Thread(target=self._perform, args=(call, buffer, source), daemon=True).start()
+                until_s = max(exchange.wake_at - time.monotonic(), 0.0)
+                try:
+                    delivery = self._deliveries.get(timeout=min(until_s, TICK_S) if until_s else TICK_S)
+                except queue.Empty:
+                    continue
+                match delivery:
+                    case Delivery(call, answer, received_hash, None) if answer is not None:
+                        exchange.answered(call, answer, time.monotonic(), received_hash=received_hash)
+                    case Delivery(call, _, _, error) if error is not None:
+                        self._failed(call, error)
+                    case PartReady(part, its_hash):
+                        exchange.part_ready(part, its_hash)
+                    case BaseException():
+                        raise delivery
+        except BaseException as error:  # noqa: BLE001 - it surfaces in outcome(), in the training thread
+            self._crash = error
+        finally:
+            self._done.set()
+
+    def _failed(self, call: Call, error: OuterstepError) -> None:
+        now = time.monotonic()
+        self.exchange.failed(call, error, now)
+        if isinstance(error, TransportError | ServerError) and self.exchange.retries > QUIET_RETRIES:
+            log.warning("%s; trying again in %.1f s", error, max(self.exchange.wake_at - now, 0.0))
+
+    def _buffer(self, request: Request) -> tuple[memoryview | None, Payload | None]:
+        """The bytes to send, and whose they are; or the place for those to come."""
+        if isinstance(request, PutPart):
+            earlier = self.exchange.outbox.earlier
+            is_earlier = earlier is not None and earlier.offer.sequence == request.sequence
+            source = self._earlier if is_earlier else self.payload
+            assert source is not None
+            return source.read(request.part), source
+        if isinstance(request, GetPart):
+            fetch = self.exchange.fetch
+            assert fetch is not None
+            if fetch is not self._fetch:
+                self._part_size_bytes = self._link.session.joined.plan.part_size_bytes
+                self._received, self._fetch = self._new_buffers(fetch), fetch
+            piece = fetch.piece(request)
+            size_bytes = fetch.agreement.payloads[piece.payload].size_bytes
+            begin, end = part_range(piece.part, size_bytes, self._part_size_bytes)
+            offset = self.place(piece.payload, begin)
+            return self._received[piece.payload][offset : offset + end - begin], None
+        return None, None
+
+    def _new_buffers(self, fetch: Fetch) -> list[memoryview]:
+        """A fresh one per payload and attempt: late bytes of an abandoned attempt must not land in this one."""
+        agreement, forms = fetch.agreement, self._link.forms
+        limit = forms[self.fragment].full.size_bytes if forms else None  # not known before we have joined
+        if limit is not None and agreement.size_bytes > limit:
+            raise TransportError(f"the server announces {agreement.size_bytes} bytes, at most {limit} make sense")
+        versions = [payload.version for payload in agreement.payloads]
+        if sorted(set(versions)) != versions:
+            raise TransportError(f"the server announces payloads of versions {versions}; in a chain they ascend")
+        sizes = [0] * len(agreement.payloads)
+        for piece in fetch.pieces:
+            begin, end = part_range(piece.part, agreement.payloads[piece.payload].size_bytes, self._part_size_bytes)
+            sizes[piece.payload] += end - begin
+        return [self._memory.take(size, pinned=self._pinned) for size in sizes]
+
+    def _perform(self, call: Call, buffer: memoryview | None, source: Payload | None) -> None:
+        answer: Answer | None = None
+        received_hash: str | None = None
+        error: OuterstepError | None = None
+        try:
+            if isinstance(call.request, GetPart) and buffer is not None:
+                answer = self._link.call(call.request, into=buffer)
+                received_hash = part_hash(buffer)
+                self.bytes_received += len(buffer)
+            else:
+                answer = self._link.call(call.request, body=buffer)
+                self.bytes_sent += len(buffer) if buffer is not None else 0
+        except OuterstepError as expected:
+            error = expected
+        except Exception as unexpected:  # a bug in this thread must not leave the exchange waiting for ever
+            log.exception("%s failed", type(call.request).__name__)
+            error = OuterstepError(f"{type(call.request).__name__}: {type(unexpected).__name__}: {unexpected}")
+        if source is not None:
+            source.done_reading()
+        self._deliveries.put(Delivery(call, answer, received_hash, error))
+
+
+__all__ = ["ServerTicket"]
