@@ -66,11 +66,12 @@ class OuterStep:
 
     def _step(self, params: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:
         """θ and momentum, block by block as the server moves them."""
-        step = self._server.service.optimizer.begin()  # type: ignore[union-attr]
+        step = self._server.service.optimizer.begin(params)  # type: ignore[union-attr]
         with torch.no_grad():
             for name, theta in params.items():
                 for start in range(0, theta.numel(), BLOCK_VALUES):
-                    step.block(name, theta, grads[name].view(-1)[start : start + BLOCK_VALUES], start)
+                    stop = start + BLOCK_VALUES
+                    step.block(name, theta.view(-1)[start:stop], grads[name].view(-1)[start:stop], start)
 
     def close(self) -> None:
         pass

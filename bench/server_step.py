@@ -99,11 +99,12 @@ class Bench:
 
     @torch.no_grad()
     def step(self) -> None:
-        step = self.alone.begin()
+        step = self.alone.begin(self.params)
         for block in self.store._blocks:
             param = self.params[block.name]
             assert param.grad is not None
-            step.block(block.name, param.data, param.grad.view(-1)[block.start : block.stop], block.start)
+            flat, g = param.data.view(-1), param.grad.view(-1)
+            step.block(block.name, flat[block.start : block.stop], g[block.start : block.stop], block.start)
 
     def run(self, repeats: int) -> Seconds:
         for _ in range(2):  # fresh memory costs more than what is done with it

@@ -125,7 +125,7 @@ class Join(Plain, frozen=True):
     continues: bool = False
 
 
-class FragmentState(Plain, frozen=True):
+class JoinedFragment(Plain, frozen=True):
     """Where a fragment stands: its newest version, and the last sequence accepted from the worker that asks, with the
     version that it counts in (which may be still to come)."""
 
@@ -139,7 +139,7 @@ class JoinAnswer(Plain, frozen=True):
     incarnation: Positive
     plan: Plan
     manifest: Manifest
-    fragments: tuple[FragmentState, ...]
+    fragments: tuple[JoinedFragment, ...]
 
 
 class FromMember(Plain, frozen=True):

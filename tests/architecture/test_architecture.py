@@ -38,7 +38,7 @@ MAY_IMPORT = {
     | {"config", "core", "coordination", "durable", "model_folder", "observe", "pool"}
     | {"security", "torch_file", "wire"},
     "worker": PLAIN | {"config", "core", "coordination", "security", "topology", "wire"},
-    "compat": PLAIN | {"config", "core", "coordination", "server", "topology", "wire"},
+    "compat": PLAIN | {"config", "core", "coordination", "pool", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
     "cli": PLAIN | {"compat", "config", "core", "demo", "durable", "model_folder", "security", "server", "wire"},
     "integrations": PLAIN | {"core"},  # optional, and imported by nobody

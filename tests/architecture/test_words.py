@@ -43,7 +43,6 @@ STILL_REPEATED = {
     "Standing",
 }
 STILL_NAMED = {
-    "server/motion.py",
     "topology/news.py",
     "worker/books.py",
     "worker/going_on.py",

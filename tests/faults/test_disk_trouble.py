@@ -73,7 +73,7 @@ def test_a_round_that_cannot_be_written_is_announced_when_it_can(
     assert why[:200] in answer.waiting_for
     with monkeypatch.context() as hurried:  # only while nothing can come of waiting: a sound disk may be slow
         hurried.setattr("outerstep.server.rounds.NOTE_PATIENCE_S", 0.05)
-        hurried.setattr("outerstep.server.downlink.MOTION_PATIENCE_S", 0.05)
+        hurried.setattr("outerstep.server.publish.MOVING_PATIENCE_S", 0.05)
         for _ in range(2):  # a repeated join waits again
             with pytest.raises(Busy, match="not on the server's disk yet: the server cannot write"):
                 newcomer.join()

@@ -18,7 +18,7 @@ from torch import Tensor
 from integration.group_job import SYNC_EVERY, make_model, train_step
 from nursery import Child
 from outerstep.server import DiLoCoServer
-from outerstep.server.published import Published
+from outerstep.server.publish import Published
 from outerstep.server.store import FragmentStore
 from outerstep.topology.news import anchor_hash
 from outerstep.wire.frames import rows_of

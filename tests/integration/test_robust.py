@@ -16,7 +16,7 @@ from outerstep.core.robust import RobustAggregator
 from outerstep.digest import part_hash, payload_hash
 from outerstep.errors import NotFinite, PlanMismatch
 from outerstep.server import DiLoCoServer
-from outerstep.server.combining import rule_of
+from outerstep.server.store import rule_of
 from outerstep.types import Commit, Participant, PutPart
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.memory import MemoryTransport

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..coordination.worker.exchange import Patience
 from ..errors import Closing, OuterstepError, Refused, ServerError, StaleRound
-from ..server.pool import Pool, Room
+from ..pool import Pool, Room
 from ..topology.protocol import Agreed, Contribution, anchors_of
 from ..topology.server.exchange import ServerTicket
 from ..topology.server.topology import ServerTopology

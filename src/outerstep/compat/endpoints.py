@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..digest import data_hash
 from ..errors import BadRequest, Busy, Fenced, OuterstepError, Refused, ServerError, UnknownWorker
+from ..pool import Pool
 from ..server import DiLoCoServer
-from ..server.pool import Pool
 from ..topology.protocol import Agreed
 from ..types import Count, Label, Manifest, WorkerId
 from ..wire.http_request import HttpBody, HttpRequest

@@ -19,7 +19,6 @@ parameter is cut into blocks nor on the machine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypedDict
@@ -28,21 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .outer import OptimizerFactory, build_optimizer
-
-
-@dataclass(frozen=True)
-class Rate:
-    """ε and β of a parameter."""
-
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.lr < math.inf:
-            raise ConfigError(f"outer lr must be a number > 0, got {self.lr}")
-        if not 0.0 <= self.momentum < 1.0:
-            raise ConfigError(f"outer momentum must be in [0, 1), got {self.momentum}")
+from .outer import OptimizerFactory, OuterRule, build_optimizer
 
 
 class DelayedState(TypedDict):
@@ -61,17 +46,17 @@ class DelayedNesterov:
     def __init__(
         self,
         buffer_size: int,
-        lr: float = 0.7,
-        momentum: float = 0.9,
+        lr: float = OuterRule.lr,
+        momentum: float = OuterRule.momentum,
         *,
-        rates: Mapping[str, Rate] | None = None,
+        rates: Mapping[str, OuterRule] | None = None,
     ) -> None:
         if buffer_size < 1:
             raise ConfigError(
                 f"buffer_size must be at least 1, got {buffer_size}; the number of workers is the usual choice"
             )
         self.buffer_size = buffer_size
-        self._default = Rate(lr, momentum)
+        self._default = OuterRule(lr, momentum)
         self._rates = dict(rates or {})
         self._buffers: dict[str, _Buffers] = {}
         self._counts: dict[int, int] = {}
@@ -87,10 +72,10 @@ class DelayedNesterov:
                 "Delayed Nesterov is a form of SGD with Nesterov momentum and needs outer_optimizer_factory to return "
                 f"torch.optim.SGD, got {type(optimizer).__name__}; use SGD, or the synchronous mode"
             )
-        of_param: dict[torch.nn.Parameter, Rate] = {}
+        of_param: dict[torch.nn.Parameter, OuterRule] = {}
         for index, group in enumerate(optimizer.param_groups):
             _check_group(index, group)
-            rate = Rate(float(group["lr"]), float(group["momentum"]))
+            rate = OuterRule(float(group["lr"]), float(group["momentum"]))
             of_param.update(dict.fromkeys(group["params"], rate))
         left_out = [name for name, param in params.items() if param not in of_param]
         if left_out:
@@ -106,15 +91,20 @@ class DelayedNesterov:
 
     def push(self, fragment: int, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
         """One pseudo-gradient of a fragment: moves `params` (fp32, contiguous) in place."""
-        push = self.begin(fragment)
+        push = self.begin(params, fragment)
         for name, theta in params.items():
-            push.block(name, theta, grads[name])
+            push.block(name, theta.view(-1), grads[name].reshape(-1))
         push.done()
 
-    def begin(self, fragment: int) -> Push:
-        """The same in blocks, for whoever decodes a contribution a cache-sized block at a time. It cannot be undone:
-        after the first block, θ, m and D are consistent again only when all blocks are in and `done` was called."""
-        return Push(self, fragment)
+    def begin(self, params: Mapping[str, Tensor], fragment: int = 0) -> DelayedStep:
+        """The same block by block, for whoever decodes a contribution a cache-sized block at a time."""
+        for name, theta in params.items():
+            if self._rate(name).momentum and name not in self._buffers:
+                self._buffers[name] = _Buffers(_zeros(theta), _zeros(theta))
+        return DelayedStep(self, fragment)
+
+    def _rate(self, name: str) -> OuterRule:
+        return self._rates.get(name, self._default)
 
     def state_dict(self) -> DelayedState:
         """The tensors are the live ones."""
@@ -147,8 +137,9 @@ class DelayedNesterov:
         }
 
 
-class Push:
-    """One pseudo-gradient on its way in; made by `DelayedNesterov.begin`. `completes`: it is the N-th of its buffer."""
+class DelayedStep:
+    """One pseudo-gradient on its way in, a `BlockStep`; made by `DelayedNesterov.begin`. `completes`: it is the N-th of
+    its buffer."""
 
     def __init__(self, rule: DelayedNesterov, fragment: int) -> None:
         self._rule, self._fragment = rule, fragment
@@ -156,25 +147,17 @@ class Push:
 
     @torch.no_grad()
     def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
-        """Values [start, start + |g|) of a parameter, counted in its flat form.
-
-        theta: the whole parameter, fp32 and contiguous, of any shape; only this block of it moves. g: fp32.
-        """
-        rule, size = self._rule, self._rule.buffer_size
-        rate = rule._rates.get(name, rule._default)
-        flat, g = theta.view(-1), g.reshape(-1)
+        rate, size = self._rule._rate(name), self._rule.buffer_size
         share = g / size
         if rate.momentum:
-            kept = rule._buffers.get(name)
-            if kept is None:
-                kept = rule._buffers[name] = _Buffers(_zeros(flat), _zeros(flat))
+            kept = self._rule._buffers[name]
             m, d = kept.momentum.narrow(0, start, len(g)), kept.buffered.narrow(0, start, len(g))
             d.add_(g)
             if self.completes:
                 m.mul_(rate.momentum).add_(d / size)
                 share.add_(m * rate.momentum)
                 d.zero_()
-        flat.narrow(0, start, len(g)).sub_(share.mul_(rate.lr))
+        theta.sub_(share.mul_(rate.lr))
 
     def done(self) -> None:
         """All blocks are in: n advances, or begins again after the N-th."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .outer import MomentumBuffers
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,34 @@ def average_step(phi: Tensor, own_delta: Tensor, partner_phi: Tensor, partner_de
     phi.sub_(own_delta).add_(partner_phi - partner_delta).mul_(0.5)
 
 
+class PairOuter:
+    """The step of a peer in rounds of two, with its momentum m. `rule`: NoLoCo's, or None for the mean of the two."""
+
+    def __init__(self, rule: NoLoCo | None) -> None:
+        self.rule, self.momentum = rule, MomentumBuffers()
+
+    def block(
+        self,
+        name: str,
+        phi: Tensor,
+        own_delta: Tensor,
+        partner_phi: Tensor,
+        partner_delta: Tensor,
+        start: int,
+        like: Tensor | None,
+    ) -> None:
+        """Move values from number `start` of a tensor, flat, in place. `like`: the whole anchor of a parameter; None:
+        it is a statistic, of which both take the mean."""
+        if self.rule is None or like is None:
+            average_step(phi, own_delta, partner_phi, partner_delta)
+            return
+        kept = self.momentum.of(name, like)[start : start + phi.numel()]
+        m = kept.to(phi.device)
+        noloco_step(phi, m, own_delta, partner_phi, partner_delta, self.rule)
+        if m is not kept:
+            kept.copy_(m)
+
+
 def random_partner(ids: Sequence[str], own: str, seed: str, turn: int) -> str | None:
     """The one that `own` exchanges with in this round; None: it sits out. The same for all who ask with the same ids,
     seed and round, on every machine."""
@@ -80,4 +109,4 @@ def exponential_partner(ids: Sequence[str], own: str, turn: int) -> str | None:
     return ordered[other] if other < len(ordered) else None
 
 
-__all__ = ["NoLoCo", "average_step", "exponential_partner", "noloco_step", "random_partner"]
+__all__ = ["NoLoCo", "PairOuter", "average_step", "exponential_partner", "noloco_step", "random_partner"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,8 @@ from ..errors import ConfigError
 
 State = dict[str, dict[str, Any]]
 """parameter name -> what its optimizer remembers"""
+
+STEP_VALUES = 1 << 16  # 256 KiB: θ, buf, g and what lies between them stay in a core's own cache
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -36,82 +39,126 @@ class OuterOptimizer(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
+@dataclass(frozen=True)
+class OuterRule:
+    """η and μ of the outer step, and whether its momentum is Nesterov's. The defaults of the whole package."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.lr < math.inf:
+            raise ConfigError(f"outer lr must be a number > 0, got {self.lr}")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"outer momentum must be in [0, 1), got {self.momentum}")
+
+
+class BlockStep(Protocol):
+    """One step on its way, block by block. It cannot be undone: after the first block, θ and what the rule remembers
+    are consistent again only when all blocks are in and `done` was called."""
+
+    def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
+        """Move values [start, start + |g|) of a parameter, counted in its flat form. (Under no_grad; called often.)
+
+        theta: those values, flat fp32, on any device; g: likewise, and overwritten. Several threads may call it at the
+        same time, with different blocks.
+        """
+
+    def done(self) -> None:
+        """All blocks are in."""
+
+
+class MomentumBuffers:
+    """One fp32 buffer per parameter, keyed by name, on the device where that parameter's anchor lives."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def of(self, name: str, like: Tensor) -> Tensor:
+        """The buffer of a parameter, flat; zeros at first. `like` has its shape and device."""
+        kept = self.tensors.get(name)
+        if kept is None or kept.device != like.device:
+            kept = torch.zeros(like.shape, device=like.device) if kept is None else kept.to(like.device)
+            self.tensors[name] = kept
+        return kept.view(-1)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace everything with copies."""
+        self.tensors = {n: kept.clone(memory_format=torch.contiguous_format) for n, kept in tensors.items()}
+
+
 class Nesterov:
     """SGD with (Nesterov) momentum, as in the module's docstring; `nesterov=False` gives θ − η·buf. `portable`: with
     the bits of `portable_step` instead of torch's."""
 
     def __init__(
-        self, lr: float = 0.7, momentum: float = 0.9, *, nesterov: bool = True, portable: bool = False
+        self,
+        lr: float = OuterRule.lr,
+        momentum: float = OuterRule.momentum,
+        *,
+        nesterov: bool = OuterRule.nesterov,
+        portable: bool = False,
     ) -> None:
-        if not 0.0 < lr < math.inf:
-            raise ConfigError(f"outer lr must be a number > 0, got {lr}")
-        if not 0.0 <= momentum < 1.0:
-            raise ConfigError(f"outer momentum must be in [0, 1), got {momentum}")
-        self.lr, self.momentum, self.nesterov, self.portable = lr, momentum, nesterov, portable
-        self._buf: dict[str, Tensor] = {}
+        self.rule, self.portable = OuterRule(lr, momentum, nesterov), portable
+        self.momentum = MomentumBuffers()
+
+    @classmethod
+    def everywhere(cls, rule: OuterRule) -> Nesterov:
+        """For a run in which everybody steps its own copy: the same bits on every machine."""
+        return cls(rule.lr, rule.momentum, nesterov=rule.nesterov, portable=True)
 
     @torch.no_grad()
     def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
-        step = self.begin()
+        step = self.begin(params)
         for name, theta in params.items():
-            step.block(name, theta, grads[name].reshape(-1).clone())
+            step.block(name, theta.view(-1), grads[name].reshape(-1).clone())
 
-    def begin(self) -> NesterovStep:
-        """The same in blocks, for whoever has a cache-sized block of the mean at a time. It cannot be undone: after the
-        first block, θ and buf are consistent again only when all blocks are in."""
-        return NesterovStep(self)
+    def begin(self, params: Mapping[str, Tensor], fragment: int = 0) -> NesterovStep:
+        """A step of these parameters, block by block; the bits do not depend on how they are cut."""
+        return NesterovStep(self, params)
 
     def state_dict(self) -> State:
-        return {name: {"momentum_buffer": buf} for name, buf in self._buf.items()}
+        return {name: {"momentum_buffer": buf} for name, buf in self.momentum.tensors.items()}
 
     def load_state_dict(self, state: State) -> None:
-        kept = {name: entry["momentum_buffer"] for name, entry in state.items()}
-        self._buf = {name: buf.clone(memory_format=torch.contiguous_format) for name, buf in kept.items()}
+        self.momentum.load({name: entry["momentum_buffer"] for name, entry in state.items()})
 
 
 class NesterovStep:
-    """One step on its way; made by `Nesterov.begin`. The bits do not depend on how the parameters are cut."""
+    """A `BlockStep`; made by `Nesterov.begin`."""
 
-    def __init__(self, rule: Nesterov) -> None:
-        self._rule = rule
-        self._flat: dict[str, tuple[Tensor, Tensor | None, bool]] = {}  # θ, buf; is it the parameter's first step?
-
-    def open(self, params: Mapping[str, Tensor]) -> None:
-        """All parameters that will step, beforehand: then blocks of them may come from several threads."""
-        for name, theta in params.items():
-            self._open(name, theta)
+    def __init__(self, outer: Nesterov, params: Mapping[str, Tensor]) -> None:
+        self._rule, self._portable = outer.rule, outer.portable
+        known, momentum = set(outer.momentum.tensors), outer.momentum
+        self._first = params.keys() - known  # torch sets their buffer, where `portable_step` adds to zeros
+        self._buf = {name: momentum.of(name, theta) for name, theta in params.items()} if self._rule.momentum else {}
 
     def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
-        """Values [start, start + |g|) of a parameter, counted in its flat form. (Under no_grad; it is called often.)
-
-        theta: the whole parameter, fp32 and contiguous, of any shape; only this block of it moves. g: fp32, flat; it is
-        overwritten.
-        """
-        rule, stop = self._rule, start + g.numel()
-        flat, buf, is_first = self._flat.get(name) or self._open(name, theta)
-        flat = flat[start:stop]
-        if rule.portable:
-            kept = flat if buf is None else buf[start:stop]  # (without momentum it is not looked at)
-            portable_step(flat, kept, g, rule.lr, rule.momentum, nesterov=rule.nesterov)
+        rule = self._rule
+        if not rule.momentum:
+            if self._portable:
+                theta.sub_(g.mul_(rule.lr))
+            else:
+                theta.add_(g, alpha=-rule.lr)
             return
-        if buf is None:
-            flat.add_(g, alpha=-rule.lr)
-            return
-        buf = buf[start:stop]
-        if is_first:
-            buf.copy_(g)
+        kept = self._buf[name][start : start + g.numel()]
+        buf = kept.to(theta.device)  # the same memory, unless the anchor is elsewhere
+        if self._portable:
+            cut = STEP_VALUES if theta.device.type == "cpu" else max(g.numel(), 1)
+            for one in zip(theta.split(cut), buf.split(cut), g.split(cut), strict=True):  # type: ignore[no-untyped-call]
+                portable_step(*one, rule.lr, rule.momentum, nesterov=rule.nesterov)
         else:
-            buf.mul_(rule.momentum).add_(g)
-        flat.add_(g.add_(buf, alpha=rule.momentum) if rule.nesterov else buf, alpha=-rule.lr)
+            if name in self._first:
+                buf.copy_(g)
+            else:
+                buf.mul_(rule.momentum).add_(g)
+            theta.add_(g.add_(buf, alpha=rule.momentum) if rule.nesterov else buf, alpha=-rule.lr)
+        if buf is not kept:
+            kept.copy_(buf)
 
-    def _open(self, name: str, theta: Tensor) -> tuple[Tensor, Tensor | None, bool]:
-        """A parameter of which this is the first block."""
-        buf, is_first = self._rule._buf.get(name), False
-        if buf is None and self._rule.momentum:
-            buf, is_first = torch.zeros_like(theta) if self._rule.portable else torch.empty_like(theta), True
-            self._rule._buf[name] = buf
-        found = self._flat[name] = (theta.view(-1), None if buf is None else buf.view(-1), is_first)
-        return found
+    def done(self) -> None:
+        """Nothing is counted."""
 
 
 @torch.no_grad()

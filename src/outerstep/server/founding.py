@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,10 +16,8 @@ from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..errors import ConfigError, PlanMismatch
 from ..types import Join, Manifest, Plan
-from .combining import rule_of
 from .outer_state import Outer, recall
-from .pool import Shelf, return_free_memory
-from .store import FragmentStore
+from .store import FragmentStore, Shelf, rule_of
 
 if TYPE_CHECKING:
     from .service import ParameterService
@@ -161,4 +161,11 @@ def open_run(
         ],
     )
     service.model.forget_trained(manifest)
-    return_free_memory()
+    _return_free_memory()
+
+
+def _return_free_memory() -> None:
+    """What was freed stays with the process, for the thread that had it: after the model was copied to where it will
+    live, that may be as much as the model. (With the C library of Linux; elsewhere nothing happens.)"""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -21,10 +21,10 @@ from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.uploads import Upload
 from ..digest import part_hash
 from ..errors import BadRequest, HashMismatch, MissingParts
+from ..pool import Pool, Room
 from ..types import ContributionKey, PutPart, PutPartAnswer
 from ..wire.routes import UnreadBody
 from .decoding import Decoder, Findings, room_for_a_block
-from .pool import Pool, Room
 
 FindDecoder = Callable[[int, int], Decoder]
 """(fragment, number of sections) → how such a contribution is read."""

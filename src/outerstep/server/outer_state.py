@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from ..config import ServerConfig
 from ..core.delayed import DelayedNesterov
-from ..core.outer import Nesterov, OuterOptimizer
+from ..core.outer import Nesterov
+from ..core.state import Outer
 from ..errors import ConfigError
 from ..types import Manifest
 from .saved import OptimizerState
 
 log = logging.getLogger(__name__)
 
-Outer = OuterOptimizer | DelayedNesterov
 OptimizerMaker = Callable[[ServerConfig, Manifest], Outer]
 
 
@@ -55,3 +55,6 @@ def state_of(optimizer: Outer | None) -> OptimizerState:
 
 def _kind(optimizer: Outer) -> str:
     return {"DelayedNesterov": "delayed_nesterov", "Nesterov": "nesterov"}.get(type(optimizer).__name__, "torch")
+
+
+__all__ = ["OptimizerMaker", "Outer", "check_kind", "recall", "state_of"]

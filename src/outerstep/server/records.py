@@ -16,11 +16,12 @@ import msgspec
 from msgspec import Meta
 
 from ..coordination.server.remembered import Remembered
+from ..core.views import bytes_of
 from ..durable.journal import Record
 from ..errors import ModelError
+from ..pool import private_memory
 from ..types import Count, Hash, Participant, Plain, Positive
-from .motion import Motion
-from .pool import bytes_of, private_memory
+from .publish import NextVersion
 from .store import Addend
 
 Scale = Annotated[float, Meta(ge=0.0)]
@@ -56,7 +57,7 @@ def note(remembered: Remembered) -> bytes:
 def of_round(
     remembered: Remembered,
     fragment: int,
-    made: Motion,
+    made: NextVersion,
     participants: tuple[Participant, ...],
     pushes: Sequence[Addend] | None,
 ) -> tuple[bytes, list[memoryview]]:

@@ -33,7 +33,7 @@ from ..errors import Busy, ServerError, ServerFailed
 from ..types import ContributionKey
 from . import records
 from .keeping import snapshot, with_settings
-from .motion import Motion
+from .publish import NextVersion
 from .store import Addend, FragmentStore
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ class RoundsThread:
 
     # --- to the disk ----------------------------------------------------------------------------------------------
 
-    def _write_round(self, effect: CloseRound, made: Motion, addends: list[Addend]) -> None:
+    def _write_round(self, effect: CloseRound, made: NextVersion, addends: list[Addend]) -> None:
         assert effect.remembered is not None
         pushes = [addend for addend in addends if addend.weight > 0.0] if self._takes_pushes else None
         remembered = with_settings(effect.remembered, self._service.config)

@@ -62,8 +62,8 @@ from .founding import found_run
 from .intake import Intake
 from .keeping import Keeper
 from .model_state import ModelState
-from .motion import Motion
 from .outer_state import OptimizerMaker, Outer
+from .publish import NextVersion
 from .resuming import Found, restore
 from .rounds import RoundsThread
 from .saved import SavedState
@@ -418,7 +418,7 @@ class ParameterService:
     def announce(
         self,
         store: FragmentStore,
-        made: Motion,
+        made: NextVersion,
         participants: tuple[Participant, ...],
         verdict: ScreenVerdict | None = None,
     ) -> None:

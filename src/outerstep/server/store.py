@@ -1,4 +1,4 @@
-"""The global model of one fragment: contributions in, the outer step, the next version out.
+"""The global model of one fragment on the server: contributions in, the outer step, the next version out.
 
 Everything is flat fp32 memory in the order of the frame that is sent, and goes through the processor in blocks that fit
 its cache: decoded, added, divided, stepped, encoded and hashed while it is there.
@@ -7,7 +7,7 @@ its cache: decoded, added, divided, stepped, encoded and hashed while it is ther
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,21 +17,19 @@ from torch import Tensor
 from ..coordination.server.aggregation import Aggregation
 from ..core.aggregate import add_weighted, divide
 from ..core.codecs.recipe import Recipe
-from ..core.delayed import DelayedNesterov, Push
-from ..core.outer import Nesterov, NesterovStep, OuterOptimizer
-from ..core.robust import ScreenVerdict
+from ..core.delayed import DelayedNesterov
+from ..core.robust import Candidate, Rule, Screening, ScreenVerdict, Tensors, TensorSpan, Zeros, combine, make_rule
+from ..core.state import FragmentState, Outer
+from ..core.views import bytes_of
 from ..core.watch import sum_of_squares
 from ..digest import data_hash
 from ..errors import ModelError
+from ..pool import private_memory
 from ..types import GetPart, ParameterSpec, Participant, Payload
 from ..wire.frames import layout, most_bytes, row_pieces
 from .blocks import BLOCK_VALUES, Block, cut, hand_in_hand
-from .combining import Contribution, combine
 from .decoding import Decoder, UpTensor
-from .downlink import Downlink
-from .motion import Motion
-from .pool import Shelf, bytes_of
-from .published import Published
+from .publish import Downlink, NextVersion, Published
 
 GROUP_SIZES = 8  # kept range hashes per version: nobody can make us remember them for every number of sections
 FEW_SECTIONS = 256  # however few rows a fragment has
@@ -56,8 +54,40 @@ class _Sum:
     weight: float = 0.0
 
 
+class Shelf:
+    """Flat fp32 memory that was used, kept for the next who needs some: one piece, the largest."""
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+
+    def take(self, numel: int) -> Tensor:
+        """What it holds is not specified; gaps between tensors that nobody writes are finite."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept.numel() < numel:
+            kept = torch.frombuffer(private_memory(max(4 * numel, 4)), dtype=torch.float32)
+        return kept[:numel]
+
+    def give_back(self, memory: Tensor) -> None:
+        whole = memory if memory._base is None else memory._base
+        if self._kept is None or self._kept.numel() < whole.numel():
+            self._kept = whole
+
+
+def rule_of(settings: Aggregation) -> Rule:
+    """With the rule's own defaults where the settings say nothing."""
+    return make_rule(
+        settings.aggregation,
+        trim_fraction=settings.trim_fraction,
+        attackers=settings.attackers,
+        clip_radius=settings.clip_radius,
+        iterations=settings.aggregation_iterations,
+        bucket_size=settings.bucket_size,
+    )
+
+
 class FragmentStore:
-    """T and θ of one fragment (downlink.py) and the sums of its open rounds. One thread adds and closes."""
+    """The state of one fragment (T, θ, momentum), how workers get it (publish.py), and the sums of its open rounds. One
+    thread adds and closes."""
 
     def __init__(
         self,
@@ -82,34 +112,39 @@ class FragmentStore:
         self.index = index
         self._shelf = shelf or Shelf()
         self.down = Downlink(
-            index, specs, state, down, part_size_bytes, version=version, run_id=run_id, targets=targets
+            index,
+            specs,
+            state,
+            down,
+            part_size_bytes,
+            version=version,
+            run_id=run_id,
+            targets=targets,
+            centre=centre if keeps_centre and centre and {spec.name for spec in specs} <= centre.keys() else None,
         )
         tensors = [UpTensor(spec.name, spec.shape, up.codec(spec)) for spec in specs]
         self._tensors = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in tensors]
         self.up = layout(up.name, [(name, shape, size(math.prod(shape))) for name, shape, size in self._tensors])
         self.decoder = lru_cache(maxsize=4)(lambda sections: Decoder(up.name, tensors, sections))
         self.max_payload_bytes = lru_cache(maxsize=64)(self._most_bytes)
-        self._roles = {spec.name: spec.role for spec in specs}
-        self._averaged = [name for name, role in self._roles.items() if role == "average"]
         self.statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
         for earlier, values in (statistics or {}).items():
-            if ours := {name: values[name].clone() for name in self._averaged if name in values}:
+            if ours := {name: values[name].clone() for name in self.state.averaged if name in values}:
                 self.statistics[earlier] = ours
         self.max_staleness = max_staleness
         self._sums: dict[int, _Sum] = {}
         self._blocks = list(cut(self.down.full))
         self._keep_statistics(version)
         self._keeps_centre = keeps_centre
-        self._centre: Tensor | None = None  # the last aggregate, flat
-        if keeps_centre and centre and self._roles.keys() <= centre.keys():  # not before this fragment's first round
-            self._centre = torch.zeros(self.numel)
-            for name, place in self._by_name(self._centre).items():
-                place.copy_(centre[name])
 
     @property
-    def centre(self) -> dict[str, Tensor]:
+    def state(self) -> FragmentState:
+        return self.down.state
+
+    @property
+    def centre(self) -> Mapping[str, Tensor]:
         """The last round's aggregate by name, for a rule that begins there; nothing before the first."""
-        return {} if self._centre is None else self._by_name(self._centre)
+        return self.state.centre
 
     @property
     def numel(self) -> int:
@@ -202,18 +237,19 @@ class FragmentStore:
             elif addend.weight != 1.0:
                 values.mul_(addend.weight)
 
-    def _rebase_if_late(self, values: Tensor, block: Block, addend: Addend, version: int) -> None:
-        if addend.base is not None and addend.base < version - 1 and self._roles[block.name] == "average":
-            self._rebase(values, block, addend.base, self.down.target)
+    def _rebase_if_late(self, values: Tensor, block: Block | TensorSpan, addend: Addend, version: int) -> None:
+        if addend.base is not None and addend.base < version - 1 and self.state.roles[block.name] == "average":
+            self._rebase(values, block, addend.base, self.state.target)
 
-    def _rebase(self, values: Tensor, block: Block, base: int, target: Tensor) -> None:
+    def _rebase(self, values: Tensor, block: Block | TensorSpan, base: int, targets: Mapping[str, Tensor]) -> None:
         """Δ of a buffer against T as it is now, in place: T − l = (T − θ_base) + Δ. Buffers are means of values and not
         sums of steps: a mean of two variances is one, but an old difference taken off a new one need not be."""
         held = self.statistics.get(base)
         if held is None:
             values.zero_()  # older than anything we know: it says nothing
             return
-        values.add_(target[block.place : block.end]).sub_(held[block.name].view(-1)[block.start : block.stop])
+        now, then = (tensors[block.name].view(-1)[block.start : block.stop] for tensors in (targets, held))
+        values.add_(now).sub_(then)
 
     def combine(
         self,
@@ -222,38 +258,39 @@ class FragmentStore:
         contributions: Mapping[str, Addend | None],
         seed: str,
     ) -> ScreenVerdict:
-        """The aggregate of these, by a rule that needs all of them, in the place of the round's mean: `close` steps
-        along it. By worker; None = it was offered, and refused by a screen."""
+        """The aggregate of these, by a rule that needs all of them at once, in the place of the round's mean: `close`
+        steps along it. They are read where they lie, in memory or in the spool file. By worker; None = it was offered,
+        and refused: what is not finite when it came, and what is too large by the norm screen. `seed`: of the
+        buckets."""
         values = self._shelf.take(self.numel)
+        offered = {worker_id: addend for worker_id, addend in contributions.items() if addend is not None}
+        weight = next(iter(offered.values())).weight
+        sizes = {entry.name: math.prod(entry.shape) for entry in self.down.full.entries}
         verdict = combine(
-            settings,
             [
-                Contribution(worker_id, addend.weight, self._rebased(addend, version))
-                for worker_id, addend in contributions.items()
-                if addend is not None
+                *(
+                    Candidate[TensorSpan](w, _Rebased(self, addend, version), addend.weight)
+                    for w, addend in offered.items()
+                ),
+                *(
+                    Candidate[TensorSpan](w, Zeros(), weight, refused="before")
+                    for w in contributions.keys() - offered.keys()
+                ),
             ],
-            [worker_id for worker_id, addend in contributions.items() if addend is None],
-            self.down.full,
-            values,
-            self._centre,
-            seed,
+            {name: sizes[name] for name in sorted(sizes)},  # as everybody takes them who aggregates
+            Tensors(self.down.by_name(values)),
+            rule_of(settings),
+            seed=seed,
+            screening=Screening(cosine=settings.cosine_screen, arrived=True),
+            centre=Tensors(self.centre) if self.centre else None,
         )
         self._set_mean(version, values)
         return verdict
 
-    def _rebased(self, addend: Addend, version: int) -> Callable[[Block, Tensor], None]:
-        decoder, data = self.decoder(addend.sections), torch.frombuffer(addend.payload, dtype=torch.uint8)
-
-        def read(block: Block, out: Tensor) -> None:
-            decoder.read(data, block.name, block.start, block.stop, out)
-            self._rebase_if_late(out, block, addend, version)
-
-        return read
-
     def _set_mean(self, version: int, values: Tensor) -> None:
         """What the round that makes `version` steps along, whole."""
         if self._keeps_centre:
-            self._centre = values.clone() if self._centre is None else self._centre.copy_(values)
+            self.state.remember(self.down.by_name(values))
         self._sums[version] = _Sum(values, weight=1.0)  # to divide by one changes no bit
 
     # --- the outer step -------------------------------------------------------------------------------------------
@@ -261,31 +298,42 @@ class FragmentStore:
     def close(
         self,
         version: int,
-        optimizer: OuterOptimizer | DelayedNesterov,
+        outer: Outer,
         addends: Sequence[Addend] = (),
         now: float = 0.0,
         *,
         keep_mean: bool = False,
-    ) -> Motion:
+    ) -> NextVersion:
         """The step from the round's mean, what was accumulated and then `addends`, which were not; to be published.
-        `keep_mean`: the motion holds it until then, for whoever writes down what replays the round."""
+        `outer`: the rule, with its momentum. `keep_mean`: the version holds the mean until it is published, for
+        whoever writes down what replays the round."""
+        self.state.outer = outer
         counted = [addend for addend in addends if addend.weight > 0.0]
-        with torch.no_grad(), self.down.moving(version, now) as motion:
-            if isinstance(optimizer, DelayedNesterov):
-                self._close_pushed(motion, optimizer, counted)
+        with torch.no_grad(), self.down.moving(version, now) as made:
+            if isinstance(outer, DelayedNesterov):
+                self._close_pushed(made, outer.buffer_size, counted)
             else:
-                self._close_mean(motion, optimizer, counted, keep_mean=keep_mean)
-        return motion
+                self._close_mean(made, counted, keep_mean=keep_mean)
+        return made
+
+    def move_to(self, version: int, values: Mapping[str, Tensor], now: float = 0.0) -> NextVersion:
+        """A version without contributions: an agreement from a layer above says where T is. To be published, with no
+        participants; θ follows as far as the codec can, and what that leaves out is in the next update."""
+        with torch.no_grad(), self.down.moving(version, now) as made:
+            made.from_above = True
+            self.state.move_to(values, self.down.by_name(made.target))
+            self._follow(made)
+        return made
 
     def recall_mean(self, version: int, mean: memoryview) -> None:
-        """What a closed round stepped along, as its motion had it: `close` that round once more."""
+        """What a closed round stepped along, as its version had it: `close` that round once more."""
         values = self._shelf.take(self.numel)
         if len(mean) != 4 * self.numel:
             raise ModelError(f"the mean of fragment {self.index} must have {4 * self.numel} bytes, got {len(mean)}")
         bytes_of(values)[:] = mean
         self._set_mean(version, values)
 
-    def publish(self, made: Motion, participants: tuple[Participant, ...], now: float = 0.0) -> Published:
+    def publish(self, made: NextVersion, participants: tuple[Participant, ...], now: float = 0.0) -> Published:
         published = self.down.publish(made, participants, now)
         self._keep_statistics(made.version)
         if made.mean is not None:
@@ -293,120 +341,87 @@ class FragmentStore:
             made.mean = None
         return published
 
-    def _close_mean(
-        self, motion: Motion, optimizer: OuterOptimizer, addends: Sequence[Addend], *, keep_mean: bool
-    ) -> None:
-        """T ← the optimizer's step from T along the mean."""
-        total = self._sums.pop(motion.version, None)
+    def _close_mean(self, made: NextVersion, addends: Sequence[Addend], *, keep_mean: bool) -> None:
+        """T ← the outer step from T along the mean."""
+        total, by_blocks = self._sums.pop(made.version, None), self.state.steps_by_blocks
         weight = _with(total.weight if total is not None else 0.0, addends)
-        by_blocks = isinstance(optimizer, Nesterov)
         mean = total.values if total is not None else None
         if mean is None and weight and (keep_mean or not by_blocks):
             mean = self._shelf.take(self.numel)
         gather = _Gather(self._readers(addends), weight, onto=total is not None)
         if weight == 0.0:  # everybody was there, nobody had trained: what the codec left out can go now
-            self._follow(motion)
-        elif isinstance(optimizer, Nesterov):
-            self._step_by_blocks(motion, optimizer.begin(), gather, mean, keep_mean=keep_mean)
+            self._follow(made)
+        elif by_blocks:
+            self._step_by_blocks(made, gather, mean, keep_mean=keep_mean)
         else:
             assert mean is not None
-            self._step_whole(motion, optimizer, gather, mean, keep_mean=keep_mean)
+            self._step_whole(made, gather, mean, keep_mean=keep_mean)
         if keep_mean:
-            motion.mean = mean
+            made.mean = mean
         elif mean is not None:
             self._shelf.give_back(mean)
 
-    def _step_by_blocks(
-        self, motion: Motion, step: NesterovStep, gather: _Gather, mean: Tensor | None, *, keep_mean: bool
-    ) -> None:
+    def _step_by_blocks(self, made: NextVersion, gather: _Gather, mean: Tensor | None, *, keep_mean: bool) -> None:
         """Everything that happens to a block, while it is in the cache. The step overwrites what it is given: a mean
         that is to be kept it gets as a copy."""
-        targets = self._by_name(motion.target)
-        step.open({name: targets[name] for name, role in self._roles.items() if role == "parameter"})
+        step = self.state.step(self.down.by_name(made.target))
 
         def move(block: Block, room: Tensor) -> float:
             scratch, spare = room[0, : block.count], room[1]
             g = mean[block.place : block.end] if mean is not None else scratch
-            self._gather(block, g, gather.readers, motion.version, spare, onto=gather.onto)
+            self._gather(block, g, gather.readers, made.version, spare, onto=gather.onto)
             divide(g, gather.weight)
             squares = sum_of_squares(g)
-            role = self._roles[block.name]
-            if role == "parameter":
-                step.block(block.name, targets[block.name], scratch.copy_(g) if keep_mean else g, block.start)
-            elif role == "average":  # a buffer is not optimized: the mean of the workers' values replaces it
-                motion.target[block.place : block.end].sub_(g)
-            motion.move(block, spare)
+            target = made.target[block.place : block.end]
+            step.block(block.name, target, scratch.copy_(g) if keep_mean else g, block.start)
+            made.move(block, spare)
             return squares
 
         def seal(block: Block, squares: float) -> None:
-            motion.along(squares)
-            motion.seal(block)
+            made.along(squares)
+            made.seal(block)
 
         hand_in_hand(self._blocks, lambda: torch.empty(2, BLOCK_VALUES), move, seal)
 
-    def _step_whole(
-        self, motion: Motion, optimizer: OuterOptimizer, gather: _Gather, mean: Tensor, *, keep_mean: bool
-    ) -> None:
+    def _step_whole(self, made: NextVersion, gather: _Gather, mean: Tensor, *, keep_mean: bool) -> None:
         """With an optimizer of which we only know that it steps whole tensors. It may change its gradients."""
         scratch = torch.empty(BLOCK_VALUES)
         for block in self._blocks:
             g = mean[block.place : block.end]
-            self._gather(block, g, gather.readers, motion.version, scratch, onto=gather.onto)
+            self._gather(block, g, gather.readers, made.version, scratch, onto=gather.onto)
             divide(g, gather.weight)
-            motion.along(sum_of_squares(g))
-        params, grads = self._by_name(motion.target), self._by_name(mean.clone() if keep_mean else mean)
-        trained = [name for name, role in self._roles.items() if role == "parameter"]
-        optimizer.step({name: params[name] for name in trained}, {name: grads[name] for name in trained})
-        for name in self._averaged:
-            params[name].sub_(grads[name])
-        self._follow(motion)
+            made.along(sum_of_squares(g))
+        self.state.step_whole(self.down.by_name(mean.clone() if keep_mean else mean), self.down.by_name(made.target))
+        self._follow(made)
 
-    def _close_pushed(self, motion: Motion, rule: DelayedNesterov, pushes: Sequence[Addend]) -> None:
+    def _close_pushed(self, made: NextVersion, buffer_size: int, pushes: Sequence[Addend]) -> None:
         """T ← T moved by each contribution as the rule says, one by one; θ follows the last."""
-        targets, scratch = self._by_name(motion.target), torch.empty(BLOCK_VALUES)
-        motion.pushes = [push.weight for push in pushes]
+        targets, scratch = self.down.by_name(made.target), torch.empty(BLOCK_VALUES)
+        made.pushes = [push.weight for push in pushes]
         for number, reader in enumerate(self._readers(pushes), 1):
-            push = rule.begin(self.index)
+            step, addend = self.state.step(targets), reader.addend
             for block in self._blocks:
-                values = scratch[: block.count]
-                reader.read(block, values)
-                self._push(push, rule, motion, block, values, reader.addend, targets)
+                g = scratch[: block.count]
+                reader.read(block, g)
+                scale = addend.weight
+                if self.state.roles[block.name] == "average":  # T + (l − T)/N: between the two, whatever others did
+                    self._rebase(g, block, made.version - 1 if addend.base is None else addend.base, targets)
+                    scale = min(addend.weight, 1.0) / buffer_size
+                step.block(block.name, made.target[block.place : block.end], g.mul_(scale), block.start)
                 if number == len(pushes):
-                    motion.follow(block)
-            push.done()
+                    made.follow(block)
+            step.done()
         if not pushes:
-            self._follow(motion)
+            self._follow(made)
 
-    def _push(
-        self,
-        push: Push,
-        rule: DelayedNesterov,
-        motion: Motion,
-        block: Block,
-        values: Tensor,
-        addend: Addend,
-        targets: Mapping[str, Tensor],
-    ) -> None:
-        role = self._roles[block.name]
-        if role == "parameter":
-            push.block(block.name, targets[block.name], values.mul_(addend.weight), block.start)
-        elif role == "average":  # T + (l − T)/N: between the two, whatever the others did meanwhile
-            base = motion.version - 1 if addend.base is None else addend.base
-            self._rebase(values, block, base, motion.target)
-            values.mul_(min(addend.weight, 1.0) / rule.buffer_size)
-            motion.target[block.place : block.end].sub_(values)
-
-    def _follow(self, motion: Motion) -> None:
+    def _follow(self, made: NextVersion) -> None:
         for block in self._blocks:
-            motion.follow(block)
-
-    def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        return {e.name: flat[e.begin // 4 : e.end // 4].view(e.shape) for e in self.down.full.entries}
+            made.follow(block)
 
     def _keep_statistics(self, version: int) -> None:
-        if self._averaged:
+        if self.state.averaged:
             params = self.params()
-            self.statistics[version] = {name: params[name].clone() for name in self._averaged}
+            self.statistics[version] = {name: params[name].clone() for name in self.state.averaged}
             for old in [v for v in self.statistics if v < version - self.max_staleness - 1]:
                 del self.statistics[old]
 
@@ -419,8 +434,20 @@ class _Reader:
         self._decoder = decoder
         self._data = torch.frombuffer(addend.payload, dtype=torch.uint8)
 
-    def read(self, block: Block, out: Tensor) -> None:
+    def read(self, block: Block | TensorSpan, out: Tensor) -> None:
         self._decoder.read(self._data, block.name, block.start, block.stop, out)
+
+
+class _Rebased(_Reader):
+    """The same against T as it is now, for a rule that compares contributions."""
+
+    def __init__(self, store: FragmentStore, addend: Addend, version: int) -> None:
+        super().__init__(store.decoder(addend.sections), addend)
+        self._store, self._version = store, version
+
+    def read(self, block: Block | TensorSpan, out: Tensor) -> None:
+        super().read(block, out)
+        self._store._rebase_if_late(out, block, self.addend, self._version)
 
 
 @dataclass(frozen=True)

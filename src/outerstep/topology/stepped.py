@@ -14,28 +14,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..core.outer import Nesterov, portable_step
+from ..core.outer import OuterRule, portable_step
 from .forms import Form
 from .news import Kind, Proof
 
 STEP_VALUES = 1 << 16  # 256 KiB: θ, buf, g and what lies between them stay in a core's own cache
-
-
-@dataclass(frozen=True)
-class OuterRule:
-    """η and μ of the outer step, and its kind."""
-
-    lr: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
-
-    def __post_init__(self) -> None:
-        Nesterov(self.lr, self.momentum, nesterov=self.nesterov)  # refuses what is out of range
 
 
 class Momentum:

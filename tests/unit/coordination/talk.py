@@ -15,10 +15,10 @@ from outerstep.types import (
     Agreement,
     Answer,
     CommitAnswer,
-    FragmentState,
     GetPart,
     GetPartAnswer,
     JoinAnswer,
+    JoinedFragment,
     OfferAnswer,
     PollAnswer,
     PutPartAnswer,
@@ -48,7 +48,7 @@ def joined(incarnation: int = 1) -> JoinAnswer:
         incarnation=incarnation,
         plan=make_plan(),
         manifest=MANIFEST,
-        fragments=(FragmentState(version=0, last_sequence=0),),
+        fragments=(JoinedFragment(version=0, last_sequence=0),),
     )
 
 

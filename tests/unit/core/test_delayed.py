@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from outerstep.core.delayed import DelayedNesterov, Rate
-from outerstep.core.outer import Nesterov, OptimizerFactory
+from outerstep.core.delayed import DelayedNesterov
+from outerstep.core.outer import Nesterov, OptimizerFactory, OuterRule
 from outerstep.errors import ConfigError
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (3, 7), "b": (33,), "c": ()}
@@ -99,7 +99,7 @@ class TestTheRule:
         assert same(grads, values(1))
 
     def test_parameters_may_have_rates_of_their_own(self) -> None:
-        rates = {"a": Rate(lr=0.1, momentum=0.5), "c": Rate(lr=1.0, momentum=0.0)}
+        rates = {"a": OuterRule(lr=0.1, momentum=0.5), "c": OuterRule(lr=1.0, momentum=0.0)}
         theta, rule = values(0), DelayedNesterov(2, 0.7, 0.9, rates=rates)
         each, alone = {"a": (0.1, 0.5), "b": (0.7, 0.9), "c": (1.0, 0.0)}, values(0)
         rules = {name: DelayedNesterov(2, *rate) for name, rate in each.items()}
@@ -137,9 +137,9 @@ class TestBlocks:
         for i in range(2 * size + 1):
             g = values(seed + i, {"w": (33,)})["w"]
             by_whole.push(0, whole, {"w": g})
-            push = by_block.begin(0)
+            push = by_block.begin(cut)
             for start, stop in pairwise(edges):
-                push.block("w", cut["w"], g[start:stop], start)
+                push.block("w", cut["w"].view(-1)[start:stop], g[start:stop], start)
             push.done()
         assert torch.equal(whole["w"], cut["w"].view(-1))
         a, b = by_whole.state_dict()["tensors"]["w"], by_block.state_dict()["tensors"]["w"]
@@ -148,19 +148,19 @@ class TestBlocks:
     def test_a_push_knows_whether_it_completes_the_buffer(self) -> None:
         rule, found = DelayedNesterov(3), []
         for _ in range(6):
-            push = rule.begin(0)
+            push = rule.begin({})
             found.append(push.completes)
             push.done()
         assert found == [False, False, True] * 2
 
     def test_nothing_outside_the_block_moves(self) -> None:
         theta, rule = torch.zeros(10), DelayedNesterov(1)
-        rule.begin(0).block("w", theta, torch.ones(3), 4)
+        rule.begin({"w": theta}).block("w", theta[4:7], torch.ones(3), 4)
         assert theta.nonzero().view(-1).tolist() == [4, 5, 6]
 
     def test_a_block_past_the_end_is_an_error(self) -> None:
         with pytest.raises(RuntimeError, match="exceeds dimension"):
-            DelayedNesterov(2).begin(0).block("w", torch.zeros(10), torch.ones(3), 8)
+            DelayedNesterov(2).begin({"w": torch.zeros(10)}).block("w", torch.zeros(3), torch.ones(3), 8)
 
 
 class TestState:
@@ -237,7 +237,9 @@ class TestFromSgd:
             return torch.optim.SGD(groups, lr=0.7, momentum=0.9, nesterov=True)
 
         built = DelayedNesterov.from_sgd(2, factory, SHAPES)
-        direct = DelayedNesterov(2, rates={"a": Rate(0.1, 0.9), "b": Rate(0.7, 0.5), "c": Rate(0.1, 0.9)})
+        direct = DelayedNesterov(
+            2, rates={"a": OuterRule(0.1, 0.9), "b": OuterRule(0.7, 0.5), "c": OuterRule(0.1, 0.9)}
+        )
         theta, expected = values(0), values(0)
         for seed in range(1, 5):
             built.push(0, theta, values(seed))
@@ -306,7 +308,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="outer lr must be"):
             DelayedNesterov(2, lr)
         with pytest.raises(ConfigError, match="outer lr must be"):
-            Rate(lr=lr)
+            OuterRule(lr=lr)
 
     @pytest.mark.parametrize("momentum", [1.0, -0.1, float("nan")])
     def test_the_momentum_is_below_one(self, momentum: float) -> None:

@@ -16,6 +16,7 @@ from outerstep.core.outer import (
     Nesterov,
     OptimizerFactory,
     OuterOptimizer,
+    OuterRule,
     State,
     TorchOuter,
     check_factory,
@@ -237,7 +238,7 @@ class TestNesterov:
         assert params["w"].item() == second
 
     def test_the_default_is_the_papers(self) -> None:
-        assert (Nesterov().lr, Nesterov().momentum, Nesterov().nesterov) == (0.7, 0.9, True)
+        assert Nesterov().rule == OuterRule(0.7, 0.9, True)
 
     def test_lr_one_without_momentum_is_plain_averaging(self) -> None:
         params = {"w": torch.tensor([8.0, 3.0])}

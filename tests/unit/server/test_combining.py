@@ -12,8 +12,7 @@ from outerstep.coordination.server.aggregation import Aggregation
 from outerstep.core.codecs.recipe import WHOLE, Recipe
 from outerstep.core.outer import Nesterov
 from outerstep.core.robust import RobustAggregator
-from outerstep.server.combining import rule_of
-from outerstep.server.store import Addend, FragmentStore
+from outerstep.server.store import Addend, FragmentStore, rule_of
 from outerstep.topology.encode import encode_frame
 from outerstep.types import ParameterSpec, Participant
 from outerstep.wire.frames import rows_of
@@ -52,7 +51,7 @@ def make_store(settings: Aggregation, codec: Recipe = WHOLE, **facts: Any) -> Fr
 
 
 def mean_of(store: FragmentStore, version: int) -> dict[str, Tensor]:
-    return {name: values.clone() for name, values in store._by_name(store._sums[version].values).items()}
+    return {name: values.clone() for name, values in store.down.by_name(store._sums[version].values).items()}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from outerstep.core.outer import Nesterov, OuterOptimizer, TorchOuter
 from outerstep.core.views import bytes_of, fp32_views
 from outerstep.digest import data_hash, part_count, part_hash, payload_hash
 from outerstep.errors import BadRequest, ServerFailed, Superseded
-from outerstep.server.published import READING_S
+from outerstep.server.publish import READING_S
 from outerstep.server.store import Addend, FragmentStore
 from outerstep.types import GetPart, ParameterSpec, Participant, Payload
 from outerstep.wire.frames import check_frame, layout
@@ -345,7 +345,7 @@ class TestReaders:
             hashed.append(len(data))
             return part_hash(data)
 
-        monkeypatch.setattr("outerstep.server.published.part_hash", counted)
+        monkeypatch.setattr("outerstep.server.publish.part_hash", counted)
         together = threading.Barrier(16)
 
         def ask(i: int) -> None:
@@ -365,7 +365,7 @@ class TestReaders:
 
         store = make_store("bf16")
         follower = Worker(store, Recipe.parse("bf16"))
-        monkeypatch.setattr("outerstep.server.published.part_hash", never)
+        monkeypatch.setattr("outerstep.server.publish.part_hash", never)
         advance(store, Nesterov())
         assert follower.follow() == ["update 1"]
 
@@ -425,3 +425,37 @@ def test_a_fragment_without_values_has_versions_too(recipe: str) -> None:
         store.accumulate(version, [Addend(payload, 1.0)])
         store.publish(store.close(version, Nesterov(), [Addend(payload, 1.0)]), EVERYBODY)
     assert store.payloads(2, "w", 0, None, 0.0)
+
+
+class TestFromAbove:
+    """A version without contributions: an agreement of a layer above says where T is."""
+
+    @pytest.mark.parametrize("recipe", ["fp32", *RECIPES])
+    def test_those_who_follow_it_hold_the_same_bits(self, recipe: str) -> None:
+        store, outer = make_store(recipe), Nesterov()
+        follower, absent = (Worker(store, Recipe.parse(recipe)) for _ in range(2))
+        advance(store, outer)
+        follower.follow()
+        momentum = {name: entry["momentum_buffer"].clone() for name, entry in outer.state_dict().items()}
+        above = {name: theta + 0.01 for name, theta in store.params().items()}
+        published = store.publish(store.move_to(2, above), ())
+        assert (published.version, published.agreement.participants, published.agreement.watched) == (2, (), None)
+        for name, target in store.state.target.items():
+            assert torch.equal(target, above[name]), name  # T moves exactly, whatever the codec can say of it
+        assert follower.follow() == ["full 2" if recipe == "fp32" else "update 2"]
+        for name, entry in outer.state_dict().items():
+            assert torch.equal(entry["momentum_buffer"], momentum[name]), name
+        advance(store, outer)
+        for worker in (follower, absent, Worker(store, Recipe.parse(recipe))):  # by one update, by all, by the whole
+            worker.follow()
+            assert hash_of(worker.anchor) == hash_of(store.params()) == store.state.anchor_hash
+
+    def test_what_the_codec_leaves_out_is_in_the_next_update(self) -> None:
+        store = make_store("int4")
+        store.publish(store.move_to(1, {"weight": store.params()["weight"] + values(5)["weight"]}), ())
+        distances = []
+        for version in range(2, 6):
+            distances.append(float((store.state.target["weight"] - store.params()["weight"]).norm()))
+            store.publish(store.close(version, Nesterov()), ())  # nobody had trained
+        assert distances == sorted(distances, reverse=True)
+        assert distances[-1] < 0.01 * distances[0]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outerstep.server.pool import Pool, Shelf, watched
+from outerstep.pool import Pool, watched
+from outerstep.server.store import Shelf
 
 
 def test_a_room_that_was_given_back_is_used_again() -> None:

@@ -20,7 +20,6 @@ from outerstep.types import (
     Answer,
     Commit,
     CommitAnswer,
-    FragmentState,
     FromMember,
     GetPart,
     GetPartAnswer,
@@ -28,6 +27,7 @@ from outerstep.types import (
     HeartbeatAnswer,
     Join,
     JoinAnswer,
+    JoinedFragment,
     Leave,
     LeaveAnswer,
     Manifest,
@@ -104,7 +104,7 @@ class OneFragment:
             case Join():
                 if request.instance not in self._starts:
                     self._starts.append(request.instance)
-                state = FragmentState(version=self.version, last_sequence=self.last_sequence)
+                state = JoinedFragment(version=self.version, last_sequence=self.last_sequence)
                 return JoinAnswer(
                     run_id="one",
                     incarnation=self._starts.index(request.instance) + 1,

@@ -41,7 +41,7 @@ from ...errors import (
     UnknownWorker,
     UnsupportedMedia,
 )
-from ...types import Command, FragmentState, FromMember, Heartbeat, Join, OfContribution, Offer
+from ...types import Command, FromMember, Heartbeat, Join, JoinedFragment, OfContribution, Offer
 from ..backoff import Backoff
 from .remembered import Acceptance, WorkerRecord
 
@@ -213,10 +213,10 @@ class KnownWorker:
         entry = self.accepted.get(fragment)
         return entry.sequence if entry else 0
 
-    def state_of(self, fragment: int, version: int) -> FragmentState:
+    def state_of(self, fragment: int, version: int) -> JoinedFragment:
         entry = self.accepted.get(fragment)
         counted_in = entry.version if entry else 0
-        return FragmentState(version=version, last_sequence=self.last_sequence(fragment), counted_in=counted_in)
+        return JoinedFragment(version=version, last_sequence=self.last_sequence(fragment), counted_in=counted_in)
 
     def record(self) -> WorkerRecord:
         """What goes to disk, of closed rounds only. If it named what an open round has accepted, a worker that sends

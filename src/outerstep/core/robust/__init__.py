@@ -1,6 +1,6 @@
 """Robust aggregation: several pseudo-gradients become one, though some of them may be wrong or hostile.
 
-    stream.aggregate     contributions read block by block: screens, then a rule (streams.py says how they are read)
+    stream.combine       contributions read block by block: screens, then a rule (streams.py says how they are read)
     RobustAggregator     the same for tensors in memory
     attacks.ATTACKS      what to try it against
 
@@ -9,14 +9,14 @@ docs/concepts/robust-aggregation.md says which rule is for what, and what it cos
 
 from __future__ import annotations
 
-from .aggregator import RULES, RobustAggregator
+from .aggregator import RULES, RobustAggregator, make_rule
 from .buckets import Bucketing
 from .centres import CenteredClipping, GeometricMedian
 from .coordinates import Mean, Median, TrimmedMean
 from .cosines import cosine_screen
 from .rule import Rule
 from .selection import Krum, MultiKrum
-from .stream import Candidate, Screening, ScreenVerdict, aggregate
+from .stream import Candidate, Screening, ScreenVerdict, aggregate, combine
 from .streams import Reader, Tensors, TensorSpan, Writer, Zeros, cut
 
 __all__ = [
@@ -40,6 +40,8 @@ __all__ = [
     "Writer",
     "Zeros",
     "aggregate",
+    "combine",
     "cosine_screen",
     "cut",
+    "make_rule",
 ]

@@ -15,8 +15,8 @@ from .centres import CenteredClipping, GeometricMedian
 from .coordinates import Mean, Median, TrimmedMean
 from .rule import Rule
 from .selection import Krum, MultiKrum
-from .stream import Candidate, Screening, ScreenVerdict, aggregate
-from .streams import Tensors, TensorSpan, cut
+from .stream import Candidate, Screening, ScreenVerdict, combine
+from .streams import Tensors, TensorSpan
 
 MIN_PEERS = 3
 _ALONE = ""  # the name of a tensor that came without one
@@ -74,8 +74,7 @@ class RobustAggregator:
             cosine_screen: refuse what points away from the mean of the others.
             bucket_size: 2 averages random pairs before the rule.
         """
-        rule = _rule(aggregation, trim_fraction)
-        self.rule = Bucketing(rule, bucket_size) if bucket_size != 1 else rule
+        self.rule = make_rule(aggregation, trim_fraction=trim_fraction, bucket_size=bucket_size)
         self.cosine_screen = cosine_screen
         needed = max(self.rule.fewest, LEAST_FOR_COSINES if cosine_screen else 1)
         self.min_peers = max(MIN_PEERS, needed) if min_peers is None else min_peers
@@ -159,11 +158,12 @@ class RobustAggregator:
         made = {name: torch.empty(tensor.shape, dtype=torch.float32, device=device) for name, tensor in like.items()}
         history = self._history.get(fragment, ()) if fragment is not None else ()
         previous = self._previous.get(fragment) if fragment is not None else None
-        self.verdict = aggregate(
+        self.verdict = combine(
             candidates,
-            cut({name: tensor.numel() for name, tensor in like.items()}, len(candidates)),
+            {name: tensor.numel() for name, tensor in like.items()},
             Tensors(made),
-            self.rule.reseeded(seed) if isinstance(self.rule, Bucketing) else self.rule,
+            self.rule,
+            seed=seed,
             screening=Screening(history, self.cosine_screen),
             centre=None if previous is None else Tensors(previous),
             device=device,
@@ -193,17 +193,38 @@ class RobustAggregator:
         }
 
 
-def _rule(aggregation: str | Rule, trim_fraction: float | None) -> Rule:
-    if aggregation == "trimmed_mean":
-        return TrimmedMean(trim_fraction)
-    if trim_fraction is not None:
+def make_rule(
+    aggregation: str | Rule,
+    *,
+    trim_fraction: float | None = None,
+    attackers: int | None = None,
+    clip_radius: float | None = None,
+    iterations: int | None = None,
+    bucket_size: int = 1,
+) -> Rule:
+    """A rule by its name and settings, with its own defaults where nothing is said."""
+    if trim_fraction is not None and aggregation != "trimmed_mean":
         name = aggregation if isinstance(aggregation, str) else aggregation.name
         raise ConfigError(f"trim_fraction is for trimmed_mean, got {trim_fraction} with {name}; leave it out")
-    if not isinstance(aggregation, str):
-        return aggregation
-    if aggregation not in RULES:
-        raise ConfigError(f"aggregation must be one of {', '.join(RULES)}, got {aggregation!r}")
-    return RULES[aggregation]()
+    rule: Rule
+    match aggregation:
+        case "trimmed_mean":
+            rule = TrimmedMean(trim_fraction)
+        case "krum":
+            rule = Krum(attackers or 1)
+        case "multi_krum":
+            rule = MultiKrum(attackers or 1)
+        case "geometric_median":
+            rule = GeometricMedian() if iterations is None else GeometricMedian(iterations)
+        case "centered_clipping":
+            rule = CenteredClipping(clip_radius) if iterations is None else CenteredClipping(clip_radius, iterations)
+        case str():
+            if aggregation not in RULES:
+                raise ConfigError(f"aggregation must be one of {', '.join(RULES)}, got {aggregation!r}")
+            rule = RULES[aggregation]()
+        case _:
+            rule = aggregation
+    return Bucketing(rule, bucket_size) if bucket_size != 1 else rule
 
 
 def _named(pseudo_gradient: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -20,11 +20,12 @@ import torch
 
 from ...errors import ConfigError, NotFinite
 from ...screens import LEAST_FOR_COSINES, History, norm_screen, rate
+from .buckets import Bucketing
 from .coordinates import Mean
 from .cosines import check_enough_for_cosines, cosine_screen
 from .products import Products, products, squares
 from .rule import Rule, RuleInputs, Selection
-from .streams import B, Reader, Stack, Writer, Zeros, check_blocks
+from .streams import B, Reader, Stack, TensorSpan, Writer, Zeros, check_blocks, cut
 
 CPU = torch.device("cpu")
 
@@ -73,6 +74,26 @@ class ScreenVerdict:
     refused: Mapping[str, str] = field(default_factory=dict)  # worker id → why
     rates: tuple[float, ...] = ()  # ‖Δ‖/√steps of the accepted, for `screens.remember`
     unused: tuple[str, ...] = ()  # accepted, but the rule chose others (Krum)
+
+
+def combine(
+    candidates: Sequence[Candidate[TensorSpan]],
+    sizes: Mapping[str, int],
+    out: Writer[TensorSpan],
+    rule: Rule,
+    *,
+    seed: str = "",
+    screening: Screening = Screening(),  # noqa: B008 (frozen)
+    centre: Reader[TensorSpan] | None = None,
+    device: torch.device = CPU,
+) -> ScreenVerdict:
+    """The aggregate of a round, in every topology: `aggregate` over blocks of tensors of these sizes, taken in their
+    order (sums over whole contributions depend on it in their last bits). `seed`: of the buckets, if the rule has
+    them."""
+    if isinstance(rule, Bucketing):
+        rule = rule.reseeded(seed)
+    rows = sum(not candidate.refused for candidate in candidates)
+    return aggregate(candidates, cut(sizes, rows), out, rule, screening=screening, centre=centre, device=device)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ class SavedState:
     """A server between two rounds.
 
     `params` are the trained tensors as the workers hold them, fp32, under the names that the manifest keeps; `targets`
-    where the outer optimizer is, as far as that is not the same (server/downlink.py); `statistics` the averaged buffers
+    where the outer optimizer is, as far as that is not the same (server/publish.py); `statistics` the averaged buffers
     of earlier versions, for contributions that come late; `centre` the last round's aggregate, for a rule that begins
     each round where the last ended; `rest` is what else the model's state dict holds, as given.
     `versions` is per fragment. With `plan` and `manifest` None nobody had joined; then `versions` is empty, or one

@@ -12,7 +12,7 @@ from outerstep.coordination.server.aggregation import Aggregation, RuleName
 from outerstep.coordination.server.effects import Accumulate
 from outerstep.core.robust import RULES, RobustAggregator
 from outerstep.errors import Absurd, ConfigError, Conflict
-from outerstep.server.combining import rule_of
+from outerstep.server.store import rule_of
 from unit.coordination.builders import Desk, make_key
 
 SETTINGS: list[dict[str, Any]] = [

@@ -12,10 +12,10 @@ from outerstep.types import (
     Answer,
     Commit,
     CommitAnswer,
-    FragmentState,
     GetPart,
     GetPartAnswer,
     JoinAnswer,
+    JoinedFragment,
     OfferAnswer,
     Payload,
     Poll,
@@ -48,7 +48,7 @@ def make_exchange(held: Held | None = None, *, parts: int = 2, contributes: bool
         incarnation=1,
         plan=make_plan(),
         manifest=MANIFEST,
-        fragments=(FragmentState(version=0, last_sequence=0),),
+        fragments=(JoinedFragment(version=0, last_sequence=0),),
     )
     return Exchange(
         session,

@@ -1,0 +1,532 @@
+"""Publish: what the workers hold of one fragment, and how they get to its next version.
+
+    T    where the outer optimizer is, exactly         (core/state.py)
+    θ    what the workers hold
+
+With an exact `down_codec` they are the same memory, and every agreement is fetched whole. Otherwise each round sends an
+*update*, the same bytes to everybody, and the server applies what it sent:
+
+    u = encode(T − θ);    θ ← θ + decode(u)
+
+Product and sum are rounded one after the other, so worker and server get the same bits on any device. T − θ is what the
+codec left out; it is in the next difference, so nothing is lost (error feedback without a memory of its own).
+
+The last updates are kept in a ring, half as large as the whole at most (the newest always). A worker that holds an
+older θ gets the chain that leads to the newest, if all of it is there and shorter than the whole; the others get the
+whole. Both give the same bits.
+
+θ moves in place, unless somebody is in the middle of fetching it: then the next version is another piece of memory, and
+the old one stays until it is read or READING_S are over. So nobody ever reads bytes that change. One thread moves θ;
+any number read it. `_lock` is held for microseconds, never while bytes are hashed, moved or sent.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..core.codecs import FP32, Dither
+from ..core.codecs.recipe import Recipe
+from ..core.state import FragmentState
+from ..core.watch import watched as watched_round
+from ..digest import data_hash, part_count, part_hash, part_range, payload_hash
+from ..errors import BadRequest, Busy, ServerFailed, Superseded
+from ..pool import private_memory, watched
+from ..types import MOST_PAYLOADS, Agreement, GetPart, ParameterSpec, Participant, Payload, Watched
+from ..wire.frames import Layout, layout
+from .blocks import BLOCK_VALUES, Block
+
+READING_S = 60.0  # a worker that has not asked for a part for this long has stopped reading
+OLDER_HELD = 1  # versions of θ beside the newest, for those in the middle of them: memory must not grow with readers
+OLDER_HELD_IF_EXACT = 2  # then there is no T, and everybody fetches the whole
+MOVING_PATIENCE_S = 5.0  # how long a reader waits for a fragment to come to rest
+
+
+class Frame:
+    """A frame in memory. Bytes of it are lent to be sent; as long as a lent view or any slice of it lives, `is_lent`,
+    and the memory must not change. Sending needs no lock, and nobody is told when it is done."""
+
+    def __init__(self, of: Layout) -> None:
+        self.view = private_memory(of.size_bytes)
+        self.view[: of.data_begin] = of.prefix
+        self._lent: set[object] = set()
+
+    @property
+    def is_lent(self) -> bool:
+        return bool(self._lent)
+
+    def lend(self, begin: int, end: int) -> memoryview:
+        ticket = object()
+        self._lent.add(ticket)
+        return watched(self.view[begin:end], lambda: self._lent.discard(ticket)).toreadonly()
+
+    def data(self, of: Layout, dtype: torch.dtype) -> Tensor:
+        """Everything after the header, flat."""
+        if len(self.view) == of.data_begin:  # frombuffer refuses to make nothing
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.view, dtype=dtype, offset=of.data_begin)
+
+
+class PartHasher:
+    """The hashes of a frame's parts, taken while its bytes are written: each while it is in the cache."""
+
+    def __init__(self, frame: memoryview, part_size_bytes: int) -> None:
+        self._frame, self._part_size_bytes = frame, part_size_bytes
+        self._done = 0
+        self._state = xxhash.xxh3_64()
+        self.hashes: list[str] = []
+
+    def advance(self, to: int) -> None:
+        """The bytes before `to` are final."""
+        while self._done < to:
+            border = (self._done // self._part_size_bytes + 1) * self._part_size_bytes
+            end = min(to, border)
+            self._state.update(self._frame[self._done : end])
+            self._done = end
+            if end in (border, len(self._frame)):
+                self.hashes.append(self._state.hexdigest())
+                self._state.reset()
+
+
+@dataclass
+class _Reading:
+    """One worker that fetches a frame part by part."""
+
+    asked_at: float
+    parts: set[int] = field(default_factory=set)
+
+
+class Served:
+    """A frame that workers fetch, with those that are in the middle of it. (Under the lock of its downlink.)"""
+
+    def __init__(self, frame: Frame, part_size_bytes: int) -> None:
+        self.frame = frame
+        self._part_size_bytes = part_size_bytes
+        self._readers: dict[str, _Reading] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.frame.view)
+
+    @property
+    def part_count(self) -> int:
+        return part_count(self.size_bytes, self._part_size_bytes)
+
+    def promised(self, worker_id: str, now: float) -> None:
+        """This worker was told to fetch it, and will."""
+        self._readers.setdefault(worker_id, _Reading(now)).asked_at = now
+
+    def lend(self, worker_id: str, part: int, now: float) -> memoryview:
+        """One part, to be sent."""
+        if part >= self.part_count:
+            raise BadRequest(f"part {part} is out of range: there are {self.part_count}")
+        reading = self._readers.setdefault(worker_id, _Reading(now))
+        reading.asked_at = now
+        reading.parts.add(part)
+        if len(reading.parts) == self.part_count:
+            del self._readers[worker_id]  # it has all of it; the last bytes are on their way (`Frame.is_lent`)
+        return self.frame.lend(*self._range(part))
+
+    def last_asked_at(self, now: float) -> float | None:
+        """When a worker that is still in the middle of it last asked; None = nobody is."""
+        gone = [worker for worker, reading in self._readers.items() if now - reading.asked_at >= READING_S]
+        for worker in gone:
+            del self._readers[worker]
+        return max((reading.asked_at for reading in self._readers.values()), default=None)
+
+    def is_read(self, now: float) -> bool:
+        return self.frame.is_lent or self.last_asked_at(now) is not None
+
+    def _range(self, part: int) -> tuple[int, int]:
+        return part_range(part, self.size_bytes, self._part_size_bytes)
+
+
+class Published(Served):
+    """One version of θ as a whole. The hashes of its parts are made when somebody first asks for it."""
+
+    def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
+        super().__init__(frame, part_size_bytes)
+        self.agreement = agreement
+        self.range_hashes: dict[int, tuple[str, ...]] = {}  # by number of sections, as far as asked
+        self._hashing = threading.Lock()
+        self._part_hashes: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> int:
+        return self.agreement.version
+
+    def part_hashes(self) -> tuple[str, ...]:
+        """Computed once, whoever asks first; the others wait for it. Only while a part of the frame is lent."""
+        with self._hashing:
+            if not self._part_hashes:
+                parts = (self.frame.view[slice(*self._range(part))] for part in range(self.part_count))
+                self._part_hashes = tuple(part_hash(part) for part in parts)
+            return self._part_hashes
+
+    def payload(self) -> Payload:
+        hashes = self.part_hashes()
+        return Payload(version=self.version, kind="full", size_bytes=self.size_bytes, hash=payload_hash(hashes))
+
+
+class Update(Served):
+    """The encoded step from the version before, whose anchor has `base_hash`, to `version`."""
+
+    def __init__(
+        self, version: int, base_hash: str, frame: Frame, part_hashes: tuple[str, ...], part_size_bytes: int
+    ) -> None:
+        super().__init__(frame, part_size_bytes)
+        self.version, self.base_hash, self.part_hashes = version, base_hash, part_hashes
+        self.payload = Payload(
+            version=version, kind="update", size_bytes=self.size_bytes, hash=payload_hash(part_hashes)
+        )
+
+
+class NextVersion:
+    """A version on its way: θ follows T, in one pass over the memory. `target` is T, flat: move a block of it, then
+    call `follow` for that block; all blocks, in their order. (Or `move` them in any order, and `seal` them in
+    theirs.)"""
+
+    def __init__(
+        self, down: Downlink, version: int, before: Frame, frame: Frame, target: Tensor, update: Frame | None
+    ) -> None:
+        """θ from `before` to `frame`, which may be the same; the encoded step goes to `update` (None = θ is T)."""
+        self.version, self.frame, self.update = version, frame, update
+        self.in_place = frame is before
+        self.mean: Tensor | None = None  # what T moved along, if it is to be kept until this is published
+        self.pushes: Sequence[float] | None = None  # how much each counted, if it moved along one after the other
+        self._squares = 0.0  # Σ g² of what T moved along at once
+        self._down, self.from_above = down, False  # True: an agreement of a layer above, without contributions
+        self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
+        self._anchor = xxhash.xxh3_128()
+        self._scratch = torch.empty(BLOCK_VALUES)
+        if update is None:
+            if not self.in_place:
+                self._new.copy_(self._old)
+            self.target = self._new
+            return
+        self.target = target
+        self._encoded = update.data(down.update, torch.uint8)
+        self._begins = {entry.name: entry.begin for entry in down.update.entries}
+        self._hasher = PartHasher(update.view, down.part_size_bytes)
+
+    def along(self, squares: float) -> None:
+        """T moved along a block of the mean with this Σ g²."""
+        self._squares += squares
+
+    def watched(self, participants: Sequence[Participant]) -> Watched | None:
+        """How the round went, as far as it is the same for all workers. Of several pushes that each moved T by itself
+        there is no aggregate, so nothing is known; of one it is that push."""
+        if self.from_above:
+            return None
+        counted = [p for p in participants if p.weight > 0.0]
+        norms = [p.norm for p in counted if p.norm is not None]
+        if self.pushes is None:
+            is_mean = self._down.follows_means and len(norms) == len(counted)
+            return watched_round(None, norms, [p.weight for p in counted], math.sqrt(self._squares), is_mean=is_mean)
+        if len(norms) == len(self.pushes) == 1:
+            return watched_round(None, norms, self.pushes, self.pushes[0] * norms[0], is_mean=False)
+        return None
+
+    def follow(self, block: Block) -> None:
+        """T is where it should be in this block: bring θ there, as far as the codec can."""
+        self.move(block, self._scratch)
+        self.seal(block)
+
+    def move(self, block: Block, room: Tensor) -> None:
+        """That, without its hashes: of any block at any time. `room` is for a block. (Under no_grad.)"""
+        theta = self._new[block.place : block.end]
+        if self.update is not None:
+            self._send(block, theta, room[: block.count])
+        if not (math.isfinite(torch.dot(theta, theta)) or bool(torch.isfinite(theta).all())):  # a dot is far cheaper
+            raise FloatingPointError(f"the outer step made tensor {block.name!r} of version {self.version} not finite")
+
+    def seal(self, block: Block) -> None:
+        """Hash a block that was moved; one after the other, in their order."""
+        if self.update is not None:
+            codec = self._down.rules[block.name].codec
+            self._hasher.advance(
+                self._down.update.data_begin + self._begins[block.name] + codec.encoded_bytes(block.stop)
+            )
+        begin = self._down.full.data_begin
+        self._anchor.update(self.frame.view[begin + 4 * block.place : begin + 4 * block.end])
+
+    def _send(self, block: Block, theta: Tensor, d: Tensor) -> None:
+        rule = self._down.rules[block.name]
+        old = self._old[block.place : block.end]
+        torch.sub(self.target[block.place : block.end], old, out=d)
+        first = self._begins[block.name] + rule.codec.encoded_bytes(block.start)
+        end = self._begins[block.name] + rule.codec.encoded_bytes(block.stop)
+        encoded = self._encoded[first:end]
+        dither = None
+        if rule.stochastic:
+            dither = Dither.of(self._down.run_id, self._down.index, self.version, block.name).after(block.start)
+        rule.codec.encode(d, encoded, dither)
+        rule.codec.decode(encoded, d)
+        torch.add(old, d, out=theta)
+
+    def result(self) -> tuple[str, tuple[str, ...]]:
+        """The anchor's hash, and those of the update's parts."""
+        if self.update is None:
+            return self._anchor.hexdigest(), ()
+        self._hasher.advance(len(self.update.view))
+        return self._anchor.hexdigest(), tuple(self._hasher.hashes)
+
+
+class Downlink:
+    def __init__(
+        self,
+        index: int,
+        specs: Sequence[ParameterSpec],
+        state: Mapping[str, Tensor],
+        recipe: Recipe,
+        part_size_bytes: int,
+        *,
+        version: int = 0,
+        run_id: str = "",
+        targets: Mapping[str, Tensor] | None = None,
+        centre: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """θ from `state`; T from `targets`, as far as it is there and differs from θ; the last aggregate, `centre`."""
+        self.index, self.run_id = index, run_id
+        self.is_exact = recipe.is_exact
+        self.follows_means = True  # False: T moves along what another rule than the mean makes of contributions
+        self.rules = {spec.name: recipe.rule(spec) for spec in specs}
+        self.full = layout(FP32.name, [(s.name, s.shape, FP32.encoded_bytes(s.numel)) for s in specs])
+        self.update = layout(
+            recipe.name, [(s.name, s.shape, self.rules[s.name].codec.encoded_bytes(s.numel)) for s in specs]
+        )
+        self.part_size_bytes = part_size_bytes
+        self._lock = threading.Condition()
+        self._moving: int | None = None  # the version whose memory is being moved to the next
+        self._ring: deque[Update] = deque()
+        self._leaving: Update | None = None  # out of the ring, but somebody is in the middle of it
+        self._idle: Frame | None = None  # of an older version that was forgotten
+        frame = Frame(self.full)
+        self._target = frame.data(self.full, torch.float32)
+        theta = self.by_name(self._target)
+        for name, values in theta.items():
+            values.copy_(state[name])
+        if not self.is_exact:
+            self._target = torch.frombuffer(private_memory(max(4 * self._target.numel(), 4)), dtype=torch.float32)
+            for name, values in self.by_name(self._target).items():
+                values.copy_((targets or state).get(name, state[name]))
+        agreement = Agreement(fragment=index, version=version, anchor_hash=fp32_hash(frame.view, self.full))
+        self.state = FragmentState(
+            {spec.name: spec.role for spec in specs},
+            theta,
+            index=index,
+            target=self.by_name(self._target),
+            version=version,
+            anchor_hash=agreement.anchor_hash,
+            centre=centre,
+        )
+        self._held: dict[int, Published] = {version: Published(agreement, frame, part_size_bytes)}
+
+    @property
+    def newest(self) -> Published:
+        if not self._held:
+            raise ServerFailed(f"an outer step of fragment {self.index} failed half-way", hint="resume a saved state")
+        return self._held[max(self._held)]
+
+    @property
+    def held_versions(self) -> list[int]:
+        return sorted(self._held)
+
+    @property
+    def ring_versions(self) -> list[int]:
+        return [update.version for update in self._ring]
+
+    def params(self, of: Published | None = None) -> dict[str, Tensor]:
+        """θ by name, of the newest version. Views: for the thread that moves it, or while `of` is read."""
+        return self.by_name((of or self.newest).frame.data(self.full, torch.float32))
+
+    def targets(self) -> dict[str, Tensor]:
+        """T by name, likewise; empty if it is θ."""
+        return {} if self.is_exact else dict(self.state.target)
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors that lie in flat memory as in a whole frame's data."""
+        return {e.name: flat[e.begin // 4 : e.end // 4].view(e.shape) for e in self.full.entries}
+
+    # --- reading, from any thread ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self, version: int | None = None) -> Iterator[Published | None]:
+        """A version (None = the newest) whose bytes stay as they are meanwhile; None if it is not held (any more)."""
+        with self._lock:
+            self._wait_for_rest()
+            published = self.newest if version is None else self._held.get(version)
+            lent = published.frame.lend(0, published.size_bytes) if published is not None else None
+        try:
+            yield published
+        finally:
+            del lent
+
+    def payloads(
+        self, version: int, worker_id: str, held: int, held_hash: str | None, now: float
+    ) -> tuple[Payload, ...] | None:
+        """What leads a worker to `version` from the version and hash that it holds. None: it is not the newest now."""
+        with self._lock:
+            if version != max(self._held, default=None):
+                return None
+            if held_hash is not None:
+                if held == version and held_hash == self.newest.agreement.anchor_hash:
+                    return ()
+                chain = self._chain(held, held_hash)
+                for update in chain:
+                    update.promised(worker_id, now)
+                if chain:
+                    return tuple(update.payload for update in chain)
+            self._wait_for_rest()
+            published = self._held.get(version)
+            if published is None:
+                return None
+            published.promised(worker_id, now)
+            lent = published.frame.lend(0, published.size_bytes)
+        payload = published.payload()
+        del lent
+        return (payload,)
+
+    def part(self, request: GetPart, now: float) -> tuple[str, memoryview]:
+        """The hash and the bytes of one part, which stay as they are for as long as the view is kept."""
+        with self._lock:
+            if request.kind == "update":
+                update = self._find_update(request.version)
+                if update is None:
+                    raise self._superseded(request)
+                data = update.lend(request.worker_id, request.part, now)
+                return update.part_hashes[request.part], data
+            self._wait_for_rest()
+            published = self._held.get(request.version)
+            if published is None:
+                raise self._superseded(request)
+            data = published.lend(request.worker_id, request.part, now)
+        return published.part_hashes()[request.part], data
+
+    def forget_old(self, now: float) -> None:
+        """Hold the newest, and few older versions, while somebody is in the middle of them."""
+        with self._lock:
+            self._forget_old(now)
+
+    def _wait_for_rest(self) -> None:
+        """Until the newest version is not being moved; then it is another one. Not for ever: what has moved is shown
+        to nobody before it is on the disk, and that may be full."""
+        if not self._lock.wait_for(lambda: self._moving is None, MOVING_PATIENCE_S):
+            raise Busy(
+                f"fragment {self.index} is on its way from version {self._moving} to the next",
+                hint="ask again; the server's status says what keeps it",
+                retry_after_s=1.0,
+            )
+
+    def _chain(self, held: int, held_hash: str) -> list[Update]:
+        """The updates from `held` to the newest; none if they do not all lead there, or are no shorter than all."""
+        chain = [update for update in self._ring if update.version > held]
+        if not chain or chain[0].version != held + 1 or chain[0].base_hash != held_hash:
+            return []
+        size = sum(update.size_bytes for update in chain)
+        return chain if size < self.full.size_bytes and len(chain) <= MOST_PAYLOADS else []
+
+    def _find_update(self, version: int) -> Update | None:
+        served = [*self._ring, *([self._leaving] if self._leaving is not None else [])]
+        return next((update for update in served if update.version == version), None)
+
+    def _superseded(self, request: GetPart) -> Superseded:
+        newest = max(self._held, default="on its way")
+        return Superseded(
+            f"version {request.version} of fragment {request.fragment} is not held as {request.kind}; "
+            f"the newest is {newest}",
+            hint="poll again and fetch the newest",
+        )
+
+    def _forget_old(self, now: float) -> None:
+        newest = max(self._held)
+        asked = {v: p.last_asked_at(now) for v, p in self._held.items() if v != newest}
+        read = sorted((at, version) for version, at in asked.items() if at is not None)
+        older = OLDER_HELD_IF_EXACT if self.is_exact else OLDER_HELD
+        kept = {newest, *(version for _, version in read[-older:])}
+        for version in self._held.keys() - kept:
+            frame = self._held.pop(version).frame
+            self._idle = None if frame.is_lent else frame
+
+    # --- moving, from one thread ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def moving(self, version: int, now: float) -> Iterator[NextVersion]:
+        """θ on its way to `version`; afterwards `publish` what the motion made. If it fails there is no way back: the
+        memory that was moved is not served any more."""
+        with self._lock:
+            newest = self.newest
+            in_place = not newest.is_read(now)
+            self._forget_old(now)
+            idle, self._idle = self._idle, None
+            frame = newest.frame if in_place else idle or Frame(self.full)
+            update = None if self.is_exact else self._make_way(now) or Frame(self.update)
+            self._moving = newest.version if in_place else None
+        try:
+            yield NextVersion(self, version, newest.frame, frame, self._target, update)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """What was being moved will not arrive, and is not what it was: nobody need wait for it."""
+        with self._lock:
+            if self._moving is not None:
+                del self._held[self._moving]
+            self._moving = None
+            self._lock.notify_all()
+
+    def publish(self, made: NextVersion, participants: tuple[Participant, ...], now: float) -> Published:
+        """From now on this is the newest. (With the motion's context closed.)"""
+        anchor_hash, part_hashes = made.result()
+        agreement = Agreement(
+            fragment=self.index,
+            version=made.version,
+            anchor_hash=anchor_hash,
+            participants=participants,
+            watched=made.watched(participants),
+        )
+        published = Published(agreement, made.frame, self.part_size_bytes)
+        theta = None if made.in_place else self.by_name(made.frame.data(self.full, torch.float32))
+        with self._lock:
+            before = self.newest
+            self.state.arrive(made.version, anchor_hash, theta, None if self.is_exact else self.state.target)
+            if made.in_place:
+                del self._held[before.version]
+            self._held[made.version] = published
+            if made.update is not None:
+                base_hash = before.agreement.anchor_hash
+                self._ring.append(Update(made.version, base_hash, made.update, part_hashes, self.part_size_bytes))
+            self._target = made.target
+            self._moving = None
+            self._forget_old(now)
+            self._lock.notify_all()
+        return published
+
+    def _make_way(self, now: float) -> Frame | None:
+        """Take the oldest updates out of the ring, until one more fits. The memory of one that nobody reads is used for
+        the next; one that somebody is in the middle of is served until another takes its place."""
+        limit, size = (self.full.size_bytes - self.full.data_begin) // 2, self.update.size_bytes
+        reused: Frame | None = None
+        while self._ring and (len(self._ring) + 1) * size > limit:
+            oldest = self._ring.popleft()
+            if oldest.is_read(now):
+                self._leaving = oldest
+            else:
+                reused = oldest.frame
+        if self._leaving is not None and not self._leaving.is_read(now):
+            reused, self._leaving = self._leaving.frame, None
+        return reused
+
+
+def fp32_hash(frame: memoryview, of: Layout) -> str:
+    """Of the values alone, without header and gaps: the anchor's hash."""
+    return data_hash(frame[of.data_begin + entry.begin : of.data_begin + entry.end] for entry in of.entries)
