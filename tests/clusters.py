@@ -22,7 +22,7 @@ import os, pathlib, sys, time, torch, outerstep
 sys.path.insert(0, {tests!r})
 from clusters import build_model
 from support import train_steps
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 torch.set_num_threads(1)
 name, folder = sys.argv[1], pathlib.Path({folder!r})
 model = build_model({kind!r})

@@ -32,7 +32,6 @@ STILL_REPEATED = {
     "Payload",
     "Piece",
     "Plain",
-    "Proof",
     "Push",
     "Round",
     "SavedFragment",
@@ -43,7 +42,6 @@ STILL_REPEATED = {
     "Standing",
 }
 STILL_NAMED = {
-    "topology/news.py",
     "worker/books.py",
     "worker/going_on.py",
     "worker/landing.py",

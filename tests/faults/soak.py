@@ -42,7 +42,7 @@ TRAIN = """
 import json, os, pathlib, sys, time
 sys.path.insert(0, {tests!r})
 import torch, outerstep
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from support import Ledger, count
 torch.set_num_threads(1)
 name, cell, cells, stop = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path("stop")

@@ -20,9 +20,9 @@ from torch import Tensor
 from outerstep.coordination.worker.exchange import Patience
 from outerstep.server import DiLoCoServer
 from outerstep.server.saved import load_state
-from outerstep.topology.news import anchor_hash
 from outerstep.topology.protocol import Agreed
 from outerstep.topology.server.topology import ServerTopology
+from outerstep.topology.update import anchor_hash
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.transport import Transport

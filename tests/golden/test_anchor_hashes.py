@@ -7,7 +7,7 @@ import torch
 
 from amounts import mostly_slow
 from outerstep.server import DiLoCoServer
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from outerstep.worker import DiLoCoWorker
 from support import in_threads, tiny_model, train_steps
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outerstep import DiLoCoWorker
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"codec": "fp32"},

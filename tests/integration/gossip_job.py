@@ -21,7 +21,7 @@ from outerstep import DiLoCoWorker
 from outerstep.errors import PeerLost
 from outerstep.statements import Converse, Offered, Signed
 from outerstep.topology.gossip.node import Node
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from support import tiny_model, train_steps
 
 SYNC_EVERY = 2

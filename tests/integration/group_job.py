@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from outerstep import DiLoCoWorker
 from outerstep.errors import ModelError
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 
 SYNC_EVERY = 6
 

@@ -98,9 +98,9 @@ def finish(ticket: Ticket) -> Agreed:
 
 def take_over(agreed: Agreed) -> bool:
     """As a worker does, without the worker: ask for everything once, and see whether it was as agreed."""
-    for name in agreed.news.names:
-        agreed.news.theta(name, 0, SHAPES[name][0] * 1000, torch.empty(0))
-    return agreed.news.is_proven
+    for name in agreed.update.names:
+        agreed.update.apply(name, 0, SHAPES[name][0] * 1000, torch.empty(0))
+    return agreed.update.is_proven
 
 
 def assert_rows(agreed: Agreed, server: DiLoCoServer, sections: int, section: int) -> None:

@@ -1,5 +1,5 @@
-"""A model on a GPU: the anchor lies beside it or in host memory, contributions are encoded and news decoded there, and
-the bits are those of a CPU and of the server."""
+"""A model on a GPU: the anchor lies beside it or in host memory, contributions are encoded and updates decoded there,
+and the bits are those of a CPU and of the server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outerstep.server import DiLoCoServer
 from outerstep.topology.encode import Sender, encode_frame, write_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.memory import Memory
-from outerstep.topology.news import Updates, Whole, anchor_hash, read_news
 from outerstep.topology.payload import Payload
+from outerstep.topology.update import UpdateChain, WholeAnchor, anchor_hash, read_update
 from outerstep.types import Plan
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica
@@ -133,7 +133,7 @@ class Pair:
         full = encode_frame(self.theta, self.form.full, dict.fromkeys(names, FP32))
         for replica, model in zip(self.replicas, self.models, strict=True):
             own = {name: p.detach().clone() for name, p in model.named_parameters()}
-            assert replica.adopt(read_news(self.form, ["full"], [full], anchor_hash(self.theta.values())))
+            assert replica.adopt(read_update(self.form, ["full"], [full], anchor_hash(self.theta.values())))
             replica.restore(own)
         self.feedbacks = [ErrorFeedback(), ErrorFeedback()]
 
@@ -196,8 +196,8 @@ def test_a_gpu_takes_news_over_as_a_cpu_does(down_codec: str, way: str, place: s
             frame if i == 0 else torch.frombuffer(frame, dtype=torch.uint8).pin_memory().numpy().data
             for frame in frames
         ]
-        news: Whole | Updates = read_news(pair.form, ["update"] * 2, held, expected)
-        assert getattr(replica, way)(news, **extra)
+        update: WholeAnchor | UpdateChain = read_update(pair.form, ["update"] * 2, held, expected)
+        assert getattr(replica, way)(update, **extra)
     for name in pair.theta:
         assert torch.equal(pair.replicas[0].anchors[name], pair.replicas[1].anchors[name].cpu()), name
         assert torch.equal(pair.named(0)[name].detach(), pair.named(1)[name].detach().cpu()), name
@@ -219,4 +219,4 @@ def test_one_changed_bit_is_found_on_a_gpu() -> None:
     pair = Pair("bf16")
     frame = encode_frame({n: torch.zeros_like(t) for n, t in pair.theta.items()}, pair.form.update, pair.form.codecs)
     frame[len(frame) // 2 | 1] ^= 0x3F  # an exponent: the last bit of a zero would be lost in the sum
-    assert not pair.replicas[1].adopt(read_news(pair.form, ["update"], [frame], anchor_hash(pair.theta.values())))
+    assert not pair.replicas[1].adopt(read_update(pair.form, ["update"], [frame], anchor_hash(pair.theta.values())))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from outerstep.worker import DiLoCoWorker
 from support import in_threads, tiny_model
 

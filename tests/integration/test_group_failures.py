@@ -115,7 +115,7 @@ class TestFailures:
         def damaged(topology: ShardedTopology, agreement: Agreement) -> Any:
             fetched: Any = fetch(topology, agreement)
             if topology._shards.section == 1 and damages:
-                fetched.news._values["a"][0, 0] += damages.pop()
+                fetched.update._values["a"][0, 0] += damages.pop()
             return fetched
 
         def job(ranks: Ranks) -> list[bool]:

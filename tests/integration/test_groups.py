@@ -20,7 +20,7 @@ from nursery import Child
 from outerstep.server import DiLoCoServer
 from outerstep.server.publish import Published
 from outerstep.server.store import FragmentStore
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from outerstep.wire.frames import rows_of
 from outerstep.worker import DiLoCoWorker
 from ranks import Ranks

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from outerstep.errors import ManifestMismatch
 from outerstep.server import DiLoCoServer
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from outerstep.worker import DiLoCoWorker
 from support import Ledger, assert_same, in_threads, memory_worker, params_of, tiny_model, train_steps
 

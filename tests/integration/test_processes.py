@@ -9,7 +9,7 @@ import pytest
 
 from clusters import Cluster
 from outerstep.model_folder import load_state_dict
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from support import tiny_model, wait_until
 
 pytestmark = pytest.mark.slow

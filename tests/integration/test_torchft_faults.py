@@ -21,11 +21,11 @@ from torchft.coordination import LighthouseServer
 from faults.proxy import Proxy
 from outerstep import DiLoCoWorker
 from outerstep.errors import AnchorsDiffer, ConfigError, OuterstepError, PlanMismatch
-from outerstep.topology.news import anchor_hash
 from outerstep.topology.stepped import Stepped
 from outerstep.topology.torchft.process_groups import Lines
 from outerstep.topology.torchft.quorum import Crew
 from outerstep.topology.torchft.rounds import Made, Outcome, Rounds
+from outerstep.topology.update import anchor_hash
 from support import Ledger, count, in_threads, tiny_model, train_steps
 
 pytestmark = pytest.mark.slow
@@ -164,27 +164,27 @@ def test_votes_that_keep_failing_leave_the_steps_for_a_later_round(
 
 def crooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replica b gets one value of its second anchor wrong by the least bit."""
-    straight = Stepped.theta
+    straight = Stepped.apply
     workers: list[int] = []
 
-    def theta(news: Stepped, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
-        block = straight(news, name, start, stop, held, in_place=in_place)
-        if getattr(news, "of_b", False) and name == "0.weight" and len(workers) < 1:
+    def apply(update: Stepped, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+        block = straight(update, name, start, stop, held, in_place=in_place)
+        if getattr(update, "of_b", False) and name == "0.weight" and len(workers) < 1:
             workers.append(1)
             block.view(torch.int32)[5] += 1
-            news._proof._state.update(b"as it would have been")
+            update._proof._state.update(b"as it would have been")
         return block
 
     agree = Rounds._agree
 
     def noted(rounds: Rounds, brought: Any, made: Made) -> Outcome:
         outcome = agree(rounds, brought, made)
-        for one in outcome.news.values():
+        for one in outcome.updates.values():
             if isinstance(one, Stepped):
                 one.of_b = rounds.own.worker_id == "b"  # type: ignore[attr-defined]
         return outcome
 
-    monkeypatch.setattr(Stepped, "theta", theta)
+    monkeypatch.setattr(Stepped, "apply", apply)
     monkeypatch.setattr(Rounds, "_agree", noted)
 
 

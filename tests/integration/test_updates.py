@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from amounts import mostly_slow
 from outerstep.core.codecs import CODECS
 from outerstep.server import DiLoCoServer
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from outerstep.worker import DiLoCoWorker
 from support import Eights, Ledger, assert_same, count, in_threads, memory_worker, params_of
 

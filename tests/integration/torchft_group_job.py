@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from integration.group_job import make_model, train_step, wrap
 from outerstep import DiLoCoWorker
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from support import wait_until
 
 SYNC_EVERY = 4

@@ -19,9 +19,9 @@ from ..wire.frames import Entry, Layout
 from .device import Ferry
 from .forms import Form
 from .memory import Memory
-from .news import cuts
 from .payload import Payload
 from .protocol import Deltas
+from .update import cuts
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..types import Manifest, Participant, Plan, Watched, Wishes
-from .news import News, Whole
+from .update import AnchorUpdate, WholeAnchor
 
 
 class Deltas(Protocol):
@@ -51,14 +51,14 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What it gets back: news of the newest anchor, and whether the contribution counts in it or in a round still
+    """What it gets back: the update to the newest anchor, and whether the contribution counts in it or in a round still
     open."""
 
     fragment: int
     version: int
     counted: bool
     too_old: bool
-    news: News
+    update: AnchorUpdate
     anchor_hash: str
     participants: tuple[Participant, ...]
     bytes_sent: int
@@ -75,8 +75,8 @@ class Agreed:
     @property
     def anchor(self) -> Mapping[str, Tensor]:
         """By name, fp32 in host memory. For who confirms nothing, and therefore is always sent the whole."""
-        assert isinstance(self.news, Whole), "only what changed was sent"
-        return self.news.checked()
+        assert isinstance(self.update, WholeAnchor), "only what changed was sent"
+        return self.update.checked()
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from ..core.watch import sum_of_squares
 from ..errors import WorkerError
 from ..types import Manifest, Plan
 from .forms import Form
-from .news import cuts
 from .slices import Piece, Slice, slices_of
+from .update import cuts
 
 RUN_BYTES = 16 << 20  # of a contribution, from each rank at a time
 

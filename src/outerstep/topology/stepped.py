@@ -1,10 +1,10 @@
-"""News of an anchor where everybody steps: θ′ = the outer step from θ along the agreed mean g.
+"""The update of an anchor where everybody steps: θ′ = the outer step from θ along the agreed mean g.
 
     g = decode(what all ranks hold)
     parameters:           buf ← μ·buf + g;   θ′ = θ − η·(g + μ·buf)        core/outer.py, portable_step
     averaged buffers:     θ′ = θ − g                                       the mean of the workers' values
 
-In the same pass over the memory as everything else that happens to a block (news.py). Nobody knows the anchor's hash
+In the same pass over the memory as everything else that happens to a block (update.py). Nobody knows the anchor's hash
 beforehand: it is computed here, and the ranks compare theirs afterwards.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.outer import OuterRule, portable_step
 from .forms import Form
-from .news import Kind, Proof
+from .update import AnchorProof, Kind
 
 STEP_VALUES = 1 << 16  # 256 KiB: θ, buf, g and what lies between them stay in a core's own cache
 
@@ -39,8 +39,8 @@ class Momentum:
 
 
 class OwnStep(ABC):
-    """News that come of a step which everybody takes alone, where its own anchor is: `_move` says which. `homes`: where
-    the anchors are; `roles`: which tensors are parameters, which averaged buffers."""
+    """The update that comes of a step which everybody takes alone, where its own anchor is: `_move` says which.
+    `homes`: where the anchors are; `roles`: which tensors are parameters, which averaged buffers."""
 
     kinds: tuple[Kind, ...] = ("update",)
     frames: tuple[memoryview, ...] = ()
@@ -51,7 +51,7 @@ class OwnStep(ABC):
         self._numels = {entry.name: math.prod(entry.shape) for entry in form.full.entries}
         self.names = tuple(self._numels)
         self._momentum, self._homes, self._roles = momentum, homes, roles
-        self._proof = Proof("")
+        self._proof = AnchorProof("")
 
     @property
     def is_proven(self) -> bool:
@@ -64,7 +64,7 @@ class OwnStep(ABC):
         return self._proof.digest
 
     @torch.no_grad()
-    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+    def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         theta = held if in_place else held.clone()
         self._move(name, start, stop, theta)
         self._proof.feed(theta)
@@ -115,7 +115,7 @@ class Stepped(OwnStep):
                     portable_step(*one, rule.lr, rule.momentum, nesterov=rule.nesterov)
 
     def _mean(self, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """g[start:stop]; who takes news over cuts tensors at borders of every codec's blocks."""
+        """g[start:stop]; whoever applies an update cuts tensors at borders of every codec's blocks."""
         codec, first = self._codecs[name], self._begins[name]
         data = self.frame[first + codec.encoded_bytes(start) : first + codec.encoded_bytes(stop)]
         if self._room.numel() < stop - start or self._room.device != device:

@@ -84,7 +84,7 @@ class Landing:
                 progress.version = whole.version
                 if progress.counted.steps == self._books.work.steps:
                     progress.oldest_base = whole.version
-                agreed, intact = whole, self._replica.rebase(whole.news)
+                agreed, intact = whole, self._replica.rebase(whole.update)
         raise ExchangeFailed(f"fragment {agreed.fragment}: even whole, what the server sends has not the hash it names")
 
     # --- books and weights, both; each says whether the anchor is now the agreed one ------------------------------
@@ -125,11 +125,11 @@ class Landing:
         progress.version = agreed.version
         if since and (books.plan.carry or flight.parked) and not flight.overtaken:
             assert flight.sent is not None
-            intact = self._replica.carry(agreed.news, flight.sent)
+            intact = self._replica.carry(agreed.update, flight.sent)
         elif books.plan.alpha > 0.0:
-            intact = self._replica.mix(agreed.news, books.plan.alpha)
+            intact = self._replica.mix(agreed.update, books.plan.alpha)
         else:
-            intact = self._replica.adopt(agreed.news)
+            intact = self._replica.adopt(agreed.update)
             progress.counted = books.work
             books.metrics.steps_overwritten += since
         log.info(
@@ -147,14 +147,14 @@ class Landing:
         progress = self._books.fragments[agreed.fragment]
         progress.version = agreed.version
         progress.oldest_base = min(progress.oldest_base, agreed.version)
-        return self._replica.rebase(agreed.news)
+        return self._replica.rebase(agreed.update)
 
     def _begin_at(self, agreed: Agreed) -> bool:
         """What was agreed, and nothing of our own."""
         progress = self._books.fragments[agreed.fragment]
         progress.version = progress.oldest_base = agreed.version
         progress.counted = self._books.work
-        return self._replica.adopt(agreed.news)
+        return self._replica.adopt(agreed.update)
 
     def _discard(self, agreed: Agreed) -> bool:
         """Our unsent steps are of an age at which they would do harm: start anew from what was agreed."""
@@ -176,8 +176,8 @@ class Landing:
                 agreed.version,
             )
             return self._begin_at(agreed)
-        if not agreed.news.kinds:
-            return self._replica.prove(agreed.news)
+        if not agreed.update.kinds:
+            return self._replica.prove(agreed.update)
         if unsent and self._books.too_old(agreed):
             return self._discard(agreed)
         log.info("fragment %d: from version %d to %d, with %d unsent steps", fragment, held, agreed.version, unsent)
@@ -194,7 +194,7 @@ class Landing:
         books.metrics.steps_discarded += max(books.unsent(fragment).steps for fragment in range(len(books.fragments)))
         log.warning("%s. Going on from the agreed weights, version %d", agreed.refused, agreed.version)
         books.fragments[agreed.fragment].version = agreed.version
-        self.hold(ticket, agreed, self._replica.adopt(agreed.news))
+        self.hold(ticket, agreed, self._replica.adopt(agreed.update))
         self._replica.adopt_anchor()
         for fragment, progress in enumerate(books.fragments):
             progress.oldest_base = progress.version

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from ..errors import ConfigError, OuterstepError
-from ..topology.news import values_hash
+from ..topology.update import values_hash
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from ..core.manifest import BufferPolicy, describe
 from ..core.pseudogradient import adopt, carry, mix, pseudo_gradient, rebase
 from ..errors import ModelError
 from ..topology.group.sharded import Shards
-from ..topology.news import News, cuts, values_hash
 from ..topology.protocol import Deltas
+from ..topology.update import AnchorUpdate, cuts, values_hash
 
 
 @dataclass(frozen=True)
@@ -131,60 +131,60 @@ class Replica:
         kept = self.deltas(names) if keep else None
         return (self.differences() if kept is None or self._on_host else kept), kept
 
-    # Each of these takes news of an anchor over: it moves the local weights, then the anchor, θ ← θ′. True: that made
-    # it the agreed one.
+    # Each of these applies the update of an anchor: it moves the local weights, then the anchor, θ ← θ′. True: that
+    # made it the agreed one.
 
-    def adopt(self, news: News) -> bool:
+    def adopt(self, update: AnchorUpdate) -> bool:
         """Our steps are in it (or there were none): local = anchor = θ′."""
-        return self._take_over(news, _adopt, _adopt, in_place=True)
+        return self._take_over(update, _adopt, _adopt, in_place=True)
 
-    def rebase(self, news: News) -> bool:
+    def rebase(self, update: AnchorUpdate) -> bool:
         """It came about without us: move along, keep our unsent steps."""
-        return self._take_over(news, lambda block: rebase(block.local, block.anchor, block.theta), _adopt)
+        return self._take_over(update, lambda block: rebase(block.local, block.anchor, block.theta), _adopt)
 
-    def carry(self, news: News, sent: Mapping[str, Tensor]) -> bool:
+    def carry(self, update: AnchorUpdate, sent: Mapping[str, Tensor]) -> bool:
         """It holds what we sent; what we did since then stays ours."""
         return self._take_over(
-            news, lambda block: carry(block.local, block.anchor, block.theta, block.of(sent)), _adopt
+            update, lambda block: carry(block.local, block.anchor, block.theta, block.of(sent)), _adopt
         )
 
-    def mix(self, news: News, alpha: float) -> bool:
+    def mix(self, update: AnchorUpdate, alpha: float) -> bool:
         """It holds what we sent; of what we did since then, α stays."""
         moved = partial(_mix, alpha=alpha)
-        return self._take_over(news, moved, moved, in_place=True)
+        return self._take_over(update, moved, moved, in_place=True)
 
-    def prove(self, news: News) -> bool:
+    def prove(self, update: AnchorUpdate) -> bool:
         """Nothing moves: is our anchor the agreed one?"""
-        for name in news.names:
+        for name in update.names:
             anchor = self._anchor(name)
             for start, stop in cuts(anchor.numel(), anchor.device):
-                news.theta(name, start, stop, anchor[start:stop])
-        return news.is_proven
+                update.apply(name, start, stop, anchor[start:stop])
+        return update.is_proven
 
-    def _take_over(self, news: News, move: Move, move_statistic: Move, *, in_place: bool = False) -> bool:
+    def _take_over(self, update: AnchorUpdate, move: Move, move_statistic: Move, *, in_place: bool = False) -> bool:
         """One pass over the memory, in blocks; `in_place` if θ is not needed any more to move the local weights. (A
         statistic forgets by itself, and l + (θ′ − θ) of a variance may be negative, so it is never carried along but
         taken as it was agreed.)"""
-        for name in news.names:
-            for block in self._blocks(name, news, in_place=in_place):
+        for name in update.names:
+            for block in self._blocks(name, update, in_place=in_place):
                 (move_statistic if name in self._statistics else move)(block)
                 anchor = self._anchor(name)[block.start : block.stop]
                 if anchor.data_ptr() != block.theta.data_ptr():
                     anchor.copy_(block.theta.view(-1))
         self._reshard()  # no copy of what the weights were is used any more
-        return news.is_proven
+        return update.is_proven
 
-    def _blocks(self, name: str, news: News, *, in_place: bool) -> Iterator[Block]:
+    def _blocks(self, name: str, update: AnchorUpdate, *, in_place: bool) -> Iterator[Block]:
         local, anchor = self.tensors[name].detach(), self._anchor(name)
         if local.is_contiguous():
             flat = local.view(-1)
             for start, stop in cuts(local.numel(), local.device):
                 held = anchor[start:stop].to(local.device, non_blocking=True)
-                theta = news.theta(name, start, stop, held, in_place=in_place)
+                theta = update.apply(name, start, stop, held, in_place=in_place)
                 yield Block(name, start, stop, flat[start:stop], held, theta)
         elif local.numel():  # in another order of its dimensions (channels_last): the whole tensor is one block
             held = anchor.to(local.device)
-            theta = news.theta(name, 0, local.numel(), held, in_place=in_place)
+            theta = update.apply(name, 0, local.numel(), held, in_place=in_place)
             yield Block(name, 0, local.numel(), local, held.view(local.shape), theta.view(local.shape))
 
     def _anchor(self, name: str) -> Tensor:

@@ -59,7 +59,7 @@ class Synchronizer:
             go_on(saved, self.books, topology, joined.overtaken, lambda behind: self.sync(behind, tries=1))
             return
         for ticket, agreed in anchors:
-            self._landing.hold(ticket, agreed, replica.adopt(agreed.news))
+            self._landing.hold(ticket, agreed, replica.adopt(agreed.update))
         self.books.fall_in()
 
     # --- training -------------------------------------------------------------------------------------------------

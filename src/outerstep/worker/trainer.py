@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..core.robust import RobustAggregator
 from ..errors import ConfigError, WorkerError
-from ..topology.news import values_hash
 from ..topology.stepped import OuterRule
+from ..topology.update import values_hash
 from .among_peers import AmongPeers
 from .peer_exchange import Gossip, Peer
 from .replica import Replica

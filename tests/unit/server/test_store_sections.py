@@ -16,7 +16,7 @@ from outerstep.digest import data_hash
 from outerstep.errors import BadFrame, BadTensors, NotFinite
 from outerstep.server.store import Addend, FragmentStore
 from outerstep.topology.encode import encode_frame
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from outerstep.types import ParameterSpec, Participant
 from outerstep.wire.frames import rows_of, section_layout
 from support import make_frame

@@ -14,7 +14,7 @@ from outerstep.digest import Parts, part_count, part_hash, part_range, payload_h
 from outerstep.errors import Fenced, StaleRound, Superseded
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from outerstep.types import (
     Agreement,
     Answer,

@@ -35,11 +35,11 @@ from ...types import Manifest, Participant, Plan, WeightBy, Wishes
 from ..carrying import CarryingThread, step_aside
 from ..encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
 from ..forms import forms_of
-from ..news import Whole, anchor_hash
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
 from ..reduce import Mean, Reducer, down_rules
 from ..stepped import Momentum, OuterRule, Stepped
 from ..terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction
+from ..update import WholeAnchor, anchor_hash
 from .links import make_links
 from .peers import Peers
 
@@ -262,7 +262,7 @@ class AllReduceTopology:
         mean, form = ticket.mean, self._reducers[ticket.fragment].form
         if mean.frame.is_cuda:  # it was made on another stream
             mean.frame.record_stream(torch.cuda.current_stream(mean.frame.device))
-        news = Stepped(mean.frame, form, self._settings.outer, self._momentum, self._homes, self._roles)
+        update = Stepped(mean.frame, form, self._settings.outer, self._momentum, self._homes, self._roles)
         version = ticket.base_version + 1
         self._versions = tuple(version if f == ticket.fragment else v for f, v in enumerate(self._versions))
         participants = tuple(
@@ -274,8 +274,8 @@ class AllReduceTopology:
             version=version,
             counted=True,
             too_old=False,
-            news=news,
-            anchor_hash="",  # known when the news were taken over
+            update=update,
+            anchor_hash="",  # known when the update was applied
             participants=participants,
             bytes_sent=mean.bytes_sent,
             bytes_received=mean.bytes_received,
@@ -299,11 +299,13 @@ class AllReduceTopology:
     def compare(self, agreed: Agreed, intact: bool) -> Agreed | None:
         """Everybody compares the hash of its anchor with rank 0's."""
         with self._others_told():
-            digest = agreed.news.digest if isinstance(agreed.news, Stepped) else agreed.anchor_hash if intact else ""
+            digest = (
+                agreed.update.digest if isinstance(agreed.update, Stepped) else agreed.anchor_hash if intact else ""
+            )
             heard = self._peers.exchange("hash", f"{agreed.fragment} {agreed.version} {digest}".encode())
             odd = [rank for rank, one in enumerate(heard) if one != heard[0]]
-            if isinstance(agreed.news, Stepped):
-                self._links.give_back(agreed.news.frame)
+            if isinstance(agreed.update, Stepped):
+                self._links.give_back(agreed.update.frame)
             if not odd:
                 return None
             who = " and ".join(f"{self._peers.labels[rank]} ({heard[rank].decode()})" for rank in odd)
@@ -318,7 +320,7 @@ class AllReduceTopology:
 
     def _repair(self, agreed: Agreed) -> Agreed:
         """Rank 0's anchor and momentum of a fragment, on every rank."""
-        for name in agreed.news.names:
+        for name in agreed.update.names:
             if self._roles[name] == "parameter" and self._settings.outer.momentum:
                 kept = self._momentum.of(name, self._tensors[name].numel(), self._home(name))
                 host = kept.cpu().contiguous()
@@ -327,7 +329,7 @@ class AllReduceTopology:
         return self._spread(agreed.fragment, self._anchors, agreed.plan)
 
     def _spread(self, fragment: int, values: Mapping[str, Tensor], plan: Plan) -> Agreed:
-        """Rank 0's values of a fragment, on every rank, as news."""
+        """Rank 0's values of a fragment, on every rank, as an update."""
         layout = self._reducers[fragment].form.full
         data = torch.empty(layout.size_bytes, dtype=torch.uint8)
         views = fp32_views(data.numpy().data, layout.places, layout.data_begin)
@@ -340,7 +342,7 @@ class AllReduceTopology:
             version=self._versions[fragment],
             counted=False,
             too_old=False,
-            news=Whole(views, digest),
+            update=WholeAnchor(views, digest),
             anchor_hash=digest,
             participants=(),
             bytes_sent=0,

@@ -15,8 +15,8 @@ from ...types import Manifest, Participant, Watched, Wishes
 from ..carrying import CarryingThread
 from ..encode import CPU, Encoded, as_deltas, encode_frame, sender_to_peers, write_at
 from ..memory import Memory, Rooms
-from ..news import News
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders
+from ..update import AnchorUpdate
 from .fragment_states import Found, Holdings
 from .node import Node, Terms
 from .terms import GossipTerms, GossipWishes, check_joiner, found
@@ -132,13 +132,13 @@ class PeerTopology(ABC):
             self._node.watch(LOOK_S)
 
     def _as_agreed(self, fragment: int, whole: Found, *, counted: bool = False, refused: str = "") -> Agreed:
-        return self._agreed(fragment, whole.version, whole.news, whole.anchor_hash, counted=counted, refused=refused)
+        return self._agreed(fragment, whole.version, whole.update, whole.anchor_hash, counted=counted, refused=refused)
 
     def _agreed(
         self,
         fragment: int,
         version: int,
-        news: News,
+        update: AnchorUpdate,
         digest: str = "",
         *,
         counted: bool = False,
@@ -146,7 +146,7 @@ class PeerTopology(ABC):
         participants: tuple[Participant, ...] = (),
         watched: Watched | None = None,
     ) -> Agreed:
-        """`digest`: "" if it is known when the news were taken over."""
+        """`digest`: "" if it is known when the update was applied."""
         sent = self._node.service.bytes_sent
         received = self._node.counts.get("fetched_bytes", 0) + self._node.snapshots.bytes_received
         before, self._traffic = self._traffic, (sent, received)
@@ -155,7 +155,7 @@ class PeerTopology(ABC):
             version=version,
             counted=counted,
             too_old=False,
-            news=news,
+            update=update,
             anchor_hash=digest,
             participants=participants,
             bytes_sent=sent - before[0],

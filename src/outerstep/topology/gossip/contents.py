@@ -17,7 +17,7 @@ from ...core.watch import sum_of_squares
 from ...errors import Refused
 from ...wire.frames import check_frame
 from ..forms import Form
-from ..news import cuts
+from ..update import cuts
 
 ABSURD = 1e18  # a norm that no honest difference of weights has; sums and momentum of values below it stay finite
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...screens import History
 from ..forms import Form, forms_of
-from ..news import Whole, anchor_hash
 from ..stepped import Momentum, Stepped
 from ..terms import check_loaded
+from ..update import WholeAnchor, anchor_hash
 from .combined import Combined, Combiner
 from .contents import Contents
 from .node import DecidedRound
@@ -55,7 +55,7 @@ class Found:
     """An anchor, whole."""
 
     version: int
-    news: Whole
+    update: WholeAnchor
     anchor_hash: str
 
 
@@ -109,7 +109,7 @@ class Holdings:
         on_this = on_host({name: values[name] for name in self.names(fragment)})
         whole = {name: value.contiguous().clone() for name, value in on_this.items()}
         digest = anchor_hash(whole.values())
-        return Found(held.version, Whole(whole, digest), digest)
+        return Found(held.version, WholeAnchor(whole, digest), digest)
 
     def is_as_loaded(self, fragment: int, found: Found) -> bool:
         """Is the run where the loaded state was?"""
@@ -118,7 +118,7 @@ class Holdings:
         return (found.version, found.anchor_hash) == (self.loaded.versions[fragment], loaded)
 
     def read(self, fragment: int, data: memoryview) -> Found:
-        """What another peer holds, momentum and all. The anchor itself is for whoever takes the news over."""
+        """What another peer holds, momentum and all. The anchor itself is for whoever applies the update."""
         parameters = {name: role for name, role in self.roles.items() if role == "parameter"}
         standing = read_standing(self.forms[fragment], data, parameters)
         held = self.begin_to_move(fragment)
@@ -126,7 +126,7 @@ class Holdings:
             self.momentum.of(name, values.numel(), self._home(name)).copy_(values)
         held.history = standing.history
         held.centre = {name: values.clone() for name, values in standing.centre.items()} or None
-        return Found(standing.version, Whole(standing.anchor, standing.anchor_hash), standing.anchor_hash)
+        return Found(standing.version, WholeAnchor(standing.anchor, standing.anchor_hash), standing.anchor_hash)
 
     def write(self, fragment: int) -> tuple[int, memoryview] | None:
         """The same from here, as it is at one moment; from any thread. None: it moves just now."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from ...core.gossip import NoLoCo, average_step, noloco_step
 from ...errors import BadFrame
 from ..forms import Form
-from ..news import anchor_hash
 from ..stepped import Momentum, OwnStep
+from ..update import anchor_hash
 from .contents import Contents
 from .snapshot import Standing, read_standing, write_standing
 

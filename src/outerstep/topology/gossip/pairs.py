@@ -200,7 +200,7 @@ class PairsTopology(PeerTopology):
         holdings, run = self._holdings, self._holdings.run
         holdings.begin_to_move(fragment)
         rule = NoLoCo(run.outer_momentum, run.outer_lr) if run.pattern == "pairs" else None
-        news = PairStep(
+        update = PairStep(
             holdings.forms[fragment],
             holdings.contents[fragment],
             (ticket.own, partner),
@@ -211,7 +211,7 @@ class PairsTopology(PeerTopology):
         )
         refused = f"{ticket.refusal}, so it was not published: lower the learning rate" if ticket.refusal else ""
         return self._agreed(
-            fragment, ticket.turn, news, counted=not refused, refused=refused, watched=self._watched(ticket)
+            fragment, ticket.turn, update, counted=not refused, refused=refused, watched=self._watched(ticket)
         )
 
     def _watched(self, ticket: PairTicket) -> Watched:
@@ -226,7 +226,7 @@ class PairsTopology(PeerTopology):
         return Watched(pseudo_grad_norm=norm, weight_divergence=apart / 4.0)
 
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        digest = agreed.news.digest if isinstance(agreed.news, PairStep) else agreed.anchor_hash
+        digest = agreed.update.digest if isinstance(agreed.update, PairStep) else agreed.anchor_hash
         self._rest(agreed.fragment, agreed.version, digest)
         return None
 

@@ -24,7 +24,7 @@ from ...errors import BadFrame, ConfigError
 from ...screens import History, check_history
 from ...types import Count, Hash, Plain
 from ..forms import Form
-from ..news import anchor_hash
+from ..update import anchor_hash
 
 _LENGTH = struct.Struct("<I")
 ALIGNMENT = 64

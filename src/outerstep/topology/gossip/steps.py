@@ -1,4 +1,4 @@
-"""News of an anchor that has moved by several outer steps since it was held; or by none."""
+"""The update of an anchor that has moved by several outer steps since it was held; or by none."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from ..news import Kind, Proof
 from ..stepped import Stepped
+from ..update import AnchorProof, Kind
 
 
 class Steps:
@@ -19,7 +19,7 @@ class Steps:
         self.kinds: tuple[Kind, ...] = tuple("update" for _ in steps)
         self.frames: tuple[memoryview, ...] = ()
         self._steps = steps
-        self._held = Proof("")
+        self._held = AnchorProof("")
 
     @property
     def is_proven(self) -> bool:
@@ -32,12 +32,12 @@ class Steps:
         """The new anchor's hash, when all blocks were asked for."""
         return self._steps[-1][1].digest if self._steps else self._held.digest
 
-    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+    def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         if not self._steps:
             self._held.feed(held)
         theta = held
         for number, (_, step) in enumerate(self._steps):
-            theta = step.theta(name, start, stop, theta, in_place=in_place or number > 0)
+            theta = step.apply(name, start, stop, theta, in_place=in_place or number > 0)
         return theta
 
 

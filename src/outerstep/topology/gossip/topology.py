@@ -229,7 +229,7 @@ class GossipTopology(PeerTopology):
     # --- what was agreed ----------------------------------------------------------------------------------------------
 
     def _take_over(self, ticket: GossipTicket) -> Agreed:
-        """All rounds that are decided and here, as one piece of news; or the whole, if they do not lead on from the
+        """All rounds that are decided and here, as one update; or the whole, if they do not lead on from the
         anchor that is held."""
         fragment, held = ticket.fragment, self._holdings.begin_to_move(ticket.fragment)
         steps: list[tuple[str, Stepped]] = []
@@ -279,7 +279,7 @@ class GossipTopology(PeerTopology):
         if not intact:
             log.warning("fragment %d: the anchor is not the others'; taking theirs", fragment)
             return self._as_agreed(fragment, self._fetch(fragment, after=agreed.version - 1))
-        digest = agreed.news.digest if isinstance(agreed.news, Steps) else agreed.anchor_hash
+        digest = agreed.update.digest if isinstance(agreed.update, Steps) else agreed.anchor_hash
         self._rest(fragment, agreed.version, digest)
         for version in range(before + 1, agreed.version + 1):
             self._node.release(fragment, version)

@@ -31,12 +31,12 @@ from ...errors import ExchangeFailed, ModelError, Superseded
 from ...types import Agreement, Join, JoinAnswer, Manifest, Offer, Plan, Wishes
 from ...wire.frames import Entry, Layout, rows_of, section_layout
 from ..encode import Excerpt
-from ..news import Cutter, Extent, News, Updates, Whole, covering, leads_on
 from ..payload import Payload
 from ..protocol import Agreed, Contribution, Joined, Orders, Sight
 from ..server.exchange import ServerTicket
 from ..server.saved import unpack_offer
 from ..server.topology import ServerTopology
+from ..update import AnchorUpdate, Cutter, Extent, UpdateChain, WholeAnchor, covering, leads_on
 from .ranks import Ranks
 from .topology import Amount, Facts, GroupTopology, check_same_model, look_together, of_all
 
@@ -309,7 +309,7 @@ class ShardedTopology:
                     counted_in=settled.counted_in,
                     steps_lost=settled.steps_lost,
                     watched=as_seen_by(self._inner.session.join_request.worker_id, agreement),
-                ).with_news(fetched.news)
+                ).with_update(fetched.update)
             agreement = self.ranks.tell(lambda: self._newest(agreement.fragment), Agreement)  # noqa: B023
             fits = leads_on(agreement, None)
         raise ExchangeFailed(
@@ -345,10 +345,10 @@ class ShardedTopology:
         extents = {entry.name: self._extent(entry) for entry in layout.entries}
         proof = agreement.range_hashes[self._shards.section]
         if not is_whole:
-            return _Fetched(Updates(cutters, layout, codecs, proof, extents, frames), got)
+            return _Fetched(UpdateChain(cutters, layout, codecs, proof, extents, frames), got)
         values = {name: cutters[0](*place).view(torch.float32) for name, place in places.items()}
         shaped = {name: values[name].view(self._shape(name)) for name in values}
-        return _Fetched(Whole(shaped, proof, extents, frames), got)
+        return _Fetched(WholeAnchor(shaped, proof, extents, frames), got)
 
     def _get(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket | None:
         ticket = self._inner.fetch(agreement, pieces)
@@ -399,7 +399,7 @@ class ShardedTopology:
 
 @dataclass(frozen=True)
 class _Fetched:
-    news: News
+    update: AnchorUpdate
     got: ServerTicket | None
 
     @property

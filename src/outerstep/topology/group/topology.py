@@ -1,7 +1,7 @@
 """A group of processes is one worker: a torchrun job whose ranks hold the same parameters (DDP).
 
-Rank 0 speaks with the other side; what it learns, and the frames with the news of each anchor, goes to the other ranks
-over the job's own network. All of them take the news over and compare the anchor's hash, so all hold the same bits.
+Rank 0 speaks with the other side; what it learns, and the frames with the update of each anchor, goes to the other
+ranks over the job's own network. All of them apply the update and compare the anchor's hash, so all hold the same bits.
 sharded.py is the same for ranks that hold different rows.
 """
 
@@ -19,8 +19,8 @@ from ...errors import ModelError
 from ...types import Manifest, Participant, Plan, Watched, Wishes
 from ..forms import Form, forms_of
 from ..memory import KEPT, Memory
-from ..news import Kind, News, read_news, release
 from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology, WorkerControl
+from ..update import AnchorUpdate, Kind, read_update, release
 from .ranks import Ranks
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class GroupTicket:
         return self._group.hand_on(lambda: _known(self._own).finish(reload=reload))
 
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        """What went wrong on one rank is mended on all: they take over the same news."""
+        """What went wrong on one rank is mended on all: they take over the same update."""
         group = self._group
         if not all(group.ranks.gather(lambda: intact, bool)):
             return group.hand_on(lambda: _known(_known(self._own).confirm(agreed, False)))
@@ -71,7 +71,7 @@ def look_together(ranks: Ranks, own: Ticket | None, timeout_s: float) -> Sight:
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """An `Agreed` without its news; those have frames of these kinds."""
+    """An `Agreed` without its update, which has frames of these kinds."""
 
     fragment: int
     version: int
@@ -93,10 +93,11 @@ class Facts(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, agreed: Agreed) -> Facts:
         facts = {name: getattr(agreed, name) for name in cls.__struct_fields__ if name != "kinds"}
-        return cls(kinds=agreed.news.kinds, **facts)
+        return cls(kinds=agreed.update.kinds, **facts)
 
-    def with_news(self, news: News) -> Agreed:
-        return Agreed(news=news, **{name: getattr(self, name) for name in self.__struct_fields__ if name != "kinds"})
+    def with_update(self, update: AnchorUpdate) -> Agreed:
+        facts = {name: getattr(self, name) for name in self.__struct_fields__ if name != "kinds"}
+        return Agreed(update=update, **facts)
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -157,7 +158,7 @@ class GroupTopology:
         return GroupTicket(self, self.ranks.check(lambda: make(speaker) if speaker is not None else None))
 
     def hand_on(self, find: Callable[[], Agreed]) -> Agreed:
-        """What rank 0 finds out, and the news that came with it, on every rank."""
+        """What rank 0 finds out, and the update that came with it, on every rank."""
         found: list[Agreed] = []
 
         def facts_of() -> Facts:
@@ -165,17 +166,17 @@ class GroupTopology:
             return Facts.of(found[0])
 
         facts = self.ranks.tell(facts_of, Facts)
-        form, news = self._forms[facts.fragment], found[0].news if found else None
+        form, update = self._forms[facts.fragment], found[0].update if found else None
         sizes = [(form.full if kind == "full" else form.update).size_bytes for kind in facts.kinds]
-        frames = [self._memory.take(size) for size in sizes] if news is None else news.frames
+        frames = [self._memory.take(size) for size in sizes] if update is None else update.frames
         self.ranks.spread(torch.frombuffer(frame, dtype=torch.uint8) for frame in frames)
-        here = self.ranks.check(lambda: news or read_news(form, facts.kinds, frames, facts.anchor_hash))
-        if news is None:
+        here = self.ranks.check(lambda: update or read_update(form, facts.kinds, frames, facts.anchor_hash))
+        if update is None:
             facts = msgspec.structs.replace(facts, bytes_sent=0, bytes_received=0, retries=0, rejoins=0)
-        return facts.with_news(here)
+        return facts.with_update(here)
 
     def release(self, agreed: Agreed) -> None:
-        release(agreed.news, self._forms[agreed.fragment], self._memory)
+        release(agreed.update, self._forms[agreed.fragment], self._memory)
 
     # --- control --------------------------------------------------------------------------------------------------
 

@@ -31,9 +31,9 @@ from ...wire.transport import Transport
 from ..encode import Excerpt, Sender, as_deltas, write_frame
 from ..forms import Form
 from ..memory import Memory
-from ..news import leads_on, read_news, release
 from ..payload import Payload
 from ..protocol import Agreed, Contribution, Deltas, Joined, Orders
+from ..update import leads_on, read_update, release
 from .exchange import ServerTicket
 from .link import ServerLink
 from .saved import SavedTopology, unpack_offer, unpack_payload, write_fragments
@@ -396,7 +396,7 @@ class ServerTopology:
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
         if intact:
             self._held[agreed.fragment] = Held(agreed.version, agreed.anchor_hash)
-        release(agreed.news, self._link.forms[agreed.fragment], self._memory)
+        release(agreed.update, self._link.forms[agreed.fragment], self._memory)
         return None if intact else self._whole(agreed.fragment)
 
     def _whole(self, fragment: int) -> Agreed:
@@ -420,7 +420,7 @@ class ServerTopology:
             version=agreement.version,
             counted=outcome.counted,
             too_old=outcome.too_old,
-            news=read_news(self._link.forms[fragment], kinds, ticket.frames, agreement.anchor_hash),
+            update=read_update(self._link.forms[fragment], kinds, ticket.frames, agreement.anchor_hash),
             anchor_hash=agreement.anchor_hash,
             participants=agreement.participants,
             bytes_sent=ticket.bytes_sent,

@@ -36,10 +36,10 @@ from ...errors import AnchorsDiffer, ModelError, WorkerError
 from ...types import Participant, Watched
 from ..encode import Encoded
 from ..forms import forms_of
-from ..news import News, Updates, Whole, anchor_hash, cuts
 from ..reduce import Mean, Reducer, down_rules, runs_of
 from ..stepped import Momentum, Stepped
 from ..terms import Header, Rank, check_pair
+from ..update import AnchorUpdate, UpdateChain, WholeAnchor, anchor_hash, cuts
 from .process_groups import Lines
 from .quorum import Crew, Quorum, TorchftSettings
 from .state import NOTHING, Offer, Standing, copies, held_here, odd_ones, read_standing
@@ -89,10 +89,11 @@ class Brought:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What it came to: whether the contribution counted, and the news, by fragment, in the order to take them over."""
+    """What it came to: whether the contribution counted, and the updates, by fragment, in the order to
+    apply them."""
 
     counted: bool
-    news: Mapping[int, News]
+    updates: Mapping[int, AnchorUpdate]
     participants: tuple[Participant, ...] = ()
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -336,41 +337,41 @@ class Rounds:
             if stepped is not None:
                 self._step_ahead(turn, stepped)
                 self._lines.give_back(stepped.frame)
-            news = self._all_ahead(brought.fragment)
+            updates = self._all_ahead(brought.fragment)
         elif stepped is not None:
-            news = {turn: stepped}
+            updates = {turn: stepped}
         else:
-            news = {brought.fragment: self._as_it_is(brought.fragment)}
+            updates = {brought.fragment: self._as_it_is(brought.fragment)}
         sent, received = (mean.bytes_sent, mean.bytes_received) if mean is not None else (0, 0)
         seen = None
         if mean is not None and mean.norms:
             seen = watched(math.sqrt(brought.squares), mean.norms, made.weights, mean.norm)
-        return Outcome(made.counted, news, participants, sent, received, seen)
+        return Outcome(made.counted, updates, participants, sent, received, seen)
 
     def _left_out(self, brought: Brought) -> Outcome:
         if self.ahead is not None:
             return Outcome(False, self._all_ahead(brought.fragment))
         return Outcome(False, {brought.fragment: self._as_it_is(brought.fragment)})
 
-    def _as_it_is(self, fragment: int) -> News:
+    def _as_it_is(self, fragment: int) -> AnchorUpdate:
         """Nothing has changed."""
         form = self.forms[fragment]
-        return Updates((), form.update, form.codecs, self.standing.hashes[fragment])
+        return UpdateChain((), form.update, form.codecs, self.standing.hashes[fragment])
 
-    def _all_ahead(self, last: int) -> dict[int, News]:
+    def _all_ahead(self, last: int) -> dict[int, AnchorUpdate]:
         """Whole anchors of all fragments, that of the contribution at the end."""
         assert self.ahead is not None
         order = sorted(range(len(self.forms)), key=lambda fragment: (fragment == last, fragment))
-        return {f: Whole(self._values(self.ahead, f), self.standing.hashes[f]) for f in order}
+        return {f: WholeAnchor(self._values(self.ahead, f), self.standing.hashes[f]) for f in order}
 
-    def _step_ahead(self, fragment: int, news: Stepped) -> None:
+    def _step_ahead(self, fragment: int, update: Stepped) -> None:
         """The outer step, on anchors that the replica does not hold yet."""
         assert self.ahead is not None
-        for name in news.names:
+        for name in update.names:
             flat = self.ahead[name].view(-1)
             for start, stop in cuts(flat.numel(), flat.device):
-                news.theta(name, start, stop, flat[start:stop], in_place=True)
-        self.standing.hashes[fragment] = news.digest
+                update.apply(name, start, stop, flat[start:stop], in_place=True)
+        self.standing.hashes[fragment] = update.digest
 
     # --- where a replica begins -----------------------------------------------------------------------------------
 

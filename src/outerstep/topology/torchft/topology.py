@@ -290,21 +290,21 @@ class TorchftTopology:
         if ticket.error is not None:
             raise ticket.error
         assert ticket.outcome is not None
-        return [self._agreed(fragment, ticket) for fragment in ticket.outcome.news]
+        return [self._agreed(fragment, ticket) for fragment in ticket.outcome.updates]
 
     def _agreed(self, fragment: int, ticket: TorchftTicket) -> Agreed:
         assert ticket.outcome is not None
         outcome, own = ticket.outcome, fragment == ticket.fragment
-        news, version = outcome.news[fragment], self._rounds.standing.versions[fragment]
+        update, version = outcome.updates[fragment], self._rounds.standing.versions[fragment]
         counted = own and outcome.counted
-        if isinstance(news, Stepped) and news.frame.is_cuda:  # it was made on another stream
-            news.frame.record_stream(torch.cuda.current_stream(news.frame.device))
+        if isinstance(update, Stepped) and update.frame.is_cuda:  # it was made on another stream
+            update.frame.record_stream(torch.cuda.current_stream(update.frame.device))
         return Agreed(
             fragment=fragment,
             version=version,
             counted=counted,
             too_old=False,
-            news=news,
+            update=update,
             anchor_hash=self._rounds.standing.hashes[fragment],
             participants=outcome.participants if own else (),
             bytes_sent=outcome.bytes_sent if own else 0,
@@ -319,9 +319,9 @@ class TorchftTopology:
     def adopted(self, agreed: Agreed, intact: bool) -> None:
         """It was taken over; when all that came with it was, the carrying thread compares the anchors and goes on."""
         standing = self._rounds.standing
-        if isinstance(agreed.news, Stepped):
-            standing.hashes[agreed.fragment] = agreed.news.digest
-            self._lines.give_back(agreed.news.frame)
+        if isinstance(agreed.update, Stepped):
+            standing.hashes[agreed.fragment] = agreed.update.digest
+            self._lines.give_back(agreed.update.frame)
         elif not intact:
             standing.hashes[agreed.fragment] = ""  # whoever compares will see it
         with self._changed:
@@ -366,7 +366,7 @@ class TorchftTopology:
         with self._changed:
             del self._queue[ticket.fragment]
             if outcome is not None:
-                self._unconfirmed, self._comparing = set(outcome.news), True
+                self._unconfirmed, self._comparing = set(outcome.updates), True
             ticket.outcome, ticket.error = outcome, error
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ended or not self._unconfirmed)

@@ -19,7 +19,7 @@ from outerstep.config import WorkerConfig
 from outerstep.errors import ConfigError, ManifestMismatch, PlanMismatch
 from outerstep.server import DiLoCoServer
 from outerstep.topology.gossip.node import Node, NodeSettings
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from outerstep.worker import connect
 from support import in_threads, memory_worker, params_of, tiny_model, train_steps, wait_until
 

@@ -10,7 +10,7 @@ from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.gossip.contents import Contents
 from outerstep.topology.gossip.snapshot import Standing, read_standing, write_standing
-from outerstep.topology.news import anchor_hash
+from outerstep.topology.update import anchor_hash
 from outerstep.types import Manifest, ParameterSpec, Plan
 
 SHAPES = {"w": (3, 5), "b": (7,), "none": (0,)}

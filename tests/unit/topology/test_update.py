@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from outerstep.errors import ExchangeFailed
 from outerstep.topology.encode import encode_frame
-from outerstep.topology.news import CPU_BLOCK_VALUES, Extent, Updates, Whole, anchor_hash, cuts, read_news
 from outerstep.topology.server.topology import ServerTopology
+from outerstep.topology.update import CPU_BLOCK_VALUES, Extent, UpdateChain, WholeAnchor, anchor_hash, cuts, read_update
 from outerstep.types import Poll
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica
@@ -51,15 +51,15 @@ def make(down_codec: str, dtype: torch.dtype = torch.float32) -> tuple[Replica, 
     return replica, OneFragment(theta, replica.manifest, codec="bf16", down_codec=down_codec)
 
 
-def whole_of(server: OneFragment) -> Whole | Updates:
+def whole_of(server: OneFragment) -> WholeAnchor | UpdateChain:
     frame = server.frame("full", server.version)
-    return read_news(server.form, ["full"], [frame], server.hashes[server.version])
+    return read_update(server.form, ["full"], [frame], server.hashes[server.version])
 
 
-def chain_of(server: OneFragment, held: int) -> Whole | Updates:
+def chain_of(server: OneFragment, held: int) -> WholeAnchor | UpdateChain:
     versions = range(held + 1, server.version + 1)
     frames = [server.updates[version] for version in versions]
-    return read_news(server.form, ["update"] * len(frames), frames, server.hashes[server.version])
+    return read_update(server.form, ["update"] * len(frames), frames, server.hashes[server.version])
 
 
 def some_move(server: OneFragment, seed: int) -> None:
@@ -126,9 +126,9 @@ def test_whether_whole_or_in_updates_the_local_weights_move_alike(way: str, dtyp
         nudge_locals(replica)
         some_move(server, 1)
         some_move(server, 2)
-        news = chain_of(server, 0) if chain else whole_of(server)
+        update = chain_of(server, 0) if chain else whole_of(server)
         extra: dict[str, Any] = {"carry": {"sent": sent}, "mix": {"alpha": 0.25}}.get(way, {})
-        assert getattr(replica, way)(news, **extra)
+        assert getattr(replica, way)(update, **extra)
         assert_same(replica.anchors, server.theta)
         found.append({name: t.detach().clone() for name, t in replica.tensors.items()})
     assert_same(*found)
@@ -142,26 +142,26 @@ def test_one_changed_bit_is_found(whole: bool) -> None:
     replica, server = make("bf16")
     assert replica.adopt(whole_of(server))
     some_move(server, 1)
-    news = whole_of(server) if whole else chain_of(server, 0)
-    frame = news.frames[0]
+    update = whole_of(server) if whole else chain_of(server, 0)
+    frame = update.frames[0]
     frame[len(frame) // 2] ^= 1
-    assert not replica.adopt(news)
+    assert not replica.adopt(update)
 
 
 def test_a_frame_of_other_tensors_is_refused() -> None:
     _, server = make("bf16")
     some_move(server, 1)
     with pytest.raises(ExchangeFailed, match="encoded as 'bf16', run has 'fp32'"):
-        read_news(server.form, ["full"], [server.updates[1]], server.hashes[1])
+        read_update(server.form, ["full"], [server.updates[1]], server.hashes[1])
 
 
 def test_the_whole_by_name_is_checked_too() -> None:
     _, server = make("bf16")
     good = whole_of(server)
-    assert isinstance(good, Whole)
+    assert isinstance(good, WholeAnchor)
     assert_same(dict(good.checked()), server.theta)
     bad = whole_of(server)
-    assert isinstance(bad, Whole)
+    assert isinstance(bad, WholeAnchor)
     bad.frames[0][server.form.full.data_begin] ^= 1
     with pytest.raises(ExchangeFailed, match="does not have the hash"):
         bad.checked()
@@ -180,16 +180,16 @@ def test_some_rows_are_moved_as_the_whole_is(codec: str, first: int) -> None:
     rows = slice(first, first + 3001)
     expected = server.theta["w"][rows]
     hashed = range(7, 1999)
-    news = Updates(
+    update = UpdateChain(
         [lambda begin, end: frame[begin:end]],
         server.form.update,
         server.form.codecs,
         anchor_hash([expected[7:1999]]),
         {"w": Extent(first, hashed)},
     )
-    blocks = [news.theta("w", a, b, theta[rows][a:b]).clone() for a, b in ((0, 1000), (1000, 1001), (1001, 3001))]
+    blocks = [update.apply("w", a, b, theta[rows][a:b]).clone() for a, b in ((0, 1000), (1000, 1001), (1001, 3001))]
     assert torch.equal(torch.cat(blocks), expected)
-    assert news.is_proven
+    assert update.is_proven
 
 
 def test_blocks_cover_a_tensor_once() -> None:

@@ -1,4 +1,4 @@
-"""News of an anchor: what leads from the one that is held, θ, to the one that was agreed on, θ′.
+"""The update of an anchor: what leads from the one that is held, θ, to the one that was agreed on, θ′.
 
     whole       θ′ itself, in fp32
     updates     θ′ = θ + d₁ + d₂ + …       every d decoded and every sum rounded as the server did it
@@ -43,12 +43,12 @@ def cuts(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, numel)
 
 
-class News(Protocol):
+class AnchorUpdate(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """The fragment's tensors, in its order."""
 
-    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+    def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         """θ′[start:stop] of a tensor, flat fp32 on the device of `held`, which is θ[start:stop] and, `in_place`, may be
         overwritten by it. To be asked for all tensors and blocks once and in order; not to be changed, and gone with
         the next call."""
@@ -66,7 +66,7 @@ class News(Protocol):
         """What it was read from."""
 
 
-class Proof:
+class AnchorProof:
     """The hash of an anchor, over its blocks as they come."""
 
     def __init__(self, expected: str) -> None:
@@ -104,7 +104,7 @@ class Extent:
     first: int = 0
     hashed: range | None = None
 
-    def feed(self, proof: Proof, start: int, block: Tensor) -> None:
+    def feed(self, proof: AnchorProof, start: int, block: Tensor) -> None:
         """`block` is of the values from number `start` of those held."""
         if self.hashed is not None:
             block = block[max(self.hashed.start - start, 0) : max(self.hashed.stop - start, 0)]
@@ -114,7 +114,7 @@ class Extent:
 ALL = Extent()
 
 
-class Whole:
+class WholeAnchor:
     """θ′ by name: contiguous fp32 tensors in host memory."""
 
     def __init__(
@@ -129,14 +129,14 @@ class Whole:
         self.frames = frames
         self._values = values
         self._extents = extents or {}
-        self._proof = Proof(expected)
+        self._proof = AnchorProof(expected)
         self._is_checked = False
 
     @property
     def is_proven(self) -> bool:
         return self._proof.holds
 
-    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+    def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         block = self._values[name].view(-1)[start:stop]
         self._extents.get(name, ALL).feed(self._proof, start, block)
         return block.to(held.device, non_blocking=True)
@@ -144,7 +144,7 @@ class Whole:
     def checked(self) -> Mapping[str, Tensor]:
         """All of it, by name."""
         if not self._is_checked:
-            proof = Proof(self._proof.expected)
+            proof = AnchorProof(self._proof.expected)
             for name, theta in self._values.items():
                 self._extents.get(name, ALL).feed(proof, 0, theta.view(-1))
             if not proof.holds:
@@ -157,7 +157,7 @@ Cutter = Callable[[int, int], Tensor]
 """(begin, end) → those bytes of a frame, uint8."""
 
 
-class Updates:
+class UpdateChain:
     """A chain of encoded differences, the oldest first; none at all if the anchor that is held is the agreed one."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Updates:
         self._data_begin = layout.data_begin
         self._codecs = codecs
         self._extents = extents or {}
-        self._proof = Proof(expected)
+        self._proof = AnchorProof(expected)
         self._scratch: dict[str, Tensor] = {}
 
     @property
@@ -185,7 +185,7 @@ class Updates:
         return self._proof.holds
 
     @torch.no_grad()
-    def theta(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+    def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         extent = self._extents.get(name, ALL)
         theta = held
         room = held if in_place else self._room("theta", stop - start, held.device)
@@ -228,8 +228,10 @@ def leads_on(agreement: Agreement, held: Held | None) -> bool:
     return held is not None and frames == [("update", v) for v in range(held.version + 1, agreement.version + 1)]
 
 
-def read_news(form: Form, kinds: Sequence[Kind], frames: Sequence[memoryview], expected: str) -> Whole | Updates:
-    """The news in these frames: one "full" or any number of "update"s. `expected` is the agreed anchor's hash."""
+def read_update(
+    form: Form, kinds: Sequence[Kind], frames: Sequence[memoryview], expected: str
+) -> WholeAnchor | UpdateChain:
+    """The update in these frames: one "full" or any number of "update"s. `expected` is the agreed anchor's hash."""
     layout = form.full if "full" in kinds else form.update
     try:
         for frame in frames:
@@ -237,8 +239,8 @@ def read_news(form: Form, kinds: Sequence[Kind], frames: Sequence[memoryview], e
     except Refused as error:
         raise ExchangeFailed(f"the server sent something else than this fragment: {error}") from error
     if "full" in kinds:
-        return Whole(fp32_views(frames[0], layout.places, layout.data_begin), expected, frames=frames)
-    return Updates([_cutter(frame) for frame in frames], layout, form.codecs, expected, frames=frames)
+        return WholeAnchor(fp32_views(frames[0], layout.places, layout.data_begin), expected, frames=frames)
+    return UpdateChain([_cutter(frame) for frame in frames], layout, form.codecs, expected, frames=frames)
 
 
 def _cutter(frame: memoryview) -> Cutter:
@@ -246,10 +248,10 @@ def _cutter(frame: memoryview) -> Cutter:
     return lambda begin, end: data[begin:end]
 
 
-def release(news: News, form: Form, memory: Memory) -> None:
-    """The news were taken over, and are not needed any more. (A whole anchor is not worth keeping memory for, if the
-    next news will be an update.)"""
-    for frame in news.frames:
+def release(update: AnchorUpdate, form: Form, memory: Memory) -> None:
+    """The update was applied, and is not needed any more. (A whole anchor is not worth keeping memory for, if the next
+    will be an encoded difference.)"""
+    for frame in update.frames:
         if len(frame) <= form.update.size_bytes:
             memory.give_back(frame)
 
@@ -261,7 +263,7 @@ def anchor_hash(tensors: Iterable[Tensor]) -> str:
 
 def values_hash(tensors: Iterable[Tensor]) -> str:
     """Of these tensors' values, in whatever dtype and wherever they are."""
-    proof = Proof("")
+    proof = AnchorProof("")
     for tensor in tensors:
         flat = tensor.reshape(-1).view(torch.uint8)
         for start, stop in cuts(flat.numel(), flat.device):

@@ -161,13 +161,13 @@ class Rank:
         return found
 
     def take(self, ticket: Ticket, agreed: Agreed) -> Agreed | None:
-        for name in agreed.news.names:
+        for name in agreed.update.names:
             flat = self.anchors[name].view(-1)
             half = flat.numel() // 2
             for start, stop in ((0, half), (half, flat.numel())):
                 if stop > start:
-                    flat[start:stop] = agreed.news.theta(name, start, stop, flat[start:stop])
-        return ticket.confirm(agreed, agreed.news.is_proven)
+                    flat[start:stop] = agreed.update.apply(name, start, stop, flat[start:stop])
+        return ticket.confirm(agreed, agreed.update.is_proven)
 
     def contribute(self, whole: dict[str, Tensor]) -> Agreed | None:
         version = self.agreed.version
@@ -238,7 +238,7 @@ class TestSharded:
             for i in range(3):
                 assert rank.contribute(some(i)) is None
                 ranks.check(lambda: assert_same(rank.anchors, rank.cut(server.theta)))
-                assert rank.agreed.news.kinds == ("update",)
+                assert rank.agreed.update.kinds == ("update",)
                 received += rank.agreed.bytes_received
             return received
 
@@ -257,7 +257,7 @@ class TestSharded:
                 rank, kinds = Rank(ranks, MemoryTransport(server.service)), []
                 for i in range(3):
                     assert rank.contribute(some(i)) is None
-                    kinds.append(rank.agreed.news.kinds)
+                    kinds.append(rank.agreed.update.kinds)
                     ranks.check(lambda: assert_same(rank.anchors, rank.cut(server.get_global_params())))
                 return kinds
 
@@ -282,7 +282,7 @@ class TestSharded:
                 agreed = ticket.finish()
                 assert rank.take(ticket, agreed) is None
                 ranks.check(lambda: assert_same(rank.anchors, rank.cut(server.theta)))
-                lengths.append(len(agreed.news.kinds))
+                lengths.append(len(agreed.update.kinds))
                 ticket = ticket.resume()
             ticket.cancel()
             return lengths
@@ -298,7 +298,7 @@ class TestSharded:
                 rank.anchors["a"][3, 3] += 1.0
             whole = rank.contribute(some(1))
             assert whole is not None
-            assert whole.news.kinds == ("full",)
+            assert whole.update.kinds == ("full",)
             assert rank.take(rank.ticket, whole) is None
             ranks.check(lambda: assert_same(rank.anchors, rank.cut(server.theta)))
 
@@ -315,7 +315,7 @@ class TestSharded:
             server.payloads = payloads
             assert rank.contribute(some(1)) is None
             ranks.check(lambda: assert_same(rank.anchors, rank.cut(server.theta)))
-            assert rank.agreed.news.kinds == ("full",)
+            assert rank.agreed.update.kinds == ("full",)
 
         in_ranks(2, job)
 
@@ -348,7 +348,7 @@ class TestSharded:
             again.settle(again.topology.reopen(0, packed))
             ranks.check(lambda: assert_same(again.anchors, again.cut(server.theta)))
             again.settle(again.topology.catch_up(0))
-            assert again.agreed.news.kinds == ()
+            assert again.agreed.update.kinds == ()
             assert not again.agreed.counted
             found = {name: again.topology._inner._feedback.residual(name) for name in SHAPES}
             return {name: e for name, e in found.items() if e is not None}
