@@ -1,19 +1,19 @@
-"""Hashes that prove bytes arrived as they left.
+"""Hashes that prove that bytes arrived unchanged.
 
-A payload travels in parts. Each part has a hash of its own, so that one flipped byte costs one part; the payload's hash
-is the hash of its parts' hashes, so that nobody reads the bytes a second time:
+A payload travels in parts. Each part has its own hash, so that one flipped byte costs one part; the payload's hash is
+the hash of its parts' hashes, so that the bytes are read only once:
 
     part_hash_i  = xxh3_64(part_i)
     payload_hash = xxh3_128(part_hash_0 ‖ part_hash_1 ‖ …)
 
-xxh3 finds accidents, not forgers: who may speak at all is decided elsewhere. Among peers without a server bytes come
-from whoever has them, and some of those may lie. There a payload is known by its *digest*, which withstands them:
+xxh3 detects accidents, not forgery: authentication happens elsewhere. Among peers without a server, bytes come from any
+peer that has them, and some peers may lie. There a payload is identified by its *digest*, which withstands forgery:
 
     part_digest_i = sha256(part_i)
     digest        = sha256(about ‖ 0 ‖ size ‖ part_size ‖ part_digest_0 ‖ part_digest_1 ‖ …)
 
-The sizes are uint64, big-endian. `about` says what the payload is, so that one cannot be passed off as another. Whoever
-is given the parts' digests can see that they belong to the payload's, and then tell a right part from a wrong one.
+The sizes are uint64, big-endian. `about` says what the payload is, so that one cannot be passed off as another. A peer
+that gets the parts' digests can check them against the payload's, and then each part against its own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def part_digest(data: Buffer) -> bytes:
 
 
 def digest_of_parts(about: str, size_bytes: int, part_size_bytes: int, part_digests: Iterable[bytes]) -> str:
-    """64 hex digits: what a payload of so many bytes, cut into parts of so many, is known by among peers."""
+    """64 hex digits: the identity, among peers, of a payload of `size_bytes` in parts of `part_size_bytes`."""
     state = sha256(about.encode() + b"\0" + struct.pack(">QQ", size_bytes, part_size_bytes))
     for digest in part_digests:
         state.update(digest)
@@ -82,8 +82,8 @@ def part_range(part: int, size_bytes: int, part_size_bytes: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Parts:
-    """How a payload that is made of sections is cut. Each section has parts of its own, its last one shorter; parts are
-    numbered from the first section's first to the last section's last. One section: `part_count` and `part_range`."""
+    """How a payload of several sections is cut into parts. Each section has its own parts, the last one shorter; parts
+    are numbered across all sections in order. For one section: `part_count` and `part_range`."""
 
     section_bytes: tuple[int, ...]
     part_size_bytes: int

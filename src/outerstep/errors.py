@@ -4,27 +4,27 @@
     ├── ConfigError              a setting is out of range, of the wrong type or contradicts another
     │   └── NoCredentials            nothing is known here about that server: join it first
     ├── ModelError               this model or optimizer cannot be trained as it is
-    ├── WorkerError              the worker cannot go on
+    ├── WorkerError              the worker cannot continue
     │   ├── ServerUnreachable        no answer for longer than the limit
     │   ├── RoundStuck               too few workers are alive for the round to close
     │   ├── PeerLost                 a rank of a run without a server died, hangs, failed or has left
     │   ├── OutOfStep                the ranks of such a run do not exchange the same thing at the same step
     │   ├── AnchorsDiffer            they should hold the same bits, and do not
-    │   └── ExchangeFailed           an exchange ended in a way that more tries cannot mend; its cause says why
-    ├── TransportError           a request got no answer (refused connection, reset, timeout); it may be tried again
+    │   └── ExchangeFailed           an exchange failed in a way that retries cannot fix; its cause says why
+    ├── TransportError           a request got no answer (refused connection, reset, timeout); it may be retried
     ├── UntrustedServer          not the server known here: another certificate, or no encryption; nothing was sent
     └── Refused                  the server answered "no"; `code`, `message` and `hint` travel over the wire
         ├── BadRequest               400  not a message of this protocol
         │   └── BadFrame             400  the payload's header is broken
-        ├── TlsRequired              400  plain HTTP was spoken to a port that speaks TLS
+        ├── TlsRequired              400  plain HTTP was sent to a TLS port
         ├── Unauthorized             401  no token, or not one of this server's
         ├── Forbidden                403  not with this token, or not from this machine
         ├── Kicked                   403  an operator removed this worker
-        ├── Quarantined              403  it offended too often: nothing is taken from it for a while
+        ├── Quarantined              403  it offended too often: the server accepts nothing from it for a while
         ├── NotFound                 404  unknown path
         ├── UnknownWorker            404  not joined, or declared dead: join (again)
         ├── MethodNotAllowed         405
-        ├── Fenced                   409  a newer start of this worker has taken over
+        ├── Fenced                   409  a newer process has replaced this worker
         ├── IdInUse                  409  a live worker on another machine has this id
         ├── StaleRound               409  the round closed without this contribution: rebase
         ├── TooOld                   409  older than max_staleness: discard
@@ -32,7 +32,7 @@
         ├── Conflict                 409  same key, other bytes
         ├── MissingParts             409  commit before all parts were in
         ├── Superseded               409  that agreement or sequence has been replaced by a newer one
-        ├── OtherRun                 409  this server runs another run
+        ├── OtherRun                 409  this server holds another run
         ├── PlanMismatch             409  the run has another H, codec or number of fragments
         ├── ManifestMismatch         409  the run has another model
         ├── LengthRequired           411
@@ -40,13 +40,13 @@
         ├── UnsupportedMedia         415  compressed, pickled or otherwise not what is expected here
         ├── BadTensors               422  missing, extra or wrong-shaped tensors
         ├── NotFinite                422  NaN or Inf, with the tensor's name
-        ├── Absurd                   422  many times as large as contributions are
-        ├── HashMismatch             422  a part changed on its way
+        ├── Absurd                   422  many times as large as other contributions
+        ├── HashMismatch             422  a part was corrupted in transit
         ├── ProtocolMismatch         426
-        ├── ServerError              500  a bug or a full machine, at the server; may be tried again
-        │   └── ServerFailed         500  the server cannot go on
-        ├── Busy                     503  ask again after `retry_after_s`
-        └── Closing                  503  the run is coming to its end: nobody new is taken in
+        ├── ServerError              500  a bug or a full machine, at the server; may be retried
+        │   └── ServerFailed         500  the server cannot continue
+        ├── Busy                     503  retry after `retry_after_s`
+        └── Closing                  503  the run is ending: no worker may join
 
 A message says the rule and the value that broke it; the hint says what to do about it.
 """
@@ -73,7 +73,7 @@ class ModelError(OuterstepError, ValueError):
 
 
 class WorkerError(OuterstepError):
-    """The worker cannot go on."""
+    """The worker cannot continue."""
 
 
 class ServerUnreachable(WorkerError):
@@ -81,11 +81,11 @@ class ServerUnreachable(WorkerError):
 
 
 class RoundStuck(WorkerError):
-    """Too few workers are alive for the round to close, and this one will not wait any longer."""
+    """Too few workers are alive for the round to close, and this one stops waiting."""
 
 
 class PeerLost(WorkerError):
-    """A rank of a run without a server is not there any more."""
+    """A rank of a run without a server is gone."""
 
 
 class OutOfStep(WorkerError):
@@ -97,15 +97,15 @@ class AnchorsDiffer(WorkerError):
 
 
 class ExchangeFailed(WorkerError):
-    """An exchange ended in a way that more tries cannot mend."""
+    """An exchange failed in a way that retries cannot fix."""
 
 
 class TransportError(OuterstepError):
-    """A request got no answer. Whether it was carried out is unknown, so it is sent again under the same key."""
+    """A request got no answer. Whether the server executed it is unknown, so it is retried under the same key."""
 
 
 class UntrustedServer(OuterstepError):
-    """Whoever answers there is not the server that is known here. Nothing was sent to it."""
+    """The server that answers is not the one known here. Nothing was sent to it."""
 
 
 class Refused(OuterstepError):
@@ -262,4 +262,4 @@ def _leaves(of: type[Refused]) -> list[type[Refused]]:
 
 
 BY_CODE: dict[str, type[Refused]] = {kind.code: kind for kind in _leaves(Refused)}
-"""How a refusal finds its class again on the other side of the wire."""
+"""Maps the code of a refusal to its class on the receiving side."""

@@ -1,7 +1,7 @@
 """A model on disk: `model.safetensors`, or shards with their `model.safetensors.index.json` (the Hugging Face layout).
 
-Only safetensors are written. `pytorch_model.bin` is read where there are none, and of it tensors only (torch_file.py):
-a folder from a stranger can hold wrong numbers, but no code.
+Only safetensors are written. `pytorch_model.bin` is read if there are none, and only its tensors (torch_file.py): a
+folder from a stranger can hold wrong numbers, but cannot run code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 BIN_WEIGHTS = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 STATE = "state.json"
-"""What a server's saved state (server/saved) has beside its model: among other things, the hashes of its files."""
+"""Lies beside the model in a server's saved state (server/saved); it holds, among other things, the files' hashes."""
 STATE_FORMAT = "outerstep-state"
 
 _NUMBERED = re.compile(r"(?:checkpoint|state-round)-(\d{1,18})(?:-(\d{1,18}))?\Z")
@@ -52,7 +52,7 @@ def save_state_dict(state: Mapping[str, Tensor], folder: str | os.PathLike[str])
 
 
 def without_ties(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor once, in host memory of its own; and for each other name of one, the name under which it is kept."""
+    """Every tensor once, in its own host memory; and a map from each other name of a tensor to the kept name."""
     kept: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first_name: dict[tuple[object, ...], str] = {}
@@ -77,10 +77,10 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], *, names: Mapping[s
     """One safetensors file; `names` (other name → the one it is kept under) goes into its metadata."""
     if "__metadata__" in tensors:
         raise ModelError(
-            "a tensor named '__metadata__' cannot be written as safetensors, which keeps that name for itself"
+            "a tensor named '__metadata__' cannot be written as safetensors, which reserves that name; rename it"
         )
     file.touch()
-    mode = file.stat().st_mode  # as new files get here; safetensors makes its own readable by nobody else
+    mode = file.stat().st_mode  # the umask's; safetensors creates files that only their owner can read
     try:
         save_file(dict(tensors), file, metadata={**(names or {}), "format": "pt"})
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -114,8 +114,8 @@ def load_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Path]:
     """The model of a training checkpoint, and the folder it was found in.
 
-    `path` is a folder with the weights in it or in its `model` folder; or a folder of `checkpoint-N` folders, or of the
-    states that a server saved: then the newest that can be read is taken, and the log says which.
+    `path` is a folder with the weights in it or in its `model` folder; or a folder of `checkpoint-N` folders, or of a
+    server's saved states: then the newest readable one is used, and the log says which.
     """
     place = Path(path)
     if not place.is_dir():
@@ -140,20 +140,20 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Pa
         raise ModelError(f"no checkpoint in {place} can be read: {'; '.join(problems)}")
     there = ", ".join(sorted(entry.name for entry in place.iterdir())[:5]) or "nothing"
     raise ModelError(
-        f"{place} is no checkpoint: it must hold {WEIGHTS}, {BIN_WEIGHTS} or checkpoint-N folders with one of them; "
+        f"{place} is not a checkpoint: it must hold {WEIGHTS}, {BIN_WEIGHTS} or checkpoint-N folders with one of them; "
         f"it holds {there}"
     )
 
 
 def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Put the saved state into `model`, tied names included; missing or unknown names are an error."""
+    """Load the saved state into `model`, tied names included; missing or unknown names are an error."""
     state = load_state_dict(folder)
     own = model.state_dict()
     by_storage = {own[name].untyped_storage().data_ptr(): name for name in state if name in own}
     missing = [n for n, t in own.items() if n not in state and t.untyped_storage().data_ptr() not in by_storage]
     unknown = [n for n in state if n not in own]
     if missing or unknown:
-        raise ModelError(f"{folder} is another model's: missing {missing[:3]}, unknown {unknown[:3]}")
+        raise ModelError(f"{folder} holds another model: missing {missing[:3]}, unknown {unknown[:3]}")
     for name, tensor in state.items():
         if own[name].shape != tensor.shape:
             raise ModelError(f"{name!r}: the folder has {list(tensor.shape)}, the model {list(own[name].shape)}")
@@ -165,7 +165,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _standing_alone(tensor: Tensor, taken: set[int]) -> Tensor:
-    """In host memory that it shares with nobody: safetensors refuses several views into one storage."""
+    """The tensor in host memory that no other tensor shares: safetensors refuses several views of one storage."""
     tensor = tensor.detach().cpu().contiguous()
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.numel() * tensor.element_size() or storage.data_ptr() in taken:
@@ -180,7 +180,7 @@ def _load(file: Path) -> dict[str, Tensor]:
         return read_tensors(file)
     held = read_torch_file(file, mmap=True)
     if not isinstance(held, dict):
-        raise ModelError(f"{file} must map names to tensors, got a {type(held).__name__}; save the state dict alone")
+        raise ModelError(f"{file} must map names to tensors, got a {type(held).__name__}; save only the state dict")
     for name, tensor in held.items():
         if not isinstance(name, str) or not is_plain(tensor, file):
             kind = type(tensor).__name__
@@ -234,7 +234,7 @@ def _numbered(place: Path) -> Iterator[Path]:
 
 
 def _load_checked(place: Path) -> dict[str, Tensor]:
-    """The weights of one folder; where a server saved them, only if they are what it wrote."""
+    """The weights of one folder; if a server saved them, only if their hash is the one it wrote."""
     if (place / STATE).is_file() and (place / WEIGHTS).is_file():
         try:
             saved = json.loads((place / STATE).read_bytes())

@@ -1,8 +1,8 @@
 """A file that `torch.save` wrote, read without running anything that is in it.
 
-Such a file is a pickle. It is read in one place, here, and only for models and states that others have left behind;
+Such a file is a pickle. It is read in one place, here, and only for models and states that other programs wrote;
 outerstep itself writes safetensors. `weights_only=True` builds tensors and plain values and refuses everything else;
-the checks around it keep a small file from growing large in memory.
+the checks around it keep a small file from expanding in memory.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def read_torch_file(file: Path, *, mmap: bool = False) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap and is_zip)
     except UnpicklingError as error:
         raise ModelError(_needs_code(file, is_zip)) from error
-    except Exception as error:  # a file from a stranger can make the parser fail in any way it likes
+    except Exception as error:  # a file from a stranger can make the parser fail in any way
         raise ModelError(f"{file} cannot be read as a file of torch.save: {_first_line(error)}") from error
 
 
 def is_plain(tensor: object, file: Path) -> bool:
-    """A tensor whose values really are in the file: dense, and no larger than the file (a stride of 0 makes a few bytes
-    look like any number of them)."""
+    """Whether the tensor's values really are in the file: dense, and no larger than the file (with a stride of 0 a few
+    bytes look like any number of them)."""
     return (
         isinstance(tensor, Tensor)
         and tensor.layout is torch.strided
@@ -48,7 +48,7 @@ def is_plain(tensor: object, file: Path) -> bool:
 
 
 def _check_size(file: Path) -> bool:
-    """Refuse what would not fit, before reading it. Returns whether it is a zip, as torch writes since version 1.6."""
+    """Refuse a file that would not fit, before reading it. Returns whether it is a zip, as torch writes since 1.6."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     unpacked = 0
     try:
@@ -62,7 +62,7 @@ def _check_size(file: Path) -> bool:
     if size > memory:
         raise ModelError(f"{file} has {size} bytes, more than this machine's memory ({memory})")
     if unpacked > size:  # torch.save stores without compressing
-        raise ModelError(f"{file} has {size} bytes but claims {unpacked} when unpacked: torch.save does not write such")
+        raise ModelError(f"{file} has {size} bytes but claims {unpacked} when unpacked: torch.save never does that")
     return is_zip
 
 
@@ -76,7 +76,7 @@ def _needs_code(file: Path, is_zip: bool) -> str:
     found = f" ({', '.join(names[:3])})"[:200] if names else ""
     return (
         f"{file} was not imported: it is damaged, or holds objects other than tensors and plain values{found}; nothing "
-        "in it was run. Load it where you trust it, and save its tensors alone"
+        "in it was run. Load it where you trust it, and save only its tensors"
     )
 
 

@@ -1,8 +1,8 @@
-"""The words of the system as plain, frozen values: what both ends say to each other, and nothing that does anything.
+"""The messages of the protocol, as plain frozen values without behaviour.
 
-Each request of the protocol is one class here, and so is its answer. The coordinator, the exchange machine, the HTTP
-service, the in-memory twin and the simulator all use these same classes, so a simulated round and a real one differ in
-who carries the message and in nothing else. `docs/reference/wire.md` is the same thing in prose.
+Each request is one class here, and so is its answer. The coordinator, the exchange machine, the HTTP service, the
+in-memory twin and the simulator all use these classes, so a simulated round differs from a real one only in what
+carries the messages. `docs/reference/wire.md` is the same in prose.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 1
 MOST_SECTIONS = 4096
-MOST_PAYLOADS = 64  # in one agreement: the longest chain of updates that anybody is sent
+MOST_PAYLOADS = 64  # in one agreement: the longest chain of updates the server sends
 
-# Bounds are part of the type: a message that breaks one is refused before anybody acts on it.
+# Bounds are part of the type: a message that breaks one is refused before any code acts on it.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Amount = Annotated[int, Meta(ge=0, le=10**12)]  # of samples or tokens in one contribution
@@ -35,16 +35,16 @@ Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class Plain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value: immutable, compared by content, refusing fields it does not know."""
+    """A value: immutable, compared by content; it refuses unknown fields."""
 
 
 # --- the model and the plan ---------------------------------------------------------------------------------------
 
 
 class ParameterSpec(Plain, frozen=True):
-    """One tensor that is exchanged. `block` names the layer it belongs to ("" = none), so that fragments follow layers;
-    `embedding` tells the tables, which may get a fragment of their own. A buffer that is exchanged has another role:
-    "average" (the workers' mean replaces it at each round) or "server" (everybody takes the server's)."""
+    """One exchanged tensor. `block` names its layer ("" = none), so that fragments follow layers; `embedding` marks
+    embedding tables, which may get their own fragment. An exchanged buffer has another role: "average" (the workers'
+    mean replaces it at each round) or "server" (every worker uses the server's)."""
 
     name: TensorName
     shape: tuple[Count, ...]
@@ -62,7 +62,7 @@ class ParameterSpec(Plain, frozen=True):
 
 
 class Manifest(Plain, frozen=True):
-    """What a worker's model is. Tied parameters appear once; `aliases` maps each other name to the one that is kept."""
+    """Describes a worker's model. Tied parameters appear once; `aliases` maps every other name to the kept one."""
 
     parameters: tuple[ParameterSpec, ...]
     aliases: dict[TensorName, TensorName] = {}
@@ -71,7 +71,7 @@ class Manifest(Plain, frozen=True):
 
 
 class Wishes(Plain, frozen=True):
-    """What somebody wants the plan to say. None = whatever the plan says."""
+    """Requested plan settings. None = follow the plan."""
 
     sync_every: Positive | None = None
     codec: Label | None = None
@@ -84,11 +84,12 @@ class Wishes(Plain, frozen=True):
 
 
 class Plan(Plain, frozen=True):
-    """What every worker follows. Owned by the coordinator, changed at round boundaries only; `revision` counts changes.
+    """What every worker follows. The coordinator owns it and changes it at round boundaries only; `revision` counts
+    changes.
 
-    `codec` is what contributions travel in, `down_codec` what agreements do: recipes (core/codecs/recipe.py). `delay`
-    is τ: an agreement is taken over so many steps after its contribution was sent. Then the worker either keeps the
-    steps it took meanwhile (`carry`) or mixes, local = α·local + (1−α)·agreed."""
+    `codec` encodes contributions, `down_codec` agreements; both are recipes (core/codecs/recipe.py). `delay` is τ: a
+    worker adopts an agreement so many steps after it sent its contribution. It then either keeps the steps in between
+    (`carry`) or mixes, local = α·local + (1−α)·agreed."""
 
     sync_every: Positive
     codec: Label
@@ -96,14 +97,14 @@ class Plan(Plain, frozen=True):
     part_size_bytes: Positive
     max_staleness: Count
     heartbeat_timeout_s: Seconds  # 0 = nobody is ever declared dead
-    down_codec: Label = "fp32"  # what runs had before there was a choice
+    down_codec: Label = "fp32"  # as in runs from before there was a choice
     mode: Mode = "sync"
     delay: Count = 0
     alpha: Share = 0.0
     carry: bool = False
     weight_by: WeightBy = "equal"
     dylu: bool = False
-    tokenizer: Label = ""  # its name or hash, if somebody named it: for comparing
+    tokenizer: Label = ""  # its name or hash, if given: for comparison
     revision: Count = 0
 
 
@@ -111,9 +112,9 @@ class Plan(Plain, frozen=True):
 
 
 class Join(Plain, frozen=True):
-    """A worker introduces itself. `instance` is drawn at each start of the process; a re-join names its `run_id`.
-    `continues`: it goes on from a saved state of its own, with the steps it had taken; so the rounds that waited for
-    the process before it wait for this one."""
+    """A worker introduces itself. `instance` is random at each start of the process; a rejoin names its `run_id`.
+    `continues`: it resumes from its own saved state, with the steps it had taken; so rounds that waited for the
+    previous process wait for this one."""
 
     protocol: Count
     worker_id: WorkerId
@@ -126,8 +127,8 @@ class Join(Plain, frozen=True):
 
 
 class JoinedFragment(Plain, frozen=True):
-    """Where a fragment stands: its newest version, and the last sequence accepted from the worker that asks, with the
-    version that it counts in (which may be still to come)."""
+    """A fragment's newest version, and the last sequence accepted from the joining worker, with the version that it
+    counts in (possibly a future one)."""
 
     version: Count
     last_sequence: Count
@@ -143,7 +144,7 @@ class JoinAnswer(Plain, frozen=True):
 
 
 class FromMember(Plain, frozen=True):
-    """The head of everything a joined worker sends: which run, who, and which start of it."""
+    """The head of every request of a joined worker: run, worker and incarnation."""
 
     run_id: RunId
     worker_id: WorkerId
@@ -151,9 +152,9 @@ class FromMember(Plain, frozen=True):
 
 
 class Command(Plain, frozen=True):
-    """An order to one worker; it comes with every heartbeat answer until a heartbeat acknowledges it.
+    """An order to one worker; every heartbeat answer carries it until a heartbeat acknowledges it.
 
-    drain: contribute what you have, take over the agreement, leave. sync: contribute every fragment now."""
+    drain: contribute what you have, adopt the agreement, leave. sync: contribute every fragment now."""
 
     id: Positive
     kind: Literal["drain", "sync"]
@@ -161,8 +162,8 @@ class Command(Plain, frozen=True):
 
 
 class Heartbeat(FromMember, frozen=True):
-    """`steps_per_second` over training time only; 0 = not known yet. `acknowledged`: commands that were carried out
-    or will be at the next step."""
+    """`steps_per_second` over training time only; 0 = not known yet. `acknowledged`: commands that the worker has
+    executed, or will at the next step."""
 
     step: Count
     steps_per_second: Annotated[float, Meta(ge=0.0, le=1e9)]
@@ -171,7 +172,7 @@ class Heartbeat(FromMember, frozen=True):
 
 
 class HeartbeatAnswer(Plain, frozen=True):
-    """`sync_every`: this worker's own H from now on (dynamic local updates), if it is to differ from the plan's."""
+    """`sync_every`: this worker's own H from now on (dynamic local updates), if it differs from the plan's."""
 
     sync_round: Count
     sync_every: Positive | None = None
@@ -202,7 +203,7 @@ class ContributionKey(Plain, frozen=True):
 
 
 class OfContribution(FromMember, frozen=True):
-    """The head of everything that concerns one contribution."""
+    """The head of every request about one contribution."""
 
     fragment: Count
     sequence: Positive
@@ -216,11 +217,11 @@ class OfContribution(FromMember, frozen=True):
 
 class Offer(OfContribution, frozen=True):
     """ "I have a contribution." `oldest_base` is the version under its oldest unsent step (≤ base_version). `steps`,
-    `samples` and `tokens` say how much training is in it; the server makes its weight from them. A group of processes
-    that each hold some rows of every tensor sends it in sections, one frame each (wire/frames.py); `section_bytes`
-    are their sizes, which add up to `size_bytes`. None named = one section. `follows`: the sequence of an earlier one
-    that no agreement its worker holds includes (0 = none); a server that was restarted and has forgotten that one must
-    be sent it first, for it takes no older sequence afterwards."""
+    `samples` and `tokens` say how much training is in it; the server computes its weight from them. A group of
+    processes that each hold some rows of every tensor sends it in sections, one frame each (wire/frames.py);
+    `section_bytes` are their sizes, which add up to `size_bytes`. Empty = one section. `follows`: the sequence of an
+    earlier contribution that no agreement held by this worker includes (0 = none). A restarted server that has
+    forgotten it must get it first, because it accepts no older sequence afterwards."""
 
     base_version: Count
     oldest_base: Count
@@ -238,7 +239,7 @@ class Offer(OfContribution, frozen=True):
 
 
 class OfferAnswer(Plain, frozen=True):
-    """send: these parts are missing. wait: no room yet, ask again. accepted: it is in already (a repeated offer)."""
+    """send: these parts are missing. wait: no room yet, retry. accepted: it already counts (a repeated offer)."""
 
     state: Literal["send", "wait", "accepted"]
     missing: tuple[Count, ...] = ()
@@ -270,8 +271,8 @@ class CommitAnswer(Plain, frozen=True):
 
 
 class Participant(Plain, frozen=True):
-    """One contribution inside an agreement. Staleness 0 = it was computed from the agreement just before. `weight` is
-    what it counted with, staleness included. `norm` is ‖Δ‖, as far as it is known."""
+    """One contribution inside an agreement. Staleness 0 = computed from the preceding agreement. `weight` is the weight
+    it counted with, staleness included. `norm` is ‖Δ‖, if known."""
 
     worker_id: WorkerId
     sequence: Positive
@@ -281,10 +282,10 @@ class Participant(Plain, frozen=True):
 
 
 class Watched(Plain, frozen=True):
-    """How a round went (core/watch.py). None = not known, or there is no such thing (a similarity of one).
+    """The metrics of a round (core/watch.py). None = unknown or undefined (the similarity of a single contribution).
 
     `pseudo_grad_norm`: ‖Δ‖ of the worker's own contribution. `peer_grad_similarity`: the mean cosine between two
-    contributions. `aggregated_grad_norm`: ‖Δ̄‖ of what came out. `weight_divergence`: the variance of the weights
+    contributions. `aggregated_grad_norm`: ‖Δ̄‖ of the aggregate. `weight_divergence`: the variance of the weights
     between the workers, summed over the parameters, just before they agreed."""
 
     pseudo_grad_norm: Norm | None = None
@@ -294,14 +295,14 @@ class Watched(Plain, frozen=True):
 
     @property
     def known(self) -> dict[str, float]:
-        """By name, to six digits, for people."""
+        """By name, to six digits, for display."""
         found = {name: getattr(self, name) for name in self.__struct_fields__}
         return {name: float(f"{value:.6g}") for name, value in found.items() if value is not None}
 
 
 class Payload(Plain, frozen=True):
-    """Bytes to be fetched in parts: a frame. "full" is the anchor of this version, whole, in fp32. "update" is the
-    encoded difference to it from the version before."""
+    """A frame to fetch in parts. "full" is the whole anchor of this version, in fp32. "update" is the encoded
+    difference from the previous version."""
 
     version: Count
     kind: Literal["full", "update"]
@@ -310,10 +311,10 @@ class Payload(Plain, frozen=True):
 
 
 class Agreement(Plain, frozen=True):
-    """What a round produced. `payloads` lead to it: one "full", or from the version that the asker holds a chain of
-    "update"s, to be added one after the other; either way the same bits come out. `anchor_hash` is over the fragment's
-    fp32 values, however they were carried; `range_hashes`, for a group that asked, over the rows of each section.
-    `watched`: how the round went, as far as it is the same for everybody."""
+    """The result of a round. `payloads` lead to it: one "full", or a chain of "update"s from the version that the
+    requester holds, to be added in order; both give the same bits. `anchor_hash` is over the fragment's fp32 values,
+    however they travelled; `range_hashes`, for a group that asked, over the rows of each section. `watched`: the
+    metrics of the round that are the same for all workers."""
 
     fragment: Count
     version: Count
@@ -325,31 +326,31 @@ class Agreement(Plain, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of all that is to be fetched."""
+        """Of all payloads to fetch."""
         return sum(payload.size_bytes for payload in self.payloads)
 
 
 class Poll(FromMember, frozen=True):
     """ "Is there an agreement newer than `after`?" Answered when there is, or after at most `wait_s`. `held` and
-    `held_hash` are the version and the hash of the anchor we hold: what leads from there to the newest may be sent
-    instead of all of it. `sections` > 1 asks for the hash of each section's rows beside the hash of all;
-    `plan_revision` is that of the plan we follow."""
+    `held_hash` are the version and the hash of the anchor we hold: the server may send the updates from there instead
+    of a snapshot. `sections` > 1 also asks for the hash of each section's rows; `plan_revision` is that of the plan we
+    follow."""
 
     fragment: Count
     after: Annotated[int, Meta(ge=-1, le=2**53)]
     held: Count = 0
-    held_hash: Hash | None = None  # None = send the whole
+    held_hash: Hash | None = None  # None = send a snapshot
     wait_s: Seconds = 0.0
     sections: Annotated[int, Meta(ge=1, le=MOST_SECTIONS)] = 1
     plan_revision: Count = 0
 
 
 class PollAnswer(Plain, frozen=True):
-    """`last_sequence`: the last contribution of this worker to this fragment that the server has accepted; a worker
-    that was told "accepted" and then sees a smaller number knows that the server lost it, and sends it again.
+    """`last_sequence`: the last contribution of this worker to this fragment that the server has accepted. A worker
+    that was told "accepted" and then sees a smaller number knows that the server lost its contribution, and resends it.
     `stuck`: the open round cannot close unless more workers join. `wanted`: (fragment, version) of other rounds that
-    wait for this worker; if it stands still while it waits, it contributes to them too, so that two workers at
-    different fragments never wait for each other. `plan`: the run's plan, if it changed since the asker's."""
+    wait for this worker; if it is blocked, it contributes to them too, so that two workers at different fragments never
+    wait for each other. `plan`: the run's plan, if it changed since the revision in the poll."""
 
     agreement: Agreement | None
     last_sequence: Count
@@ -361,7 +362,7 @@ class PollAnswer(Plain, frozen=True):
 
 
 class GetPart(FromMember, frozen=True):
-    """Asks for one part of a payload; the answer's body is the bytes."""
+    """Requests one part of a payload; the answer's body is the bytes."""
 
     fragment: Count
     version: Count
@@ -370,7 +371,7 @@ class GetPart(FromMember, frozen=True):
 
 
 class GetPartAnswer(Plain, frozen=True):
-    """Beside the bytes: the hash the sender computed. The receiver computes its own and compares."""
+    """Comes with the bytes: the hash that the sender computed. The receiver computes its own and compares."""
 
     hash: PartHash
 
@@ -381,10 +382,10 @@ class GetPartAnswer(Plain, frozen=True):
 class Control(Plain, frozen=True):
     """An operator's order to the server.
 
-    save: write the state now. kick: remove a worker, which cannot come back without a new start. drain: let a worker
-    (or all) contribute and leave. sync: let a worker (or all) contribute at once. plan: change what `changes` states,
-    at the next round. budget: end at so many tokens (0 = no end). pardon: hold nothing against a worker any more, which
-    ends its quarantine. shutdown: drain all, save, stop."""
+    save: write the state now. kick: remove a worker; it must be restarted to rejoin. drain: let a worker (or all)
+    contribute and leave. sync: let a worker (or all) contribute at once. plan: apply `changes` at the next round.
+    budget: end at so many tokens (0 = no end). pardon: clear a worker's offences, which ends its quarantine. shutdown:
+    drain all, save, stop."""
 
     kind: Literal["save", "kick", "pardon", "drain", "sync", "plan", "budget", "shutdown"]
     worker_id: WorkerId | None = None
@@ -394,7 +395,7 @@ class Control(Plain, frozen=True):
 
 
 class ControlAnswer(Plain, frozen=True):
-    """What was done, in words."""
+    """What was done, as text."""
 
     done: str
 

@@ -75,7 +75,7 @@ def test_a_healthy_way_is_looked_at_from_end_to_end(server: DiLoCoServer, tmp_pa
 def test_before_the_first_worker_no_exchange_is_estimated(server: DiLoCoServer) -> None:
     report = Report(server.address)
     assert report.code == 0
-    assert report.found("exchange").startswith("not known before the first worker")
+    assert report.found("exchange").startswith("unknown until the first worker")
 
 
 def test_a_join_string_can_come_on_standard_input(server: DiLoCoServer) -> None:

@@ -63,7 +63,7 @@ class TestCheckpoints:
 
     def test_where_there_is_none_the_error_says_what_is_there(self, tmp_path: Path) -> None:
         (tmp_path / "__0_0.distcp").touch()
-        with pytest.raises(ModelError, match=r"is no checkpoint: .* it holds __0_0\.distcp"):
+        with pytest.raises(ModelError, match=r"is not a checkpoint: .* it holds __0_0\.distcp"):
             load_checkpoint(tmp_path)
         with pytest.raises(ModelError, match=r"no checkpoint at .*nowhere"):
             load_checkpoint(tmp_path / "nowhere")

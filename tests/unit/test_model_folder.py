@@ -175,7 +175,9 @@ class TestRefused:
         save_model(linear(), tmp_path)
         model = nn.Sequential(nn.Identity(), nn.Linear(3, 2))
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        with pytest.raises(ModelError, match=r"another model's: missing \['1.weight', '1.bias'\], unknown \['0\.") as e:
+        with pytest.raises(
+            ModelError, match=r"holds another model: missing \['1.weight', '1.bias'\], unknown \['0\."
+        ) as e:
             load_model(model, tmp_path)
         assert str(tmp_path) in str(e.value)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

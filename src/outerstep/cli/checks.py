@@ -1,4 +1,4 @@
-"""What `outerstep doctor` looks at: this machine, and the way to a server. verdicts.py says what it means."""
+"""What `outerstep doctor` checks: this machine, and the path to a server. verdicts.py interprets the results."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .verdicts import Finding
 CONNECT_S = 5.0
 ROUND_TRIPS = 7
 SYNCED_WRITES = 5
-FIRST_BYTES = 16 << 10  # of a measurement, per connection: quick even on a line of 100 kbit/s
-ENOUGH_S = 0.5  # a transfer that takes so long tells the rate
+FIRST_BYTES = 16 << 10  # of a measurement, per connection: quick even on a link of 100 kbit/s
+ENOUGH_S = 0.5  # a transfer this long measures the rate
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 CPU_LIMIT_FILE = Path("/sys/fs/cgroup/cpu.max")
 
@@ -45,10 +45,10 @@ Say = Callable[[str], None]
 
 
 def look_at_machine(say: Say, folders: Mapping[str, str], credentials: Credentials) -> Iterator[Finding]:
-    """`folders`: what is written where, as "save_dir": "/data/run"."""
+    """`folders`: purpose → folder, as "save_dir": "/data/run"."""
     say("loading torch")
     yield from look_at_torch()
-    say("looking at this machine")
+    say("checking this machine")
     yield verdicts.threads(usable_cores(), os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS"))
     yield verdicts.open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     for what, folder in folders.items():
@@ -61,7 +61,7 @@ def look_at_torch() -> Iterator[Finding]:
     own, python = version("outerstep"), platform.python_version()
     try:
         import torch
-    except (ImportError, OSError) as error:  # a library of it is missing, or of another machine
+    except (ImportError, OSError) as error:  # one of its libraries is missing, or built for another machine
         yield verdicts.software(python, own, "", str(error))
         return
     yield verdicts.software(python, own, torch.__version__)
@@ -76,13 +76,13 @@ def find_gpus(torch: Any) -> verdicts.Gpus:
         for index in range(torch.cuda.device_count() if built_for else 0):
             free, total = torch.cuda.mem_get_info(index)
             devices.append(verdicts.Gpu(torch.cuda.get_device_name(index), total, free))
-    except (RuntimeError, AssertionError) as failed:  # the driver does not go with this build
+    except (RuntimeError, AssertionError) as failed:  # the driver does not match this build
         devices, error = [], str(failed).splitlines()[0]
     return verdicts.Gpus(built_for, nvidia_driver(), devices, os.environ.get("CUDA_VISIBLE_DEVICES"), error)
 
 
 def nvidia_driver() -> str:
-    """Its version, from the kernel module itself; "" if there is none."""
+    """The driver's version, from the kernel module itself; "" if there is none."""
     try:
         words = DRIVER_FILE.read_text().splitlines()[0].split()
     except (OSError, IndexError):
@@ -91,7 +91,7 @@ def nvidia_driver() -> str:
 
 
 def usable_cores() -> int:
-    """That this process may use: its affinity, or the container's limit if that is less."""
+    """Cores that this process may use: its affinity, or the container's limit if that is lower."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = CPU_LIMIT_FILE.read_text().split()
@@ -101,7 +101,7 @@ def usable_cores() -> int:
 
 
 def try_disk(what: str, folder: str) -> verdicts.Disk:
-    """Write and sync a few small files where `folder` is, or would be made."""
+    """Write and sync a few small files where `folder` is, or would be created."""
     wanted = Path(folder).absolute()
     place = next(path for path in (wanted, *wanted.parents) if os.path.exists(path))
     try:
@@ -127,7 +127,7 @@ def _as_named(folder: str, place: Path) -> str:
 
 
 def look_at_secrets(folder: Path) -> Finding:
-    """The same rules as where they are read."""
+    """Applies the same rules as the code that reads secrets."""
     try:
         paths = [folder, *folder.rglob("*")] if folder.is_dir() else []
         modes = [(path, stat.S_IMODE(path.stat().st_mode), path.is_dir()) for path in sorted(paths)]
@@ -137,12 +137,12 @@ def look_at_secrets(folder: Path) -> Finding:
     return verdicts.secrets(str(folder), bool(paths), opened)
 
 
-# --- the way to a server --------------------------------------------------------------------------------------------
+# --- the path to a server -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Way:
-    """How a server is to be reached, and what came of it. `unknown`: why nothing is known about it here."""
+    """How to reach a server, and the status it answered. `unknown`: why nothing is known about it here."""
 
     host: str
     port: int
@@ -152,7 +152,7 @@ class Way:
 
 
 def find_way(server: str, credentials: Credentials) -> Way:
-    """A malformed address is an error; one that is merely not known here is looked at all the same."""
+    """A malformed address is an error; one that is merely unknown here is checked anyway."""
     if is_join_string(server):
         named = parse_join_string(server)
         host, port = named.host, named.port
@@ -168,8 +168,8 @@ def find_way(server: str, credentials: Credentials) -> Way:
 
 
 def look_at_server(say: Say, way: Way, transport: Callable[[], HttpTransport], connections: int) -> Iterator[Finding]:
-    """From the outside in; what cannot work without the one before is left out. `transport` is made when the server's
-    port is known to answer."""
+    """From the outside in; after a failure the checks that depend on it are skipped. `transport` is called once the
+    server's port is known to answer."""
     say(f"looking for {way.host}")
     for look in (look_up, knock, shake_hands):
         finding = look(way)
@@ -254,15 +254,15 @@ def ask_status(way: Way, line: HttpTransport) -> Finding:
 def measure(say: Say, status: dict[str, Any], line: HttpTransport, connections: int) -> Iterator[Finding]:
     own = version("outerstep")
     try:
-        say("measuring how far away it is")
+        say("measuring latency")
         trips, ahead_s, protocol = take_trips(line)
         yield verdicts.server(status, own, PROTOCOL_VERSION, protocol)
         yield verdicts.clock(ahead_s)
         yield verdicts.latency(trips)
-        noise(MAX_BYTES)  # made before the clock runs
-        say("measuring the way up")
+        noise(MAX_BYTES)  # generated before the clock runs
+        say("measuring upload speed")
         up = rate(lambda size: line.probe_up(noise(size)), connections)
-        say("measuring the way down")
+        say("measuring download speed")
         down = rate(lambda size: line.probe_down(memoryview(bytearray(size))), connections)
     except OuterstepError as error:
         if isinstance(error, Refused):
@@ -274,8 +274,8 @@ def measure(say: Say, status: dict[str, Any], line: HttpTransport, connections: 
 
 
 def take_trips(line: HttpTransport) -> tuple[list[float], float, int]:
-    """Seconds there and back; by how much the server's clock is ahead; its protocol. The first trip, which may have to
-    connect, is not counted."""
+    """Round-trip times in seconds; by how much the server's clock is ahead; its protocol. The first trip may have to
+    connect and does not count."""
     trips, ahead, protocol = [], [], PROTOCOL_VERSION
     for _ in range(ROUND_TRIPS + 1):
         sent_at, began_at = time.time(), time.perf_counter()
@@ -287,8 +287,8 @@ def take_trips(line: HttpTransport) -> tuple[list[float], float, int]:
 
 
 def rate(transfer: Callable[[int], object], connections: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes per second over so many connections at the same time, as a worker's parts travel; larger and larger ones,
-    until one takes long enough to tell."""
+    """Bytes per second over so many parallel connections, like a worker's parts; transfers grow until one takes long
+    enough to measure."""
     size = FIRST_BYTES
     with ThreadPoolExecutor(connections) as lanes:
         while True:

@@ -1,4 +1,4 @@
-"""`outerstep control`: tell a running server to save, to change its plan, to let workers go, to end."""
+"""`outerstep control`: tell a running server to save, change its plan, drain workers, or shut down."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Tell a running server what to do.\n\n"
-    "It obeys the admin token, which the user who runs it has, and its own machine only, unless it was started with "
-    "--remote-control.",
+    "It needs the admin token, which the user who runs the server has. The server accepts orders from its own machine "
+    "only, unless started with --remote-control.",
 )
 
 Worker = Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Its id. Left out: all workers.")]
@@ -43,7 +43,7 @@ def kick(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `outerstep status` shows it.")],
     reason: Reason = "",
 ) -> None:
-    """Remove a worker; it can come back only by a new start."""
+    """Remove a worker; it must be restarted to rejoin."""
     _send(context, kind="kick", worker_id=worker, reason=reason)
 
 
@@ -53,7 +53,7 @@ def pardon(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `outerstep status` shows it.")],
     reason: Reason = "",
 ) -> None:
-    """End a worker's quarantine, and hold nothing against it."""
+    """End a worker's quarantine and clear its offences."""
     _send(context, kind="pardon", worker_id=worker, reason=reason)
 
 
@@ -73,14 +73,12 @@ def sync(context: typer.Context, worker: Worker = None, reason: Reason = "") -> 
 def plan(
     context: typer.Context,
     sync_every: Annotated[int | None, typer.Option(min=1, help="H: local steps between two exchanges.")] = None,
-    fragment_delay: Annotated[
-        int | None, typer.Option(min=0, help="τ: steps until an agreement is taken over.")
-    ] = None,
+    fragment_delay: Annotated[int | None, typer.Option(min=0, help="τ: steps until an agreement is adopted.")] = None,
     fragment_alpha: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="α: how much of the local copy is kept then.")
     ] = None,
     fragment_carry: Annotated[
-        bool | None, typer.Option("--fragment-carry/--no-fragment-carry", help="Keep the steps taken meanwhile.")
+        bool | None, typer.Option("--fragment-carry/--no-fragment-carry", help="Keep the steps taken in between.")
     ] = None,
 ) -> None:
     """Change the plan, from the next round on."""
@@ -88,7 +86,7 @@ def plan(
     stated = {name: value for name, value in changes.items() if value is not None}
     if not stated:
         raise ConfigError(
-            "nothing to change: give --sync-every, --fragment-delay, --fragment-alpha or --fragment-carry"
+            "nothing to change: pass --sync-every, --fragment-delay, --fragment-alpha or --fragment-carry"
         )
     _send(context, kind="plan", changes=stated)
 
@@ -111,7 +109,7 @@ def shutdown(context: typer.Context, reason: Reason = "") -> None:
 
 
 def _send(context: typer.Context, **order: Any) -> None:
-    """Checked here as the server would: a typo gets its answer without a connection."""
+    """Validate the order as the server would, so that a typo fails without a connection, then send it."""
     try:
         message = msgspec.convert(order, Control)
     except msgspec.ValidationError as error:

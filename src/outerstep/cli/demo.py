@@ -11,7 +11,7 @@ from rich.console import Console
 
 
 class Among(StrEnum):
-    """Who the workers agree with."""
+    """How the workers agree."""
 
     SERVER = "server"
     ALLREDUCE = "allreduce"
@@ -21,18 +21,18 @@ class Among(StrEnum):
 def demo(
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Worker processes, each with its own data. [dim]Default: 2, of peers 3.[/dim]"),
+        typer.Option(min=1, help="Worker processes, each with its own data. [dim]Default: 2; peers: 3.[/dim]"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each worker.")] = 600,
     sync_every: Annotated[int, typer.Option(min=1, help="H: steps between exchanges.")] = 25,
     seed: Annotated[int, typer.Option(help="Of the initial weights and the data order.")] = 0,
     topology: Annotated[
         Among,
-        typer.Option(help="The workers agree through a server, or without one among themselves: ranks, or peers."),
+        typer.Option(help="How the workers agree: through a server, or without one, as ranks or as peers."),
     ] = Among.SERVER,
     folder: Annotated[Path, typer.Option(help="Where logs, model, plot and results go.")] = Path("outerstep-demo"),
 ) -> None:
-    """Train one small GPT with workers, and as a rule a server, as real processes, and compare.
+    """Train one small GPT with workers, and by default a server, as real processes, and compare.
 
     Nothing is downloaded: the text is the Python standard library's own source. By default it takes a few minutes
     on two cores, and ends with a table, a plot and a model that loads.

@@ -1,4 +1,4 @@
-"""`outerstep doctor`: what is wrong with this machine, or with the way to a server, and what to do about it."""
+"""`outerstep doctor`: what is wrong with this machine, or with the path to a server, and what to do about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .options import CredentialsFolder, credentials_folder
 from .verdicts import Finding
 
 TIMEOUT_S = 30.0
-SPOOL = "/var/tmp"  # where the server keeps contributions that memory has no room for, if nobody says otherwise
+SPOOL = "/var/tmp"  # where the server keeps contributions that do not fit in memory, by default
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -31,24 +31,22 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[SERVER]",
-            help="HOST:PORT, or a join string (- = read it from standard input). Left out: this machine alone.",
+            help="HOST:PORT, or a join string (- = read it from standard input). Left out: only this machine.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     save_dir: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR", help="Where a server on this machine would save. [dim]Default: as it is set.[/dim]"
-        ),
+        typer.Option(metavar="DIR", help="Where a server on this machine would save. [dim]Default: its setting.[/dim]"),
     ] = None,
     credentials: CredentialsFolder = None,
 ) -> None:
-    """Look for what would keep a server or a worker from working here.
+    """Look for anything that would keep a server or a worker from working here.
 
-    Versions, GPUs, disks and limits of this machine; with SERVER also the whole way there: name, port, certificate,
-    token, clock, latency, bandwidth, and how long an exchange of the run's model takes at that. Exit code 1 if
-    something failed; a warning is no failure.
+    Checks versions, GPUs, disks and limits of this machine; with SERVER also the whole path there: name, port,
+    certificate, token, clock, latency, bandwidth, and how long an exchange of the run's model takes. Exit code 1 if
+    something failed; a warning is not a failure.
     """
     if server == "-":
         server = sys.stdin.readline(LONGEST_CHARS).strip()
@@ -63,7 +61,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "findings": [dataclasses.asdict(f) for f in found]}, indent=2))
     elif server is None:
-        typer.echo("The way to a server was not looked at: `outerstep doctor HOST:PORT`.")
+        typer.echo("The path to a server was not checked: `outerstep doctor HOST:PORT`.")
     if failed:
         raise typer.Exit(1)
 
@@ -71,7 +69,7 @@ def doctor(
 def _look(server: str | None, save_dir: str | None, credentials: str | None, say: Say) -> Iterator[Finding]:
     settings, worker = resolve(SERVER, {}), resolve(WORKER, {})
     known = Credentials(credentials)
-    way = find_way(server, known) if server is not None else None  # a slip in it is said before anything else
+    way = find_way(server, known) if server is not None else None  # a typo in it is reported before anything else
     folders = {
         "save_dir": save_dir or settings["save_dir"].value,
         "spool": settings["spool_dir"].value or SPOOL,
@@ -100,7 +98,7 @@ def _row(finding: Finding) -> Table:
 
 
 class _Silent:
-    """In place of a progress line."""
+    """Replaces the progress line."""
 
     def __enter__(self) -> _Silent:
         return self

@@ -1,4 +1,4 @@
-"""`outerstep join`: take a server's join string, check that it works, keep it."""
+"""`outerstep join`: read a server's join string, check that it works, store it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def join(
         str | None,
         typer.Argument(
             metavar="[JOIN_STRING|-]",
-            help="The line that the server printed; - = read it from standard input. Left out: OUTERSTEP_JOIN, or you "
-            "are asked for it. [dim]As an argument, other users of this machine can see it while the command runs, and "
-            "your shell remembers it.[/dim]",
+            help="The line that the server printed; - = read it from standard input. Left out: OUTERSTEP_JOIN, or a "
+            "prompt. [dim]Other users of this machine can see an argument while the command runs, and your shell "
+            "history keeps it.[/dim]",
             show_default=False,
         ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Ask the server whether it works before keeping it.")
+        bool, typer.Option("--check/--no-check", help="Check it with the server before storing it.")
     ] = True,
     credentials: CredentialsFolder = None,
 ) -> None:
-    """Learn how to reach a server, from its join string.
+    """Store a server's join string, so that its address is enough from then on.
 
     Afterwards [bold]outerstep worker --server HOST:PORT[/bold], [bold]outerstep status[/bold] and
     [bold]DiLoCoWorker(…, "HOST:PORT")[/bold] find the token and the certificate's fingerprint by themselves.
@@ -58,17 +58,17 @@ def _read(string: str | None) -> str:
     if os.environ.get(JOIN_VARIABLE):
         return os.environ[JOIN_VARIABLE]
     if not sys.stdin.isatty():
-        raise ConfigError("no join string: give `-` and send it to standard input, or set OUTERSTEP_JOIN")
+        raise ConfigError("no join string: pass `-` and send it to standard input, or set OUTERSTEP_JOIN")
     return str(typer.prompt("The join string that the server printed", hide_input=True))
 
 
 def _check(access: Access) -> bool:
-    """Does it answer? Says whether it is a peer of a run without a server."""
+    """Check that the server answers. Returns whether it is a peer of a run without a server."""
     transport = HttpTransport(access.join_string, timeout_s=TIMEOUT_S)
     try:
         status = transport.status()
     except TransportError as error:
-        raise TransportError(f"{error}. Nothing was kept; --no-check keeps it without asking the server") from error
+        raise TransportError(f"{error}. Nothing was stored; --no-check stores it without asking the server") from error
     finally:
         transport.close()
     is_peer = status.get("mode") == "gossip"

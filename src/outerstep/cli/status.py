@@ -22,16 +22,16 @@ WATCH_S = 1.0
 
 def status(
     seconds: Annotated[
-        float | None, typer.Argument(metavar="[SECONDS]", min=0.1, help="With --watch: between two looks, if not 1.")
+        float | None, typer.Argument(metavar="[SECONDS]", min=0.1, help="With --watch: the interval, if not 1.")
     ] = None,
     server: ServerAddress = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Stay and look again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
     credentials: CredentialsFolder = None,
 ) -> None:
     """Show rounds, workers and what the server waits for."""
     if seconds is not None and not watch:
-        raise ConfigError(f"{seconds:g} means nothing without --watch")
+        raise ConfigError(f"SECONDS needs --watch, got {seconds:g} without it; add --watch")
     if watch and as_json:
         raise ConfigError("--json prints once; leave --watch out")
     transport = HttpTransport(server_address(server), timeout_s=10.0, credentials=credentials_folder(credentials))
@@ -54,7 +54,7 @@ def status(
 
 
 def render(status: dict[str, Any], address: str) -> RenderableType:
-    """The status as a person reads it: a few lines of facts, the workers, and why nothing happens if nothing does."""
+    """The status for people: a few lines of facts, the workers, and what each fragment waits for."""
     if status["mode"] == "gossip":
         return _peer(status, address)
     lines: list[RenderableType] = [
@@ -74,7 +74,7 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
     if status.get("last_save"):
         lines.append(f"last save: {escape(status['last_save'])}")
     if status.get("closing"):
-        lines.append(f"[yellow]coming to its end: {escape(status['closing'])}[/yellow]")
+        lines.append(f"[yellow]shutting down: {escape(status['closing'])}[/yellow]")
     for i, fragment in enumerate(status["fragments"]):
         done = ", ".join(fragment["contributed"]) or "nobody yet"
         lines.append(
@@ -85,14 +85,14 @@ def render(status: dict[str, Any], address: str) -> RenderableType:
 
 
 def _watched(round_: dict[str, float]) -> str:
-    """How the round went that made this version (docs/concepts/what-to-watch.md)."""
+    """Metrics of the round that made this version (docs/concepts/what-to-watch.md)."""
     shown = {"aggregated_grad_norm": "‖Δ̄‖", "peer_grad_similarity": "similarity", "weight_divergence": "divergence"}
     parts = [f"{word} {round_[name]:.3g}" for name, word in shown.items() if name in round_]
     return f" ({', '.join(parts)})" if parts else ""
 
 
 def _peer(status: dict[str, Any], address: str) -> RenderableType:
-    """The same of a peer of a run without a server."""
+    """The status of a peer of a run without a server."""
     head = f"[bold]{address}[/bold]  peer {escape(status['peer_id'])}  up {duration(status['uptime_s'])}"
     if not status["begun"]:
         return f"{head}  has not joined a run yet"
@@ -108,7 +108,7 @@ def _peer(status: dict[str, Any], address: str) -> RenderableType:
         table,
     ]
     if not status["is_member"]:
-        lines.append("[yellow]it does not belong to the run, or not yet[/yellow]")
+        lines.append("[yellow]it is not a member of the run, or not yet[/yellow]")
     for word, who in (("silent", status["silent"]), ("proven to lie, and expelled", status["expelled"])):
         lines += [f"[red]{word}: {escape(', '.join(who))}[/red]"] if who else []
     lines += [f"[red]{escape(status[what])}[/red]" for what in ("failure", "trouble") if status[what]]
@@ -124,7 +124,7 @@ def _plan(plan: dict[str, Any]) -> str:
     if plan.get("fragment_delay"):
         alpha = plan.get("fragment_alpha")
         taken = "carried" if plan.get("fragment_carry") else f"mixed with α {alpha:g}" if alpha else "overwritten"
-        text += f", taken over {plan['fragment_delay']} step(s) later and {taken}"
+        text += f", adopted {plan['fragment_delay']} step(s) later and {taken}"
     return text + (f", revision {plan['revision']}" if plan.get("revision") else "")
 
 
@@ -140,12 +140,12 @@ def _asynchronous(status: dict[str, Any]) -> str:
 
 
 def _aggregation(status: dict[str, Any]) -> str:
-    """The rule by which contributions are combined, if it is not the plain mean."""
+    """The rule that combines contributions, if it is not the plain mean."""
     rule, too_few = status.get("aggregation", "mean"), status.get("rounds_too_few")
     if rule == "mean":
         return ""
     needs = f"aggregation: {rule}, at least {status['min_workers']} contributions"
-    return needs + (f", {too_few} round(s) with too few that moved nothing" if too_few else "")
+    return needs + (f", {too_few} round(s) moved nothing because too few had trained" if too_few else "")
 
 
 def _tokens(tokens: dict[str, Any]) -> str:
@@ -161,7 +161,7 @@ def _tokens(tokens: dict[str, Any]) -> str:
     return text
 
 
-# What each column shows of a worker; a column that would be empty for all of them is left out.
+# What each column shows of a worker; a column that is empty for all workers is left out.
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "host": lambda facts: facts["hostname"],
     "step": lambda facts: str(facts["step"]),

@@ -1,13 +1,13 @@
 """SIGTERM and Ctrl-C for a command that has something to finish.
 
 with Stopping() as stopping:
-    …                              # nothing to finish yet: a signal ends the process, exit code 128 + its number
+    …                              # nothing to finish yet: a signal ends the process with exit code 128 + its number
     stopping.gently(server.request_stop)
     …                              # the first signal asks to stop, a second Ctrl-C ends the process
 
-A thread listens, not the handlers: those run between two steps of the main thread only, which may be busy for minutes
-with a large file, and must not take a lock that it holds. Whatever the process writes is written under another name
-first, so it can be ended at any moment.
+A thread reacts, not the handlers: those run only between two bytecodes of the main thread, which may be busy for
+minutes with a large file, and must not take a lock that it holds. The process writes every file under a temporary name
+first, so it can be killed at any moment.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Stopping:
         self._ear, self._mouth = -1, -1
 
     def __enter__(self) -> Stopping:
-        """In the main thread; in any other nobody hears signals."""
+        """In the main thread; in any other this does nothing, because no signal arrives there."""
         if threading.current_thread() is not threading.main_thread():
             return self
         self._ear, self._mouth = os.pipe()
         os.set_blocking(self._mouth, False)
         self._wakeup_before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, lambda *_: None)  # what counts is that there is one
+            self._before[number] = signal.signal(number, lambda *_: None)  # a handler must exist for the wakeup fd
         threading.Thread(target=self._listen, name="outerstep-signals", daemon=True).start()
         return self
 
@@ -51,7 +51,7 @@ class Stopping:
             os.close(self._mouth)  # which ends the thread
 
     def gently(self, stop: Callable[[], None]) -> None:
-        """From here on there is something to finish; `stop` asks for it, and returns at once."""
+        """From here on there is something to finish; `stop` requests it and returns at once."""
         self._stop = stop
 
     def _listen(self) -> None:
@@ -72,6 +72,6 @@ class Stopping:
 
 
 def _say(text: str) -> None:
-    """If anybody can hear it: a log that is full or closed must not keep a server from stopping."""
+    """Print if possible: a full or closed log must not keep a server from stopping."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

@@ -16,8 +16,8 @@ from .options import CredentialsFolder, server_credentials
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Show, make, replace and withdraw tokens.\n\n"
-    "On the server's machine, as the user who runs the server. What these commands print is secret.",
+    help="Show, create, replace and revoke tokens.\n\n"
+    "Run it on the server's machine, as the user who runs the server. The output of these commands is secret.",
 )
 
 Address = Annotated[
@@ -25,7 +25,7 @@ Address = Annotated[
     typer.Option(
         "--address",
         metavar="HOST:PORT",
-        help="As the workers reach the server. [dim]Default: as it was last started.[/dim]",
+        help="The server's address as the workers see it. [dim]Default: as it was last started.[/dim]",
     ),
 ]
 Admin = Annotated[bool, typer.Option("--admin", help="The admin token, for `outerstep control` from elsewhere.")]
@@ -40,9 +40,9 @@ def show(address: Address = None, admin: Admin = False, credentials: Credentials
 
 @app.command()
 def new(worker: WorkerName, address: Address = None, credentials: CredentialsFolder = None) -> None:
-    """Give a worker a token of its own, and print its join string, once.
+    """Give a worker its own token, and print its join string, once.
 
-    From then on its id is taken with this token only. A token that it had before is void.
+    From then on its id needs this token. A previous token of this worker becomes invalid.
     """
     folder = _folder(credentials)
     token = folder.tokens.give_worker(worker)
@@ -55,8 +55,8 @@ def new(worker: WorkerName, address: Address = None, credentials: CredentialsFol
 def rotate(address: Address = None, admin: Admin = False, credentials: CredentialsFolder = None) -> None:
     """Replace the run's token, or with --admin the admin token, and print the new join string.
 
-    The old one is refused from the next request on. Workers that are running train on, and say so; each goes on
-    exchanging when `outerstep join` on its machine has been given the new string.
+    The old one is refused from the next request on. Running workers keep training, and say so; each resumes exchanging
+    once `outerstep join` on its machine has the new string.
     """
     folder = _folder(credentials)
     tokens = folder.tokens.rotate("admin" if admin else "run")
@@ -67,14 +67,14 @@ def rotate(address: Address = None, admin: Admin = False, credentials: Credentia
 
 @app.command()
 def revoke(worker: WorkerName, credentials: CredentialsFolder = None) -> None:
-    """Withdraw a worker's own token. (The run's token then speaks for its id again.)"""
+    """Revoke a worker's own token. (Its id then accepts the run's token again.)"""
     _folder(credentials).tokens.take_from_worker(worker)
-    typer.echo(f"the token of {worker} is void; to keep out whoever held it, rotate the run's token too if they had it")
+    typer.echo(f"the token of {worker} is revoked; if its holder also has the run's token, rotate that one too")
 
 
 @app.command("list")
 def list_(credentials: CredentialsFolder = None) -> None:
-    """Name the workers that have tokens of their own."""
+    """Name the workers that have their own tokens."""
     for worker in sorted(_folder(credentials).tokens.load().workers):
         typer.echo(worker)
 
@@ -83,7 +83,7 @@ def _folder(flag: str | None) -> Credentials:
     folder = Credentials(server_credentials(flag))
     if not folder.tokens.path.exists():
         raise ConfigError(
-            f"no server has been started with the credentials in {folder.folder}: start one, or give its --credentials"
+            f"no server has been started with the credentials in {folder.folder}: start one, or pass its --credentials"
         )
     return folder
 
@@ -94,7 +94,7 @@ def _print(folder: Credentials, address: str | None, *, admin: bool) -> None:
 
 
 def _accesses(folder: Credentials, address: str | None) -> list[Access]:
-    """One for each port that a server was last started on; or for the address that is asked for."""
+    """One for each port that a server was last started on, or one for the given address."""
     tokens, started = folder.tokens.load(), [access for _, access in folder.join_files()]
     if address is not None:
         host, port = parse_address(address)

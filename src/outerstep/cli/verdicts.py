@@ -1,4 +1,4 @@
-"""What `outerstep doctor` makes of what it found. Pure: facts in, one finding out, with a remedy where there is one."""
+"""How `outerstep doctor` interprets what it found. Pure: facts in, one finding out, with a remedy if there is one."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """`built_for`: the CUDA or ROCm that torch has, "" = none; `driver`: the NVIDIA driver's version, "" = none;
-    `visible`: CUDA_VISIBLE_DEVICES; `error`: what torch said when it was asked for them."""
+    """`built_for`: torch's CUDA or ROCm, "" = none; `driver`: the NVIDIA driver's version, "" = none; `visible`:
+    CUDA_VISIBLE_DEVICES; `error`: what torch raised when asked for the devices."""
 
     built_for: str = ""
     driver: str = ""
@@ -95,12 +95,14 @@ def _usable(facts: Gpus) -> Finding:
     crowded = [i for i, gpu in enumerate(facts.devices) if gpu.free_bytes < gpu.total_bytes / 2]
     if crowded:
         which = ", ".join(map(str, crowded))
-        return Finding("GPU", "warn", found, f"somebody uses GPU {which}: choose others with `outerstep worker -d`")
+        return Finding(
+            "GPU", "warn", found, f"another program uses GPU {which}: choose others with `outerstep worker -d`"
+        )
     return Finding("GPU", "ok", found)
 
 
 def threads(cores: int, seen: int, omp: str | None) -> Finding:
-    """`cores`: that this process may use (a container may have fewer than the machine); `seen`: what torch would."""
+    """`cores`: available to this process (a container may have fewer than the machine); `seen`: torch's default."""
     if omp is None and cores < seen:
         return Finding(
             "CPU",
@@ -129,7 +131,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 @dataclass(frozen=True)
 class Disk:
-    """`folder`: as it was named; `tried`: the folder itself, or what there is of it. `error`: of writing there."""
+    """`folder`: as given; `tried`: the folder itself, or its nearest existing parent; `error`: of writing there."""
 
     what: str
     folder: str
@@ -165,15 +167,15 @@ def _disk_remedy(number: int | None, folder: str) -> str:
         errno.ENOSPC: "the disk is full: make room, or choose another folder",
         errno.EDQUOT: "your quota is used up: make room, or choose another folder",
         errno.EROFS: "it is mounted read-only: choose another folder",
-        errno.EACCES: f"it is somebody else's: `ls -ld {folder}`, or choose another folder",
+        errno.EACCES: f"another user owns it: `ls -ld {folder}`, or choose another folder",
         errno.EIO: "the disk is failing: see `dmesg`, and choose another",
     }.get(number or 0, "choose another folder")
 
 
 def secrets(folder: str, exists: bool, open_to_others: Sequence[tuple[str, int, bool]]) -> Finding:
-    """`open_to_others`: path, mode, and whether it is a folder, of what others can read or change there."""
+    """`open_to_others`: path, mode, and whether it is a folder, of everything that others can read or change there."""
     if not exists:
-        found = f"nothing is stored in {folder} yet: `outerstep join`, or a server's first start, does"
+        found = f"nothing is stored in {folder} yet; `outerstep join` or a server's first start stores them there"
         return Finding("secrets", "ok", found)
     if open_to_others:
         path, mode, is_folder = open_to_others[0]
@@ -191,7 +193,7 @@ def unreadable(folder: str, error: OSError) -> Finding:
     )
 
 
-# --- the way to a server --------------------------------------------------------------------------------------------
+# --- the path to a server -------------------------------------------------------------------------------------------
 
 
 def name(host: str, addresses: Sequence[str], error: str = "") -> Finding:
@@ -200,7 +202,7 @@ def name(host: str, addresses: Sequence[str], error: str = "") -> Finding:
             "address",
             "fail",
             f"{host} has no address: {error}",
-            "a slip in the name? else its number instead of the name",
+            "check the name for a typo, or use the numeric address",
         )
     return Finding("address", "ok", host if [host] == list(addresses) else f"{host} is {', '.join(addresses)}")
 
@@ -212,7 +214,7 @@ def port(host: str, number: int, error: OSError | None, took_s: float) -> Findin
         return Finding("port", "ok", f"{address} takes connections ({_seconds(took_s)})")
     if isinstance(error, ConnectionRefusedError):
         there = (
-            "start it, or look at which port it says it listens on"
+            "start it, or check which port it listens on"
             if is_loopback(host)
             else "does it run, and on this port? Without --host 0.0.0.0 it listens for its own machine only (127.0.0.1)"
         )
@@ -222,19 +224,21 @@ def port(host: str, number: int, error: OSError | None, took_s: float) -> Findin
             "port",
             "fail",
             f"{address} does not answer at all",
-            f"a firewall drops it, or the address is wrong: let TCP port {number} in on the server's machine "
+            f"a firewall drops it, or the address is wrong: allow TCP port {number} on the server's machine "
             f"(`ufw allow {number}/tcp`), and behind a router or in a cloud forward or allow it there too",
         )
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
         return Finding(
-            "port", "fail", f"there is no way to {address}: {error.strerror}", "wrong network? Is the VPN or tunnel up?"
+            "port", "fail", f"there is no route to {address}: {error.strerror}", "check the network, VPN or tunnel"
         )
-    return Finding("port", "fail", f"{address}: {error.strerror or error}", "can this machine reach others at all?")
+    return Finding(
+        "port", "fail", f"{address}: {error.strerror or error}", "check whether this machine reaches others at all"
+    )
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The certificate that the other end showed, or why it showed none."""
+    """The certificate that the server presented, or why it presented none."""
 
     fingerprint: str = ""
     begins: datetime | None = None
@@ -243,7 +247,7 @@ class Shown:
 
 
 def certificate(address: str, expected: str | None, pinned: bool, shown: Shown, now: datetime) -> Finding:
-    """`expected`: the fingerprint that is stored, None = by the system's authorities if the server is known at all."""
+    """`expected`: the stored fingerprint; None = check by the system's authorities, if the server is known at all."""
     if shown.error is not None:
         return _no_handshake(address, shown.error)
     if expected is not None and shown.fingerprint != expected:
@@ -252,8 +256,8 @@ def certificate(address: str, expected: str | None, pinned: bool, shown: Shown, 
             "fail",
             f"{address} shows another certificate than the one known here: expected sha256 {expected}, "
             f"got {shown.fingerprint}",
-            "if the server was moved or its credentials were made anew: `outerstep join -` with its new join string. "
-            "If not, somebody is in between",
+            "if the server was moved or its credentials were recreated: `outerstep join -` with its new join string. "
+            "If not, someone is intercepting the connection",
         )
     how = "is the one known here" if pinned else "is not known here, so not checked"
     found = f"sha256 {shown.fingerprint[:16]}… {how}"
@@ -262,7 +266,7 @@ def certificate(address: str, expected: str | None, pinned: bool, shown: Shown, 
             "certificate",
             "warn",
             f"{found}; by this machine's clock it is not valid now ({_day(shown.begins)} to {_day(shown.ends)})",
-            "outerstep looks at the fingerprint alone; browsers and proxies will not. Is the clock right?",
+            "outerstep checks only the fingerprint, but browsers and proxies check the date; check the clock",
         )
     return Finding("certificate", "ok", f"{found}; TLS 1.3, valid until {_day(shown.ends)}")
 
@@ -277,7 +281,7 @@ def _no_handshake(address: str, error: Exception) -> Finding:
         "certificate",
         "fail",
         f"no TLS with {address}: {error}",
-        "something in between (a proxy?) may end the connection",
+        "something on the path (a proxy?) may end the connection",
     )
 
 
@@ -285,30 +289,30 @@ def unencrypted(address: str) -> Finding:
     return Finding(
         "certificate",
         "warn",
-        f"http://{address} has neither encryption nor tokens: whoever reaches the port can read and change the model",
+        f"http://{address} has neither encryption nor tokens: anyone who reaches the port can change the model",
         "start the server without --insecure, unless only you can reach it",
     )
 
 
 def token(kind: str, status: Mapping[str, Any] | None, error: OuterstepError | None = None) -> Finding:
-    """`kind`: which token was shown: run, worker, admin, or "" for a server without."""
+    """`kind`: the token used: run, worker, admin, or "" for a server without tokens."""
     if status is not None:
         may = {
             "run": "the run's: any worker whose id has no token of its own",
-            "worker": "a worker's own: for that worker's id alone",
+            "worker": "a worker's own: only for that worker's id",
             "admin": "the admin's: control and status, but workers do not join with it",
         }.get(kind, "none is needed")
         return Finding("token", "warn" if kind == "admin" else "ok", may, _ADMIN_REMEDY if kind == "admin" else "")
     if isinstance(error, Unauthorized):
         return Finding("token", "fail", error.message, error.hint)
     if isinstance(error, TlsRequired):
-        return Finding("token", "fail", "the server speaks TLS, and was spoken to without", "leave http:// out")
+        return Finding("token", "fail", "the server requires TLS, but the address says http://", "leave http:// out")
     if isinstance(error, Refused):
         return Finding("token", "fail", error.message, error.hint)
     return Finding("token", "fail", str(error), "")
 
 
-_ADMIN_REMEDY = "for workers take the join string that `outerstep token show` prints"
+_ADMIN_REMEDY = "for workers use the join string that `outerstep token show` prints"
 
 
 def no_credentials(message: str) -> Finding:
@@ -317,7 +321,7 @@ def no_credentials(message: str) -> Finding:
 
 
 def server(status: Mapping[str, Any], outerstep: str, protocol: int, theirs: int | None) -> Finding:
-    """Versions, and whether it can go on."""
+    """Versions, and whether the server can continue."""
     found = (
         f"outerstep {status.get('outerstep', '?')}, run {status.get('run_id', '?')}, round {status.get('sync_round')}"
     )
@@ -331,16 +335,18 @@ def server(status: Mapping[str, Any], outerstep: str, protocol: int, theirs: int
             "server", "fail", f"{found}; protocol {theirs}, here it is {protocol}", f"update outerstep {older}"
         )
     if status.get("closing"):
-        return Finding("server", "warn", f"{found}; coming to its end: {status['closing']}", "it takes nobody new")
+        return Finding(
+            "server", "warn", f"{found}; shutting down: {status['closing']}", "no worker can join it any more"
+        )
     if status.get("outerstep") != outerstep:
         return Finding(
-            "server", "warn", f"{found}, here it is {outerstep}", "they understand each other; update when you can"
+            "server", "warn", f"{found}, here it is {outerstep}", "the versions are compatible; update when you can"
         )
     return Finding("server", "ok", f"{found}, {len(status.get('workers') or {})} worker(s)")
 
 
 def clock(ahead_s: float) -> Finding:
-    """`ahead_s`: the server's clock less this machine's."""
+    """`ahead_s`: the server's clock minus this machine's."""
     if abs(ahead_s) > CLOCKS_APART_S:
         which = "ahead of" if ahead_s > 0 else "behind"
         return Finding(
@@ -357,7 +363,7 @@ def latency(samples_s: Sequence[float]) -> Finding:
     found = f"{_seconds(middle)} there and back (median of {len(samples_s)})"
     if middle > FAR_AWAY_S:
         return Finding(
-            "latency", "warn", found, "slow even for another continent: is the line full, or the server busy?"
+            "latency", "warn", found, "slow even for another continent: check for a saturated link or a busy server"
         )
     return Finding("latency", "ok", found)
 
@@ -370,7 +376,7 @@ def bandwidth(up_bytes_per_s: float, down_bytes_per_s: float, connections: int) 
 def unmeasured(error: OuterstepError) -> Finding:
     if isinstance(error, NotFound):
         return Finding("bandwidth", "warn", "the server is older than this check", "update outerstep there")
-    return Finding("bandwidth", "fail", f"it could not be measured: {error}", "the line breaks under load: try again")
+    return Finding("bandwidth", "fail", f"it could not be measured: {error}", "the connection breaks under load: retry")
 
 
 @dataclass(frozen=True)
@@ -383,8 +389,8 @@ class Line:
 
 
 def exchange(up_bytes: int, down_bytes: int, line: Line, plan: Mapping[str, Any], steps_per_s: float) -> Finding:
-    """One exchange of the whole model: upload, download, and the round trips between. `steps_per_s`: of the workers
-    there are, 0 = not known."""
+    """One exchange of the whole model: upload, download, and the round trips between. `steps_per_s`: of the current
+    workers, 0 = unknown."""
     takes_s = up_bytes / line.up_bytes_per_s + down_bytes / line.down_bytes_per_s + CALLS_PER_EXCHANGE * line.latency_s
     found = (
         f"about {_seconds(takes_s)} for {size(up_bytes)} up ({plan['codec']}) and {size(down_bytes)} down "
@@ -398,14 +404,14 @@ def exchange(up_bytes: int, down_bytes: int, line: Line, plan: Mapping[str, Any]
                 "exchange",
                 "warn",
                 found,
-                "the line is slow for this run: a larger --sync-every, a smaller --codec (int8, int4), or fragments "
-                "that travel while training goes on (--num-fragments, --fragment-delay)",
+                "the link is slow for this run: raise --sync-every, use a smaller --codec (int8, int4), or fragments "
+                "that travel while training continues (--num-fragments, --fragment-delay)",
             )
     return Finding("exchange", "ok", found)
 
 
 def no_model_yet() -> Finding:
-    return Finding("exchange", "ok", "not known before the first worker has joined and said what the model is")
+    return Finding("exchange", "ok", "unknown until the first worker has joined and described its model")
 
 
 def _seconds(value: float) -> str:

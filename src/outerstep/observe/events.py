@@ -2,8 +2,8 @@
 
     {"time": 1763190000.123, "event": "round", "fragment": 0, "version": 7, "workers": ["a", "b"]}
 
-It serves whoever wants to know afterwards what the run went through. Training never suffers for it: if the disk is full
-it says so once in the log, counts what it could not write, and goes on trying.
+It records what happened in a run. Training never suffers for it: if the disk is full it warns once in the log, counts
+the events it could not write, and keeps trying.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .per_minute import PerMinute
 
 log = logging.getLogger(__name__)
 
-REFUSALS_PER_MINUTE = 60  # a stranger knocking at the door must not fill the disk; the rest are counted
+REFUSALS_PER_MINUTE = 60  # a stranger must not be able to fill the disk; the rest are counted
 
 
 class EventLog:
@@ -56,11 +56,11 @@ class EventLog:
         with self._lock:
             if self._file is not None:
                 self._write_suppressed(everything=True)
-                with suppress(OSError):  # what a full disk has not taken so far, it does not take now
+                with suppress(OSError):  # the disk is still full
                     self._file.close()
 
     def _write_suppressed(self, *, everything: bool = False) -> None:
-        """How many refusals of a minute that is over were too many to be written."""
+        """Write how many refusals of past minutes were over the limit."""
         count = self._refusals.take_suppressed(everything=everything)
         if count:
             self._append("refused", {"code": "suppressed", "count": count})
@@ -72,7 +72,7 @@ class EventLog:
             self._file.write(line + "\n")
         except (OSError, ValueError) as error:
             if self.lost == 0:
-                log.warning("the event log cannot be written: %s; the run goes on without it", error)
+                log.warning("the event log cannot be written: %s; the run continues without it", error)
             self.lost += 1
 
     def __enter__(self) -> EventLog:

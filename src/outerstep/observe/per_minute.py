@@ -1,4 +1,4 @@
-"""At most so many a minute, and a count of the rest: for lines that strangers can cause."""
+"""A limit per minute and a count of the rest, for log lines that strangers can cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class PerMinute:
-    """Not thread-safe by itself. A minute begins with the first one that comes after the last minute's end."""
+    """Not thread-safe. A minute begins with the first event after the end of the previous minute."""
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
         self._limit = limit
@@ -16,7 +16,7 @@ class PerMinute:
         self._suppressed = 0  # of minutes that are over
 
     def admit(self) -> bool:
-        """May this one be told?"""
+        """Whether this one is within the limit."""
         now = self._clock()
         if self._began is None or not 0.0 <= now - self._began < 60.0:
             self._suppressed += self._excess
@@ -25,7 +25,7 @@ class PerMinute:
         return self._count <= self._limit
 
     def take_suppressed(self, *, everything: bool = False) -> int:
-        """How many were not, since this was last asked: in minutes that are over, or in `everything` so far."""
+        """How many were not, since the last call: in past minutes, or with `everything` up to now."""
         taken, self._suppressed = self._suppressed, 0
         if everything:
             taken += self._excess

@@ -1,6 +1,6 @@
-"""Who may speak with whom: tokens, certificates, join strings, and the files that hold them. No torch in here.
+"""Authentication: tokens, certificates, join strings, and the files that hold them. No torch in here.
 
-identity = Credentials().server_identity()         # the server's certificate and tokens, made at its first start
+identity = Credentials().server_identity()         # the server's certificate and tokens, created at its first start
 access   = parse_join_string("outerstep://run-…@192.168.1.100:8512#sha256=…")
 Credentials().remember(access)                     # `outerstep join`
 Credentials().find("192.168.1.100:8512")           # what a worker does: address -> token and fingerprint

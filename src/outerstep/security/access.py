@@ -3,8 +3,8 @@
     outerstep://TOKEN@HOST:PORT#sha256=FINGERPRINT
 
 TOKEN is one of security/tokens.py, HOST a name, an IPv4 address or an IPv6 address in brackets, FINGERPRINT the SHA-256
-of the server's certificate as 64 hexadecimal digits. Without the last part the certificate is checked as a browser
-would, against the system's authorities. Nothing else is allowed in it.
+of the server's certificate as 64 hexadecimal digits. Without the last part the client checks the certificate as a
+browser would, against the system's authorities. Nothing else is allowed in it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SCHEME = "outerstep://"
 
 @dataclass(frozen=True)
 class Access:
-    """Where a server is, how it is recognised, and what it is shown. `fingerprint` None = by the system's authorities;
-    `plain` = neither encryption nor tokens, which somebody asked for by name."""
+    """A server's address, fingerprint and tokens. `fingerprint` None = check by the system's authorities; `plain` =
+    neither encryption nor tokens, requested explicitly."""
 
     host: str
     port: int
@@ -50,20 +50,20 @@ def is_join_string(text: str) -> bool:
 
 
 def parse_join_string(text: str) -> Access:
-    """Strictly; an error says which part is wrong, and shows no token."""
+    """Parse strictly; an error says which part is wrong, and shows no token."""
     text = text.strip()
     if not text.startswith(SCHEME):
         raise _bad("it must begin with outerstep://")
     if re.search(r"\s", text):
-        raise _bad("there is a space or a line break in it; it is one line")
+        raise _bad("it contains a space or a line break; it is one line")
     rest, hashed, pin = text.removeprefix(SCHEME).partition("#")
     token, at, place = rest.rpartition("@")
     if not at or not token:
-        raise _bad("the token is missing: it stands between outerstep:// and @")
+        raise _bad("the token is missing: it goes between outerstep:// and @")
     if not is_token(token):
-        raise _bad(f"what stands before @ is not a token (it has {len(token)} characters): was it cut off?")
+        raise _bad(f"the part before @ is not a token (it has {len(token)} characters): was it cut off?")
     if not place:
-        raise _bad("the server's address is missing: it stands after @")
+        raise _bad("the server's address is missing: it goes after @")
     try:
         host, port = parse_address(place)
     except ConfigError as error:
@@ -77,7 +77,7 @@ def parse_join_string(text: str) -> Access:
 def _parse_pin(pin: str) -> str:
     name, _, digits = pin.partition("=")
     if name != "sha256":
-        raise _bad(f"after # must come sha256=, got {redact(name[:32])!r}")
+        raise _bad(f"the part after # must start with sha256=, got {redact(name[:32])!r}")
     if not FINGERPRINT.fullmatch(digits.lower()):
         raise _bad(f"a fingerprint has 64 hexadecimal digits, got {len(digits)} characters: was it cut off?")
     return digits.lower()
@@ -126,7 +126,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """An address (not a name) of this very machine. What can be bound to is one."""
+    """Whether this is an address (not a name) of this machine: one that can be bound to."""
     try:
         ip = ipaddress.ip_address(host)
         family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
@@ -138,6 +138,6 @@ def is_here(host: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """The text without secrets: tokens by their form, and whatever stands before @ in something like an address."""
+    """The text without secrets: tokens by their form, and everything before @ in an address."""
     text = re.sub(r"[^\s/@'\"]+@", "…@", text)
-    return re.sub(r"(run|admin|worker)-[A-Za-z0-9_-]{16,}", r"\1-…", text)  # also one that was cut off
+    return re.sub(r"(run|admin|worker)-[A-Za-z0-9_-]{16,}", r"\1-…", text)  # also a truncated one

@@ -1,4 +1,4 @@
-"""The server's certificate: self-signed, made once; what counts is its fingerprint, which the join string carries."""
+"""The server's certificate: self-signed, created once, identified by the fingerprint that the join string carries."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def validity_of(der: bytes) -> tuple[datetime, datetime]:
 
 def make_certificate() -> tuple[bytes, bytes]:
     """(private key, certificate), both PEM. EC P-256; for this machine's name and the loopback addresses, so that tools
-    that check names can be pointed at it too. Our own clients look at the fingerprint alone."""
-    # Here, because only the first start of a server needs it, and it takes longer to load than a worker to connect.
+    that check names work too. Our own clients check only the fingerprint."""
+    # Imported here: only a server's first start needs it, and loading it takes longer than a worker takes to connect.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -72,7 +72,7 @@ def make_certificate() -> tuple[bytes, bytes]:
 
 
 def _host_names() -> list[str]:
-    """A host may have a name that no certificate can hold: then it goes without."""
+    """The names for the certificate; a host name that no certificate can hold is left out."""
     own = socket.gethostname()
     usable = re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", own)
     return ["localhost", *([own] if usable and own != "localhost" else [])]

@@ -1,14 +1,14 @@
-"""The credentials folder: what this user's own server is, and which other servers are known.
+"""The credentials folder: the identity of this user's own server, and the servers that this user has joined.
 
     ~/.config/outerstep/                 0700; or --credentials DIR, OUTERSTEP_CREDENTIALS, $XDG_CONFIG_HOME/outerstep
         known_servers.json               address -> token, fingerprint: what `outerstep join` stored
-        server/                          this user's own servers, whichever port they listen on
-            certificate.pem  key.pem     made at the first start
+        server/                          this user's own servers, on any port
+            certificate.pem  key.pem     created at the first start
             tokens.json
             join-8512.txt                the join string of the server on that port
 
-A server is found by its address: in OUTERSTEP_JOIN, else among the known ones, else, if the address is this machine's,
-it is this user's own. So on one machine nothing has to be typed.
+A server is looked up by its address: in OUTERSTEP_JOIN, else among the known servers; else, if the address is this
+machine's, it is this user's own. So on one machine the user types nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Known:
-    """One known server. `own`: this user's, so its tokens are read where the server keeps them."""
+    """One known server. `own`: this user's, so its tokens are read from the server's own files."""
 
     token: str = field(default="", repr=False)
     admin: str = field(default="", repr=False)
@@ -51,7 +51,7 @@ class Credentials:
 
     @cached_property
     def folder(self) -> Path:
-        """Only if it is needed: a process that was handed a join string may have no home at all."""
+        """Resolved lazily: a process that has a join string may have no home folder at all."""
         return _folder(self._named, self._environ)
 
     @property
@@ -87,7 +87,7 @@ class Credentials:
         )
 
     def remember(self, access: Access) -> None:
-        """A run's and an admin token of the same server are both kept."""
+        """Store it; a run token and an admin token of the same server are both kept."""
         if access.plain:
             raise ConfigError(f"http://{access.address} has no credentials to store")
         with self._changing() as known:
@@ -140,8 +140,8 @@ class Credentials:
             return open_identity(self.server_folder, tls_cert, tls_key)
 
     def announce(self, hosts: set[str], port: int, identity: ServerIdentity) -> None:
-        """This user's clients on this machine find the server under these hosts. The loopback ones do so anyway, unless
-        it shows another certificate than its folder's, or an older entry says something else."""
+        """Let this user's clients on this machine find the server under these hosts. The loopback addresses need no
+        entry, unless the server's certificate is not its folder's, or an older entry says something else."""
         if hosts & set(LOOPBACKS):
             hosts = hosts | set(LOOPBACKS)
         usual = identity.certificate.parent == self.server_folder
@@ -191,7 +191,7 @@ def outward_host() -> str:
     """This machine's address as other machines most likely see it. Connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address that is nobody's: it only chooses the route
+            probe.connect(("192.0.2.1", 9))  # a reserved address: it only selects the route
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostname()
@@ -209,4 +209,4 @@ def _folder(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) ->
         base = environ.get("XDG_CONFIG_HOME", "")
         return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "outerstep"
     except RuntimeError as error:
-        raise ConfigError(f"this user has no home folder for credentials: give --credentials DIR ({error})") from error
+        raise ConfigError(f"this user has no home folder for credentials: pass --credentials DIR ({error})") from error

@@ -1,5 +1,5 @@
-"""What makes a server itself: its certificate and its tokens. Made at its first start, the same ever after, so that a
-join string stays valid."""
+"""A server's identity: its certificate and tokens. Created at the first start and never changed, so that a join string
+stays valid."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def token_file(folder: Path) -> TokenFile:
 
 
 def open_identity(folder: Path, tls_cert: str | None = None, tls_key: str | None = None) -> ServerIdentity:
-    """The identity in `folder`, made if there is none; with a certificate of the operator's choice, if one is named."""
+    """The identity in `folder`, created if there is none; with the operator's own certificate, if given."""
     tokens = token_file(folder)
     tokens.ensure()
     if tls_cert is not None and tls_key is not None:
@@ -50,12 +50,12 @@ def open_identity(folder: Path, tls_cert: str | None = None, tls_key: str | None
                 made_key, made_certificate = make_certificate()
                 write_secret(key, made_key)
                 write_secret(certificate, made_certificate)
-        read_secret(key)  # says so if others can read it
+        read_secret(key)  # raises if others can read it
         pem = read_secret(certificate).decode("latin-1")
     return ServerIdentity(certificate, key, fingerprint_of_pem(pem, str(certificate)), tokens)
 
 
 def own_fingerprint(folder: Path) -> str:
-    """FileNotFoundError before the first start of a server."""
+    """Raises FileNotFoundError before the first start of a server."""
     file = certificate_file(folder)
     return fingerprint_of_pem(read_secret(file).decode("latin-1"), str(file))

@@ -1,4 +1,4 @@
-"""Files that only their owner reads: mode 0600 in folders of mode 0700; whole or not at all, also after a power cut."""
+"""Files that only their owner reads: mode 0600 in folders of mode 0700; written atomically, also across power cuts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LOCK_NAME = ".lock"
 
 
 def make_folder(folder: Path) -> None:
-    """`mkdir -p`; what is new is the owner's alone, and synced in its parent."""
+    """`mkdir -p`; new folders belong to the owner only, and are synced in their parent."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    with contextlib.suppress(FileExistsError):  # somebody else was faster
+    with contextlib.suppress(FileExistsError):  # another process was faster
         folder.mkdir(mode=0o700)
         _sync(folder.parent)
 
@@ -44,11 +44,11 @@ def write_secret(file: Path, data: bytes) -> None:
 
 
 def read_secret(file: Path) -> bytes:
-    """FileNotFoundError if there is none. A file that others can read, or could have put there, is not used."""
+    """Raises FileNotFoundError if there is none, and ConfigError if others can read it or could have put it there."""
     with open(file, "rb") as source:
         mode = stat.S_IMODE(os.fstat(source.fileno()).st_mode)
         if mode & 0o077:
-            raise ConfigError(f"{file} must be its owner's alone, got mode {mode:04o}: chmod 600 {file}")
+            raise ConfigError(f"{file} must be readable by its owner only, got mode {mode:04o}: chmod 600 {file}")
         around = stat.S_IMODE(os.stat(file.parent).st_mode)
         if around & 0o022:
             raise ConfigError(
@@ -59,7 +59,7 @@ def read_secret(file: Path) -> bytes:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time changes what is in `folder`."""
+    """Only one process at a time changes the files in `folder`."""
     make_folder(folder)
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

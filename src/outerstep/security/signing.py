@@ -1,8 +1,8 @@
-"""A peer's signature: Ed25519. Its public key, as 64 hexadecimal digits, is who the peer is.
+"""A peer's signature: Ed25519. Its public key, as 64 hexadecimal digits, identifies the peer.
 
-key = open_key(folder / "key.pem")       # made at the first start, the same ever after
+key = open_key(folder / "key.pem")       # created at the first start, then always the same
 signature = key.sign(body)
-verify(key.public, body, signature)      # True, for everybody who has the 64 digits
+verify(key.public, body, signature)      # True, on any machine that has the 64 digits
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class SigningKey:
 
 
 def make_key() -> SigningKey:
-    """One that is kept nowhere."""
-    # Here and below, because it takes a while to load, and only peers sign.
+    """A new key that is not stored."""
+    # Imported here and below: it takes a while to load, and only peers sign.
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return SigningKey(Ed25519PrivateKey.generate())
 
 
 def open_key(file: Path) -> SigningKey:
-    """The one in `file` (PEM, mode 0600), made if there is none."""
+    """The key in `file` (PEM, mode 0600), created if there is none."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -61,12 +61,12 @@ def open_key(file: Path) -> SigningKey:
 
 
 def verify(public: str, body: bytes, signature: bytes) -> bool:
-    """Did the owner of this key sign it?"""
+    """Whether the owner of this key signed it."""
     from cryptography.exceptions import InvalidSignature
 
     try:
         _public_key(public).verify(signature, body)
-    except (InvalidSignature, ValueError):  # ValueError: no such key can be
+    except (InvalidSignature, ValueError):  # ValueError: not a valid key
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""TLS at both ends. The server's is 1.3 only; a client pins the certificate that the join string names."""
+"""TLS at both ends. The server uses TLS 1.3 only; a client pins the certificate that the join string names."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from ..errors import ConfigError, UntrustedServer
 from .certificate import fingerprint_of
 
-# What OpenSSL says, from version to version, when the other end answers in plain text.
+# What various versions of OpenSSL report when the other end answers in plain text.
 NOT_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"}
 
 
 def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # connections are kept, not resumed
+    context.num_tickets = 0  # connections are kept alive, not resumed
     try:
-        # A key with a passphrase would make OpenSSL ask for it on the terminal, and the server wait for ever.
+        # For a key with a passphrase OpenSSL would prompt on the terminal, and the server would wait forever.
         context.load_cert_chain(certificate, key, password=lambda: b"")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -31,7 +31,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def pinning_context() -> ssl.SSLContext:
-    """Neither names nor authorities are looked at: PinnedConnection compares the certificate itself."""
+    """Checks neither names nor authorities: PinnedConnection compares the certificate itself."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -40,7 +40,7 @@ def pinning_context() -> ssl.SSLContext:
 
 
 class PinnedConnection(http.client.HTTPSConnection):
-    """Compares the peer's certificate with the fingerprint after every handshake, before a byte of a request."""
+    """Compares the peer's certificate with the fingerprint after every handshake, before it sends any request."""
 
     def __init__(self, host: str, port: int, *, timeout: float, context: ssl.SSLContext, fingerprint: str) -> None:
         super().__init__(host, port, timeout=timeout, context=context)
@@ -55,12 +55,13 @@ class PinnedConnection(http.client.HTTPSConnection):
             raise UntrustedServer(
                 f"{self.host}:{self.port} shows another certificate than the one known here: expected sha256 "
                 f"{self._fingerprint}, got {presented}. Nothing was sent. If the server was moved or its credentials "
-                "were made anew, get its join string and run `outerstep join -`; if not, somebody is in between"
+                "were recreated, get its join string and run `outerstep join -`; if not, someone is intercepting the "
+                "connection"
             )
 
 
 def explain(error: ssl.SSLError, address: str) -> UntrustedServer | None:
-    """What a failed handshake means, if more tries cannot mend it."""
+    """What a failed handshake means, if retries cannot fix it."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return UntrustedServer(
             f"the certificate of {address} is not one that this machine trusts: {error.verify_message}. Nothing was "

@@ -1,11 +1,11 @@
-"""Tokens: 256 random bits with a word in front that says what they are for.
+"""Tokens: 256 random bits with a prefix that says what they are for.
 
-    run-…      workers join with it, and speak for whichever worker id is free
-    worker-…   one worker joins with it, under its own id and no other
+    run-…      workers join with it, under any free worker id
+    worker-…   one worker joins with it, under its own id only
     admin-…    `outerstep control`
 
-They lie in one file, which a running server reads again when it changed. Of a worker's token only the SHA-256 is kept:
-it is shown once, to whoever makes it. (Against 256 random bits nobody guesses, so nothing slower is needed.)
+They are in one file, which a running server rereads when it changes. Of a worker's token only the SHA-256 is stored: it
+is shown once, when it is created. (256 random bits cannot be guessed, so a slower hash is not needed.)
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Tokens:
 
 
 class TokenFile:
-    """The tokens in `path`. `current()` costs a look at the file's date unless it changed."""
+    """The tokens in `path`. `current()` costs one `stat` unless the file changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,7 +72,7 @@ class TokenFile:
         self._tokens: Tokens | None = None
 
     def ensure(self) -> Tokens:
-        """Made at the first start of a server; later ones find it."""
+        """Created at the first start of a server; later starts find it."""
         with locked(self.path.parent):
             if not self.path.exists():
                 self._write(Tokens(new_token("run"), new_token("admin")))
@@ -84,12 +84,12 @@ class TokenFile:
             return msgspec.json.decode(data, type=Tokens)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
-                f"{self.path} is not a file of tokens: {error}; delete it, and the next start of the server makes new "
-                "ones (every worker then needs the new join string)"
+                f"{self.path} is not a file of tokens: {error}; delete it, and the next start of the server creates "
+                "new ones (every worker then needs the new join string)"
             ) from error
 
     def current(self) -> Tokens:
-        """As the file is now. If it has become unreadable, what was read before goes on to hold: a slip of the operator
+        """The file's current tokens. If it has become unreadable, the last ones read stay valid: an operator's mistake
         must not stop the run."""
         with self._lock:
             seen = self._look()
@@ -109,7 +109,7 @@ class TokenFile:
         return self._change(lambda held: replace(held, run=fresh) if kind == "run" else replace(held, admin=fresh))
 
     def give_worker(self, worker_id: str) -> str:
-        """A token for this worker, its old one is void. Returned, and kept nowhere."""
+        """Create a token for this worker; its old one becomes invalid. It is returned but not stored."""
         try:
             msgspec.convert(worker_id, WorkerId)
         except msgspec.ValidationError as error:
@@ -125,7 +125,7 @@ class TokenFile:
         def without(held: Tokens) -> Tokens:
             if worker_id not in held.workers:
                 known = ", ".join(sorted(held.workers)) or "no worker has one"
-                raise ConfigError(f"worker {worker_id!r} has no token of its own; known: {known}")
+                raise ConfigError(f"worker {worker_id!r} does not have its own token; known: {known}")
             return replace(held, workers={name: d for name, d in held.workers.items() if name != worker_id})
 
         self._change(without)

@@ -464,7 +464,7 @@ class TestControl:
     @pytest.mark.parametrize(
         ("line", "said"),
         [
-            ("plan", "nothing to change: give --sync-every"),
+            ("plan", "nothing to change: pass --sync-every"),
             ("kick -- 'a b'", "worker_id"),
             ("drain -- ''", "worker_id"),
         ],

@@ -89,7 +89,7 @@ def test_a_robust_run_shows_its_rule_and_the_rounds_that_moved_nothing() -> None
     assert "aggregation" not in text({**SYNC, "aggregation": "mean", "min_workers": 1})
     robust = {**SYNC, "aggregation": "krum", "min_workers": 5, "rounds_too_few": 0}
     assert "aggregation: krum, at least 5 contributions\n" in text(robust).replace(" \n", "\n")
-    assert "2 round(s) with too few that moved nothing" in text({**robust, "rounds_too_few": 2})
+    assert "2 round(s) moved nothing because too few had trained" in text({**robust, "rounds_too_few": 2})
 
 
 def test_a_column_that_is_empty_for_all_is_left_out() -> None:
@@ -103,7 +103,7 @@ def test_a_column_that_is_empty_for_all_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"fragment_delay": 5}, "taken over 5 step(s) later and overwritten"),
+        ({"fragment_delay": 5}, "adopted 5 step(s) later and overwritten"),
         ({"fragment_delay": 5, "fragment_alpha": 0.5}, "later and mixed with α 0.5"),
         ({"fragment_delay": 5, "fragment_carry": True}, "later and carried"),
         ({"revision": 2}, "revision 2"),
@@ -115,7 +115,7 @@ def test_the_plan_says_what_is_special_about_it(changes: dict[str, Any], words: 
 
 def test_before_anybody_joined_and_after_the_end() -> None:
     shown = text({**SYNC, "plan": None, "workers": {}, "fragments": [], "closing": "enough", "failure": "disk full"})
-    for words in ("open until the first worker joins", "no workers", "coming to its end: enough", "disk full"):
+    for words in ("open until the first worker joins", "no workers", "shutting down: enough", "disk full"):
         assert words in shown
 
 
@@ -129,7 +129,9 @@ def test_numbers_are_short() -> None:
     assert [duration(s) for s in (5, 65, 3700)] == ["5s", "1m05s", "1h01m"]
 
 
-@pytest.mark.parametrize(("line", "said"), [("5", "without --watch"), ("--watch --json", "leave --watch out")])
+@pytest.mark.parametrize(
+    ("line", "said"), [("5", "SECONDS needs --watch, got 5"), ("--watch --json", "leave --watch out")]
+)
 def test_what_makes_no_sense_together_is_refused(line: str, said: str) -> None:
     result = typed(["status", *line.split()])
     assert isinstance(result.exception, ConfigError)

@@ -94,7 +94,7 @@ class TestMachine:
         [
             (errno.ENOSPC, "the disk is full"),
             (errno.EROFS, "mounted read-only"),
-            (errno.EACCES, "somebody else's"),
+            (errno.EACCES, "another user owns it"),
             (errno.EDQUOT, "quota"),
             (errno.EIO, "dmesg"),
             (errno.ENOENT, "choose another folder"),
@@ -137,9 +137,9 @@ class TestWay:
             ("127.0.0.1", ConnectionRefusedError(errno.ECONNREFUSED, "refused"), "nobody listens", "start it"),
             ("10.0.0.1", TimeoutError("timed out"), "does not answer", "firewall"),
             ("10.0.0.1", failed(errno.ETIMEDOUT), "does not answer", "ufw allow 8512/tcp"),
-            ("10.0.0.1", failed(errno.EHOSTUNREACH), "no way to", "VPN"),
-            ("10.0.0.1", failed(errno.ENETUNREACH), "no way to", "VPN"),
-            ("10.0.0.1", failed(errno.EPERM), "not permitted", "reach others"),
+            ("10.0.0.1", failed(errno.EHOSTUNREACH), "no route to", "VPN"),
+            ("10.0.0.1", failed(errno.ENETUNREACH), "no route to", "VPN"),
+            ("10.0.0.1", failed(errno.EPERM), "not permitted", "reaches others"),
         ],
     )
     def test_each_way_not_to_get_through_has_its_own_remedy(
@@ -192,7 +192,7 @@ class TestServer:
         ("error", "found", "remedy"),
         [
             (Unauthorized("not valid here", hint="join again"), "not valid here", "join again"),
-            (TlsRequired("this port speaks TLS"), "speaks TLS", "leave http:// out"),
+            (TlsRequired("this port speaks TLS"), "requires TLS", "leave http:// out"),
             (TransportError("no answer"), "no answer", ""),
         ],
     )

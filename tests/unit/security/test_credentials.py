@@ -48,7 +48,7 @@ def test_who_was_handed_a_join_string_needs_no_home(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Path, "home", no_home)
     carried = Access("gpu", 8512, TOKEN, PIN)
     assert Credentials(environ={"OUTERSTEP_JOIN": carried.join_string}).find("gpu") == carried
-    with pytest.raises(ConfigError, match="no home folder for credentials: give --credentials DIR"):
+    with pytest.raises(ConfigError, match="no home folder for credentials: pass --credentials DIR"):
         Credentials(environ={}).find("gpu")
 
 

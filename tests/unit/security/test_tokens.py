@@ -137,7 +137,7 @@ def test_a_damaged_file_stops_a_start_but_not_a_run(file: TokenFile, damage: byt
 
 def test_a_file_that_others_can_read_is_not_used(file: TokenFile) -> None:
     os.chmod(file.path, 0o640)
-    with pytest.raises(ConfigError, match=r"must be its owner's alone, got mode 0640: chmod 600"):
+    with pytest.raises(ConfigError, match=r"must be readable by its owner only, got mode 0640: chmod 600"):
         file.load()
     os.chmod(file.path, 0o600)
     os.chmod(file.path.parent, 0o770)
@@ -158,7 +158,7 @@ def test_a_worker_with_a_token_of_its_own_is_nobody_elses(file: TokenFile) -> No
     guard.admit(bearer(tokens.run)).check_speaks_for("left")
     with pytest.raises(Unauthorized):
         guard.admit(bearer(own))
-    with pytest.raises(ConfigError, match="worker 'left' has no token of its own; known: no worker has one"):
+    with pytest.raises(ConfigError, match="worker 'left' does not have its own token; known: no worker has one"):
         file.take_from_worker("left")
 
 
