@@ -33,7 +33,6 @@ STILL_REPEATED = {
     "Piece",
     "Plain",
     "Push",
-    "Round",
     "SavedFragment",
     "SavedState",
     "Seat",

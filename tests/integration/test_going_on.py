@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from outerstep.coordination.server.effects import WorkerDied
 from outerstep.errors import ExchangeFailed, OtherRun
 from outerstep.server import DiLoCoServer
 from outerstep.types import Answer, GetPart, Poll, Request
@@ -154,7 +155,7 @@ def declare_dead(server: DiLoCoServer, name: str) -> None:
     with server.service.changed:
         dead = coordinator.members.find(name)
         assert dead is not None
-        coordinator.remove(dead, server.service.clock(), "death")
+        coordinator.remove(dead, WorkerDied(name, 0.0), server.service.clock())
 
 
 def b_alone(server: DiLoCoServer, b: Script, rounds: int) -> None:

@@ -62,7 +62,33 @@ from .admission import (
     check_sections,
 )
 from .budget import TokenBudget
-from .effects import Accumulate, CloseRound, DropUpload, Effect, Event, StopServer
+from .effects import (
+    Accumulate,
+    BudgetSpent,
+    CloseRound,
+    ContributionLeftOut,
+    ContributionRefused,
+    ContributionsNotChosen,
+    DrainOrdered,
+    DropUpload,
+    Effect,
+    Event,
+    OffenceNoted,
+    PlanChanged,
+    RunStarted,
+    ScreenForgotten,
+    StopServer,
+    SyncOrdered,
+    TooFewTrained,
+    UploadDropped,
+    VersionPublished,
+    WorkerDied,
+    WorkerJoined,
+    WorkerKicked,
+    WorkerLeft,
+    WorkerPardoned,
+    WorkerQuarantined,
+)
 from .membership import OFFENCE_KINDS, Accepted, Conduct, KnownWorker, Membership
 from .pacing import local_steps
 from .plan import Settled, changed, check_manifest, check_wishes
@@ -151,7 +177,7 @@ class Coordinator:
                 worker.commands.clear()
                 self._forget(worker, still_expected=message.continues)
             self._first_join_at = now if self._first_join_at is None else self._first_join_at
-            self.event("join", worker=worker.worker_id, host=worker.hostname, incarnation=worker.incarnation)
+            self._effects.append(WorkerJoined(worker.worker_id, worker.hostname, worker.incarnation))
             for fragment in self.fragments:
                 # Expected from the next round on; at once only where there is nobody else left to wait for.
                 if self.started and not fragment.round.expected and not fragment.round.participants:
@@ -189,7 +215,7 @@ class Coordinator:
             worker = self._heard(message, now)
         except UnknownWorker:
             return LeaveAnswer()
-        self.remove(worker, now, "leave", reason=message.reason)
+        self.remove(worker, WorkerLeft(worker.worker_id, message.reason), now)
         return LeaveAnswer()
 
     # --- a contribution -------------------------------------------------------------------------------------------
@@ -219,7 +245,7 @@ class Coordinator:
             upload = self.uploads.request(message, now)
         if upload is None and (idle := self.uploads.standing_still(now)):
             for other in idle:  # it holds room and sends nothing; it will offer again when it wakes up
-                self.event("upload_dropped", worker=other.offer.worker_id, fragment=other.offer.fragment)
+                self._effects.append(UploadDropped(other.offer.worker_id, other.offer.fragment))
                 self.drop(other.offer.key)
             upload = self.uploads.request(message, now)
         if upload is None:
@@ -304,7 +330,7 @@ class Coordinator:
         if self.uploads.get(key) is None:
             return
         self.drop(key)
-        self.event("refused", worker=key.worker_id, fragment=key.fragment, reason=refusal.message)
+        self._effects.append(ContributionRefused(key.worker_id, key.fragment, refusal.message))
         worker = self.members.find(key.worker_id)
         if worker is not None:
             self._note_offence(worker, refusal, now)
@@ -326,9 +352,9 @@ class Coordinator:
         except Absurd as refusal:
             is_news = screen.note_refused(offer.worker_id, fragment.round.version)
             self.drop(offer.key)
-            self.event("refused", worker=offer.worker_id, fragment=offer.fragment, reason=refusal.message)
+            self._effects.append(ContributionRefused(offer.worker_id, offer.fragment, refusal.message))
             if screen.has_changed(len(self.members.live_ids)):
-                self.event("screen_forgotten", fragment=offer.fragment, why="half of the workers were refused by it")
+                self._effects.append(ScreenForgotten(offer.fragment, "half of the workers were refused by it"))
                 for other in self.members:
                     if other.worker_id in screen.refused:
                         other.conduct.forgive(refusal)
@@ -365,10 +391,10 @@ class Coordinator:
         if not isinstance(refusal, OFFENCE_KINDS):
             return
         one_too_many = worker.conduct.offend(refusal, now)
-        self.event("offence", worker=worker.worker_id, code=refusal.code, count=worker.conduct.total)
+        self._effects.append(OffenceNoted(worker.worker_id, refusal.code, worker.conduct.total))
         if one_too_many:
             left_s = round(worker.conduct.until - now)
-            self.event("quarantine", worker=worker.worker_id, seconds=left_s, reason=worker.conduct.reason)
+            self._effects.append(WorkerQuarantined(worker.worker_id, left_s, worker.conduct.reason))
             self._forget(worker)
             self._close_rounds(now)
 
@@ -426,12 +452,11 @@ class Coordinator:
         if closed.too_few:
             self.total_too_few += 1
             rule = self.rules.aggregation
-            facts = {"trained": closed.too_few, "needed": rule.fewest, "aggregation": rule.name}
-            self.event("too_few", fragment=fragment, version=closed.version, **facts)
+            self._effects.append(TooFewTrained(fragment, closed.version, closed.too_few, rule.fewest, rule.name))
         for outlier in closed.outliers:
             worker_id = outlier.participant.worker_id
             self._count_left_out(worker_id)
-            self.event("left_out", worker=worker_id, fragment=fragment, version=closed.version, **outlier.facts)
+            self._effects.append(ContributionLeftOut(worker_id, fragment, closed.version, outlier.facts))
         run_id, left_out = self.run_id, [outlier.participant for outlier in closed.outliers]
         return frozenset(
             ContributionKey(run_id=run_id, worker_id=p.worker_id, fragment=fragment, sequence=p.sequence)
@@ -445,10 +470,10 @@ class Coordinator:
         for worker_id in (*refused, *unused):
             self._count_left_out(worker_id)
         for worker_id, why in refused.items():
-            self.event("left_out", worker=worker_id, fragment=fragment, version=version, why=why)
+            self._effects.append(ContributionLeftOut(worker_id, fragment, version, {"why": why}))
         if unused:
             rule = self.rules.aggregation.name
-            self.event("not_chosen", fragment=fragment, version=version, workers=list(unused), aggregation=rule)
+            self._effects.append(ContributionsNotChosen(fragment, version, list(unused), rule))
 
     def _count_left_out(self, worker_id: str) -> None:
         worker = self.members.find(worker_id)
@@ -461,16 +486,7 @@ class Coordinator:
         fragment = self.fragments[agreement.fragment]
         assert agreement.version == fragment.published.version + 1, "agreements are published in order"
         fragment.published = agreement
-        taken, watched = agreement.participants, agreement.watched
-        self.event(
-            "round",
-            fragment=agreement.fragment,
-            version=agreement.version,
-            workers=[p.worker_id for p in taken],
-            sequences=[p.sequence for p in taken],
-            staleness=[p.staleness for p in taken],
-            **({} if watched is None else {"norms": [float(f"{p.norm or 0.0:.6g}") for p in taken], **watched.known}),
-        )
+        self._effects.append(VersionPublished(agreement))
         self.close_if_ready(fragment, now)
 
     def poll(self, message: Poll, now: float) -> PollAnswer:
@@ -511,7 +527,7 @@ class Coordinator:
         self.now = now
         for worker in self.members.silent(now):
             self.members.total_deaths += 1
-            self.remove(worker, now, "death", silent_s=round(now - worker.last_seen, 1))
+            self.remove(worker, WorkerDied(worker.worker_id, round(now - worker.last_seen, 1)), now)
         self._start_if_ready(now)
         self._close_rounds(now)
         self._stop_if_done(now)
@@ -532,13 +548,13 @@ class Coordinator:
             case "kick":
                 [worker] = self._named(message)
                 worker.kicked = message.reason or "an operator removed it"
-                self.remove(worker, now, "kick", reason=message.reason)
+                self.remove(worker, WorkerKicked(worker.worker_id, message.reason), now)
                 return ControlAnswer(done=f"{worker.worker_id} is out of the run; a new start of it may join again")
             case "pardon":
                 [worker] = self._named(message)
                 offences = worker.conduct.total
                 worker.conduct.clear()
-                self.event("pardon", worker=worker.worker_id, offences=offences, reason=message.reason)
+                self._effects.append(WorkerPardoned(worker.worker_id, offences, message.reason))
                 return ControlAnswer(
                     done=f"{worker.worker_id} has a clean sheet, and takes part from the next round on"
                 )
@@ -552,7 +568,7 @@ class Coordinator:
                     raise BadRequest("there is no plan to change before the first worker has joined")
                 self.next_plan = changed(self.next_plan or self.plan, message.changes)
                 revision, stated = self.next_plan.revision, msgspec.to_builtins(message.changes)
-                self.event("plan", revision=revision, **{k: v for k, v in stated.items() if v is not None})
+                self._effects.append(PlanChanged(revision, {k: v for k, v in stated.items() if v is not None}))
                 return ControlAnswer(done=f"plan revision {revision} holds from the next round that closes")
             case "budget":
                 self.budget.limit = message.tokens or None
@@ -591,7 +607,8 @@ class Coordinator:
     def order(self, worker_ids: Sequence[str], kind: Literal["drain", "sync"], reason: str) -> None:
         for worker_id in worker_ids:
             self.members.order(worker_id, kind, reason)
-        self.event(kind, workers=list(worker_ids), reason=reason)
+        ordered = DrainOrdered if kind == "drain" else SyncOrdered
+        self._effects.append(ordered(list(worker_ids), reason))
 
     def _finish(self, reason: str, now: float) -> None:
         """Take nobody new, let everybody contribute and leave, then stop."""
@@ -606,7 +623,7 @@ class Coordinator:
         """Enough tokens are in the model: the run has come to its end."""
         if self.budget.is_spent and not self.budget.announced:
             self.budget.announced = True
-            self.event("budget_spent", tokens=self.budget.total, limit=self.budget.limit)
+            self._effects.append(BudgetSpent(self.budget.total, self.budget.limit))
             self._finish(BUDGET_SPENT, now)
 
     def _stop_if_done(self, now: float) -> None:
@@ -712,11 +729,12 @@ class Coordinator:
             self.started = True
             for fragment in self.fragments:
                 fragment.round.expected = set(self.members.awaited_ids(now))
-            self.event("start", workers=sorted(live))
+            self._effects.append(RunStarted(sorted(live)))
 
-    def remove(self, worker: KnownWorker, now: float, kind: str, **facts: object) -> None:
+    def remove(self, worker: KnownWorker, event: Event, now: float) -> None:
+        """The worker left, died or was kicked, as `event` says."""
         self.members.gone(worker)
-        self.event(kind, worker=worker.worker_id, **facts)
+        self._effects.append(event)
         self._forget(worker)
         self._close_rounds(now)
         self._stop_if_done(now)
@@ -733,6 +751,3 @@ class Coordinator:
         """It will never be accepted."""
         self.uploads.drop(key)
         self._effects.append(DropUpload(key))
-
-    def event(self, kind: str, **facts: object) -> None:
-        self._effects.append(Event(kind, facts))

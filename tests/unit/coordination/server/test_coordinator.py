@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from outerstep.coordination.server.effects import Accumulate, CloseRound, Event, is_news
+from outerstep.coordination.server.effects import Accumulate, CloseRound, Event, RunStarted, WorkerJoined, is_news
 from outerstep.errors import (
     BadRequest,
     Fenced,
@@ -230,7 +230,7 @@ class TestEffects:
             desk.contribute(worker)
         news = {type(effect): is_news(effect) for effect in desk.effects if not isinstance(effect, Accumulate)}
         assert [is_news(effect) for effect in desk.effects if isinstance(effect, Accumulate)] == [True, False, False]
-        assert news == {Event: True, CloseRound: False}
+        assert news == {WorkerJoined: True, RunStarted: True, CloseRound: False}
 
     def test_effects_are_handed_out_once(self) -> None:
         desk = Desk("a", prompt=False)
