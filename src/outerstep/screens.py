@@ -147,12 +147,12 @@ class NormScreen:
     refused: dict[str, int] = field(default_factory=dict)  # who, and last for which version; until one is taken
     usual: Usual | None = None
 
-    def check(self, worker_id: str, size: Size, limit: float) -> None:
-        """Refuse what is far too large."""
+    def check(self, worker_id: str, size: Size, limit: float) -> bool:
+        """Refuse what is far too large. True: look at it again when its round closes."""
         times = self.times(size)
         if times is None or times <= FAR * limit:
             self.refused.pop(worker_id, None)
-            return
+            return times is None or times > limit
         assert self.usual is not None
         raise Absurd(
             f"this contribution is {times:.3g} times as large as usual: ‖Δ‖ = {size.norm:.4g} in {size.steps} steps, "
@@ -175,10 +175,6 @@ class NormScreen:
     def times(self, size: Size) -> float | None:
         """How many times as large as usual; None = nobody knows."""
         return None if self.usual is None else self.usual.times(size)
-
-    def needs_second_look(self, size: Size, limit: float) -> bool:
-        times = self.times(size)
-        return times is None or times > limit
 
     def left_out(self, taken: Sequence[tuple[str, Size | None]], limit: float) -> dict[int, float]:
         """Which of a round's contributions, given by worker id and size, are too large beside the others and beside

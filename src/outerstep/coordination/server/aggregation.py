@@ -13,9 +13,9 @@ What can be known before any of them is there, without tensors; core/robust/ com
 and none of them says anything about fewer than three, but for the plain mean: of two that differ, either may be wrong.
 A run with a rule closes no round with fewer than that (rounds.py). It never falls back on the plain mean.
 
-They are those *offered*. Who is turned away by a screen or sits in quarantine is one of the bad ones that the rule was
-chosen to withstand: a minority of such counts as if it had been there, or whoever sends a NaN to a run of five could
-stop it.
+They are those *offered*. A worker that a screen turned away or that is in quarantine is one of the bad ones that the
+rule was chosen to withstand: a minority of such counts as if it had been there. Else one worker that sends a NaN could
+stop a run of five.
 """
 
 from __future__ import annotations

@@ -303,8 +303,8 @@ class Coordinator:
         fragment = self.fragments[offer.fragment]
         round_ = fragment.round
         size = Size(norm, offer.steps) if norm is not None and offer.steps and rules.norm_screen else None
-        if size is not None:
-            self._check_size(worker, offer, fragment, size, now)
+        look_again = size is not None and self._check_size(worker, offer, fragment, size, now)
+        keep = not rules.aggregation.is_plain or (look_again and self._can_keep_a_round)
         staleness = round_.version - 1 - offer.base_version
         raw = reported(offer, rules.weight_by)
         weight = fragment.usual.bounded(raw, rules.weight_by, rules.max_weight_ratio)
@@ -312,7 +312,6 @@ class Coordinator:
         participant = Participant(
             worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness, norm=norm
         )
-        keep = self._must_wait(fragment, size)
         worker.enter(offer, Accepted(offer.sequence, message.payload_hash, round_.version), staleness, norm)
         round_.count(participant, rules, now, reported=raw, tokens=offer.tokens, size=size, kept=keep)
         self.total_accepted += 1
@@ -329,11 +328,15 @@ class Coordinator:
         """The driver looked inside and found it unfit: it will never be accepted."""
         if self.uploads.get(key) is None:
             return
-        self.drop(key)
-        self._effects.append(ContributionRefused(key.worker_id, key.fragment, refusal.message))
+        self._refuse(key, refusal)
         worker = self.members.find(key.worker_id)
         if worker is not None:
             self._note_offence(worker, refusal, now)
+
+    def _refuse(self, key: ContributionKey, refusal: Refused) -> None:
+        """A contribution that is here in whole is not taken, for what it is."""
+        self.drop(key)
+        self._effects.append(ContributionRefused(key.worker_id, key.fragment, refusal.message))
 
     def _sending(self, worker: KnownWorker, message: OfContribution, now: float) -> Upload:
         """The contribution that this message is about, if its worker may send it."""
@@ -343,16 +346,16 @@ class Coordinator:
             raise MissingParts(f"contribution {message.key} is not on offer", hint="offer it (again)")
         return upload
 
-    def _check_size(self, worker: KnownWorker, offer: Offer, fragment: Fragment, size: Size, now: float) -> None:
+    def _check_size(self, worker: KnownWorker, offer: Offer, fragment: Fragment, size: Size, now: float) -> bool:
         """Refuse what is far larger than this fragment's contributions are. If that hits half of the workers, it is the
-        run that has changed: what was usual is forgotten, and nothing is held against them."""
+        run that has changed: what was usual is forgotten, and nothing is held against them. True: it is to be looked at
+        again when its round closes."""
         screen = fragment.screen
         try:
-            screen.check(offer.worker_id, size, self.rules.norm_screen)
+            return screen.check(offer.worker_id, size, self.rules.norm_screen)
         except Absurd as refusal:
             is_news = screen.note_refused(offer.worker_id, fragment.round.version)
-            self.drop(offer.key)
-            self._effects.append(ContributionRefused(offer.worker_id, offer.fragment, refusal.message))
+            self._refuse(offer.key, refusal)
             if screen.has_changed(len(self.members.live_ids)):
                 self._effects.append(ScreenForgotten(offer.fragment, "half of the workers were refused by it"))
                 for other in self.members:
@@ -363,14 +366,10 @@ class Coordinator:
                 self._note_offence(worker, refusal, now)
             raise
 
-    def _must_wait(self, fragment: Fragment, size: Size | None) -> bool:
-        """Is it to be kept until its round closes, and looked at again? Always for a rule that compares contributions;
-        to look at its norm only in a round of three or more, and if there is room for what everybody sends: else the
-        last would wait for the first and the first for the last."""
-        if not self.rules.aggregation.is_plain:
-            return True
-        if size is None or not fragment.screen.needs_second_look(size, self.rules.norm_screen):
-            return False
+    @property
+    def _can_keep_a_round(self) -> bool:
+        """Can contributions be kept until their round closes? In rounds of three or more, and if there is room for what
+        everybody sends: else the last would wait for the first and the first for the last."""
         workers = max(self.rules.num_workers, len(self.members.live_ids))
         needed = workers * sum(one.max_payload_bytes(1) for one in self.fragments)
         enough = workers >= LEAST_CONTRIBUTORS and not self.rules.asynchronous
@@ -494,7 +493,7 @@ class Coordinator:
         fragment = self._fragment(message.fragment)
         check_sections(message.sections, fragment)
         last_sequence, plan = worker.last_sequence(message.fragment), self.plan
-        # Who waits for something newer than the open round holds an agreement from before the server was resumed.
+        # A worker that waits for something newer than the open round holds an agreement from before a resume.
         if fragment.published.version > message.after or message.after >= fragment.round.version:
             newer = plan if plan is not None and plan.revision != message.plan_revision else None
             return PollAnswer(agreement=fragment.published, last_sequence=last_sequence, plan=newer)

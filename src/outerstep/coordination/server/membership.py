@@ -122,7 +122,7 @@ class Conduct:
         self.until, self.reason = 0.0, ""
 
     def remembered(self, now: float) -> dict[str, Any]:
-        """Clocks begin anew with a process: times are kept as ages. {} = nothing is held against it."""
+        """Clocks restart with the process: times are kept as ages. {} = nothing is held against it."""
         if not self.total:
             return {}
         return {

@@ -90,7 +90,7 @@ def _default(name: str, settled: dict[str, Any]) -> object:
 def _check_streaming(sync_every: int, delay: int, alpha: float, carry: bool) -> None:
     if delay >= sync_every:
         raise PlanMismatch(
-            f"fragment_delay must be below sync_every: a fragment is taken over before it is sent again; "
+            f"fragment_delay must be below sync_every: a fragment is adopted before it is sent again; "
             f"got {delay} of {sync_every}"
         )
     if carry and alpha > 0.0:
@@ -122,8 +122,8 @@ def _first(wanted: T | None, has: T) -> T:
 
 
 def check_wishes(settled: Settled, plan: Plan, wishes: Wishes) -> None:
-    """Refuse a worker that wants something else than the run has now, or had when it was settled: who comes back
-    after a change of plan still asks for what it was started with."""
+    """Refuse a worker that wants something else than the run has now, or had when it was settled: a worker that comes
+    back after a change of plan still asks for what it was started with."""
     for name in NAMES:
         wanted = getattr(wishes, name)
         now = len(plan.fragments) if name == "num_fragments" else getattr(plan, name)

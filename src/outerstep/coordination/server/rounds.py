@@ -27,7 +27,7 @@ from .aggregation import Aggregation
 
 @dataclass(frozen=True)
 class RoundRules:
-    """How rounds close. `quorum` None = all who are expected."""
+    """How rounds close. `quorum` None = all that are expected."""
 
     num_workers: int
     min_workers: int = 1
@@ -56,7 +56,7 @@ class RoundRules:
 
     @property
     def floor_is(self) -> str:
-        """Who says so."""
+        """The setting that `floor` comes from."""
         return "min_workers" if self.min_workers >= self.floor else self.aggregation.name
 
     @property
@@ -142,7 +142,7 @@ class OpenRound:
         return len({p.worker_id for p in self.participants if p.weight > 0.0})
 
     def wants(self, worker_id: str, rules: RoundRules) -> bool:
-        """Has somebody contributed who now waits for this worker?"""
+        """Does a contributor wait for this worker?"""
         contributors = self.contributors
         if not contributors or worker_id in contributors:
             return False
@@ -232,7 +232,11 @@ class Fragment:
         if not rules.aggregation.is_plain:
             outliers = _too_few(closing, rules, needed) if too_few else _repeated(closing)
         if rules.norm_screen > 0.0:
-            outliers += self._too_large(closing, rules.norm_screen)
+            for i, times in self.screen.left_out(closing.sized, rules.norm_screen).items():
+                size = closing.sizes[i]
+                if closing.kept[i] and size is not None:
+                    facts = {"norm": size.norm, "steps": size.steps, "times_usual": round(times, 2)}
+                    outliers.append(_left_out(closing, i, facts))
         self.screen.include(closing.sized)
         self.usual.include(closing.reported, ratio)
         tokens = self.usual_tokens.include(closing.tokens, ratio)
@@ -241,36 +245,27 @@ class Fragment:
             closing.version, tuple(closing.participants), round(sum(tokens)), tuple(outliers), trained if too_few else 0
         )
 
-    def _too_large(self, closing: OpenRound, limit: float) -> list[Outlier]:
-        outliers = []
-        for i, times in self.screen.left_out(closing.sized, limit).items():
-            size = closing.sizes[i]
-            if closing.kept[i] and size is not None:
-                facts = {"norm": size.norm, "steps": size.steps, "times_usual": round(times, 2)}
-                outliers.append(Outlier(closing.participants[i], facts))
-                closing.leave_out(i)
-        return outliers
-
 
 def _too_few(closing: OpenRound, rules: RoundRules, needed: int) -> list[Outlier]:
     """Nobody is left to come, and too few had trained for the rule to mean anything: it would be the plain mean of
-    whoever was there. Nothing of it is taken."""
+    those there. Nothing of it is taken."""
     why = f"{closing.trained} had trained, and {rules.aggregation.name} needs {needed}"
-    return [_left_out(closing, i, why) for i, p in enumerate(closing.participants) if p.weight > 0.0]
+    return [_left_out(closing, i, {"why": why}) for i, p in enumerate(closing.participants) if p.weight > 0.0]
 
 
 def _repeated(closing: OpenRound) -> list[Outlier]:
     """A worker that was started again may contribute twice to a round. To a rule everybody is one: the last counts."""
     last = {p.worker_id: i for i, p in enumerate(closing.participants) if p.weight > 0.0}
+    why = {"why": "its worker was started again and contributed once more"}
     return [
-        _left_out(closing, i, "its worker was started again and contributed once more")
+        _left_out(closing, i, why)
         for i, p in enumerate(closing.participants)
         if p.weight > 0.0 and last[p.worker_id] != i
     ]
 
 
-def _left_out(closing: OpenRound, i: int, why: str) -> Outlier:
-    outlier = Outlier(closing.participants[i], {"why": why})
+def _left_out(closing: OpenRound, i: int, facts: Mapping[str, object]) -> Outlier:
+    outlier = Outlier(closing.participants[i], facts)
     closing.leave_out(i)
     return outlier
 

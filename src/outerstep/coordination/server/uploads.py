@@ -1,4 +1,4 @@
-"""Contributions on their way in: which parts have arrived, and who may send at all.
+"""Contributions on their way in: which parts have arrived, and which worker may send.
 
 The bytes of unfinished contributions live in a pool of bounded size. Room is granted for a whole contribution or not at
 all, so that two half-sent ones can never wait for each other. A worker that finds no room stands in a queue and keeps
