@@ -8,7 +8,9 @@ from typing import Literal, get_args
 
 from ..coordination.server.aggregation import Aggregation, RuleName
 from ..coordination.server.rounds import RoundRules
+from ..coordination.weights import MAX_WEIGHT_RATIO
 from ..errors import ConfigError
+from ..screens import FACTOR
 from ..security import DEFAULT_PORT, parse_address
 from ..types import Wishes
 from .checks import check_label, check_mixing, check_number, check_one_of, check_text, check_whole
@@ -47,8 +49,10 @@ class ServerConfig:
     staleness_policy: Literal["log", "weight"] | None = None  # None = log if asynchronous, else weight
     max_staleness: int | None = None  # refuse older ones; None = 4 rounds, asynchronous: 16 per worker
     weight_by: Literal["equal", "samples", "tokens"] = "equal"
-    max_weight_ratio: float = 10.0  # no weight further than this factor from the usual one
-    norm_screen: float = 2.0  # leave out what is so many times as large as usual (docs/operating/screens.md); 0 = off
+    max_weight_ratio: float = MAX_WEIGHT_RATIO  # no weight further than this factor from the usual one
+    norm_screen: float = (
+        FACTOR  # leave out what is so many times as large as usual; 0 = off (docs/operating/screens.md)
+    )
     aggregation: RuleName = "mean"  # how the contributions of a round become one (coordination/server/aggregation.py)
     trim_fraction: float | None = None  # of trimmed_mean, at each end; None = a fifth, and at least one
     attackers: int | None = None  # f of krum and multi_krum; None = 1
