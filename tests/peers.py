@@ -31,7 +31,7 @@ class Adding:
     def check(self, fragment: int, data: memoryview) -> str:
         return self.refuse(data)
 
-    def whole(self, fragment: int) -> tuple[int, memoryview] | None:
+    def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
         with self.lock:
             return self.versions[fragment], memoryview(self.anchors[fragment])
 
@@ -82,7 +82,7 @@ class Peer:
     def heal(self) -> None:
         """Take every fragment whole from the others."""
         for fragment in range(len(SIZES)):
-            version, data = self.node.fetch_whole(fragment, patience_s=SHORT)
+            version, data = self.node.fetch_snapshot(fragment, patience_s=SHORT)
             self.topology.adopt(fragment, version, bytes(data))
         self.hold_all()
 

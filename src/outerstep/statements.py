@@ -1,6 +1,6 @@
 """What peers without a server say to each other, as plain, frozen values; the counterpart of types.py.
 
-A *statement* is signed by who makes it and may be carried by anybody. Some have a *key*: an honest peer makes one
+A *statement* is signed by its author and may be carried by anybody. Some have a *key*: an honest peer makes one
 statement under each key and never another. Two different ones under the same key, with the same signature's owner, are
 a *proof* that it lies, which everybody can check.
 
@@ -57,7 +57,7 @@ class Statement(Plain, frozen=True, tag_field="says"):
 
 class Offered(Statement, frozen=True, tag="offered"):
     """`digest` is that of the encoded contribution (`digest_of_parts`); `base_hash` that of the anchor it started from:
-    who started elsewhere cannot be averaged with."""
+    a contribution that started elsewhere cannot be averaged with."""
 
     fragment: Count
     version: Positive  # that the round is to produce
@@ -89,8 +89,8 @@ class Proof(Plain, frozen=True):
 
 
 class Change(Plain, frozen=True, tag="change", tag_field="kind"):
-    """Who belongs to the run from now on, in the order of their ids. Who is new is there because of a beat of its own;
-    who lied is gone because of a proof."""
+    """The members of the run from now on, in the order of their ids. A new one is there because of a beat of its own;
+    one that lied is gone because of a proof."""
 
     height: Positive
     parent: Digest
@@ -141,7 +141,7 @@ AnyStatement = Offered | Proposed | Voted | Beat
 
 
 class Decision(Plain, frozen=True):
-    """A block, and the precommits of more than enough members: whoever knows the members can see that it is decided."""
+    """A block, and the precommits of more than enough members: knowing the members is enough to see it is decided."""
 
     block: Block
     votes: Annotated[tuple[Signed, ...], Meta(min_length=1, max_length=MOST_PEERS)]

@@ -1,4 +1,4 @@
-"""One registered worker's place in the run, and what it has under way.
+"""One registered worker in the run, and what it has under way.
 
 The old protocol has no keys: a client that lost the answer to a submit sends it again, or registers again and then
 submits. What is counted is therefore decided here, per worker and fragment:
@@ -15,8 +15,8 @@ The limit of 2: a client that keeps the connection of its last answer open and s
 pseudo-gradients in the next round on another one, is taken at its first word. One behind a proxy that swallows an
 answer after taking it whole is counted twice.
 
-What the server asks of a worker (to finish, to exchange now) the old protocol cannot say. Who is to finish gets the
-answer it waits for, and then leaves: the client does so for it, and whatever the client says next is refused.
+What the server asks of a worker (to finish, to exchange now) the old protocol cannot say. A client that is to finish
+gets the answer it waits for, and then leaves the run: `CompatClient` does so for it, and refuses what it says next.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ class FragmentSubmission:
                     self._carried = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Is it settled? Whoever waits also takes the next step."""
+        """Is it settled? The thread that waits also takes the next step."""
         with self._lock:
             if self._ticket is not None and self._ticket.wait(timeout_s):
-                self._take_over(self._ticket)
+                self._adopt(self._ticket)
             return self.settled
 
     def end(self, failure: Refused) -> None:
-        """Whoever waits is told `failure`."""
+        """The clients that wait are told `failure`."""
         with self._lock:
             if not self.settled:
                 self._settle(None, failure)
@@ -142,7 +142,7 @@ class FragmentSubmission:
             )
         )
 
-    def _take_over(self, ticket: ServerTicket) -> None:
+    def _adopt(self, ticket: ServerTicket) -> None:
         """If the round had closed without us, the same steps go into the next one: a rebased pseudo-gradient is the
         same pseudo-gradient."""
         try:
@@ -198,7 +198,7 @@ class CompatClient:
 
     def join_again(self) -> Sequence[Agreed]:
         """For a client that came back: as the same start of the same worker, so that what it had under way stays.
-        Brings it back to life if it was given up meanwhile, and fetches the newest anchors."""
+        Brings it back to life if it was declared dead meanwhile, and fetches the newest anchors."""
         topology = self._new_topology()
         return [agreed for _, agreed in anchors_of(topology, topology.join(None, Wishes()))]
 
@@ -224,7 +224,7 @@ class CompatClient:
     def _farewell(self) -> Closing:
         return Closing(
             f"worker {self.worker_id!r} was told to finish ({self._drain}), and has left the run",
-            hint="stop this client; POST /register to take part again, if the run goes on",
+            hint="stop this client; POST /register to take part again, if the run continues",
         )
 
     def check_here(self) -> None:

@@ -124,7 +124,7 @@ class Endpoints:
         if len(self._clients) < self._limits.max_workers:
             return
         for worker_id in [w for w, client in self._clients.items() if not self._is_live(client)]:
-            self._clients.pop(worker_id).end(_unknown(worker_id, "given up, and its place was needed"))
+            self._clients.pop(worker_id).end(_unknown(worker_id, "declared dead, and its place was needed"))
         if len(self._clients) >= self._limits.max_workers:
             raise Busy(
                 f"{len(self._clients)} workers are registered, which is the limit (max_workers)",

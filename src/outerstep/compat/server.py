@@ -69,8 +69,8 @@ class CompatServer:
     def start(self) -> CompatServer:
         self._http.start()
         log.warning(
-            "the compatibility protocol is served on %s, without authentication or encryption: whoever reaches it can "
-            "change the model",
+            "the compatibility protocol is served on %s, without authentication or encryption: anyone who reaches it "
+            "can change the model",
             self.address,
         )
         return self

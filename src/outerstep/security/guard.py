@@ -1,4 +1,4 @@
-"""Who is asking? A request's token says so, before anything else about the request is looked at."""
+"""Whose token a request shows. It is checked before anything else about the request is looked at."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Connections:
                 self._strangers.pop(connection, None)
 
     def doubt(self, connection: Connection) -> None:
-        """It has not, or shows one that is no longer valid. Its time as a stranger begins anew if it was known."""
+        """It has not, or shows one that is no longer valid. Its time as a stranger starts again if it was known."""
         with self._lock:
             if connection.is_known and connection in self.open:
                 connection.is_known, connection.since = False, self._clock()
@@ -185,7 +185,7 @@ class Refusals:
     def _level(self, account: _Account) -> float:
         passed_s = self.clock() - account.at
         level = max(account.level - passed_s * self.limits.refusals_per_s, 0.0)
-        return min(level, 2.0 * self.limits.free_refusals)  # who stops is believed again within minutes
+        return min(level, 2.0 * self.limits.free_refusals)  # an address that stops is believed again within minutes
 
 
 def group_of(peer: str) -> str:

@@ -47,7 +47,7 @@ class HttpTransport:
 
     `server` is host:port, whose token and certificate are looked up in `credentials` (None = the user's own folder); or
     a join string; or http://host:port for a server without either. When a token or a certificate is refused, both are
-    looked up again: after `outerstep join` a running worker goes on. `tls`: this context, no look-up and no token.
+    looked up again: after `outerstep join` a running worker continues. `tls`: this context, no look-up and no token.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class HttpTransport:
 
     def _doubt(self, error: Exception) -> Exception:
         """A server that we have spoken with may come to its senses, or its operator to us: worth another try, and
-        meanwhile training goes on. One that never knew us is an error at once."""
+        meanwhile training continues. One that never knew us is an error at once."""
         return TransportError(str(error)) if self._has_succeeded else error
 
     # --- one exchange ---------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class PartList(Plain, frozen=True):
 
 
 class OfferedSnapshot(Plain, frozen=True):
-    """A fragment's newest anchor, with all that is needed to go on from there."""
+    """A fragment's newest anchor, with all that is needed to resume from there."""
 
     version: Count
     parts: PartList

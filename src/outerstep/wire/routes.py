@@ -102,7 +102,7 @@ class Service(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why it cannot go on; "" while it can."""
+        """Why it has stopped for good; "" while it has not."""
 
     @property
     def trouble(self) -> str:

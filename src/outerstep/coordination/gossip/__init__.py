@@ -4,7 +4,7 @@ book.py             what was said under which key, and the proofs that somebody 
 ballot.py           one block: proposed, voted on twice, decided; the same for everybody
 chain.py            what the decided blocks have made of the run, and what follows from one more
 offers.py           the contributions that were offered, and which of them are here
-acquaintances.py    who has been heard of, and when
+acquaintances.py    which peers have been heard of, and when
 blocks.py           which block a peer would propose, and which it is for
 peer.py             all of it together: one peer's side of every conversation
 """

@@ -1,10 +1,10 @@
 """How the members decide on one block: Tendermint's rules (Buchman, Kwon, Milosevic 2018, algorithm 1).
 
-In each *turn* one member, another each time, proposes a block. Everybody prevotes it, or none; who sees a quorum of
-prevotes for it is *locked* on it and precommits it; a quorum of precommits decides. Who is locked prevotes nothing
-else, unless a later turn had a quorum of prevotes for that. So a block that may have been decided anywhere, as far as
-anybody can tell, is the only one that can be: whatever is lost, late, repeated or dead, and whatever f members say.
-Timers only bring about the next turn; they decide nothing.
+In each *turn* one member, another each time, proposes a block. Every member prevotes it, or none; one that sees a
+quorum of prevotes for it is *locked* on it and precommits it; a quorum of precommits decides. A locked member prevotes
+nothing else, unless a later turn had a quorum of prevotes for that. So a block that may have been decided
+anywhere, as far as a member can tell, is the only one that can be: whatever is lost, late, repeated or dead, and
+whatever f members say. Timers only bring about the next turn; they decide nothing.
 
 Nothing here knows what a block means: `judge` says whether this peer is for it.
 """
@@ -57,7 +57,7 @@ class Bound(Plain, frozen=True):
 
 
 class Ballots(Plain, frozen=True):
-    """What a peer must not forget of the open ballot if it is started anew."""
+    """What a peer must not forget of the open ballot if it is restarted."""
 
     own: tuple[Signed, ...] = ()
     locked: Bound | None = None
@@ -115,7 +115,7 @@ class Ballot:
             self._recall(signed)
 
     def _recall(self, signed: Signed) -> None:
-        """Something this peer has said before it was started anew."""
+        """Something this peer has said before it was restarted."""
         statement = self._book.read(signed)
         if not isinstance(statement, Proposed | Voted) or statement.height != self.height:
             return

@@ -28,7 +28,7 @@ class Book:
         self._sign, self._verify = sign, verify
         self._read: OrderedDict[Signed, AnyStatement] = OrderedDict()
         self._said: OrderedDict[tuple[object, ...], Signed] = OrderedDict()
-        self.proofs: dict[str, Proof] = {}  # by the key of who is proven to lie
+        self.proofs: dict[str, Proof] = {}  # by the key of the peer that is proven to lie
 
     def write(self, statement: AnyStatement) -> Signed:
         """One's own."""

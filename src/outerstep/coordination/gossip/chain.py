@@ -5,7 +5,7 @@ How many must agree, of n members of whom f may lie:
     f = min(liars, ⌊(n − 1)/3⌋)          quorum = ⌊(n + f)/2⌋ + 1
 
 Two quorums share more than f members, so at least one honest one, which is for one block only; and the n − f honest
-ones are a quorum by themselves, as n > 3f. It is always more than half, so no two parts of a divided run both go on.
+ones are a quorum by themselves, as n > 3f. It is always more than half, so no two parts of a divided run both continue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def quorum_of(count: int, liars: int) -> int:
 
 
 def found(founder: Member, fragments: int, versions: tuple[int, ...] = ()) -> ChainState:
-    """A run of one. `versions`: where a saved state goes on."""
+    """A run of one. `versions`: those of a saved state."""
     return ChainState(height=0, tip=GENESIS, members=(founder,), versions=versions or (0,) * fragments)
 
 

@@ -87,7 +87,7 @@ class Offers:
 
 
 def digests_of(block: Round) -> list[str]:
-    """Of its contributions. (Whoever decided on it has read them.)"""
+    """Of its contributions. (The peers that decided on it have read them.)"""
     return [says.digest for says in offered_in(block)]
 
 

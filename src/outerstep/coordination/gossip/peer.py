@@ -4,10 +4,10 @@ Nothing is sent to anybody in particular. A peer tells each other peer, whenever
 ballot, the open rounds and who is alive, its own and what it heard: `say_to`. What is lost is said again, what cannot
 get through directly comes through a third. `stirred` says that it has something new of its own to tell.
 
-Three rules of order, for who carries it about:
+Three rules of order, for the code around it:
   - `keepsake` is written down for good before anybody is told anything (`say_to`) or anything is taken (`take`), if it
     has changed: a peer that has forgotten what it said may say something else, which would prove that it lies;
-  - bytes of contributions are fetched by digest (`wanted`) from whoever has them, and what came of it is told (`hold`);
+  - bytes of contributions are fetched by digest (`wanted`) from any peer that has them, and then told of (`hold`);
   - decided blocks are taken in order (`take`).
 """
 
@@ -46,7 +46,7 @@ MOST_BYTES_TOLD = 8 << 20  # of statements, in one conversation
 
 
 class Keepsake(Plain, frozen=True):
-    """What a peer must not forget if it is started anew: where the run was, and everything it has said that it may not
+    """What a peer must not forget if it is restarted: where the run was, and everything it has said that it may not
     say differently. `incarnation`: how often it was started."""
 
     run_id: str
@@ -153,7 +153,7 @@ class GossipPeer:
         self._offers.progressed(digest, now)
 
     def hold_anchor(self, fragment: int, version: int, anchor_hash: str) -> None:
-        """This version of a fragment was taken over, and has this hash."""
+        """This version of a fragment was adopted, and has this hash."""
         self.anchors[fragment] = (version, anchor_hash)
 
     def note_progress(self, step: int, steps_per_second: float, loss: float | None) -> None:
@@ -284,12 +284,12 @@ class GossipPeer:
         return self._others.silent_s(key, now)
 
     def wanted(self) -> dict[str, tuple[int, str]]:
-        """Digests whose bytes are missing, with their size and the key of who made them. (What is of no use any more is
+        """Digests whose bytes are missing, with their size and the key of their author. (What is of no use any more is
         forgotten; if it is of use again, and its bytes were kept, say `hold` again.)"""
         return {digest: (says.size_bytes, author) for digest, (says, author) in self.missing().items()}
 
     def missing(self) -> dict[str, tuple[Offered, str]]:
-        """The same: digest → what was offered, and the key of who made it."""
+        """The same: digest → what was offered, and the key of its author."""
         missing = {
             offer.says.digest: (offer.says, offer.signed.author)
             for offer in self._offers
@@ -305,7 +305,7 @@ class GossipPeer:
         return missing
 
     def needed(self) -> set[str]:
-        """Digests of the open rounds and of each fragment's last two: their bytes are kept, for who asks for them."""
+        """Digests of the open rounds and of each fragment's last two: their bytes are kept for other peers."""
         blocks = [*self._ballot.blocks, *self.recent_rounds()]
         rounds = [b for b in blocks if isinstance(b, Round) and b.version > self.state.versions[b.fragment] - 2]
         return {offer.says.digest for offer in self._offers} | {d for block in rounds for d in digests_of(block)}
@@ -355,7 +355,7 @@ class GossipPeer:
         if apart and not missing:
             return (
                 f"enough peers with the same anchor: {', '.join(apart)} started from another one than this peer; if "
-                "that does not change, start those anew that hold the wrong one"
+                "that does not change, restart the peers that hold the wrong one"
             )
         return ", ".join(missing) or "the others' agreement"
 

@@ -126,7 +126,7 @@ class PeerTopology(ABC):
     def _fetch(self, fragment: int, *, after: int) -> Found:
         """The newest whole of a fragment, newer than `after`, with its momentum and what else belongs to it."""
         while True:
-            version, data = self._node.fetch_whole(fragment, patience_s=WHOLE_PATIENCE_S)
+            version, data = self._node.fetch_snapshot(fragment, patience_s=WHOLE_PATIENCE_S)
             if version > after:
                 return self._holdings.read(fragment, data)
             self._node.watch(LOOK_S)

@@ -122,7 +122,7 @@ class GradientGossip:
         assert self._joined is not None
         return self._joined[2].check(data)
 
-    def whole(self, fragment: int) -> tuple[int, memoryview] | None:
+    def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
         """There is no state but the number of the last round."""
         return self._version, memoryview(self._version.to_bytes(8, "little"))
 
@@ -170,7 +170,7 @@ class GradientGossip:
         (form,) = forms_of(terms.plan, manifest)
         self._joined = terms, form, Contents(form)
         self._node.begin(terms.encode(), terms.rules, [form.up.size_bytes], self, terms=known)
-        version = 0 if known is None else self._node.fetch_whole(0, patience_s=self._join_timeout_s)[0]
+        version = 0 if known is None else self._node.fetch_snapshot(0, patience_s=self._join_timeout_s)[0]
         self._at(version)
         self._node.belong()
         return self._joined
@@ -199,7 +199,7 @@ class GradientGossip:
             if decided is not None:
                 return decided
             if node.is_lost(0, version):
-                newest, _ = node.fetch_whole(0, patience_s=self._join_timeout_s)
+                newest, _ = node.fetch_snapshot(0, patience_s=self._join_timeout_s)
                 self._at(max(newest, version))
                 raise OutOfStep(
                     f"rounds {version} to {self._version} were agreed on without this peer, and are not to be had any "

@@ -106,7 +106,7 @@ class PairsTopology(PeerTopology):
         """Nothing is offered to all."""
         return "in this run peers exchange in pairs"
 
-    def whole(self, fragment: int) -> tuple[int, memoryview] | None:
+    def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
         forms = self._holdings.forms
         if fragment < len(forms):
             return self._holdings.write(fragment)

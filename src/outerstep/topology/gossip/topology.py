@@ -124,7 +124,7 @@ class GossipTopology(PeerTopology):
     def check(self, fragment: int, data: memoryview) -> str:
         return self._holdings.contents[fragment].check(data)
 
-    def whole(self, fragment: int) -> tuple[int, memoryview] | None:
+    def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
         return self._holdings.write(fragment)
 
     # --- one exchange -------------------------------------------------------------------------------------------------

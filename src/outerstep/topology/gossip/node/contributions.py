@@ -114,7 +114,7 @@ class Payloads:
     # --- those of others --------------------------------------------------------------------------------------------
 
     def arrival(self, digest: str) -> Arrival | None:
-        """What has come so far: who goes on with it needs only the rest."""
+        """The parts that have arrived so far: a thread that resumes it needs only the rest."""
         with self._lock:
             return self._arrivals.get(digest)
 
@@ -126,7 +126,7 @@ class Payloads:
             return self._arrivals.setdefault(digest, arrival)
 
     def arrived(self, digest: str) -> HeldPayload | None:
-        """All of it; None: it has been given up meanwhile."""
+        """All of it; None: it was dropped meanwhile."""
         with self._lock:
             arrival = self._arrivals.pop(digest, None)
             if arrival is None:
@@ -136,7 +136,7 @@ class Payloads:
             return held
 
     def keep_only(self, needed: Iterable[str]) -> None:
-        """Whoever still has a view of another keeps its memory from being used again."""
+        """Drop the others. A view of one keeps its memory from being used again."""
         keep = set(needed)
         with self._lock:
             keep |= self._pinned.keys()
@@ -200,7 +200,7 @@ class DecidedRounds:
         return next((taken for taken in self._rounds[fragment] if taken.block.version == version), None)
 
     def is_lost(self, fragment: int, version: int) -> bool:
-        """It was decided; but who has not taken it over by now cannot."""
+        """It was decided; but a topology that has not adopted it by now cannot."""
         if version > self.versions[fragment]:
             return False
         taken = self.find(fragment, version)
@@ -211,7 +211,7 @@ class DecidedRounds:
         return {says.digest for rounds in self._rounds for taken in rounds for _, _, says in taken.offers}
 
     def wanted(self) -> dict[str, tuple[Offered, str]]:
-        """Digest → what was offered, and whose it is; of rounds that are still to be taken over."""
+        """Digest → what was offered, and whose it is; of rounds that are still to be adopted."""
         return {
             says.digest: (says, key)
             for rounds in self._rounds
@@ -364,7 +364,7 @@ class Fetcher:
 
     def _holders(self, job: _Job) -> list[str]:
         """Keys of those that may have it: its author, then the other members in any order, those that are silent last,
-        and last of all who has sent something else before."""
+        and last of all a peer that has sent something else before."""
         with self._shared.lock:
             peer, now = self._shared.peer, self._shared.clock()
             silent = {m.key for m in peer.state.members if peer.is_silent(m.key, now)}

@@ -111,8 +111,8 @@ class Conversations:
                 shared.wait(lambda: False, self._beat_every_s)
 
     def _is_stalled(self) -> bool:
-        """Alive is who trains, not who has a thread: whose training has stopped to report falls silent, so that the
-        others go on without it. If it wakes up, it is let in again."""
+        """A peer is alive if it trains, not if it has a thread. If its training stops reporting, it falls silent, and
+        the others continue without it. If it wakes up, it is admitted again."""
         at = self._shared.progress_at
         return at is not None and self._shared.clock() - at > STALLED_S
 
@@ -162,8 +162,8 @@ class Conversations:
             self._hear(talk, told, answer)
 
     def _hear(self, talk: _Conversation, told: Converse, answer: Converse) -> None:
-        """With the lock held. Who is behind, or ahead by more than fits into one answer, is called again at once; but
-        only as long as that leads further."""
+        """With the lock held. A member that is behind, or ahead by more than fits into one answer, is called again at
+        once; but only as long as that leads further."""
         peer = self._shared.peer
         before, height_before = peer.state.height, talk.height
         peer.hear(answer, self._shared.clock())

@@ -64,7 +64,7 @@ class Housekeeping:
         state, beats = found
         with node.lock:
             if state.height > height == peer.state.height:  # else the next block has come meanwhile
-                log.info("the run is %d blocks ahead: going on from there", state.height - height)
+                log.info("the run is %d blocks ahead: resuming from there", state.height - height)
                 node.recorder.leap(state)
                 peer.hear(Converse(run_id=peer.run_id, sender=node.peer_id, height=0, statements=beats), node.clock())
                 node.recorder.note()

@@ -172,7 +172,7 @@ class NodeListener:
 
 
 class Contacts:
-    """A transport to each peer, made anew when its beats name another place."""
+    """A transport to each peer, replaced when its beats name another place."""
 
     def __init__(self, listener: NodeListener, find_beat: Callable[[str], Beat | None], timeout_s: float) -> None:
         self._listener, self._find_beat, self._timeout_s = listener, find_beat, timeout_s

@@ -3,7 +3,7 @@
     node = Node(NodeSettings(peer_id="anna", join=("outerstep://…",), folder="peer"))
     terms = node.ask_terms(patience_s=60)           # None: there is no run yet, found one
     node.begin(document, rules, sizes, callbacks, terms=terms)
-    version, data = node.fetch_whole(0, patience_s=60)
+    version, data = node.fetch_snapshot(0, patience_s=60)
     node.hold_anchor(0, version, anchor_hash)
     node.belong()                                   # the others wait for this peer from now on
     node.offer(0, data, base_version=version, base_hash=anchor_hash, steps=500)
@@ -47,7 +47,7 @@ from .snapshots import SnapshotExchange
 log = logging.getLogger(__name__)
 
 STOP_PATIENCE_S = 5.0
-CHECK_S = 1.0  # who waits for blocks looks so often whether the node has failed
+CHECK_S = 1.0  # how often a thread that waits for blocks looks whether the node has failed
 LONGEST_SILENCE_S = 10.0  # of another peer in the middle of an answer
 
 
@@ -118,12 +118,12 @@ class Node:
         except ServerUnreachable:
             if kept is None:
                 raise
-            log.info("none of the peers to join answers; going on with what the folder holds")
+            log.info("none of the peers to join answers; resuming from what the folder holds")
             return kept
         if kept is not None and kept.run_id != terms.run_id:
             raise ConfigError(
                 f"the folder {self.settings.folder!r} holds run {kept.run_id}, the peers to join run {terms.run_id}: "
-                "give this peer an empty folder, or leave join out to go on with the run in it"
+                "give this peer an empty folder, or leave join out to resume the run in it"
             )
         return terms
 
@@ -149,7 +149,7 @@ class Node:
         terms: Terms | None,
         versions: Sequence[int] = (),
     ) -> None:
-        """Found the run (`terms` None; `versions`: where a saved state goes on), or take part in it: watching, until
+        """Found the run (`terms` None; `versions`: those of a saved state), or take part in it: watching, until
         `belong`. `sizes`: how many bytes a contribution to each fragment has."""
         if self.shared.has_begun:
             raise ConfigError("this node has begun before; make a new one")
@@ -188,7 +188,7 @@ class Node:
         self._warn_of_namesake(terms.state)
 
     def _take_up(self, terms: Terms, document: bytes, rules: GossipRules) -> Keepsake:
-        """What this peer must not forget; with a folder it lies there."""
+        """What this peer must not forget; with a folder, what the folder holds."""
         if self._folder is None:
             return Keepsake(run_id=terms.run_id, state=terms.state)
         facts = PeerRunFacts(run_id=terms.run_id, peer_id=self.peer_id, token=self._listener.token, liars=rules.liars)
@@ -209,7 +209,7 @@ class Node:
         self._housekeeping = Housekeeping(self, self._contacts, self._survey)
 
     def terms(self) -> Terms:
-        """For who wants to join."""
+        """For a peer that wants to join."""
         with self.lock:
             if not self.shared.has_begun:
                 kept = self._kept_terms()
@@ -298,7 +298,7 @@ class Node:
             if taken is not None:
                 taken.is_released = True
 
-    def fetch_whole(self, fragment: int, *, patience_s: float) -> tuple[int, memoryview]:
+    def fetch_snapshot(self, fragment: int, *, patience_s: float) -> tuple[int, memoryview]:
         """The newest version of a fragment that more than f members name the same digest for (or all that can be heard,
         if those are fewer), and its bytes."""
         self.shared.check()
@@ -314,8 +314,8 @@ class Node:
             return self.shared.changes
 
     def note_progress(self, step: int, steps_per_second: float, loss: float | None) -> None:
-        """For the others to see; it travels with the next beat. A training that has reported once must go on to, or
-        this peer falls silent (conversations.py)."""
+        """For the others to see; it travels with the next beat. A training that has reported once must keep reporting:
+        else this peer falls silent (conversations.py)."""
         with self.lock:
             self.shared.progress_at = self.clock()
             self.progress = (step, steps_per_second, loss)
@@ -353,7 +353,7 @@ class Node:
         return all(beat is not None and self._knows_all(beat) for beat in beats)
 
     def _knows_all(self, beat: Beat) -> bool:
-        """(Who leaves needs nothing more; it may be gone already.)"""
+        """(A peer that leaves needs nothing more; it may be gone already.)"""
         if beat.wants == "leave" or beat.height < self.peer.state.height:
             return beat.wants == "leave"
         held = [version for version, _ in beat.held]

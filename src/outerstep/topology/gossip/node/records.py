@@ -83,7 +83,7 @@ class Recorder:
         self._shared.changed()
 
     def leap(self, state: ChainState) -> None:
-        """With the lock held: go on from this state."""
+        """With the lock held: resume from this state."""
         self._shared.peer.leap(state, self._shared.clock())
         self._leap = state
         self.note()
@@ -138,7 +138,7 @@ class Recorder:
                 shared.changed()
 
     def _wait_for_disk(self, error: OSError) -> None:
-        """The peer falls silent, and goes on when it can write again."""
+        """The peer falls silent, and resumes when it can write again."""
         assert self._folder is not None
         shared, why = self._shared, f"cannot write to {self._folder.place}: {error.strerror or error}"
         with shared.lock:

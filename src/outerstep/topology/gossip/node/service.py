@@ -31,7 +31,7 @@ DISK_PATIENCE_S = 20.0
 
 
 class PeerService:
-    """The bytes' side of a Node: who asks is one of those that hold the run's token."""
+    """The bytes' side of a Node. Every caller has shown the run's token."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -52,7 +52,7 @@ class Callbacks(Protocol):
     def check(self, fragment: int, data: memoryview) -> str:
         """ "" = this contribution can be used; else why not."""
 
-    def whole(self, fragment: int) -> tuple[int, memoryview] | None:
+    def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
         """Version and bytes of the newest anchor with the outer state that goes with it, a consistent snapshot that
         does not change any more; None = it is not held. All peers must write the same state as the same bytes."""
 

@@ -25,7 +25,7 @@ class Shared:
         self.clock = clock
         self.changes = 0
         self.news = 0
-        self.failure = ""  # why the node cannot go on
+        self.failure = ""  # why the node has stopped
         self.trouble = ""  # why it has to wait
         self.is_stopping = False
         self.progress_at: float | None = None  # when the training last reported; None = it never did

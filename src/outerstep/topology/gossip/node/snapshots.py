@@ -53,7 +53,7 @@ class SnapshotExchange:
     def offer(self, fragment: int) -> OfferedSnapshot:
         """The newest that the topology holds."""
         with self._making:
-            newest = self._callbacks.whole(fragment)
+            newest = self._callbacks.snapshot(fragment)
             if newest is None:
                 raise NotFound(f"this peer does not hold fragment {fragment} itself yet", hint="ask another peer")
             version, data = newest[0], memoryview(newest[1]).cast("B")
