@@ -1,22 +1,30 @@
-"""A simulated server: the real coordinator and the real journal; for a model, the names of the steps that made it.
+"""A simulated server: the real coordinator, the real commits and the real journal. Its model is the names of the steps
+that made it.
 
-One after the other, as in the rounds thread of the real one: take the outer step, make it durable, then tell. What a
-disk refuses is tried again, and held back until it works. A crash drops all but the disk; a restart reads it.
+`Commits` says what is carried out and in which order; here that takes virtual time, and the disk may refuse it. A crash
+drops all but the disk; a restart reads it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
 
 from msgspec.structs import replace
 
+from ..coordination.server.commits import (
+    AddContributions,
+    AnnounceRound,
+    Commits,
+    CutJournal,
+    TakeStep,
+    Task,
+    WriteCheckpoint,
+    WriteRecord,
+)
 from ..coordination.server.coordinator import Coordinator
-from ..coordination.server.effects import Accumulate, CloseRound, DropUpload, Effect, Event
+from ..coordination.server.effects import Accumulate, DropUpload, Event
 from ..coordination.server.plan import settle
-from ..coordination.server.remembered import Remembered
 from ..coordination.server.rounds import Fragment
 from ..coordination.server.uploads import Upload
 from ..digest import data_hash, part_hash, payload_hash
@@ -48,40 +56,22 @@ from ..types import (
 from .agenda import Agenda
 from .disk import PowerCut
 from .history import Contents, History, StepName
-from .keeping import Head, Keeper, Machine, Made, encoded
 from .scenario import Scenario
+from .storage import Machine, SimStorage, SimVersion, encoded
 
 PART_BYTES = 8
 KEPT_VERSIONS = 2
-OUTER_STEP_S = 0.2
-WRITE_S = 0.02
-RETRY_S = 1.5
+START_AGAIN_S = 1.5  # after a start that the disk refused
 NOTE_WAIT_S = 5.0
-NOTED = {"join", "leave", "kick", "plan"}
-"""Events after which the coordinator is written down, before whoever caused them is told."""
+GATHER_S = 0.1
+TAKES_S: dict[type[Task], float] = {TakeStep: 0.2, WriteRecord: 0.02, WriteCheckpoint: 0.02}  # the others: no time
 
 Reply = Callable[[Answer | Refused], None]
 
 
-@dataclass(eq=False)
-class _Round:
-    """Decided, and to be carried out."""
-
-    effect: CloseRound
-    made: Made | None = None  # once the outer step was taken
-    contents: Contents = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Note:
-    """The coordinator as of now is to be written down; then these are told."""
-
-    remembered: Remembered
-    replies: list[Callable[[], None]] = field(default_factory=list)
-
-
 class SimServer:
     coordinator_type: type[Coordinator] = Coordinator
+    commits_type: type[Commits] = Commits
     journal_type: type[Journal] = Journal
 
     def __init__(self, scenario: Scenario, agenda: Agenda, history: History, machine: Machine) -> None:
@@ -105,11 +95,12 @@ class SimServer:
             heartbeat_timeout_s=scenario.heartbeat_timeout_s,
         )
         self._settled = settle(Wishes(), Wishes(), "")
-        nothing = tuple(Made(fragment=i, version=0, anchor_hash=data_hash([b""])) for i in range(scenario.fragments))
-        self._begin(self._first_plan, nothing)
-        self._keeper = Keeper(machine, self.journal_type)
-        self._keeper.checkpoint(self.coordinator.remember(), nothing)
-        self._go()
+        self._nothing = tuple(
+            SimVersion(fragment=i, version=0, anchor_hash=data_hash([b""])) for i in range(scenario.fragments)
+        )
+        self._storage = SimStorage(machine, self.journal_type)
+        self._begin(self._first_plan, self._nothing)
+        self._serve()
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -129,17 +120,23 @@ class SimServer:
             self._restore()
         except OSError as trouble:
             self._history.say(f"the server cannot start: {trouble}")
-            self._agenda.after(RETRY_S, self.restart)
+            self._agenda.after(START_AGAIN_S, self.restart)
         except ModelError as damage:
             self._history.violated(f"the server cannot start again: {damage}")
 
     def _restore(self) -> None:
-        self._keeper = Keeper(self._machine, self.journal_type)
-        checkpoint, records = self._keeper.load()
+        self._storage = SimStorage(self._machine, self.journal_type)
+        found = self._storage.load()
+        if found is None:
+            self._history.server_restarted([(made.version, made.anchor_hash) for made in self._nothing])
+            self._begin(self._first_plan, self._nothing)
+            self._serve()
+            return
+        checkpoint, records = found
         newest, remembered = list(checkpoint.fragments), checkpoint.remembered
-        for head, contents in self._replayed(records):
-            remembered = head.remembered
-            made = head.round
+        for record, contents in records:
+            remembered = record.remembered
+            made = record.round
             if made is not None:
                 known = self._history.rounds.get(made.fragment, [])
                 if made.version > len(known):  # durable, though nobody was told: it survived
@@ -148,25 +145,25 @@ class SimServer:
                 newest[made.fragment] = made
         self._history.server_restarted([(made.version, made.anchor_hash) for made in newest])
         self._begin(remembered.plan, tuple(newest))
+        self._commits.resume(checkpoint.includes, min(checkpoint.remembered.versions))
         self.coordinator.resume(
             remembered.ledger,
             remembered.totals,
             remembered.facts,
             self._agenda.now,
-            first_incarnation=1 if self._keeps_rounds else 1000 * self.epoch,
+            first_incarnation=1 if self._scenario.durability == "round" else 1000 * self.epoch,
         )
-        self._go()
+        self._serve()
 
-    def _replayed(self, records: list[tuple[Head, Contents]]) -> list[tuple[Head, Contents]]:
-        return records
-
-    def _begin(self, plan: Plan, newest: tuple[Made, ...]) -> None:
+    def _begin(self, plan: Plan, newest: tuple[SimVersion, ...]) -> None:
         """Empty but for the model."""
         scenario = self._scenario
         self.epoch += 1
         self._bodies: dict[ContributionKey, list[StepName]] = {}
         self._sums: dict[tuple[int, int], Contents] = {}
-        self._jobs: deque[_Round | _Note] = deque()
+        self._stepped: tuple[SimVersion, Contents] | None = None  # the step of the round that is being closed
+        self._waiting: list[tuple[int, Callable[[], None]]] = []  # answers, each for a record to be durable
+        self._is_busy = False
         self._newest = list(newest)
         self._hashes = {(made.fragment, made.version): made.anchor_hash for made in newest}
         self._oldest_held = [made.version for made in newest]  # updates before this start are not kept
@@ -184,9 +181,17 @@ class SimServer:
             manifest=self._manifest,
             fragments=[Fragment.at(_agreement(made), 1 << 20) for made in newest],
         )
+        self._commits = self.commits_type(
+            self.coordinator,
+            scenario.durability,
+            save_every=scenario.checkpoint_every,
+            last_record=self._storage.journal.last,
+        )
 
-    def _go(self) -> None:
+    def _serve(self) -> None:
         self.is_up = True
+        self._commits.note()
+        self._work()
         self._later(1.0, self._tick)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -211,16 +216,18 @@ class SimServer:
         """What the HTTP service does, with names of steps for bytes."""
         self._history.requests.append(self._agenda.now)
         answer: Answer | Refused
+        record = 0
         try:
-            answer = self._answer(request, body, damaged=damaged)
+            if isinstance(request, Join | Heartbeat | Leave | Offer | Control):
+                answer, record = self._commits.answer(request, self._agenda.now)
+            else:
+                answer = self._answer(request, body, damaged=damaged)
         except Refused as refusal:
             answer = refusal
-        self._carry_out()
-        note = next((job for job in reversed(self._jobs) if isinstance(job, _Note)), None)
-        if note is None or not isinstance(request, Join | Leave | Control):
+        self._flush()
+        if record <= self._commits.written:
             reply(answer)
             return
-        # Also a repeated join: what the first one changed may not be on disk yet.
         answered = False
 
         def once(what: Answer | Refused) -> None:
@@ -229,21 +236,13 @@ class SimServer:
                 answered = True
                 reply(what)
 
-        note.replies.append(lambda: once(answer))
+        self._waiting.append((record, lambda: once(answer)))
         self._later(NOTE_WAIT_S, lambda: once(Busy("the disk does not take it", retry_after_s=1.0)))
 
-    def _answer(self, request: Request, body: list[StepName], *, damaged: bool) -> Answer:
+    def _answer(self, request: PutPart | Commit | Poll | GetPart, body: list[StepName], *, damaged: bool) -> Answer:
         now = self._agenda.now
         coordinator = self.coordinator
         match request:
-            case Join():
-                return coordinator.join(request, now)
-            case Heartbeat():
-                return coordinator.heartbeat(request, now)
-            case Leave():
-                return coordinator.leave(request, now)
-            case Offer():
-                return coordinator.offer(request, now)
             case PutPart():
                 begun = coordinator.begin_part(request, now)
                 if isinstance(begun, PutPartAnswer):
@@ -262,8 +261,6 @@ class SimServer:
                 if answer.agreement is None:
                     return answer
                 return replace(answer, agreement=replace(answer.agreement, payloads=self._payloads(request)))
-            case Control():
-                return coordinator.control(request, now)
             case GetPart():
                 coordinator.get_part(request, now)
                 newest = coordinator.fragments[request.fragment].published.version
@@ -273,113 +270,112 @@ class SimServer:
                     raise Superseded(f"version {request.version} is not held")
                 return GetPartAnswer(hash=_agreement_part(held, request.kind, request.part))
 
-    def _carry_out(self) -> None:
-        effects = self.coordinator.take_effects()
-        for effect in effects:
-            match effect:
-                case Accumulate():
-                    slot = (effect.key.fragment, effect.version)
-                    self._sums.setdefault(slot, []).append((effect.key, self._bodies.pop(effect.key)))
-                    self.coordinator.freed(effect.key)
-                case CloseRound():
-                    self._put(_Round(effect), OUTER_STEP_S)
-                case DropUpload():
-                    self._bodies.pop(effect.key, None)
-                case Event():
-                    self._history.say(f"{effect.kind} {effect.facts}")
-                case _:
-                    pass
-        if self._keeps_rounds and any(map(_is_noted, effects)):
-            self._put(_Note(self.coordinator.remember()), WRITE_S)
+    def _flush(self) -> None:
+        for effect in self._commits.take_effects():
+            if isinstance(effect, DropUpload):
+                self._bodies.pop(effect.key, None)
+            elif isinstance(effect, Event):
+                self._history.say(f"{effect.kind} {effect.facts}")
+        self._work()
 
-    # --- one after the other ----------------------------------------------------------------------------------------
-
-    @property
-    def _keeps_rounds(self) -> bool:
-        return self._scenario.durability == "round"
-
-    def _put(self, job: _Round | _Note, takes_s: float) -> None:
-        """A snapshot that waits to be written is replaced by the next one."""
-        waiting = self._jobs[-1] if len(self._jobs) > 1 else None
-        if isinstance(job, _Note) and isinstance(waiting, _Note):
-            waiting.remembered = job.remembered
-            return
-        self._jobs.append(job)
-        if len(self._jobs) == 1:
-            self._later(takes_s, self._work)
+    # --- one task after the other -----------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """The job at the head; contributions may arrive meanwhile."""
-        job = self._jobs[0]
-        try:
-            if isinstance(job, _Note):
-                self._keeper.note(job.remembered)
-            else:
-                self._close(job)
-        except OSError as trouble:
-            self._history.faults["held_back"] += 1
-            self._history.say(f"held back: {trouble}")
-            self._later(RETRY_S, self._work)
+        """Contributions may arrive while a task is under way."""
+        if self._is_busy:
             return
-        if isinstance(job, _Note):
-            for reply in job.replies:
-                reply()
-        self._jobs.popleft()
-        if self._jobs:
-            self._later(WRITE_S if isinstance(self._jobs[0], _Note) else OUTER_STEP_S, self._work)
+        task = self._commits.next()
+        if task is not None:
+            self._is_busy = True
+            self._later(TAKES_S.get(type(task), 0.0), lambda: self._perform(task))
+        elif self._commits.can_gather:
+            self._later(GATHER_S, self._gather)
+        self._reply()
 
-    def _close(self, job: _Round) -> None:
-        """The outer step, the disk, the announcement, in this order."""
-        made = self._make(job)
-        self._write(job, made)
-        self._publish(job, made)
+    def _gather(self) -> None:
+        self._commits.gather()
+        self._work()
 
-    def _make(self, job: _Round) -> Made:
-        effect = job.effect
-        if job.made is None:
-            job.contents = self._sums.pop((effect.fragment, effect.version), [])
-            before = self._newest[effect.fragment].anchor_hash.encode()
-            job.made = Made(
-                fragment=effect.fragment,
-                version=effect.version,
-                anchor_hash=data_hash([before, encoded(job.contents)]),
-                participants=effect.participants,
-            )
-        return job.made
+    def _perform(self, task: Task) -> None:
+        pause_s: float | None = 0.0
+        try:
+            self._carry_out(task)
+        except OSError as trouble:
+            pause_s = self._commits.failed()
+            self._history.faults["held_back"] += pause_s is not None
+            self._history.say(f"{type(task).__name__}: {trouble}")
+        else:
+            self._commits.done()
+        self._later(pause_s or 0.0, self._resume_work)
 
-    def _write(self, job: _Round, made: Made) -> None:
-        assert job.effect.remembered is not None
-        if self._keeps_rounds:
-            self._keeper.round(job.effect.remembered, made, job.contents)
-        self._keeper.rounds_since += 1
+    def _resume_work(self) -> None:
+        self._is_busy = False
+        self._work()
 
-    def _publish(self, job: _Round, made: Made) -> None:
-        assert job.effect.remembered is not None
-        self._tell_history(made, job.contents)
+    def _reply(self) -> None:
+        ready = [answer for record, answer in self._waiting if record <= self._commits.written]
+        self._waiting = [(record, answer) for record, answer in self._waiting if record > self._commits.written]
+        for answer in ready:
+            answer()
+
+    def _carry_out(self, task: Task) -> None:
+        match task:
+            case AddContributions():
+                self._sums.setdefault((task.fragment, task.version), []).extend(map(self._contents, task.accepted))
+                self._free(task.accepted)
+            case TakeStep():
+                self._step(task)
+            case WriteRecord():
+                made, contents = self._stepped if task.closing is not None and self._stepped is not None else (None, [])
+                self._storage.append(task.remembered, made, contents)
+            case AnnounceRound():
+                self._announce(task)
+            case WriteCheckpoint():
+                self._storage.checkpoint(task, tuple(self._newest))
+                self._history.faults["checkpoint"] += 1
+            case CutJournal():
+                self._storage.journal.cut(task.up_to)
+
+    def _contents(self, accepted: Accumulate) -> tuple[ContributionKey, list[StepName]]:
+        return accepted.key, self._bodies[accepted.key]
+
+    def _free(self, accepted: tuple[Accumulate, ...]) -> None:
+        for one in accepted:
+            del self._bodies[one.key]
+            self.coordinator.freed(one.key)
+
+    def _step(self, task: TakeStep) -> None:
+        closing = task.closing
+        contents = [
+            *self._sums.pop((closing.fragment, closing.version), []),
+            *map(self._contents, task.taken),
+        ]
+        before = self._newest[closing.fragment].anchor_hash.encode()
+        made = SimVersion(
+            fragment=closing.fragment,
+            version=closing.version,
+            anchor_hash=data_hash([before, encoded(contents)]),
+            participants=closing.participants,
+        )
+        self._stepped = made, contents
+
+    def _announce(self, task: AnnounceRound) -> None:
+        assert self._stepped is not None
+        made, contents = self._stepped
+        self._free(task.step.accepted)
+        self._tell_history(made, contents)
         self._newest[made.fragment] = made
         self._hashes[made.fragment, made.version] = made.anchor_hash
         self.coordinator.published(_agreement(made), self._agenda.now)
-        self._carry_out()
-        if self._keeper.rounds_since >= self._scenario.checkpoint_every:
-            self._save(job.effect.remembered)
+        self._flush()
 
-    def _save(self, remembered: Remembered) -> None:
-        """If that fails, it is tried again after the next round: the journal has it all."""
-        try:
-            if not self._keeps_rounds:
-                self._keeper.journal.begin_after(self._keeper.journal.last + 1)  # checkpoints are named by it
-            self._keeper.checkpoint(remembered, tuple(self._newest))
-            self._history.faults["checkpoint"] += 1
-        except OSError as trouble:
-            self._history.say(f"no checkpoint: {trouble}")
-
-    def _tell_history(self, made: Made, contents: Contents) -> None:
+    def _tell_history(self, made: SimVersion, contents: Contents) -> None:
         floor = max(1, self._scenario.rules.min_workers)
         self._history.round_closed(made.fragment, made.version, made.anchor_hash, made.participants, contents, floor)
 
     def _tick(self) -> None:
         self.coordinator.tick(self._agenda.now)
-        self._carry_out()
+        self._flush()
         self._later(1.0, self._tick)
 
     # --- agreements -------------------------------------------------------------------------------------------------
@@ -398,11 +394,7 @@ class SimServer:
         return Payload(version=version, kind=kind, size_bytes=len(parts) * PART_BYTES, hash=payload_hash(parts))
 
 
-def _is_noted(effect: Effect) -> bool:
-    return isinstance(effect, Event) and effect.kind in NOTED
-
-
-def _agreement(made: Made) -> Agreement:
+def _agreement(made: SimVersion) -> Agreement:
     return Agreement(
         fragment=made.fragment, version=made.version, anchor_hash=made.anchor_hash, participants=made.participants
     )

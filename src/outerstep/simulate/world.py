@@ -10,10 +10,10 @@ from typing import Literal
 from ..types import Control, Wishes
 from .agenda import Agenda
 from .history import History
-from .keeping import Machine
 from .network import Conditions, Network
 from .scenario import Fault, Scenario
 from .server import SimServer
+from .storage import Machine
 from .worker import SimWorker
 
 CALM_LIMIT_S = 3_000.0

@@ -1,0 +1,380 @@
+"""What follows a decision: the tasks of the server, their order, and when whom may be told.
+
+The coordinator decides in microseconds. Adding contributions, stepping, writing and announcing take longer; one driver
+(the rounds thread of the server, or the simulator) carries them out, one task at a time:
+
+    task = commits.next()                  # the same task until it is done or dropped
+    commits.done() or commits.failed()     # a task that must not be dropped is retried
+
+    a round    TakeStep → WriteRecord → AnnounceRound → WriteCheckpoint → CutJournal (these two if one is due)
+    a note     WriteRecord: membership or an order changed, and no round closed. The first note is a checkpoint
+    a save     WriteCheckpoint → CutJournal: somebody asked for it
+
+Jobs are carried out in the order of the decisions. So a sum never misses a contribution that was accepted before its
+round closed, and a record holds exactly what was decided before it. Nobody hears of a round, and no answer that must
+outlive the server is given, before the record is durable.
+
+    durability "round"         each round is in the journal before anybody hears of it
+               "checkpoint"    checkpoints only: a killed server resumes from the last one
+               "none"          nothing, unless somebody asks for a checkpoint
+
+The journal is kept back to the checkpoint before the last: if the last one is damaged, nothing is lost. So that there
+are two, the first round after each start is followed by a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from ...types import Answer, Control, Heartbeat, Join, Leave, Offer
+from .coordinator import Coordinator
+from .effects import Accumulate, CloseRound, Effect
+from .remembered import Remembered
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.25, 5.0  # pauses before a disk that is full or broken is tried again
+MODELS_IN_JOURNAL = 4  # a checkpoint is due when the journal behind the last has so many times the model's bytes
+LEAST_JOURNAL_BYTES = 64 << 20  # and at least these
+MOST_RECORDS = 1000  # or so many records: a start replays them
+OUTLIVE = ("kick", "plan", "budget", "shutdown")  # orders that hold after a restart
+
+Durability = Literal["round", "checkpoint", "none"]
+
+
+@dataclass(frozen=True)
+class AddContributions:
+    """Add these to the sum of the round that will make `version`, and free their bytes."""
+
+    fragment: int
+    version: int
+    accepted: tuple[Accumulate, ...]
+
+
+@dataclass(frozen=True)
+class TakeStep:
+    """Take the outer step over the sum and `taken`. `accepted`: all contributions that were not added before, also
+    those that were left out; their bytes stay until the round is announced."""
+
+    number: int
+    closing: CloseRound
+    accepted: tuple[Accumulate, ...]
+
+    @property
+    def taken(self) -> list[Accumulate]:
+        return [accepted for accepted in self.accepted if accepted.key not in self.closing.left_out]
+
+
+@dataclass(frozen=True)
+class WriteRecord:
+    """Append to the journal, durably: the round whose step was taken (`closing`), or a note."""
+
+    number: int
+    remembered: Remembered
+    closing: CloseRound | None = None
+
+
+@dataclass(frozen=True)
+class AnnounceRound:
+    """Free the bytes of its contributions, publish what the step made, report `Coordinator.published`."""
+
+    step: TakeStep
+
+
+@dataclass(frozen=True)
+class WriteCheckpoint:
+    """The whole state between two rounds. `includes`: the serial number of the last record that it makes unnecessary.
+    `required`: the run starts here, and nobody may hear of it before this is durable; any other checkpoint may fail.
+    `ticket`: of the save that asked for it."""
+
+    number: int
+    remembered: Remembered
+    reason: str
+    includes: int
+    required: bool = False
+    ticket: int = 0
+
+
+@dataclass(frozen=True)
+class CutJournal:
+    """Delete the records up to this serial number."""
+
+    up_to: int
+
+
+Task = AddContributions | TakeStep | WriteRecord | AnnounceRound | WriteCheckpoint | CutJournal
+
+
+@dataclass(frozen=True)
+class _Note:
+    remembered: Remembered
+
+
+@dataclass(frozen=True)
+class _Save:
+    remembered: Remembered
+    reason: str
+    ticket: int
+
+
+class Commits:
+    """Guarded by the coordinator's lock, except that one driver alone carries out `next()`.
+
+    `keeps_contributions`: until their round closes. Delayed Nesterov does, because its momentum moves with every push,
+    and model and momentum must belong together between two rounds. `deterministic` does, because the order of the
+    contributions is known only then. A rule that compares contributions needs all of them."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        durability: Durability,
+        *,
+        save_every: int = 0,
+        keeps_contributions: bool = False,
+        deterministic: bool = False,
+        last_record: int = 0,
+    ) -> None:
+        self.coordinator, self.durability = coordinator, durability
+        self._save_every, self._deterministic = save_every, deterministic
+        self._keeps = keeps_contributions or deterministic or not coordinator.rules.aggregation.is_plain
+        self._effects: list[Effect] = []
+        self._accepted: dict[tuple[int, int], list[Accumulate]] = {}  # not added yet, by fragment and version
+        self._jobs: deque[tuple[int, CloseRound | _Note | _Save]] = deque()
+        self._tasks: deque[Task] = deque()  # of the job that was begun last
+        self._asked = 0  # records that were asked for
+        self._noted = 0  # the last of them that is a note
+        self.written = 0  # the last of them that is durable, or need not be
+        self._tickets = 0
+        self._failures = 0  # of the task at hand, in a row
+        self._stopping = False
+        self.gave_up = False  # a task could not be carried out: memory is ahead of the disk
+        self.base: int | None = None  # the last record that the newest checkpoint includes; None = no checkpoint yet
+        self._last_record = last_record
+        self._journal_bytes = 0  # of the records behind `base`
+        self._alone = True  # no checkpoint before the newest is known to be whole
+        self._saved_round = 0
+        self._saved_versions: tuple[int, ...] = ()
+
+    @property
+    def journals(self) -> bool:
+        return self.durability == "round"
+
+    def resume(self, base: int, sync_round: int, *, last_record: int = 0, journal_bytes: int = 0) -> None:
+        """From a checkpoint of this run that includes the records up to `base`, and `journal_bytes` of later ones."""
+        self.base, self._saved_round, self._journal_bytes = base, sync_round, journal_bytes
+        self._last_record = max(self._last_record, last_record, base)
+
+    # --- decisions come in ------------------------------------------------------------------------------------------
+
+    def answer(self, request: Join | Heartbeat | Leave | Offer | Control, now: float) -> tuple[Answer, int]:
+        """The answer, and the record to wait for before it may be given; 0 = none.
+
+        A join is durable before the worker hears of it: its incarnation must not be given away twice. A join that is
+        repeated waits again. A leave is recorded, so that a restarted server does not wait for a worker that left; but
+        the worker need not wait for that."""
+        before = self._presence(request)
+        try:
+            answer = self._decide(request, now)
+        finally:
+            self._queue()
+        order = isinstance(request, Control) and request.kind in OUTLIVE and self.coordinator.plan is not None
+        if order or self._presence(request) != before:
+            self.note()
+        return answer, self._noted if order or isinstance(request, Join) else 0
+
+    def _decide(self, request: Join | Heartbeat | Leave | Offer | Control, now: float) -> Answer:
+        match request:
+            case Join():
+                return self.coordinator.join(request, now)
+            case Heartbeat():
+                return self.coordinator.heartbeat(request, now)
+            case Leave():
+                return self.coordinator.leave(request, now)
+            case Offer():
+                return self.coordinator.offer(request, now)
+            case Control():
+                return self.coordinator.control(request, now)
+
+    def _presence(self, request: object) -> tuple[int, bool]:
+        member = self.coordinator.members.find(request.worker_id) if isinstance(request, Join | Leave) else None
+        return (0, False) if member is None else (member.incarnation, member.live)
+
+    def take_effects(self) -> list[Effect]:
+        """The coordinator's effects, in its order. Contributions and rounds are queued here; the caller carries out
+        the others."""
+        self._queue()
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _queue(self) -> None:
+        for effect in self.coordinator.take_effects():
+            self._effects.append(effect)
+            if isinstance(effect, Accumulate):
+                self._accepted.setdefault((effect.key.fragment, effect.version), []).append(effect)
+            elif isinstance(effect, CloseRound):
+                self._asked += 1
+                self._jobs.append((self._asked, effect))
+
+    def note(self) -> None:
+        """Membership, an order or the settings changed: to be written, though no round has closed."""
+        if self.durability != "none":
+            self._asked = self._noted = self._asked + 1
+            self._jobs.append((self._asked, _Note(self.coordinator.remember())))
+
+    def save(self, reason: str) -> int:
+        """A checkpoint as of now. Returns its ticket."""
+        self._tickets += 1
+        self._jobs.append((self._asked, _Save(self.coordinator.remember(), reason, self._tickets)))
+        return self._tickets
+
+    def stop(self) -> None:
+        """Finish what was decided; what cannot be written is not retried any more."""
+        self._stopping = True
+
+    def abandon(self) -> None:
+        """Nothing more is carried out."""
+        self.gave_up = True
+        self._jobs.clear()
+        self._tasks.clear()
+
+    @property
+    def is_saved(self) -> bool:
+        """Need a server that stops write no checkpoint?"""
+        published = tuple(fragment.published.version for fragment in self.coordinator.fragments)
+        return self.durability == "none" or self.gave_up or published == self._saved_versions
+
+    # --- tasks go out -----------------------------------------------------------------------------------------------
+
+    def next(self) -> Task | None:
+        """The task at hand; None = there is none."""
+        while not self._tasks and self._jobs and not self.gave_up:
+            number, job = self._jobs.popleft()
+            match job:
+                case CloseRound():
+                    self._tasks.extend(self._tasks_of(number, job))
+                case _Note():
+                    self._tasks.extend(self._tasks_of_note(number, job.remembered))
+                case _Save():
+                    self._tasks.append(self._checkpoint(job.remembered, job.reason, ticket=job.ticket))
+        return self._tasks[0] if self._tasks else None
+
+    @property
+    def has_ended(self) -> bool:
+        """`next()` gave no task, and none will come."""
+        return self.gave_up or (self._stopping and not self._jobs and not self._tasks)
+
+    @property
+    def can_gather(self) -> bool:
+        return not self._keeps and any(not one.keep for waiting in self._accepted.values() for one in waiting)
+
+    def gather(self) -> None:
+        """Nothing has come for a moment: add contributions before their round closes. Those of machines near each other
+        come almost together; added in one pass, the sum goes through the processor once for all of them. What comes
+        with the end of its round is added by the step itself."""
+        if self._tasks or self._jobs or not self.can_gather:
+            return
+        for (fragment, version), waiting in self._accepted.items():
+            early = tuple(one for one in waiting if not one.keep)
+            if early:
+                self._tasks.append(AddContributions(fragment, version, early))
+                waiting[:] = [one for one in waiting if one.keep]
+
+    def _tasks_of(self, number: int, closing: CloseRound) -> list[Task]:
+        accepted = self._accepted.pop((closing.fragment, closing.version), [])
+        if self._deterministic:
+            accepted.sort(key=lambda one: (one.key.worker_id, one.key.sequence))
+        step = TakeStep(number, closing, tuple(accepted))
+        if not self.journals:
+            return [step, AnnounceRound(step)]
+        assert closing.remembered is not None
+        return [step, WriteRecord(number, closing.remembered, closing), AnnounceRound(step)]
+
+    def _tasks_of_note(self, number: int, remembered: Remembered) -> list[Task]:
+        if self.base is None:  # nobody hears of a run that is not on the disk
+            return [self._checkpoint(remembered, "the run begins here", number, required=True)]
+        if number != self._asked:  # a later record says all that this one would
+            return []
+        if self.journals:
+            return [WriteRecord(number, remembered)]
+        self.written = number
+        return []
+
+    def _checkpoint(
+        self, remembered: Remembered, reason: str, number: int = 0, *, required: bool = False, ticket: int = 0
+    ) -> WriteCheckpoint:
+        includes = self._last_record
+        if self.base is None and includes:
+            # The records that lie there were given up. With a number left out, none of them follows this checkpoint.
+            includes += 1
+        return WriteCheckpoint(number, remembered, reason, includes, required, ticket)
+
+    def done(self, size_bytes: int = 0) -> None:
+        """The task at hand was carried out. `size_bytes`: of the record, if it was one."""
+        task = self._tasks.popleft()
+        self._failures = 0
+        match task:
+            case TakeStep():
+                if not self.journals:
+                    self.written = task.number
+            case WriteRecord():
+                self.written = task.number
+                self._last_record += 1
+                self._journal_bytes += size_bytes
+            case AnnounceRound():
+                remembered = task.step.closing.remembered
+                if remembered is not None and self._is_due(min(remembered.versions)):
+                    self._tasks.append(self._checkpoint(remembered, "periodic"))
+            case WriteCheckpoint():
+                self._tasks.appendleft(self._include(task))
+
+    def _include(self, made: WriteCheckpoint) -> CutJournal:
+        """Of two checkpoints the older one must be able to follow the journal up to now."""
+        self.written = max(self.written, made.number)
+        self._last_record = made.includes
+        self._saved_round, self._saved_versions = min(made.remembered.versions), made.remembered.versions
+        before, self.base, self._journal_bytes = self.base, made.includes, 0
+        self._alone = before is None
+        return CutJournal(made.includes if before is None else before)
+
+    def failed(self) -> float | None:
+        """The disk refused the task at hand. Returns the pause before it is to be tried again; None = it is dropped:
+        the journal holds all that a checkpoint would, and may be longer than it need be."""
+        task = self._tasks[0]
+        if isinstance(task, CutJournal) or (isinstance(task, WriteCheckpoint) and not task.required):
+            self._tasks.popleft()
+            return None
+        if self._stopping:
+            self.abandon()
+            return None
+        self._failures += 1
+        return min(FIRST_RETRY_S * 2.0 ** (self._failures - 1), LAST_RETRY_S)
+
+    def _is_due(self, sync_round: int) -> bool:
+        if self.durability == "none" or self.base is None:
+            return False
+        if self._save_every and sync_round > self._saved_round and sync_round % self._save_every == 0:
+            return True
+        if not self.journals:
+            return False
+        if self._alone and sync_round > self._saved_round:
+            return True
+        manifest = self.coordinator.manifest
+        model_bytes = 4 * sum(spec.numel for spec in manifest.parameters) if manifest is not None else 0
+        enough_bytes = max(MODELS_IN_JOURNAL * model_bytes, LEAST_JOURNAL_BYTES)
+        return self._last_record - self.base >= MOST_RECORDS or self._journal_bytes > enough_bytes
+
+
+# --- of the checkpoints in a folder -----------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def newest_first(serials: Mapping[T, int]) -> list[T]:
+    """The order in which a server that starts tries them: it resumes from the first that is whole."""
+    return sorted(serials, key=lambda one: serials[one], reverse=True)
+
+
+def superseded(serials: Mapping[T, int], keep: int) -> list[T]:
+    """Those that go when a newer one is written: all of these whole ones but the newest `keep`, oldest first."""
+    return newest_first(serials)[keep:][::-1]
