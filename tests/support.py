@@ -221,7 +221,7 @@ def kill(server: DiLoCoServer) -> None:
     service = server.service
     service._ended = True
     service._rounds.stop()
-    service.keeper.close()
+    service.writer.close()
 
 
 def memory_worker(

@@ -55,7 +55,7 @@ class BadDisk:
 def test_a_round_that_cannot_be_written_is_announced_when_it_can(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outerstep.server.rounds.DISK_RETRIES", Backoff(0.05, 0.05))
+    monkeypatch.setattr("outerstep.coordination.server.commits.DISK_RETRIES", Backoff(0.05, 0.05))
     server = DiLoCoServer(Ledger().state_dict(), 1, port=0, save_dir=str(tmp_path), **FACTS)
     server.service.start()
     client, newcomer = HandClient(Relocatable(server.service)), HandClient(MemoryTransport(server.service), "new")
@@ -72,7 +72,7 @@ def test_a_round_that_cannot_be_written_is_announced_when_it_can(
     assert answer.agreement is None
     assert why[:200] in answer.waiting_for
     with monkeypatch.context() as hurried:  # only while nothing can come of waiting: a sound disk may be slow
-        hurried.setattr("outerstep.server.rounds.NOTE_PATIENCE_S", 0.05)
+        hurried.setattr("outerstep.server.service.NOTE_PATIENCE_S", 0.05)
         hurried.setattr("outerstep.server.publish.MOVING_PATIENCE_S", 0.05)
         for _ in range(2):  # a repeated join waits again
             with pytest.raises(Busy, match="not on the server's disk yet: the server cannot write"):
@@ -117,7 +117,7 @@ def test_a_stop_in_the_middle_of_it_leaves_the_state_before(tmp_path: Path, monk
 
 
 def test_a_run_that_cannot_be_written_down_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outerstep.server.rounds.NOTE_PATIENCE_S", 0.2)
+    monkeypatch.setattr("outerstep.server.service.NOTE_PATIENCE_S", 0.2)
     server = DiLoCoServer(Ledger().state_dict(), 1, port=0, save_dir=str(tmp_path), **FACTS)
     server.service.start()
     disk = BadDisk(tmp_path, "rename", errno.ENOSPC, monkeypatch)

@@ -19,6 +19,7 @@ import pytest
 from outerstep.coordination.server.commits import Commits, CutJournal, Task, WriteCheckpoint, WriteRecord
 from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.effects import CloseRound
+from outerstep.coordination.server.membership import KnownWorker
 from outerstep.coordination.server.rounds import RoundRules
 from outerstep.coordination.worker.exchange import Outcome
 from outerstep.durable.disk import Disk

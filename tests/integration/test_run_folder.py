@@ -198,7 +198,7 @@ def test_the_journal_is_cut_back_to_the_checkpoint_before_the_last(tmp_path: Pat
 
 
 def test_a_long_journal_is_followed_by_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outerstep.server.keeping.MOST_RECORDS", 4)
+    monkeypatch.setattr("outerstep.coordination.server.commits.MOST_RECORDS", 4)
     run = Ledgers(tmp_path)
     run.rounds(9)
     kill(run.server)
@@ -304,13 +304,13 @@ def test_who_left_is_not_waited_for_after_a_restart(tmp_path: Path) -> None:
 
 def test_joins_that_come_together_are_written_as_one(tmp_path: Path) -> None:
     run = Ledgers(tmp_path, num_workers=30)
-    gate, append = threading.Event(), run.server.service.keeper.append
+    gate, append = threading.Event(), run.server.service.writer.append
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any) -> int:
         gate.wait(30.0)
-        append(*arguments)
+        return append(*arguments)
 
-    run.server.service.keeper.append = slow  # type: ignore[method-assign]
+    run.server.service.writer.append = slow  # type: ignore[method-assign]
     before = len(run.records())
     clients = [HandClient(MemoryTransport(run.server.service), f"w{i}") for i in range(20)]
 

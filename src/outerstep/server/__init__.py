@@ -1,6 +1,6 @@
 """The process around the coordinator: it carries out what the coordinator decides."""
 
-from .health import HealthMonitor
 from .server import DiLoCoServer
+from .service import HealthMonitor
 
 __all__ = ["DiLoCoServer", "HealthMonitor"]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -26,16 +26,12 @@ from ..durable.run_folder import RunFolder, has_journal
 from ..errors import ConfigError, ModelError, PlanMismatch
 from ..model_folder import STATE
 from ..types import Plan, Wishes
-from .founding import make_stores, open_run, read_codecs
-from .keeping import said
 from .model_state import ModelState
 from .outer_state import Outer, check_kind, recall, state_of
-from .records import RoundRecord, addends, read
+from .persistence import RoundRecord, read_record, recorded_addends, settings_of
+from .run import Run, read_codecs
 from .saved import SavedState, has_states, load_state
 from .store import FragmentStore
-
-if TYPE_CHECKING:
-    from .service import ParameterService
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +45,13 @@ class Found:
     in_place: bool
 
     @property
+    def base(self) -> int:
+        """The serial number of the last record that the checkpoint includes."""
+        return int(self.state.facts.get("journal", 0))
+
+    @property
     def records(self) -> Iterable[Record]:
-        return self.journal.after(int(self.state.facts.get("journal", 0))) if self.journal is not None else ()
+        return self.journal.after(self.base) if self.journal is not None else ()
 
 
 def find_run(config: ServerConfig, folder: RunFolder | None) -> Found | None:
@@ -103,30 +104,28 @@ def _check_gives_up_its_own(folder: RunFolder, state: SavedState, wanted: Path) 
 # --- into a service -----------------------------------------------------------------------------------------------
 
 
-def restore(service: ParameterService, saved: SavedState, records: Iterable[Record], now: float) -> None:
+def restore(run: Run, saved: SavedState, records: Iterable[Record], now: float) -> None:
     """Before anybody has joined."""
-    coordinator = service.coordinator
+    coordinator = run.coordinator
     coordinator.run_id = saved.run_id
-    service.model = ModelState({**saved.rest, **saved.params})
+    run.model = ModelState({**saved.rest, **saved.params})
     if saved.plan is None or saved.manifest is None:
-        service.heritage = saved  # the first worker to join says which of it is trained
+        run.imported = saved  # the first worker to join says which of it is trained
         coordinator.total_accepted = int(saved.totals.get("total_submissions", 0))
         return
-    _check_unchanged(service.config, saved.plan)
-    check_kind(service.make_optimizer(service.config, saved.manifest), saved.optimizer)
-    stores = make_stores(
-        service, saved.plan, saved.manifest, saved.versions, saved.targets, saved.statistics, saved.centre
-    )
-    outer = _OuterOverTime(service, saved)
+    _check_unchanged(run.config, saved.plan)
+    check_kind(run.make_optimizer(run.config, saved.manifest), saved.optimizer)
+    stores = run.make_stores(saved.plan, saved.manifest, saved.versions, saved.targets, saved.statistics, saved.centre)
+    outer = _OuterOverTime(run, saved)
     remembered = _replay(saved, stores, outer, records)
-    optimizer = outer.under(said(service.config)["outer"])
-    plan = _plan_now(service, remembered.plan, remembered.facts.get("said", {}).get("wishes", {}))
+    optimizer = outer.under(settings_of(run.config)["outer"])
+    plan = _plan_now(run, remembered.plan, remembered.facts.get("said", {}).get("wishes", {}))
     for store in stores:
         store.max_staleness = plan.max_staleness
-    open_run(service, plan, _settled(remembered), saved.manifest, optimizer, stores)
-    if service.config.token_budget == remembered.facts.get("said", {}).get("token_budget"):
+    run.open(plan, _settled(remembered), saved.manifest, optimizer, stores)
+    if run.config.token_budget == remembered.facts.get("said", {}).get("token_budget"):
         coordinator.budget.limit = remembered.facts.get("token_budget")  # as an operator may have changed it since
-    expect_back = service.config.heartbeat_timeout > 0
+    expect_back = run.config.heartbeat_timeout > 0
     coordinator.resume(
         remembered.ledger,
         remembered.totals,
@@ -142,8 +141,8 @@ class _OuterOverTime:
     """The outer optimizer, as it was under the settings of each record: another learning rate at a later start must not
     change what came before it."""
 
-    def __init__(self, service: ParameterService, saved: SavedState) -> None:
-        self._service, self._saved = service, saved
+    def __init__(self, run: Run, saved: SavedState) -> None:
+        self._run, self._saved = run, saved
         self._made: Outer | None = None
         self._settings: dict[str, Any] = {}
 
@@ -151,12 +150,12 @@ class _OuterOverTime:
         """`settings`: {} = from before they were kept: those of now."""
         if self._made is not None and settings == self._settings:
             return self._made
-        config, manifest = self._service.config, self._saved.manifest
+        config, manifest = self._run.config, self._saved.manifest
         assert manifest is not None
         if settings:
             buffer_size = settings["dn_buffer_size"] if config.async_mode else None
             config = dataclasses.replace(config, **{**settings, "dn_buffer_size": buffer_size})
-        made = self._service.make_optimizer(config, manifest)
+        made = self._run.make_optimizer(config, manifest)
         recall(made, self._saved.optimizer if self._made is None else state_of(self._made))
         self._made, self._settings = made, settings
         return made
@@ -177,7 +176,7 @@ def _replay(
     )
     count = rounds = 0
     for record in records:
-        head = read(record)
+        head = read_record(record)
         if head.remembered.run_id != saved.run_id:
             raise ModelError(
                 f"journal record {record.serial} is of run {head.remembered.run_id}, the saved state of run "
@@ -206,7 +205,9 @@ def _replay_round(round_: RoundRecord, record: Record, stores: list[FragmentStor
     store = stores[round_.fragment]
     if round_.kind == "mean":
         store.recall_mean(round_.version, record.payload)
-    made = store.close(round_.version, optimizer, addends(round_, record.payload) if round_.kind == "pushes" else ())
+    made = store.close(
+        round_.version, optimizer, recorded_addends(round_, record.payload) if round_.kind == "pushes" else ()
+    )
     published = store.publish(made, round_.participants)
     if published.agreement.anchor_hash != round_.anchor_hash:
         raise ModelError(
@@ -231,9 +232,9 @@ def _check_unchanged(config: ServerConfig, saved: Plan) -> None:
             raise ConfigError(f"the saved run has {name}={value}, which cannot change; the settings say {stated[name]}")
 
 
-def _plan_now(service: ParameterService, saved: Plan, said_before: dict[str, Any]) -> Plan:
+def _plan_now(run: Run, saved: Plan, said_before: dict[str, Any]) -> Plan:
     """The saved plan under today's settings: what is said anew is a change, as far as it can change."""
-    stated = {n: v for n, v in msgspec.to_builtins(service.config.wishes).items() if v is not None}
+    stated = {n: v for n, v in msgspec.to_builtins(run.config.wishes).items() if v is not None}
     news = {
         name: value
         for name, value in stated.items()
@@ -248,11 +249,11 @@ def _plan_now(service: ParameterService, saved: Plan, said_before: dict[str, Any
         raise ConfigError(f"the settings do not fit the saved run: {error.message}") from error
     return replace(
         plan,
-        max_staleness=service.coordinator.rules.max_staleness,
-        heartbeat_timeout_s=service.config.heartbeat_timeout,
-        mode=service.coordinator.rules.mode,
-        weight_by=service.config.weight_by,
-        dylu=service.config.dylu_enabled,
+        max_staleness=run.coordinator.rules.max_staleness,
+        heartbeat_timeout_s=run.config.heartbeat_timeout,
+        mode=run.coordinator.rules.mode,
+        weight_by=run.config.weight_by,
+        dylu=run.config.dylu_enabled,
         revision=plan.revision + LEAP,
     )
 

@@ -1,331 +1,231 @@
-"""The rounds thread: carries out the coordinator's heavy effects, in the order in which they were decided.
+"""The rounds thread: carries out what follows a decision, one task at a time, on tensors and on the disk.
 
-Contributions are added, rounds closed, records and checkpoints written by this one thread. So a sum never misses a
-contribution that was accepted before its round closed, a round ends in one place, and between two rounds nothing moves:
-what is written at a place in the queue holds exactly what was decided before it. It holds no lock while it works; only
-the end of a round is announced under the lock that guards the coordinator.
-
-What cannot be written is tried again until it can: the round has been computed, but nobody is told of it.
+Which task comes next, and what happens if the disk refuses it: coordination/server/commits.py. The thread holds no lock
+while it works; only the end of a round is announced under the lock that guards the coordinator.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import queue
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ..coordination.backoff import Backoff
-from ..coordination.server.aggregation import Aggregation
-from ..coordination.server.effects import Accumulate, CloseRound
-from ..coordination.server.remembered import Remembered
-from ..core.delayed import DelayedNesterov
+from ..coordination.server.commits import (
+    AddContributions,
+    AnnounceRound,
+    Commits,
+    CutJournal,
+    TakeStep,
+    Task,
+    WriteCheckpoint,
+    WriteRecord,
+)
+from ..coordination.server.effects import Accumulate
 from ..core.robust import ScreenVerdict
-from ..errors import Busy, ServerError, ServerFailed
-from ..types import ContributionKey
-from . import records
-from .keeping import snapshot, with_settings
-from .publish import NextVersion
+from ..errors import ModelError, ServerError
+from .intake import Intake
+from .persistence import RunWriter, SteppedRound
+from .run import Run
 from .store import Addend, FragmentStore
-
-if TYPE_CHECKING:
-    from .service import ParameterService
 
 log = logging.getLogger(__name__)
 
-DISK_RETRIES = Backoff(0.25, 5.0)  # how often a disk that is full or broken is tried again
 GATHER_S = 0.1  # contributions that come within such a time are added in one pass
-NOTE_PATIENCE_S = 5.0  # how long an answer waits for what it says to be on the disk
-
-
-@dataclass(frozen=True)
-class _Save:
-    """Somebody asks for the state to be written, and waits to hear where. `remembered`: as of the decisions before."""
-
-    reason: str
-    remembered: Remembered
-    done: queue.SimpleQueue[Path | ServerError] = field(default_factory=queue.SimpleQueue)
-
-
-@dataclass(frozen=True)
-class _Note:
-    """Somebody joined, or an operator gave an order: to be written, though no round has closed."""
-
-    remembered: Remembered
-
-
-Job = Accumulate | CloseRound | _Note | _Save
-
-
-class _GivenUp(Exception):
-    """The server is to stop, and what was to be written could not be."""
-
-
-def _without(effect: CloseRound, verdict: ScreenVerdict | None) -> CloseRound:
-    """With weight 0 for whoever a screen refused or the rule did not choose."""
-    out = {*verdict.refused, *verdict.unused} if verdict is not None else set()
-    participants = tuple(replace(p, weight=0.0) if p.worker_id in out else p for p in effect.participants)
-    return dataclasses.replace(effect, participants=participants)
 
 
 class RoundsThread:
-    def __init__(self, service: ParameterService) -> None:
-        self._service = service
-        self._pending: dict[int, list[Accumulate]] = {}  # accepted and not added yet, by fragment
-        self._work: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._carry_out, name="outerstep-rounds", daemon=True)
-        self._asked = 0  # records that were asked for, one after the other
-        self._noted = 0  # the last of them that is a note
-        self._written = 0  # records that are on the disk, or need not be
-        self._progress = threading.Condition()  # guards `_written`
+    """`lock` guards the coordinator and the commits. `on_disk` is told what the disk refused, and with None that it
+    works again; `on_failure` that the model may be half done; `flush` that the coordinator has new effects."""
+
+    def __init__(
+        self,
+        run: Run,
+        commits: Commits,
+        intake: Intake,
+        writer: RunWriter,
+        lock: threading.RLock,
+        clock: Callable[[], float],
+        *,
+        flush: Callable[[], None],
+        on_disk: Callable[[OSError | None], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._run, self._commits, self._intake, self._writer = run, commits, intake, writer
+        self._clock, self._flush, self._on_disk, self._on_failure = clock, flush, on_disk, on_failure
+        self.progress = threading.Condition(lock)  # something was written
+        self.saves: dict[int, Path | ServerError] = {}  # what became of each save, by its ticket
+        self._work = threading.Condition(lock)
         self._stopping = threading.Event()
-        self.gave_up = False  # a round was computed and could not be written: memory is ahead of the disk
+        self._thread = threading.Thread(target=self._carry_out_all, name="outerstep-rounds", daemon=True)
+        self._stepped: SteppedRound | None = None  # the round that is being closed
+        self._in_trouble = False
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, effect: Accumulate | CloseRound) -> None:
-        """With the service's lock held, as it orders the decisions."""
-        if isinstance(effect, CloseRound):
-            self._asked += 1
-        self._work.put((self._asked, effect))
-
-    def note(self) -> int:
-        """With the lock held: write down who is here and what was ordered. Returns what to wait for."""
-        if self._service.keeper.mode == "none":
-            return 0
-        self._asked += 1
-        self._noted = self._asked
-        job = _Note(self._service.coordinator.remember())
-        if self._thread.ident is None:  # nobody works yet
-            self._do(self._asked, job)
-        else:
-            self._work.put((self._asked, job))
-        return self._noted
-
     @property
-    def noted(self) -> int:
-        """The last note that was asked for: who says something again that was noted waits for it again."""
-        return self._noted
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
-    def wait_for(self, number: int) -> None:
-        """Until what was noted is on the disk. Not for ever: who asks is told why it takes so long, and asks again."""
-        with self._progress:
-            if self._progress.wait_for(lambda: self._written >= number, NOTE_PATIENCE_S):
+    def wake(self) -> None:
+        """With the lock held: there may be something to do."""
+        self._work.notify()
+
+    def catch_up(self) -> None:
+        """Carry out what there is in this thread, if the other has not started or has ended."""
+        while not self._thread.is_alive():
+            with self._work:
+                task = self._commits.next()
+            if task is None:
                 return
-        why = self._service.trouble or self._service.failure or "it is being written"
-        raise Busy(f"not on the server's disk yet: {why}", hint="ask again", retry_after_s=1.0)
+            self._attempt(task)
 
     def stop(self) -> None:
         """Finish what was decided, then end; at once if the disk is in trouble."""
+        with self._work:
+            self._commits.stop()
+            self._work.notify()
         self._stopping.set()
-        self._work.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
-    def save(self, reason: str) -> Path | ServerError:
-        """Write the state between two rounds; from any thread."""
-        with self._service.changed:  # so that it takes its place among the decisions
-            job = _Save(reason, self._service.coordinator.remember())
-            if self._thread.is_alive():
-                self._work.put((self._asked, job))
-        if not self._thread.is_alive():
-            return self._save(reason, job.remembered)
-        while True:
-            try:
-                return job.done.get(timeout=1.0)
-            except queue.Empty:
-                if not self._thread.is_alive():
-                    return ServerFailed(f"the server has stopped: {self._service.failure or 'it was asked to'}")
-                if self._service.trouble:
-                    return ServerError(f"saving has to wait: {self._service.trouble}")
-
     # --- in the thread --------------------------------------------------------------------------------------------
 
-    def _carry_out(self) -> None:
-        while True:
-            job: Job | None = None
-            try:
-                taken = self._next()
-                if taken is None:
-                    break
-                number, job = taken
-                self._do(number, job)
-            except _GivenUp:
-                log.warning(
-                    "stopping although the disk is in trouble: what it holds is the state before the last round"
-                )
-                self._disappoint(job)
-                return
-            except Exception as error:  # the model may be half done: say so to everybody and do nothing more
-                log.exception("the server cannot go on")
-                what = type(job) if job is not None else Accumulate
-                self._service.fail(f"{what.__name__} failed: {type(error).__name__}: {error}")
-                self._disappoint(job)
-                return
-        self._disappoint(None)
-
-    def _next(self) -> tuple[int, Job] | None:
-        """What to do next. If nothing comes for a moment, contributions that wait are added first: those of machines
-        near each other come almost together, and the end of their round right after them."""
+    def _carry_out_all(self) -> None:
+        task: Task | None = None
         try:
-            return self._work.get(timeout=GATHER_S)
-        except queue.Empty:
-            self._accumulate()
-            return self._work.get()
+            while (task := self._next()) is not None:
+                self._attempt(task)
+        except Exception as error:  # the model may be half done: say so to everybody and do nothing more
+            log.exception("the server cannot continue")
+            self._on_failure(f"{type(task).__name__} failed: {type(error).__name__}: {error}")
+        if self._commits.gave_up:
+            log.warning("stopping although the disk is in trouble: it holds the state before the last round")
+        with self.progress:
+            if task is not None:
+                self._commits.abandon()
+            self.progress.notify_all()
 
-    def _do(self, number: int, job: Job) -> None:
-        match job:
-            case Accumulate():
-                self._pending.setdefault(job.key.fragment, []).append(job)
-            case CloseRound():
-                self._close(job, number)
-            case _Note():
-                # A later record says all that this one would; but the first is what all others build on.
-                if number == self._asked or self._service.keeper.base is None:
-                    self._write_note(job.remembered)
-                    self._is_written(number)
-            case _Save():
-                job.done.put(self._save(job.reason, job.remembered))
+    def _next(self) -> Task | None:
+        """If nothing comes for a moment, contributions that wait are added first."""
+        with self._work:
+            while (task := self._commits.next()) is None and not self._commits.has_ended:
+                self.progress.notify_all()  # a note may not have been needed
+                if not self._work.wait(GATHER_S if self._commits.can_gather else None):
+                    self._commits.gather()
+            return task
 
-    def _disappoint(self, last: Job | None) -> None:
-        """This thread ends; nobody who asked for a save may go on waiting for it."""
-        left = [last]
-        while not self._work.empty():
-            taken = self._work.get()
-            left.append(taken[1] if taken is not None else None)
-        for job in left:
-            if isinstance(job, _Save):
-                job.done.put(ServerFailed(f"the server is stopping: {self._service.failure or 'it was asked to'}"))
+    def _attempt(self, task: Task) -> None:
+        size_bytes, pause_s, refused = 0, None, None
+        try:
+            size_bytes = self._carry_out(task)
+        except OSError as error:
+            refused = error
+        with self.progress:
+            if refused is None:
+                self._commits.done(size_bytes)
+            else:
+                pause_s = self._commits.failed()
+            self.progress.notify_all()
+        if pause_s is not None:
+            self._in_trouble = True
+            self._on_disk(refused)
+            self._stopping.wait(pause_s)
+        elif self._in_trouble and refused is None:
+            self._in_trouble = False
+            self._on_disk(None)
 
-    def _accumulate(self) -> None:
-        """Nothing else is to be done: add what has come, and free its bytes. Together, so that the sum goes through
-        the processor once for all of it; what comes with the end of its round is added by the step itself."""
-        if self._keeps_contributions:
-            return
-        for fragment, pending in self._pending.items():
-            waiting = [accepted for accepted in pending if not accepted.keep]
-            if not waiting:
-                continue
-            addends = [self._addend(accepted) for accepted in waiting]
-            self._service.stores[fragment].accumulate(waiting[0].version, addends)
-            for accepted in waiting:
-                self._free(accepted.key)
-            self._pending[fragment] = [accepted for accepted in pending if accepted.keep]
+    def _carry_out(self, task: Task) -> int:
+        """Returns the bytes that a record has."""
+        match task:
+            case AddContributions():
+                store = self._run.stores[task.fragment]
+                store.accumulate(task.version, [self._addend(accepted) for accepted in task.accepted])
+                with self._work:
+                    self._free(task.accepted)
+            case TakeStep():
+                self._stepped = self._step(task)
+            case WriteRecord():
+                return self._writer.append(task.remembered, self._stepped if task.closing is not None else None)
+            case AnnounceRound():
+                self._announce(task)
+            case WriteCheckpoint():
+                self._checkpoint(task)
+            case CutJournal():
+                self._writer.cut(task.up_to)
+        return 0
 
-    @property
-    def _keeps_contributions(self) -> bool:
-        """Until their round closes. Delayed Nesterov: its momentum moves with every push, and between two rounds model
-        and momentum must belong together. The deterministic mode: their order is known only then. A rule that compares
-        contributions needs all of them."""
-        return self._service.config.deterministic or self._takes_pushes or not self._aggregation.is_plain
-
-    @property
-    def _aggregation(self) -> Aggregation:
-        return self._service.coordinator.rules.aggregation
-
-    @property
-    def _takes_pushes(self) -> bool:
-        return isinstance(self._service.optimizer, DelayedNesterov)
-
-    def _close(self, effect: CloseRound, number: int) -> None:
-        service, waiting = self._service, self._pending.pop(effect.fragment, [])
-        assert service.optimizer is not None
-        if service.config.deterministic:
-            waiting.sort(key=lambda accepted: (accepted.key.worker_id, accepted.key.sequence))
-        store, verdict = service.stores[effect.fragment], None
-        if self._aggregation.is_plain:
-            taken = [accepted for accepted in waiting if accepted.key not in effect.left_out]
+    def _step(self, task: TakeStep) -> SteppedRound:
+        run, closing, verdict, participants = self._run, task.closing, None, task.closing.participants
+        assert run.optimizer is not None
+        store, addends = run.stores[closing.fragment], list[Addend]()
+        if run.coordinator.rules.aggregation.is_plain:
+            addends = [self._addend(accepted) for accepted in task.taken]
         else:
-            taken, verdict = [], self._combine(store, effect, waiting)
-            effect = _without(effect, verdict)
-        addends = [self._addend(accepted) for accepted in taken]
-        made = store.close(
-            effect.version, service.optimizer, addends, service.clock(), keep_mean=service.keeper.journals
-        )
-        if service.keeper.journals:
-            self._write_round(effect, made, addends)
-        self._is_written(number)
-        del addends  # their rooms can be used again
-        for accepted in waiting:
-            self._free(accepted.key)
-        service.announce(store, made, effect.participants, verdict)
-        if effect.remembered is not None and service.keeper.is_due(
-            min(effect.remembered.versions), service.model_bytes
-        ):
-            self._save("periodic", effect.remembered)
+            verdict = self._combine(store, task)
+            # Weight 0 for a worker that a screen refused or the rule did not choose.
+            out = {*verdict.refused, *verdict.unused} if verdict is not None else set()
+            participants = tuple(replace(p, weight=0.0) if p.worker_id in out else p for p in participants)
+        made = store.close(closing.version, run.optimizer, addends, self._clock(), keep_mean=self._commits.journals)
+        return SteppedRound(store, made, participants, addends, verdict)
 
-    def _combine(self, store: FragmentStore, effect: CloseRound, waiting: Sequence[Accumulate]) -> ScreenVerdict | None:
-        """By the run's rule, what everybody brought. None: nobody brought anything, or nothing of it is to be taken."""
+    def _combine(self, store: FragmentStore, task: TakeStep) -> ScreenVerdict | None:
+        """All contributions, by the run's rule. None: there is none, or none is to be taken."""
+        closing = task.closing
         newest = {
             accepted.key.worker_id: accepted
-            for accepted in sorted(waiting, key=lambda accepted: accepted.key.sequence)
+            for accepted in sorted(task.accepted, key=lambda accepted: accepted.key.sequence)
             if accepted.weight > 0.0
         }
-        if all(accepted.key in effect.left_out for accepted in newest.values()):
+        if all(accepted.key in closing.left_out for accepted in newest.values()):
             return None
         # Nobody may know beforehand whom it will share a bucket with, unless the run is to be the same each time.
-        seed = f"{effect.fragment}/{effect.version}" if self._service.config.deterministic else secrets.token_hex(16)
+        seed = f"{closing.fragment}/{closing.version}" if self._run.config.deterministic else secrets.token_hex(16)
         contributions = {
-            worker_id: None if accepted.key in effect.left_out else self._addend(accepted)
+            worker_id: None if accepted.key in closing.left_out else self._addend(accepted)
             for worker_id, accepted in newest.items()
         }
-        turned_away = dict.fromkeys(effect.turned_away - contributions.keys())
-        return store.combine(effect.version, self._aggregation, {**turned_away, **contributions}, seed)
+        turned_away = dict.fromkeys(closing.turned_away - contributions.keys())
+        rule = self._run.coordinator.rules.aggregation
+        return store.combine(closing.version, rule, {**turned_away, **contributions}, seed)
 
     def _addend(self, accepted: Accumulate) -> Addend:
-        weight = accepted.scale if self._takes_pushes else accepted.weight
-        payload = self._service.intake.payload(accepted.key)
-        return Addend(payload, weight, accepted.base_version, accepted.sections)
+        weight = accepted.scale if self._run.config.delayed_nesterov else accepted.weight
+        return Addend(self._intake.payload(accepted.key), weight, accepted.base_version, accepted.sections)
 
-    def _free(self, key: ContributionKey) -> None:
-        with self._service.changed:
-            self._service.intake.free(key)
-            self._service.coordinator.freed(key)
+    def _free(self, accepted: Iterable[Accumulate]) -> None:
+        for one in accepted:
+            self._intake.free(one.key)
+            self._run.coordinator.freed(one.key)
 
-    # --- to the disk ----------------------------------------------------------------------------------------------
+    def _announce(self, task: AnnounceRound) -> None:
+        """Both ends of a version at once: whoever is told of it finds it."""
+        stepped, self._stepped = self._stepped, None
+        assert stepped is not None
+        stepped.addends.clear()  # their memory can be used again
+        coordinator, store, verdict = self._run.coordinator, stepped.store, stepped.verdict
+        with self._work:
+            now = self._clock()
+            self._free(task.step.accepted)
+            if verdict is not None:
+                coordinator.note_verdict(store.index, stepped.made.version, verdict.refused, verdict.unused)
+            coordinator.published(store.publish(stepped.made, stepped.participants, now).agreement, now)
+            self._flush()
 
-    def _write_round(self, effect: CloseRound, made: NextVersion, addends: list[Addend]) -> None:
-        assert effect.remembered is not None
-        pushes = [addend for addend in addends if addend.weight > 0.0] if self._takes_pushes else None
-        remembered = with_settings(effect.remembered, self._service.config)
-        head, payload = records.of_round(remembered, effect.fragment, made, effect.participants, pushes)
-        self._until_written(lambda: self._service.keeper.append(head, payload))
-
-    def _write_note(self, remembered: Remembered) -> None:
-        """The first one is a checkpoint: nobody hears of a run that is not on the disk."""
-        keeper, noted = self._service.keeper, with_settings(remembered, self._service.config)
-        if keeper.base is None:
-            state = snapshot(self._service, noted)
-            self._until_written(lambda: keeper.checkpoint(state, "the run begins here"))
-        elif keeper.journals:
-            self._until_written(lambda: keeper.append(records.note(noted)))
-
-    def _save(self, reason: str, remembered: Remembered) -> Path | ServerError:
-        state = snapshot(self._service, with_settings(remembered, self._service.config))
-        return self._service.keeper.keep(state, reason)
-
-    def _until_written(self, write: Callable[[], object]) -> None:
-        for failures in count():
-            try:
-                write()
-                break
-            except OSError as error:
-                self._service.disk_fails(error)
-                if self._stopping.wait(DISK_RETRIES.longest_pause_s(failures)):
-                    self.gave_up = True
-                    raise _GivenUp from error
-        self._service.disk_works()
-
-    def _is_written(self, number: int) -> None:
-        with self._progress:
-            self._written = number
-            self._progress.notify_all()
+    def _checkpoint(self, task: WriteCheckpoint) -> None:
+        made: Path | ServerError
+        refused: Exception | None = None
+        try:
+            made = self._writer.checkpoint(task)
+        except (OSError, ModelError) as error:
+            if task.required:
+                raise
+            made, refused = self._writer.checkpoint_failed(task.reason, error), error
+        if task.ticket:
+            self.saves[task.ticket] = made
+        if refused is not None:
+            raise OSError(str(refused)) from refused

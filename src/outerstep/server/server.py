@@ -33,11 +33,10 @@ from ..security.guard import OpenGuard
 from ..types import Manifest
 from ..wire.http_server import HttpServer, ServiceLimits
 from .audit import Audit
-from .founding import read_codecs
-from .health import HealthMonitor
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer
 from .resuming import find_run
+from .run import read_codecs
 from .saved import SavedState
 from .service import ParameterService
 
@@ -80,7 +79,6 @@ class DiLoCoServer:
             if folder is not None:
                 folder.close()
             raise
-        self._monitor = HealthMonitor(self.service.tick, self.service.next_wake)
         self._http: HttpServer | None = None
         self._identity: ServerIdentity | None = None  # None = insecure, or not started yet
         self._stopped = False
@@ -109,7 +107,6 @@ class DiLoCoServer:
             _optimizer_maker(self.config, outer_optimizer_factory),
             run_id=begun,
             folder=folder,
-            on_change=self._nudge,
             on_stop=self._stop_soon,
         )
         if found is not None:
@@ -151,7 +148,7 @@ class DiLoCoServer:
     def load_state(self, path: str | os.PathLike[str]) -> None:
         """Go on where a saved run was: a state, a folder of states, or an old `.pt`. Before anybody has joined."""
         config = dataclasses.replace(self.config, resume=os.fspath(path))
-        found = find_run(config, self.service.keeper.folder)
+        found = find_run(config, self.service.writer.folder)
         assert found is not None
         self.service.restore(found)
 
@@ -176,7 +173,7 @@ class DiLoCoServer:
                 raise
             self._http = http
         self.service.start()
-        self._monitor.start()
+        self.service.monitor.start()
         self._http.start()
         if self._identity is not None:
             log.info("listening on %s, certificate sha256 %s", self.address, self._identity.fingerprint)
@@ -219,13 +216,13 @@ class DiLoCoServer:
         self._asked_to_stop.set()
         with self._stopping:  # a second caller waits until it is done
             if self._http is None or self._stopped:
-                self.service.keeper.close()
+                self.service.writer.close()
                 return
             self._stopped = True
             log.info("stopping at round %d", self.sync_round)
             self.service.release_polls()
             self._http.stop()
-            self._monitor.stop()
+            self.service.monitor.stop()
             self.service.stop()
             if self.config.save_dir is None:
                 log.info("nothing was saved (no save_dir); the workers hold the weights")
@@ -242,9 +239,6 @@ class DiLoCoServer:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-    def _nudge(self) -> None:
-        self._monitor.nudge()
 
     @property
     def _credentials(self) -> Credentials:

@@ -1,8 +1,8 @@
-"""The parameter service: carries out what the coordinator decides.
+"""The parameter service: messages come in, the coordinator decides, answers go out.
 
-Two kinds of threads meet here. Connection threads bring messages: under one lock the coordinator decides
-(microseconds), outside of it bytes are read, checked and sent. The *rounds* thread (rounds.py) carries out the heavy
-effects in the order in which they were decided: decode and add contributions, take the outer step, publish.
+Three kinds of threads meet here. Connection threads bring messages: under one lock the coordinator decides
+(microseconds), outside of it bytes are read, checked and sent. The *rounds* thread (rounds.py) carries out what follows
+a decision: add contributions, take the outer step, write, announce. The *health* thread watches the clock.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..config import ServerConfig
+from ..coordination.server.commits import Commits
 from ..coordination.server.coordinator import Coordinator
-from ..coordination.server.effects import Accumulate, CloseRound, DropUpload, Event, StopServer, is_news
-from ..core.delayed import DelayedNesterov
-from ..core.robust import ScreenVerdict
+from ..coordination.server.effects import DropUpload, Event, StopServer, is_news
 from ..durable.run_folder import RunFolder
 from ..errors import (
     BadRequest,
@@ -45,10 +44,8 @@ from ..types import (
     GetPartAnswer,
     Heartbeat,
     Join,
-    JoinAnswer,
     Leave,
     Offer,
-    Participant,
     Poll,
     PollAnswer,
     PutPart,
@@ -58,22 +55,66 @@ from ..types import (
 from ..wire.messages import MAX_JOIN_BYTES, decode_join, decode_json, place_of
 from ..wire.pages import pages
 from ..wire.routes import DownloadRoute, MessageRoute, Route, UnreadBody, UploadRoute
-from .founding import found_run
 from .intake import Intake
-from .keeping import Keeper
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer
-from .publish import NextVersion
+from .persistence import RunWriter
 from .resuming import Found, restore
 from .rounds import RoundsThread
-from .saved import SavedState
+from .run import Run
 from .status import build_status
 from .store import FragmentStore
 
 log = logging.getLogger(__name__)
 
 LONGEST_POLL_S = 20.0
+LONGEST_NAP_S = 1.0  # of the health thread
+NOTE_PATIENCE_S = 5.0  # how long an answer waits for its record
 LOUD = ("death", "refused", "kick", "left_out", "too_few", "quarantine", "screen_forgotten")  # events that are warnings
+
+
+class HealthMonitor:
+    """The thread that notices silent workers and passing deadlines. Calls `tick(now)` at least every `check_interval`
+    seconds, and sooner when `next_wake(now)` says so. Monotonic time only."""
+
+    def __init__(
+        self,
+        tick: Callable[[float], None],
+        next_wake: Callable[[float], float | None],
+        *,
+        check_interval: float = LONGEST_NAP_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tick = tick
+        self._next_wake = next_wake
+        self._check_interval = check_interval
+        self._clock = clock
+        self._nudge = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="outerstep-health", daemon=True)
+        self.start, self.nudge = (
+            self._thread.start,
+            self._nudge.set,
+        )  # nudge: something changed, look at the clock again
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._nudge.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            now = self._clock()
+            wake_at = None
+            try:
+                self._tick(now)
+                wake_at = self._next_wake(now)
+            except Exception:  # a server without this thread would wait for the dead for ever
+                log.exception("health check failed; it is repeated")
+            nap_s = self._check_interval if wake_at is None else min(self._check_interval, max(wake_at - now, 0.005))
+            self._nudge.wait(nap_s)
+            self._nudge.clear()
 
 
 class ParameterService:
@@ -86,11 +127,9 @@ class ParameterService:
         run_id: str,
         folder: RunFolder | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self.model = model
         self.clock = clock
         self.coordinator = Coordinator(
             run_id=run_id,
@@ -102,40 +141,67 @@ class ParameterService:
             drain_timeout_s=config.drain_timeout_s,
         )
         self.coordinator.remembers = folder is not None
-        self.stores: list[FragmentStore] = []
+        self.run = Run(config, self.coordinator, model, make_optimizer)
         self.failure = ""
         self.trouble = ""  # why nothing can be written at the moment; until it can, no round is announced
-        self.heritage: SavedState | None = None  # an imported state that waits for the first worker's manifest
         self.resumed = False
         self._closing = False  # nobody waits here any longer
         self._ended = False  # nothing is taken in any more
         self.started_at = clock()
         self.bytes_sent = 0
-        self.make_optimizer = make_optimizer
-        self.optimizer: Outer | None = None
-        self._on_change = on_change
         self._on_stop = on_stop
         self.events = EventLog(config.event_log)
-        self.keeper = Keeper(config, self.events, folder)
-        self.changed = threading.Condition()  # its lock guards the coordinator and everything below
+        self.writer = RunWriter(self.run, self.events, folder)
+        lock = threading.RLock()  # guards the coordinator and everything below
+        self.changed = threading.Condition(lock)
         self.intake = Intake(
             config,
             self.coordinator,
             self.changed,
             lambda: self.clock(),
-            lambda fragment, sections: self.stores[fragment].decoder(sections),
+            lambda fragment, sections: self.run.stores[fragment].decoder(sections),
         )
-        self._rounds = RoundsThread(self)
+        journal = self.writer.journal
+        self._commits = Commits(
+            self.coordinator,
+            config.keeps,
+            save_every=config.save_every,
+            keeps_contributions=config.delayed_nesterov > 0,
+            deterministic=config.deterministic,
+            last_record=journal.last if journal is not None else 0,
+        )
+        self._rounds = RoundsThread(
+            self.run,
+            self._commits,
+            self.intake,
+            self.writer,
+            lock,
+            lambda: self.clock(),
+            flush=self._flush,
+            on_disk=self._disk_reports,
+            on_failure=self._fail,
+        )
+        self.monitor = HealthMonitor(self.tick, self.next_wake)
         self.routes = self._make_routes()
+
+    @property
+    def stores(self) -> list[FragmentStore]:
+        return self.run.stores
+
+    @property
+    def optimizer(self) -> Outer | None:
+        return self.run.optimizer
 
     def start(self) -> None:
         coordinator = self.coordinator
         self.events.write("server", run_id=coordinator.run_id, round=coordinator.sync_round, resumed=self.resumed)
-        self.keeper.begin(coordinator.run_id)
+        if self.writer.folder is not None:  # say which run lies here, before anybody is listened to
+            self.writer.folder.note(coordinator.run_id, began=self._commits.base is not None)
         self._rounds.start()
         with self.changed:
             if coordinator.plan is not None:
-                self._rounds.note()  # under which settings it goes on; and if it went back, from where
+                self._commits.note()  # the settings it runs under now; and if it went back, from where
+                self._rounds.wake()
 
     def release_polls(self) -> None:
         """Answer everybody who waits: the server is about to stop listening."""
@@ -150,13 +216,12 @@ class ParameterService:
             self.changed.notify_all()
         self._rounds.stop()
         self.intake.close()
-        versions = tuple(fragment.published.version for fragment in self.coordinator.fragments)
-        sound = not self.failure and not self._rounds.gave_up
-        if self.keeper.mode != "none" and sound and versions != self.keeper.saved_versions:
-            self._rounds.save("the server stops")
+        if not self.failure and not self._commits.is_saved:
+            self._commits.save("the server stops")
+            self._rounds.catch_up()
         self.events.write("stop", round=self.coordinator.sync_round)
         self.events.close()
-        self.keeper.close()
+        self.writer.close()
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -202,20 +267,17 @@ class ParameterService:
 
     def _answer(self, request: Request) -> Answer:
         match request:
-            case Join():
-                return self._join(request)
-            case Heartbeat():
-                return self._decide(lambda now: self.coordinator.heartbeat(request, now))
-            case Leave():
-                return self._leave(request)
-            case Offer():
-                return self._decide(lambda now: self.coordinator.offer(request, now))
+            case Join() | Heartbeat() | Leave() | Offer():
+                return self._decide(request)
             case Commit():
                 return self._commit(request)
             case Poll():
                 return self._poll(request)
             case Control():
-                return self._control(request)
+                self.events.write("control", command=request.kind, worker=request.worker_id, reason=request.reason)
+                if request.kind == "save":
+                    return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
+                return self._decide(request)
             case PutPart() | GetPart():
                 raise BadRequest(f"{type(request).__name__} carries bytes")
 
@@ -233,33 +295,23 @@ class ParameterService:
         with self.changed:
             now = self.clock()
             self.coordinator.get_part(request, now)
-        part_hash, data = self.stores[request.fragment].part(request, now)
+        part_hash, data = self.run.stores[request.fragment].part(request, now)
         with self.changed:
             self.bytes_sent += len(data)
         return GetPartAnswer(hash=part_hash), data
 
-    @property
-    def buffered_pushes(self) -> int:
-        """How many pushes Delayed Nesterov holds back: the most of any fragment."""
-        if not isinstance(self.optimizer, DelayedNesterov):
-            return 0
-        return max((self.optimizer.buffered(store.index) for store in self.stores), default=0)
-
     def status(self) -> dict[str, object]:
         with self.changed:
-            return build_status(self)
-
-    def _control(self, request: Control) -> ControlAnswer:
-        self.events.write("control", command=request.kind, worker=request.worker_id, reason=request.reason)
-        if request.kind == "save":
-            return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
-        with self.changed:
-            answer = self._decide(lambda now: self.coordinator.control(request, now))
-            outlives = request.kind in ("kick", "plan", "budget", "shutdown") and self.coordinator.plan is not None
-            noted = self._rounds.note() if outlives else 0
-        self._rounds.wait_for(noted)
-        assert isinstance(answer, ControlAnswer)
-        return answer
+            return build_status(
+                self.run,
+                self.intake,
+                self.writer,
+                self.clock(),
+                started_at=self.started_at,
+                failure=self.failure,
+                trouble=self.trouble,
+                bytes_sent=self.bytes_sent,
+            )
 
     def save(self, reason: str) -> Path:
         """Write the state between two rounds; returns where it lies."""
@@ -269,20 +321,34 @@ class ParameterService:
                 raise BadRequest("there is no place to save to", hint="start the server with --save-dir FOLDER")
             if self.coordinator.plan is None:
                 raise BadRequest("nobody has joined yet: there is nothing to save")
-        made = self._rounds.save(reason)
+            ticket = self._commits.save(reason)
+            self._rounds.wake()
+        self._rounds.catch_up()
+        made: Path | ServerError | None = None
+        with self._rounds.progress:
+            while (made := self._rounds.saves.pop(ticket, None)) is None:
+                if not self._rounds.is_alive:
+                    raise ServerFailed(f"the server has stopped: {self.failure or 'it was asked to'}")
+                if self.trouble:
+                    raise ServerError(f"saving has to wait: {self.trouble}")
+                self._rounds.progress.wait(1.0)
         if isinstance(made, ServerError):
             raise made
         return made
 
     def restore(self, found: Found) -> None:
-        """Go on where a saved run was. Before anybody has joined."""
+        """Resume a saved run. Before anybody has joined."""
         with self.changed:
             if self.coordinator.plan is not None:
                 raise ConfigError("a state is loaded before the first worker joins; make a new server for it")
-            restore(self, found.state, found.records, self.clock())
+            restore(self.run, found.state, found.records, self.clock())
             self.resumed = True
             if found.in_place:
-                self.keeper.go_on_from(found.state)
+                base, journal = found.base, self.writer.journal
+                if journal is not None:
+                    journal.begin_after(base)
+                size_bytes = journal.behind(base)[1] if journal is not None else 0
+                self._commits.resume(base, found.state.round, journal_bytes=size_bytes)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -298,28 +364,42 @@ class ParameterService:
     def global_params(self) -> dict[str, Tensor]:
         """A copy of the newest global weights, fp32, by every name the model has for them."""
         with self.changed:
-            stores, manifest = self.stores, self.coordinator.manifest
+            stores, manifest = self.run.stores, self.coordinator.manifest
         newest = {name: theta for store in stores for name, theta in store.copy_params().items()}
-        return self.model.with_trained(newest, manifest.aliases if manifest is not None else {})
+        return self.run.model.with_trained(newest, manifest.aliases if manifest is not None else {})
 
     # --- decisions, under the lock --------------------------------------------------------------------------------
 
-    def _decide(self, decide: Callable[[float], Answer]) -> Answer:
+    def _decide(self, request: Join | Heartbeat | Leave | Offer | Control) -> Answer:
+        """The answer, once the record that it depends on is durable."""
         with self.changed:
             self._check_health()  # it may have stopped since the message came in
+            if isinstance(request, Join) and self.coordinator.plan is None:
+                self.coordinator.check_join(request)
+                self.run.start(request)
             try:
-                return decide(self.clock())
+                answer, record = self._commits.answer(request, self.clock())
             finally:
                 self._flush()
-                self._on_change()
+                self.monitor.nudge()
+        if record > self._commits.written:
+            self._wait_for(record)
+        return answer
+
+    def _wait_for(self, record: int) -> None:
+        """Not for ever: the worker is told why it takes so long, and asks again."""
+        self._rounds.catch_up()
+        with self._rounds.progress:
+            if self._rounds.progress.wait_for(lambda: self._commits.written >= record, NOTE_PATIENCE_S):
+                return
+            why = self.trouble or self.failure or "it is being written"
+        raise Busy(f"not on the server's disk yet: {why}", hint="ask again", retry_after_s=1.0)
 
     def _flush(self) -> None:
-        """Hand over the coordinator's effects, in its order. Called with the lock held."""
-        effects = self.coordinator.take_effects()
+        """Carry the coordinator's effects out, in its order. Called with the lock held."""
+        effects = self._commits.take_effects()
         for effect in effects:
             match effect:
-                case Accumulate() | CloseRound():
-                    self._rounds.put(effect)
                 case DropUpload():
                     self.intake.free(effect.key)
                 case StopServer():
@@ -330,39 +410,11 @@ class ParameterService:
                     log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
                     if effect.kind != "refused":  # it is written where the answer is given
                         self.events.write(effect.kind, **effect.facts)
+                case _:  # the rounds thread carries it out
+                    pass
+        self._rounds.wake()
         if any(map(is_news, effects)):
             self.changed.notify_all()
-
-    def _join(self, request: Join) -> JoinAnswer:
-        """Who has joined is on the disk before it is told so: its incarnation must not be given away twice."""
-
-        def decide(now: float) -> JoinAnswer:
-            self.coordinator.check_join(request)
-            if self.coordinator.plan is None:
-                found_run(self, request)
-            return self.coordinator.join(request, now)
-
-        with self.changed:
-            before = self._presence(request.worker_id)
-            answer = self._decide(decide)
-            changed = self._presence(request.worker_id) != before
-            noted = self._rounds.note() if changed else self._rounds.noted
-        self._rounds.wait_for(noted)
-        assert isinstance(answer, JoinAnswer)
-        return answer
-
-    def _leave(self, request: Leave) -> Answer:
-        """Noted, so that a restarted server does not wait for who has left; but nobody waits for that."""
-        with self.changed:
-            before = self._presence(request.worker_id)
-            answer = self._decide(lambda now: self.coordinator.leave(request, now))
-            if self._presence(request.worker_id) != before:
-                self._rounds.note()
-        return answer
-
-    def _presence(self, worker_id: str) -> tuple[int, bool]:
-        member = self.coordinator.members.find(worker_id)
-        return (0, False) if member is None else (member.incarnation, member.live)
 
     def _poll(self, request: Poll) -> PollAnswer:
         """With an agreement goes what leads to it, from what the asker holds; a group is told the hash of each
@@ -374,7 +426,7 @@ class ParameterService:
             if answer.agreement is None:
                 return answer
             self._check_health()
-            store, version = self.stores[request.fragment], answer.agreement.version
+            store, version = self.run.stores[request.fragment], answer.agreement.version
             payloads = store.payloads(version, request.worker_id, request.held, request.held_hash, self.clock())
             hashes = store.range_hashes(version, request.sections) if request.sections > 1 else ()
             if payloads is not None and hashes is not None:
@@ -409,54 +461,37 @@ class ParameterService:
                 self.coordinator.reject(request.key, refusal, self.clock())
                 self._flush()
             raise
-        answer = self._decide(lambda now: self.coordinator.accept(request, now, norm))
-        assert isinstance(answer, CommitAnswer)
-        return answer
+        with self.changed:
+            self._check_health()
+            try:
+                return self.coordinator.accept(request, self.clock(), norm)
+            finally:
+                self._flush()
+                self.monitor.nudge()
 
     # --- for the rounds thread ------------------------------------------------------------------------------------
 
-    def announce(
-        self,
-        store: FragmentStore,
-        made: NextVersion,
-        participants: tuple[Participant, ...],
-        verdict: ScreenVerdict | None = None,
-    ) -> None:
-        """The round has its result. Both ends of it at once: whoever is told of a version finds it. `verdict`: of the
-        rule that combined it."""
+    def _disk_reports(self, error: OSError | None) -> None:
+        """While nothing can be written, rounds are computed and not announced, and joins wait."""
         with self.changed:
-            now = self.clock()
-            if verdict is not None:
-                self.coordinator.note_verdict(store.index, made.version, verdict.refused, verdict.unused)
-            self.coordinator.published(store.publish(made, participants, now).agreement, now)
-            self._flush()
-
-    @property
-    def model_bytes(self) -> int:
-        return sum(4 * store.numel for store in self.stores)
-
-    def disk_fails(self, error: OSError) -> None:
-        """Nothing can be written: rounds are computed and not announced, joins wait. It is tried again until it can."""
-        why = f"the server cannot write to {self.config.save_dir}: {error.strerror or error}; rounds wait until it can"
-        with self.changed:
-            if why != self.trouble:
-                log.error("%s (%s)", why, error)
-                self.events.write("disk_fails", why=str(error))
-            self.trouble = why
-
-    def disk_works(self) -> None:
-        with self.changed:
-            if self.trouble:
+            why = ""
+            if error is not None:
+                why = f"the server cannot write to {self.config.save_dir}: {error.strerror or error}; "
+                why += "rounds wait until it can"
+                if why != self.trouble:
+                    log.error("%s (%s)", why, error)
+                    self.events.write("disk_fails", why=str(error))
+            elif self.trouble:
                 log.info("the server can write to %s again", self.config.save_dir)
                 self.events.write("disk_works")
-            self.trouble = ""
+            self.trouble = why
 
-    def fail(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         """The model may be half done: say so to everybody and do nothing more."""
         with self.changed:
             self.failure = reason
             self.changed.notify_all()
-        for store in self.stores:
+        for store in self.run.stores:
             store.down.abandon()
 
     def _check_health(self) -> None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from ..coordination.server.budget import TokenBudget
 from ..coordination.server.membership import KnownWorker
+from ..core.delayed import DelayedNesterov
 from ..durable.journal import Journal
-
-if TYPE_CHECKING:
-    from .service import ParameterService
+from .intake import Intake
+from .persistence import RunWriter
+from .run import Run
 
 VERSION = version("outerstep")  # read once: it is in a file, and the status is made with the lock held
 
 
-def _silence(service: ParameterService, expected: set[str], now: float) -> str:
-    """Who of those a round waits for has not been heard from lately, and when patience ends."""
-    timeout_s = service.config.heartbeat_timeout
-    quiet = [
-        m for m in service.coordinator.members if m.worker_id in expected and now - m.last_seen > timeout_s / 2 > 0
-    ]
+def _silence(run: Run, expected: set[str], now: float) -> str:
+    """Which of the workers that a round waits for have been silent lately, and when they are evicted."""
+    timeout_s = run.config.heartbeat_timeout
+    quiet = [m for m in run.coordinator.members if m.worker_id in expected and now - m.last_seen > timeout_s / 2 > 0]
     return "".join(
         f"; {m.worker_id} silent for {now - m.last_seen:.0f} s, given up after {timeout_s:g} s" for m in quiet
     )
@@ -49,22 +47,40 @@ def _journal(journal: Journal | None) -> dict[str, int] | None:
     return {"last": journal.last, "records": records, "size_bytes": size_bytes}
 
 
-def build_status(service: ParameterService) -> dict[str, object]:
+def _buffered_pushes(run: Run) -> int:
+    """How many pushes Delayed Nesterov holds back: the most of any fragment."""
+    optimizer = run.optimizer
+    if not isinstance(optimizer, DelayedNesterov):
+        return 0
+    return max((optimizer.buffered(store.index) for store in run.stores), default=0)
+
+
+def build_status(
+    run: Run,
+    intake: Intake,
+    writer: RunWriter,
+    now: float,
+    *,
+    started_at: float,
+    failure: str,
+    trouble: str,
+    bytes_sent: int,
+) -> dict[str, object]:
     """Called with the service's lock held."""
-    coordinator, config, now = service.coordinator, service.config, service.clock()
+    coordinator, config = run.coordinator, run.config
     plan, settled = coordinator.plan, coordinator.settled
     pending = sorted({p.worker_id for f in coordinator.fragments for p in f.round.participants})
     return {
         "outerstep": VERSION,
         "run_id": coordinator.run_id,
         "mode": coordinator.rules.mode,
-        "uptime_s": round(now - service.started_at, 1),
-        "failure": service.failure,
-        "trouble": service.trouble,
-        "durability": service.keeper.mode,
+        "uptime_s": round(now - started_at, 1),
+        "failure": failure,
+        "trouble": trouble,
+        "durability": config.keeps,
         "save_dir": config.save_dir,
-        "journal": _journal(service.keeper.journal),
-        "last_save": service.keeper.last,
+        "journal": _journal(writer.journal),
+        "last_save": writer.last_save,
         "started": coordinator.started,
         "closing": coordinator.closing,
         "sync_round": coordinator.sync_round,
@@ -77,7 +93,7 @@ def build_status(service: ParameterService) -> dict[str, object]:
         "quorum": coordinator.rules.quorum,
         "grace_period": config.grace_period,
         "dn_buffer_size": config.delayed_nesterov,
-        "dn_buffered": service.buffered_pushes,
+        "dn_buffered": _buffered_pushes(run),
         "dylu_enabled": config.dylu_enabled,
         "dylu_base_sync_every": config.dylu_base_sync_every or (plan.sync_every if plan else None),
         "max_staleness": coordinator.rules.max_staleness,
@@ -87,11 +103,11 @@ def build_status(service: ParameterService) -> dict[str, object]:
         "rounds_too_few": coordinator.total_too_few,
         "tokens": _tokens(coordinator.budget),
         "num_parameters": sum(spec.numel for spec in coordinator.manifest.parameters) if coordinator.manifest else None,
-        "bytes_received": service.intake.bytes_received,
-        "bytes_sent": service.bytes_sent,
+        "bytes_received": intake.bytes_received,
+        "bytes_sent": bytes_sent,
         "pool_held_bytes": coordinator.uploads.held_bytes,
-        "pool_memory_bytes": service.intake.pool.memory_bytes,
-        "pool_spooled_bytes": service.intake.pool.spooled_bytes,
+        "pool_memory_bytes": intake.pool.memory_bytes,
+        "pool_spooled_bytes": intake.pool.spooled_bytes,
         "pool_queue": coordinator.uploads.queued,
         "plan": None
         if plan is None or settled is None
@@ -138,7 +154,7 @@ def build_status(service: ParameterService) -> dict[str, object]:
                 "contributed": sorted(fragment.round.contributors),
                 "expected": sorted(fragment.round.expected),
                 "waiting_for": coordinator.verdict(fragment, now).waiting_for
-                + _silence(service, fragment.round.expected, now),
+                + _silence(run, fragment.round.expected, now),
             }
             for fragment in coordinator.fragments
         ],

@@ -30,11 +30,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ...types import Answer, Control, Heartbeat, Join, Leave, Offer
+from ..backoff import Backoff
 from .coordinator import Coordinator
 from .effects import Accumulate, CloseRound, Effect
 from .remembered import Remembered
 
-FIRST_RETRY_S, LAST_RETRY_S = 0.25, 5.0  # pauses before a disk that is full or broken is tried again
+DISK_RETRIES = Backoff(0.25, 5.0)  # of a disk that is full or broken
 MODELS_IN_JOURNAL = 4  # a checkpoint is due when the journal behind the last has so many times the model's bytes
 LEAST_JOURNAL_BYTES = 64 << 20  # and at least these
 MOST_RECORDS = 1000  # or so many records: a start replays them
@@ -348,7 +349,7 @@ class Commits:
             self.abandon()
             return None
         self._failures += 1
-        return min(FIRST_RETRY_S * 2.0 ** (self._failures - 1), LAST_RETRY_S)
+        return DISK_RETRIES.longest_pause_s(self._failures - 1)
 
     def _is_due(self, sync_round: int) -> bool:
         if self.durability == "none" or self.base is None:

@@ -1,0 +1,205 @@
+"""What a running server writes into its `save_dir`: checkpoints, and a journal of what happened since.
+
+A checkpoint is taken between two rounds: θ, T, outer state and ledger of the rounds that have closed. The contributions
+of an open round are not in it; the workers keep what they sent until they hold an agreement, and send it again.
+
+A journal record is the coordinator as of a decision, and what replays the round that was decided:
+
+    head       {"remembered": …, "round": null}                a note: only membership or orders have changed
+               {"remembered": …, "round": {kind, fragment, version, participants, anchor_hash, …}}
+    payload    kind "mean":    the flat fp32 mean that the outer optimizer stepped along, as long as the fragment
+               kind "pushes":  the contributions as they came, one after the other (Delayed Nesterov)
+               kind "nothing": none; everybody was there, and nobody had trained
+
+When which of them is written: coordination/server/commits.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ..config import ServerConfig
+from ..coordination.server.commits import WriteCheckpoint
+from ..coordination.server.remembered import Remembered
+from ..core.robust import ScreenVerdict
+from ..core.views import bytes_of
+from ..durable.disk import FolderDisk
+from ..durable.journal import Journal, Record
+from ..durable.run_folder import RunFolder, has_journal
+from ..errors import ModelError, ServerError
+from ..observe import EventLog
+from ..pool import private_memory
+from ..types import Count, Hash, Participant, Plain, Positive
+from .publish import NextVersion
+from .run import Run
+from .saved import save_state
+from .store import Addend, FragmentStore
+
+log = logging.getLogger(__name__)
+
+Scale = Annotated[float, Meta(ge=0.0)]
+
+
+class RecordedPush(Plain, frozen=True):
+    """One contribution of the payload, in their order."""
+
+    size_bytes: Count
+    scale: Scale
+    base: Count | None
+    sections: Positive
+
+
+class RoundRecord(Plain, frozen=True):
+    kind: Literal["mean", "pushes", "nothing"]
+    fragment: Count
+    version: Positive
+    participants: tuple[Participant, ...]
+    anchor_hash: Hash
+    pushes: tuple[RecordedPush, ...] = ()
+
+
+class RecordHead(Plain, frozen=True):
+    remembered: Remembered
+    round: RoundRecord | None = None
+
+
+@dataclass
+class SteppedRound:
+    """A round whose step was taken, and that nobody was told of yet. `verdict`: of the rule that combined it."""
+
+    store: FragmentStore
+    made: NextVersion
+    participants: tuple[Participant, ...]
+    addends: list[Addend]
+    verdict: ScreenVerdict | None
+
+
+class RunWriter:
+    """Writes into `save_dir`, which belongs to this server alone. From one thread."""
+
+    def __init__(self, run: Run, events: EventLog, folder: RunFolder | None) -> None:
+        self._run, self._config, self._events = run, run.config, events
+        self.folder = folder
+        self.journal: Journal | None = None
+        if folder is not None and (run.config.keeps == "round" or has_journal(folder.place)):
+            self.journal = Journal(FolderDisk(folder.journal_place))
+        self.last_save = ""  # where the last checkpoint lies, or why it does not
+
+    def append(self, remembered: Remembered, stepped: SteppedRound | None = None) -> int:
+        """A note, or a round. When this returns it is on the disk. Returns its size in bytes; raises OSError if it
+        cannot be written."""
+        assert self.journal is not None
+        round_, payload = (None, []) if stepped is None else self._round(stepped)
+        head = msgspec.json.encode(RecordHead(remembered=self._with_settings(remembered), round=round_))
+        self.journal.append(head, payload)
+        return len(head) + sum(map(len, payload))
+
+    def _round(self, stepped: SteppedRound) -> tuple[RoundRecord, list[memoryview]]:
+        kind: Literal["mean", "pushes", "nothing"] = "nothing"
+        payload, pushes = list[memoryview](), tuple[RecordedPush, ...]()
+        if self._config.delayed_nesterov:
+            counted = [addend for addend in stepped.addends if addend.weight > 0.0]
+            kind, payload = "pushes", [addend.payload for addend in counted]
+            pushes = tuple(
+                RecordedPush(size_bytes=len(one.payload), scale=one.weight, base=one.base, sections=one.sections)
+                for one in counted
+            )
+        elif stepped.made.mean is not None:
+            kind, payload = "mean", [bytes_of(stepped.made.mean)]
+        record = RoundRecord(
+            kind=kind,
+            fragment=stepped.store.index,
+            version=stepped.made.version,
+            participants=stepped.participants,
+            anchor_hash=stepped.made.result()[0],
+            pushes=pushes,
+        )
+        return record, payload
+
+    def checkpoint(self, task: WriteCheckpoint) -> Path:
+        """Raises OSError or ModelError if it cannot be written."""
+        config, folder = self._config, self.folder
+        assert folder is not None
+        if self.journal is not None:
+            self.journal.begin_after(task.includes)
+        state = self._run.snapshot(self._with_settings(task.remembered))
+        path = save_state(
+            dataclasses.replace(state, facts={**state.facts, "journal": task.includes}),
+            folder.place,
+            model_files=Path(config.model_files) if config.model_files is not None else None,
+            keep=config.keep_saves,
+        )
+        folder.note(state.run_id, began=True)
+        log.info("saved round %d as %s", state.round, path)
+        self._events.write("save", reason=task.reason, round=state.round, path=str(path))
+        self.last_save = str(path)
+        return path
+
+    def checkpoint_failed(self, reason: str, error: Exception) -> ServerError:
+        """It is news, but no reason to stop training."""
+        log.error("saving failed: %s; training continues", error)
+        self._events.write("save_failed", reason=reason, why=str(error))
+        self.last_save = f"failed: {error}"
+        return ServerError(f"saving failed: {error}", hint="make room in save_dir, then save again")
+
+    def cut(self, up_to: int) -> None:
+        try:
+            if self.journal is not None:
+                self.journal.cut(up_to)
+        except OSError as error:  # it is only longer than it need be
+            log.warning("the journal could not be cut: %s", error)
+            raise
+
+    def close(self) -> None:
+        if self.folder is not None:
+            self.folder.close()
+
+    def _with_settings(self, remembered: Remembered) -> Remembered:
+        return msgspec.structs.replace(remembered, facts={**remembered.facts, "said": settings_of(self._config)})
+
+
+def settings_of(config: ServerConfig) -> dict[str, Any]:
+    """The settings that a run continues under. At the next start only those that differ from these are changes: the
+    same command given again does not undo an operator's orders since then."""
+    return {
+        "wishes": msgspec.to_builtins(config.wishes),
+        "token_budget": config.token_budget,
+        "outer": {
+            "outer_lr": config.outer_lr,
+            "outer_momentum": config.outer_momentum,
+            "nesterov": config.nesterov,
+            "dn_buffer_size": config.delayed_nesterov,
+        },
+    }
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_record(record: Record) -> RecordHead:
+    try:
+        return msgspec.json.decode(record.head, type=RecordHead)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ModelError(
+            f"journal record {record.serial} is not what this version of outerstep writes: {error}; "
+            "use the version that wrote it, or resume a saved state by its path to give up what came after it"
+        ) from error
+
+
+def recorded_addends(round_: RoundRecord, payload: memoryview) -> list[Addend]:
+    """The contributions of a record, in memory that may be written to, as it was when they came."""
+    memory, made, begin = private_memory(max(len(payload), 1)), [], 0
+    memory[: len(payload)] = payload
+    for push in round_.pushes:
+        made.append(Addend(memory[begin : begin + push.size_bytes], push.scale, push.base, push.sections))
+        begin += push.size_bytes
+    if begin != len(payload):
+        raise ModelError(f"the pushes of a record must be as long as its payload, {len(payload)} bytes, got {begin}")
+    return made

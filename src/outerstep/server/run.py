@@ -1,0 +1,200 @@
+"""What the server trains: a model until the first worker joins; then a plan, and the fragments that hold the model."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..config import ServerConfig
+from ..coordination.server.coordinator import Coordinator
+from ..coordination.server.plan import Settled, settle
+from ..coordination.server.remembered import Remembered
+from ..coordination.server.rounds import Fragment
+from ..core.codecs.recipe import Recipe
+from ..core.fragments import FragmentManager, check_cycle
+from ..errors import ConfigError, PlanMismatch
+from ..types import Join, Manifest, Plan
+from .model_state import ModelState
+from .outer_state import OptimizerMaker, Outer, recall, state_of
+from .saved import SavedState
+from .store import FragmentStore, Shelf, rule_of
+
+
+def read_codecs(up: str, down: str) -> tuple[Recipe, Recipe]:
+    """What the two settings mean. Raises ConfigError if one of them means nothing."""
+    codec = Recipe.parse(up)
+    if down == "same":
+        return codec, codec.downlink()
+    down_codec = Recipe.parse(down)
+    for rule in down_codec.rules:
+        if rule.codec.needs_feedback:
+            raise ConfigError(f"down_codec must send every value, got {rule.codec.name}; int4 is the smallest")
+        if rule.feedback:
+            raise ConfigError(f"down_codec {down!r}: leave +feedback out, the server always keeps what it left out")
+    return codec, down_codec
+
+
+def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
+    """What was settled, applied to this model. Raises ConfigError if it cannot be."""
+    codec, down_codec = read_codecs(settled.codec, settled.down_codec)
+    check_cycle(settled.sync_every, settled.num_fragments)
+    fragments = FragmentManager(
+        manifest.parameters,
+        settled.num_fragments,
+        strategy=config.fragment_strategy,
+        embeddings_apart=config.embeddings_apart,
+    ).fragments
+    return Plan(
+        sync_every=settled.sync_every,
+        codec=codec.name,
+        down_codec=down_codec.name,
+        fragments=tuple(tuple(names) for names in fragments),
+        part_size_bytes=config.part_size_bytes,
+        max_staleness=config.rules.max_staleness,
+        heartbeat_timeout_s=config.heartbeat_timeout,
+        mode=config.rules.mode,
+        delay=settled.delay,
+        alpha=settled.alpha,
+        carry=settled.carry,
+        tokenizer=settled.tokenizer,
+        weight_by=config.weight_by,
+        dylu=config.dylu_enabled,
+    )
+
+
+def check_room(config: ServerConfig, plan: Plan, manifest: Manifest) -> None:
+    """The deterministic mode adds nothing before a round closes, and a rule that compares contributions needs them all:
+    those of everybody must have room until then, or the last would wait for the first and the first for the last."""
+    codec = Recipe.parse(plan.codec)
+    size = sum(codec.codec(spec).encoded_bytes(spec.numel) for spec in manifest.parameters)
+    needed, room = config.num_workers * size, config.pool_bytes + config.spool_bytes
+    keeps = "deterministic" if config.deterministic else f"aggregation {config.combining.name!r}"
+    if (config.deterministic or not config.combining.is_plain) and needed > room:
+        raise ConfigError(
+            f"{keeps} keeps all contributions until their round closes: {config.num_workers} workers with {size} "
+            f"bytes each need {needed}, pool_bytes and spool_bytes make {room}; raise spool_bytes"
+        )
+
+
+@dataclass
+class Run:
+    """`imported`: a state that waits for the manifest of the first worker, which says what of it is trained."""
+
+    config: ServerConfig
+    coordinator: Coordinator
+    model: ModelState
+    make_optimizer: OptimizerMaker
+    optimizer: Outer | None = None
+    stores: list[FragmentStore] = field(default_factory=list)
+    imported: SavedState | None = None
+
+    def start(self, request: Join) -> None:
+        """The first worker is here: its model and its wishes settle what the settings left open."""
+        config, imported = self.config, self.imported
+        settled = settle(
+            config.wishes,
+            request.wishes,
+            request.worker_id,
+            base_sync_every=config.dylu_base_sync_every if config.dylu_enabled else None,
+        )
+        manifest = request.manifest or self.model.manifest()
+        self.model.check(manifest)
+        try:
+            plan = draw_up(config, settled, manifest)
+            optimizer = self.make_optimizer(config, manifest)
+            if imported is not None:
+                recall(optimizer, imported.optimizer, {spec.name for spec in manifest.parameters})
+            first = imported.round if imported is not None else 0
+            stores = self.make_stores(plan, manifest, (first,) * len(plan.fragments))
+        except ConfigError as error:
+            raise PlanMismatch(str(error)) from error
+        self.open(plan, settled, manifest, optimizer, stores)
+        self.imported = None  # it is in the stores now; a second copy would only take room
+
+    def make_stores(
+        self,
+        plan: Plan,
+        manifest: Manifest,
+        versions: Sequence[int],
+        targets: Mapping[str, Tensor] | None = None,
+        statistics: Mapping[int, Mapping[str, Tensor]] | None = None,
+        centre: Mapping[str, Tensor] | None = None,
+    ) -> list[FragmentStore]:
+        """The model, cut as the plan says, each fragment at its version."""
+        config = self.config
+        check_room(config, plan, manifest)
+        up, down = Recipe.parse(plan.codec), Recipe.parse(plan.down_codec)
+        specs = {spec.name: spec for spec in manifest.parameters}
+        initial, shelf = self.model.initial(manifest), Shelf()
+        stores = [
+            FragmentStore(
+                i,
+                [specs[name] for name in names],
+                initial,
+                up,
+                down,
+                config.part_size_bytes,
+                version=version,
+                max_staleness=plan.max_staleness,
+                run_id=self.coordinator.run_id,
+                targets=targets,
+                statistics=statistics,
+                shelf=shelf,
+                keeps_centre=rule_of(config.combining).needs_centre,
+                centre=centre,
+            )
+            for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
+        ]
+        for store in stores:
+            store.down.follows_means = config.combining.name == "mean"
+        return stores
+
+    def open(
+        self, plan: Plan, settled: Settled, manifest: Manifest, optimizer: Outer, stores: list[FragmentStore]
+    ) -> None:
+        """From now on there is something to contribute to."""
+        self.optimizer, self.stores = optimizer, stores
+        self.coordinator.fix(
+            plan=plan,
+            settled=settled,
+            manifest=manifest,
+            fragments=[
+                Fragment.at(store.newest.agreement, store.max_payload_bytes, store.max_sections) for store in stores
+            ],
+        )
+        self.model.forget_trained(manifest)
+        _return_free_memory()
+
+    def snapshot(self, remembered: Remembered) -> SavedState:
+        """Between two rounds: all rounds that `remembered` knows of are in the model, and no later one is."""
+        statistics: dict[int, dict[str, Any]] = {}
+        for store in self.stores:
+            for version, values in store.statistics.items():
+                statistics.setdefault(version, {}).update(values)
+        return SavedState(
+            run_id=remembered.run_id,
+            params={name: theta for store in self.stores for name, theta in store.params().items()},
+            targets={name: target for store in self.stores for name, target in store.down.targets().items()},
+            statistics=statistics,
+            centre={name: values for store in self.stores for name, values in store.centre.items()},
+            rest=self.model.rest(),
+            manifest=self.coordinator.manifest,
+            plan=remembered.plan,
+            versions=remembered.versions,
+            optimizer=state_of(self.optimizer),
+            ledger=remembered.ledger,
+            totals=remembered.totals,
+            facts=remembered.facts,
+        )
+
+
+def _return_free_memory() -> None:
+    """What was freed stays with the process, for the thread that had it: after the model was copied to where it will
+    live, that may be as much as the model. (With the C library of Linux; elsewhere nothing happens.)"""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
