@@ -19,7 +19,7 @@ class CompatLimits:
     max_workers: int = 64  # registered at a time; a held submit keeps a copy of its payload
     idle_s: float = 120.0  # between two requests on one connection
     stall_s: float = 30.0  # without a byte, inside a request or an answer
-    slowest_bytes_per_s: int = 16 * 1024  # a body that comes slower than this on the whole is cut off
+    slowest_bytes_per_s: int = 16 * 1024  # slower than this, over stall_s of waiting for the client, and it is cut off
     max_body_bytes: int | None = None  # None = as much as the run's model can need
 
 

@@ -22,7 +22,7 @@ from hashlib import blake2b, sha256
 from ..coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ..coordination.gossip import chain as chains
 from ..coordination.gossip.ballot import TurnTimeouts
-from ..coordination.gossip.offers import digests_of
+from ..coordination.gossip.heard import digests_of
 from ..statements import ChainState, Converse, Decision, Member, Round, digest_of_block
 from .agenda import Agenda
 from .gossip_scenario import GossipFault, GossipScenario

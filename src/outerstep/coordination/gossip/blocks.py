@@ -16,10 +16,9 @@ from typing import Protocol
 
 from ...statements import Beat, Block, ChainState, Change, Member, Offered, Round
 from . import chain
-from .acquaintances import Acquaintance, Acquaintances
 from .ballot import Verdict
 from .book import Book
-from .offers import Offers, digests_of, offered_in
+from .heard import Acquaintance, Acquaintances, Offers, digests_of, offered_in
 from .rules import GossipRules
 
 

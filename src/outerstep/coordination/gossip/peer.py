@@ -34,11 +34,10 @@ from ...statements import (
 )
 from ...types import Plain
 from . import chain
-from .acquaintances import Acquaintances
 from .ballot import Ballot, Ballots
 from .blocks import Blocks
 from .book import Book, Sign, Verify
-from .offers import HeardOffer, Offers, digests_of, offered_in
+from .heard import Acquaintances, HeardOffer, Offers, digests_of, offered_in
 from .rules import GossipRules
 
 REMEMBERED_DECISIONS = 64

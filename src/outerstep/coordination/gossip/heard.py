@@ -1,14 +1,19 @@
-"""The contributions that peers have offered and no decided round holds yet, and which of them are here."""
+"""What a peer has heard and no decided block holds: the contributions that were offered, and the members' beats.
+
+`Offers` knows which of the contributions are here; `Acquaintances`, which peers there are and how long ago each was
+last heard. Both are what the next block is made from (blocks.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...statements import Member, Offered, Round, Signed, statement_of
+from ...statements import Beat, Member, Offered, Round, Signed, statement_of
 
 MOST_KEPT_PER_PEER = 3  # of one fragment: of this round, of the next, and one that is left over
+STRANGERS = 64  # whose beats are kept, though they do not belong to the run
 
 Condition = Literal["missing", "good", "bad"]
 
@@ -93,3 +98,47 @@ def digests_of(block: Round) -> list[str]:
 
 def offered_in(block: Round) -> list[Offered]:
     return [says for signed in block.offers if isinstance(says := statement_of(signed.body), Offered)]
+
+
+@dataclass(frozen=True)
+class Acquaintance:
+    signed: Signed
+    beat: Beat
+    heard_at: float  # whether from itself or through others
+
+
+class Acquaintances:
+    """By key. Everybody is given time from when it became a member, or from when this peer began to listen."""
+
+    def __init__(self, members: Iterable[Member], now: float) -> None:
+        self._known: dict[str, Acquaintance] = {}
+        self._began_at = now
+        self._member_since = {member.key: now for member in members}
+
+    def greet(self, signed: Signed, beat: Beat, now: float) -> None:
+        before = self._known.get(signed.author)
+        if before is None:
+            is_stranger = signed.author not in self._member_since
+            if is_stranger and sum(key not in self._member_since for key in self._known) >= STRANGERS:
+                return
+        elif (beat.incarnation, beat.number) <= (before.beat.incarnation, before.beat.number):
+            return
+        self._known[signed.author] = Acquaintance(signed, beat, now)
+
+    def changed(self, members: Iterable[Member], now: float) -> None:
+        """These are the members from now on."""
+        self._member_since = {member.key: self._member_since.get(member.key, now) for member in members}
+
+    def silent_s(self, key: str, now: float) -> float:
+        known = self._known.get(key)
+        since = known.heard_at if known is not None else self._began_at
+        return now - max(since, self._member_since.get(key, self._began_at))
+
+    def get(self, key: str) -> Acquaintance | None:
+        return self._known.get(key)
+
+    def items(self) -> ItemsView[str, Acquaintance]:
+        return self._known.items()
+
+    def statements(self) -> list[Signed]:
+        return [known.signed for known in self._known.values()]
