@@ -34,6 +34,7 @@ _WHERE = {
     "RobustAggregator": ".core.robust",
     "attach": ".worker",
     "load_model": ".model_folder",
+    "register_topology": ".worker.connect",
     "save_model": ".model_folder",
 }
 
@@ -49,6 +50,7 @@ __all__ = [
     "RobustAggregator",
     "attach",
     "load_model",
+    "register_topology",
     "save_model",
 ]
 

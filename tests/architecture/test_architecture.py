@@ -12,7 +12,7 @@ import pytest
 import outerstep
 
 SOURCE = Path(outerstep.__file__).parent
-PLAIN = {"types", "errors", "digest", "screens", "statements"}
+PLAIN = {"types", "errors", "defaults", "digest", "screens", "statements"}
 
 # room -> what of outerstep it may import, besides itself
 MAY_IMPORT = {
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "digest": set(),
     "screens": {"errors"},
     "statements": {"types"},
+    "defaults": set(),
     "pool": set(),
     "security": PLAIN,
     "config": PLAIN | {"coordination", "security"},

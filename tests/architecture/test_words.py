@@ -12,12 +12,10 @@ SOURCE = Path(outerstep.__file__).parent
 
 # Class names that still have several meanings, and file names that still need another word. Both lists only shrink.
 STILL_REPEATED = {
-    "Among",
     "Beat",
     "Block",
     "Carrier",
     "Contribution",
-    "Disk",
     "Facts",
     "Found",
     "Head",
@@ -37,7 +35,6 @@ STILL_REPEATED = {
     "SavedState",
     "Seat",
     "Settled",
-    "Shown",
     "Standing",
 }
 STILL_NAMED = {

@@ -30,7 +30,7 @@ HEADS_BYTES = 96 << 10  # requests, answers, handshakes: what goes beside the pa
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test does not wait half a second between two tries."""
     monkeypatch.setattr(
-        "outerstep.worker.connect.Patience", partial(Patience, first_backoff_s=0.01, longest_backoff_s=0.05)
+        "outerstep.topology.server.build.Patience", partial(Patience, first_backoff_s=0.01, longest_backoff_s=0.05)
     )
 
 

@@ -30,7 +30,7 @@ def test_at_10_mbit_and_200_ms_rounds_complete_and_no_timeout_fires(monkeypatch:
     30 s that would be 40 MB and more; here limit and model are smaller.)"""
     link, silence_s, cells = Link(10.0, 0.2), 3.0, 1_000_000
     assert 4 * cells / link.bytes_per_s > silence_s
-    monkeypatch.setattr("outerstep.worker.connect.HttpTransport", partial(HttpTransport, timeout_s=silence_s))
+    monkeypatch.setattr("outerstep.topology.server.build.HttpTransport", partial(HttpTransport, timeout_s=silence_s))
     settings = {"part_size_bytes": 256 << 10, "heartbeat_timeout": silence_s, "sync_every": 1, **PLAIN}
     with DiLoCoServer(Ledger(cells).state_dict(), num_workers=1, port=0, **settings) as server:
         assert server._http is not None

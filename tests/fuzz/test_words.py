@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.cases import ODD, altered, cases, spoiled
-from outerstep.config import ROLES, SERVER, Sourced, build, make_command, make_config, resolve
+from outerstep.config import ROLES, SERVER, Sourced, build, make_command, make_config, resolve, values_of
 from outerstep.config.kinds import write
 from outerstep.errors import ConfigError, OuterstepError, Refused
 from outerstep.security import Access, parse_address, parse_join_string
@@ -124,8 +124,7 @@ def check_settings(name: str, said: Mapping[str, Sourced], environ: Mapping[str,
         assert str(error)
         assert "\n" not in str(error) or "not TOML" in str(error)
         return
-    for field in role.config_fields:
-        value = getattr(config, field)
+    for field, value in values_of(config).items():
         if isinstance(value, str):  # as text it is read without the spaces around it, and "none" is a word for None
             value = None if value.strip().lower() in ("", "none") else value.strip()
         if value is not None:

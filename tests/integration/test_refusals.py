@@ -88,7 +88,7 @@ def test_an_optimizer_has_one_worker_at_a_time(server: DiLoCoServer) -> None:
 
 def test_settings_are_checked_where_they_are_written() -> None:
     model = tiny_model()
-    with pytest.raises(ConfigError, match='unknown setting "heartbeat_intervall"; did you mean "heartbeat_interval"'):
+    with pytest.raises(ConfigError, match='unknown setting "heartbeat_intervall"; did you mean "heartbeat_interval_s"'):
         DiLoCoWorker(model, sgd(model), "127.0.0.1:9", heartbeat_intervall=3)
     with pytest.raises(ConfigError, match="sync_every must be ≥ 1, got 0"):
         DiLoCoWorker(model, sgd(model), "127.0.0.1:9", sync_every=0)
@@ -112,10 +112,10 @@ def test_attach_reads_the_environment() -> None:
         sync_every=12,
         bf16_comm=False,
         num_fragments=3,
-        heartbeat_interval=7.5,
+        heartbeat_interval_s=7.5,
         worker_id="left",
     )
-    assert attach(model, sgd(model), environ={**environ, "DILOCO_DYLU": "1"}).config.dylu is True
+    assert attach(model, sgd(model), environ={**environ, "DILOCO_DYLU": "1"}).config.server.dylu is True
     with pytest.raises(ConfigError, match='unknown setting "devices"'):
         attach(model, sgd(model), environ=environ, devices="0")
     with pytest.raises(ConfigError, match=r"sync_every must be ≥ 1, got 0 \(sync_every: keyword sync_every\)"):

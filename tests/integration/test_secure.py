@@ -174,7 +174,7 @@ def test_a_running_worker_goes_on_when_its_machine_has_been_told_the_new_token(
     site, elsewhere = Site(tmp_path, sync_every=2, num_workers=1), Credentials(tmp_path / "elsewhere")
     elsewhere.remember(site.server.access)
     eager = partial(Patience, first_backoff_s=0.01, longest_backoff_s=0.05)
-    monkeypatch.setattr("outerstep.worker.connect.Patience", eager)
+    monkeypatch.setattr("outerstep.topology.server.build.Patience", eager)
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said: list[str] = []

@@ -100,7 +100,7 @@ def usable_cores() -> int:
     return cores
 
 
-def try_disk(what: str, folder: str) -> verdicts.Disk:
+def try_disk(what: str, folder: str) -> verdicts.DiskProbe:
     """Write and sync a few small files where `folder` is, or would be created."""
     wanted = Path(folder).absolute()
     place = next(path for path in (wanted, *wanted.parents) if os.path.exists(path))
@@ -108,9 +108,9 @@ def try_disk(what: str, folder: str) -> verdicts.Disk:
         took = [_synced_write(place) for _ in range(SYNCED_WRITES)]
         found = os.statvfs(place)
     except OSError as error:
-        return verdicts.Disk(what, folder, _as_named(folder, place), error=error)
+        return verdicts.DiskProbe(what, folder, _as_named(folder, place), error=error)
     free = found.f_bavail * found.f_frsize
-    return verdicts.Disk(what, folder, _as_named(folder, place), free_bytes=free, fsync_s=median(took))
+    return verdicts.DiskProbe(what, folder, _as_named(folder, place), free_bytes=free, fsync_s=median(took))
 
 
 def _synced_write(folder: Path) -> float:
@@ -218,7 +218,7 @@ def shake_hands(way: Way) -> Finding:
     return verdicts.certificate(address, expected, access is not None, shown, datetime.now(UTC))
 
 
-def show_certificate(host: str, port: int, address: str, context: ssl.SSLContext) -> verdicts.Shown:
+def show_certificate(host: str, port: int, address: str, context: ssl.SSLContext) -> verdicts.ShownCertificate:
     try:
         with (
             socket.create_connection((host, port), timeout=CONNECT_S) as sock,
@@ -226,11 +226,11 @@ def show_certificate(host: str, port: int, address: str, context: ssl.SSLContext
         ):
             der = secured.getpeercert(binary_form=True) or b""
     except ssl.SSLError as error:
-        return verdicts.Shown(error=_explained(error, address))
+        return verdicts.ShownCertificate(error=_explained(error, address))
     except OSError as error:
-        return verdicts.Shown(error=error)
+        return verdicts.ShownCertificate(error=error)
     begins, ends = validity_of(der)
-    return verdicts.Shown(fingerprint_of(der), begins, ends)
+    return verdicts.ShownCertificate(fingerprint_of(der), begins, ends)
 
 
 def _explained(error: ssl.SSLError, address: str) -> Exception:
@@ -270,7 +270,7 @@ def measure(say: Say, status: dict[str, Any], line: HttpTransport, connections: 
         yield verdicts.unmeasured(error)
         return
     yield verdicts.bandwidth(up, down, connections)
-    yield estimate(status, verdicts.Line(up, down, median(trips)))
+    yield estimate(status, verdicts.LinkSpeed(up, down, median(trips)))
 
 
 def take_trips(line: HttpTransport) -> tuple[list[float], float, int]:
@@ -300,7 +300,7 @@ def rate(transfer: Callable[[int], object], connections: int, clock: Callable[[]
             size = min(4 * size, MAX_BYTES)
 
 
-def estimate(status: dict[str, Any], line: verdicts.Line) -> Finding:
+def estimate(status: dict[str, Any], line: verdicts.LinkSpeed) -> Finding:
     """For the run's model, with its codecs."""
     plan, values = status.get("plan"), status.get("num_parameters")
     if not plan or not values:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 
-class Among(StrEnum):
+class DemoTopology(StrEnum):
     """How the workers agree."""
 
     SERVER = "server"
@@ -27,9 +27,9 @@ def demo(
     sync_every: Annotated[int, typer.Option(min=1, help="H: steps between exchanges.")] = 25,
     seed: Annotated[int, typer.Option(help="Of the initial weights and the data order.")] = 0,
     topology: Annotated[
-        Among,
+        DemoTopology,
         typer.Option(help="How the workers agree: through a server, or without one, as ranks or as peers."),
-    ] = Among.SERVER,
+    ] = DemoTopology.SERVER,
     folder: Annotated[Path, typer.Option(help="Where logs, model, plot and results go.")] = Path("outerstep-demo"),
 ) -> None:
     """Train one small GPT with workers, and by default a server, as real processes, and compare.
@@ -39,5 +39,5 @@ def demo(
     """
     from ..demo.run import DemoSettings, run_demo
 
-    count = workers or (3 if topology is Among.GOSSIP else 2)
+    count = workers or (3 if topology is DemoTopology.GOSSIP else 2)
     run_demo(DemoSettings(folder, count, steps, sync_every, seed, topology.value), Console())

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from ..config import SERVER, ServerCommand, ServerConfig, Sourced, make_command, make_config, naming_sources
+from ..config import SERVER, ServerCommand, ServerConfig, Sourced, make_command, make_config, naming_sources, values_of
 from ..durable.run_folder import DEFAULT_PLACE, RUN_FILE
 from ..errors import ConfigError
 from ..security import Credentials, is_loopback
@@ -142,7 +141,7 @@ def _expects(made: DiLoCoServer, config: ServerConfig) -> str:
 def _make(found: Found, config: ServerConfig, command: ServerCommand) -> DiLoCoServer:
     from ..server import DiLoCoServer
 
-    settings = {field.name: getattr(config, field.name) for field in fields(config)}
+    settings = values_of(config)
     settings["compat_port"] = settings["compat_host"] = (
         None  # opened here, around the server, which knows nothing of it
     )

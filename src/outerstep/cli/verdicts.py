@@ -130,7 +130,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskProbe:
     """`folder`: as given; `tried`: the folder itself, or its nearest existing parent; `error`: of writing there."""
 
     what: str
@@ -141,7 +141,7 @@ class Disk:
     error: OSError | None = None
 
 
-def disk(facts: Disk, needed_bytes: int = LITTLE_DISK_BYTES) -> Finding:
+def disk(facts: DiskProbe, needed_bytes: int = LITTLE_DISK_BYTES) -> Finding:
     where = facts.folder if facts.folder == facts.tried else f"{facts.folder} (to be made in {facts.tried})"
     if facts.error is not None:
         return Finding(
@@ -237,7 +237,7 @@ def port(host: str, number: int, error: OSError | None, took_s: float) -> Findin
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownCertificate:
     """The certificate that the server presented, or why it presented none."""
 
     fingerprint: str = ""
@@ -246,7 +246,7 @@ class Shown:
     error: Exception | None = None
 
 
-def certificate(address: str, expected: str | None, pinned: bool, shown: Shown, now: datetime) -> Finding:
+def certificate(address: str, expected: str | None, pinned: bool, shown: ShownCertificate, now: datetime) -> Finding:
     """`expected`: the stored fingerprint; None = check by the system's authorities, if the server is known at all."""
     if shown.error is not None:
         return _no_handshake(address, shown.error)
@@ -380,7 +380,7 @@ def unmeasured(error: OuterstepError) -> Finding:
 
 
 @dataclass(frozen=True)
-class Line:
+class LinkSpeed:
     """What was measured."""
 
     up_bytes_per_s: float
@@ -388,7 +388,7 @@ class Line:
     latency_s: float
 
 
-def exchange(up_bytes: int, down_bytes: int, line: Line, plan: Mapping[str, Any], steps_per_s: float) -> Finding:
+def exchange(up_bytes: int, down_bytes: int, line: LinkSpeed, plan: Mapping[str, Any], steps_per_s: float) -> Finding:
     """One exchange of the whole model: upload, download, and the round trips between. `steps_per_s`: of the current
     workers, 0 = unknown."""
     takes_s = up_bytes / line.up_bytes_per_s + down_bytes / line.down_bytes_per_s + CALLS_PER_EXCHANGE * line.latency_s

@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from ..config import (
-    ALLREDUCE,
-    CONFIG_VARIABLE,
-    TORCHFT,
-    WORKER,
-    Sourced,
-    WorkerCommand,
-    environment_for,
-    make_command,
-    make_config,
-)
+from ..config import CONFIG_VARIABLE, WORKER, WorkerCommand, environment_for, make_command, make_config
 from ..errors import ConfigError
 from ..security import is_join_string, parse_address, parse_join_string
 from .options import ConfigFile, Found, takes_settings
 
 TRAINER = "forgather"
 SCRIPT = "Training script"
-JOINING = "Joining"
-
-
-class Among(StrEnum):
-    """Who agrees without a server."""
-
-    ALLREDUCE = ALLREDUCE
-    TORCHFT = TORCHFT
 
 
 @takes_settings(WORKER)
@@ -51,13 +32,6 @@ def worker(
         str | None,
         typer.Option("-t", metavar="FILE", rich_help_panel=SCRIPT, help="Its configuration template."),
     ] = None,
-    topology: Annotated[
-        Among | None,
-        typer.Option(
-            rich_help_panel=JOINING,
-            help="With whom to agree, if not through a server: short for --server allreduce, --server torchft.",
-        ),
-    ] = None,
     config_file: ConfigFile = None,
 ) -> None:
     """Start a training script as a worker of a run.
@@ -66,29 +40,27 @@ def worker(
     This command only tells it where and how, through environment variables. With -p or -t, or if the command is the
     word [bold]train[/bold], what is run is [bold]forgather … train[/bold].
     """
-    if topology is not None:
-        found = {**found, "server_addr": _instead_of_a_server(topology, found["server_addr"])}
     server = make_config(WORKER, found).server_addr
-    parse_join_string(server) if is_join_string(server) else parse_address(server)
+    if server is not None:
+        parse_join_string(server) if is_join_string(server) else parse_address(server)
+    words = training_command(command, project, template)
+    become(words, command, found, config_file)
+
+
+def become(words: list[str], typed: list[str], found: Found, config_file: str | None) -> None:
+    """Replace this process by the training command, which finds `found` in its environment. So nothing stands in
+    between that would have to pass signals on and exit codes back: SLURM, systemd and Kubernetes speak with the script
+    itself."""
     own: WorkerCommand = make_command(WORKER, found)
     environ = environment_for(WORKER, found, os.environ)
     if config_file is not None:  # the script must not find another one in its folder
         environ[CONFIG_VARIABLE] = os.path.abspath(config_file)
     if own.devices is not None:
         environ["CUDA_VISIBLE_DEVICES"] = own.devices
-    words = training_command(command, project, template)
     program = shutil.which(words[0])
     if program is None:
-        raise ConfigError(_not_found(words, command))
-    # The script takes this process's place, so there is nobody in between to pass signals on and exit codes back, or to
-    # forget to: SLURM, systemd and Kubernetes speak with the script itself.
+        raise ConfigError(_not_found(words, typed))
     os.execve(program, words, environ)
-
-
-def _instead_of_a_server(topology: Among, said: Sourced) -> Sourced:
-    if said.source.startswith("flag") and said.value != topology.value:
-        raise ConfigError(f"--topology {topology.value} needs no server, got --server too: leave one of the two out")
-    return Sourced(topology.value, "flag --topology")
 
 
 def training_command(command: list[str], project: str | None, template: str | None) -> list[str]:
@@ -101,8 +73,8 @@ def training_command(command: list[str], project: str | None, template: str | No
     return [TRAINER, *chosen, *command]
 
 
-def _not_found(words: list[str], command: list[str]) -> str:
-    if words is command:
+def _not_found(words: list[str], typed: list[str]) -> str:
+    if words is typed:
         return f"command not found: {words[0]!r}; write the training command after --"
     return (
         f"command not found: {TRAINER!r}, which -p, -t and `train` stand for; "

@@ -51,7 +51,7 @@ class CompatServer:
             stall_s=limits.stall_s,
             window_s=limits.stall_s,
             least_bytes=int(limits.slowest_bytes_per_s * limits.stall_s),
-            keepalive_s=keepalive_s(server.config.heartbeat_timeout),
+            keepalive_s=keepalive_s(server.config.heartbeat_timeout_s),
         )
         try:
             self._http = HttpServer(self._endpoints.routes, self._host, port, bounds)

@@ -11,14 +11,14 @@
 
 found  = resolve(SERVER, {"num_workers": Sourced(2, "flag --num-workers")})
 config = make_config(SERVER, found)            # a ServerConfig; its errors say where the bad value came from
-found["heartbeat_timeout"].source              # "outerstep.toml:12"
+found["heartbeat_timeout_s"].source              # "outerstep.toml:12"
 """
 
 from __future__ import annotations
 
 from ..security import DEFAULT_PORT
 from .checks import check_one_of, check_text
-from .keywords import build, unknown
+from .keywords import build, settings_of, unknown, values_of, with_current_names
 from .server import DEFAULT_HOST, ServerConfig
 from .sources import (
     CONFIG_VARIABLE,
@@ -31,19 +31,25 @@ from .sources import (
     resolve,
 )
 from .table import ROLES, SERVER, WORKER, Role, ServerCommand, Setting, WorkerCommand
-from .worker import ALLREDUCE, GOSSIP, LIGHTHOUSE_VARIABLE, TORCHFT, WorkerConfig, parse_lighthouse
+from .worker import (
+    LIGHTHOUSE_VARIABLE,
+    TOPOLOGIES,
+    WITHOUT_SERVER,
+    WorkerConfig,
+    check_topology_name,
+    parse_lighthouse,
+)
 
 __all__ = [
-    "ALLREDUCE",
     "CONFIG_VARIABLE",
     "DEFAULT_HOST",
     "DEFAULT_PORT",
-    "GOSSIP",
     "LIGHTHOUSE_VARIABLE",
     "NOT_SET",
     "ROLES",
     "SERVER",
-    "TORCHFT",
+    "TOPOLOGIES",
+    "WITHOUT_SERVER",
     "WORKER",
     "Role",
     "ServerCommand",
@@ -55,11 +61,15 @@ __all__ = [
     "build",
     "check_one_of",
     "check_text",
+    "check_topology_name",
     "environment_for",
     "make_command",
     "make_config",
     "naming_sources",
     "parse_lighthouse",
     "resolve",
+    "settings_of",
     "unknown",
+    "values_of",
+    "with_current_names",
 ]

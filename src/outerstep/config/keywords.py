@@ -1,10 +1,15 @@
-"""A config from keyword arguments, and what is said to a name that nobody knows."""
+"""A config from flat keywords, and the answer to a name that does not exist.
+
+A config may have sections: fields whose default is another dataclass (`WorkerConfig.gossip`). A user gives every
+setting by its name alone, wherever it stands; no two sections share a name. A config's `OLD_NAMES` maps names of
+earlier versions, which stay valid, to those of today.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
@@ -12,16 +17,46 @@ from ..errors import ConfigError
 T = TypeVar("T")
 
 
-def build(kind: type[T], settings: dict[str, Any]) -> T:
+def settings_of(kind: type[Any]) -> dict[str, Field[Any]]:
+    """Every setting of a config class by name, those of its sections included."""
+    return {field.name: field for _, field in _walk(kind)}
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """The flat keywords that `build` makes `config` from."""
+    return {
+        field.name: getattr(getattr(config, section) if section else config, field.name)
+        for section, field in _walk(type(config))
+    }
+
+
+def build(kind: type[T], settings: Mapping[str, Any]) -> T:
     """A config from keyword arguments; an unknown one is answered with the nearest known one."""
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    settings = getattr(kind, "current_spelling", dict)(with_current_names(kind, settings))
+    known = settings_of(kind)
     for name in settings:
         if name not in known:
             raise ConfigError(unknown("setting", name, known))
-    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in settings]  # type: ignore[arg-type]
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in settings]
     if missing:
         raise ConfigError(f"missing setting: {', '.join(missing)}")
-    return kind(**settings)
+    values: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {}
+    for section, field in _walk(kind):
+        if field.name in settings:
+            (sections.setdefault(section, {}) if section else values)[field.name] = settings[field.name]
+    for section, given in sections.items():
+        values[section] = type(getattr(kind, section))(**given)
+    return kind(**values)
+
+
+def with_current_names(kind: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings under the names of today."""
+    old_names = getattr(kind, "OLD_NAMES", {})
+    for old, current in old_names.items():
+        if old in settings and current in settings:
+            raise ConfigError(f"{old} is the old name of {current}, got both: leave {old} out")
+    return {old_names.get(name, name): value for name, value in settings.items()}
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -29,3 +64,12 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     return f'unknown {what} "{name}"' + (f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(known)}")
+
+
+def _walk(kind: type[Any]) -> Iterator[tuple[str, Field[Any]]]:
+    """(section, field), with "" for what stands in no section."""
+    for field in fields(kind):
+        if is_dataclass(field.default):
+            yield from ((field.name, inner) for inner in fields(field.default))
+        else:
+            yield "", field

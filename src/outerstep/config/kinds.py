@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from .keywords import settings_of
 
 LONGEST_METAVAR = 40
 _TRUTH = {"1": True, "true": True, "0": False, "false": False}
@@ -60,14 +62,18 @@ def shown(value: object) -> str:
 
 
 def kinds_of(config: type) -> dict[str, Kind]:
-    """The kind of each field of a config dataclass."""
+    """The kind of each setting of a config dataclass."""
     hints = get_type_hints(config)
-    return {field.name: _kind(hints[field.name]) for field in fields(config)}
+    found: dict[str, Kind] = {}
+    for field in fields(config):
+        section = is_dataclass(field.default)
+        found |= kinds_of(hints[field.name]) if section else {field.name: _kind(hints[field.name])}
+    return found
 
 
 def defaults_of(config: type) -> dict[str, Any]:
-    """The default of each field that has one."""
-    return {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    """The default of each setting that has one."""
+    return {name: field.default for name, field in settings_of(config).items() if field.default is not MISSING}
 
 
 def _kind(annotation: Any) -> Kind:

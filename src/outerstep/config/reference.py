@@ -28,13 +28,20 @@ def markdown_table(role: Role) -> str:
 
 def renew(page: str) -> str:
     """The page with its tables as the code has them, each between its two marks."""
-    for role in ROLES.values():
-        begin, end = f"<!-- {role.name} settings -->", f"<!-- end of {role.name} settings -->"
+    tables = {f"{role.name} settings": markdown_table(role) for role in ROLES.values()}
+    for name, table in {**tables, "old names": _old_names()}.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
         assert pattern.search(page), f"the page has no {begin} … {end}"
-        table = f"{begin}\n{markdown_table(role)}\n{end}"
-        page = pattern.sub(lambda _, table=table: table, page)  # type: ignore[misc]
+        text = f"{begin}\n{table}\n{end}"
+        page = pattern.sub(lambda _, text=text: text, page)  # type: ignore[misc]
     return page
+
+
+def _old_names() -> str:
+    rows = [(role.name, *names) for role in ROLES.values() for names in role.config.OLD_NAMES.items()]
+    lines = ["| role | old name | name |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {role} | `{old}` | `{current}` |" for role, old, current in rows])
 
 
 def commented_toml() -> str:

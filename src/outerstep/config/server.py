@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from ..coordination.server.aggregation import Aggregation, RuleName
 from ..coordination.server.rounds import RoundRules
 from ..coordination.weights import MAX_WEIGHT_RATIO
+from ..defaults import OUTER_LR, OUTER_MOMENTUM, PART_SIZE_BYTES
 from ..errors import ConfigError
 from ..screens import FACTOR
 from ..security import DEFAULT_PORT, parse_address
@@ -23,11 +24,17 @@ class ServerConfig:
     """Everything a server can be told. None for sync_every, num_fragments, codec, down_codec, fragment_delay,
     fragment_alpha or fragment_carry = the first worker decides."""
 
+    OLD_NAMES: ClassVar = {
+        "heartbeat_timeout": "heartbeat_timeout_s",
+        "grace_period": "grace_s",
+        "dylu_enabled": "dylu",
+    }
+
     num_workers: int
     host: str = DEFAULT_HOST
     port: int | None = DEFAULT_PORT  # None = the first free one from 8512 on, 0 = any free one
-    min_workers: int = 1
-    heartbeat_timeout: float = 120.0  # seconds of silence until a worker counts as dead; 0 = never
+    min_workers: int = RoundRules.min_workers
+    heartbeat_timeout_s: float = 120.0  # of silence until a worker counts as dead; 0 = never
     sync_every: int | None = None
     num_fragments: int | None = None
     codec: str | None = None  # of contributions; core/codecs/recipe.py
@@ -40,10 +47,10 @@ class ServerConfig:
     fragment_carry: bool | None = None  # or keep the steps taken meanwhile
     async_mode: bool = False  # every contribution is a round of its own
     dn_buffer_size: int | None = None  # N of Delayed Nesterov; None = num_workers if asynchronous; 0 = off
-    dylu_enabled: bool = False  # give slower workers fewer steps between exchanges
+    dylu: bool = False  # give slower workers fewer steps between exchanges
     dylu_base_sync_every: int | None = None  # H of the fastest worker; None = sync_every
     quorum: int | None = None  # None = all expected workers
-    grace_period: float = 0.0  # seconds to wait for more once the quorum is in
+    grace_s: float = RoundRules.grace_s  # to wait for more once the quorum is in
     round_deadline_s: float | None = None
     start_deadline_s: float | None = None
     staleness_policy: Literal["log", "weight"] | None = None  # None = log if asynchronous, else weight
@@ -81,10 +88,10 @@ class ServerConfig:
     pool_bytes: int = 512 << 20  # of memory for contributions on their way in
     spool_bytes: int = 16 << 30  # and of disk, when that is full; 0 = none
     spool_dir: str | None = None  # None = /var/tmp
-    part_size_bytes: int = 16 << 20
+    part_size_bytes: int = PART_SIZE_BYTES
     max_connections: int = 1024
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_lr: float = OUTER_LR
+    outer_momentum: float = OUTER_MOMENTUM
     nesterov: bool = True
 
     def __post_init__(self) -> None:
@@ -123,7 +130,7 @@ class ServerConfig:
             min_workers=self.min_workers,
             quorum=1 if self.async_mode else self.quorum,
             asynchronous=self.async_mode,
-            grace_s=self.grace_period,
+            grace_s=self.grace_s,
             round_deadline_s=self.round_deadline_s,
             start_deadline_s=self.start_deadline_s,
             max_staleness=self._max_staleness,
@@ -132,7 +139,7 @@ class ServerConfig:
             max_weight_ratio=self.max_weight_ratio,
             norm_screen=self.norm_screen,
             aggregation=self.combining,
-            dylu=self.dylu_enabled,
+            dylu=self.dylu,
             dylu_base=self.dylu_base_sync_every,
         )
 
@@ -149,7 +156,7 @@ class ServerConfig:
     def _max_staleness(self) -> int:
         if self.max_staleness is not None:
             return self.max_staleness
-        return 16 * self.num_workers if self.async_mode else 4
+        return 16 * self.num_workers if self.async_mode else RoundRules.max_staleness
 
 
 def _check_values(config: ServerConfig) -> None:
@@ -164,7 +171,7 @@ def _check_values(config: ServerConfig) -> None:
         config, 1, "sync_every", "num_fragments", "quorum", "dylu_base_sync_every", "token_budget", optional=True
     )
     check_whole(config, 0, "port", "compat_port", "fragment_delay", "dn_buffer_size", "max_staleness", optional=True)
-    check_number(config, 0.0, "heartbeat_timeout", "grace_period", "outer_lr", "outer_momentum", "drain_timeout_s")
+    check_number(config, 0.0, "heartbeat_timeout_s", "grace_s", "outer_lr", "outer_momentum", "drain_timeout_s")
     check_number(config, 1.0, "max_weight_ratio")
     check_number(config, 0.0, "norm_screen")
     check_number(config, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
@@ -173,7 +180,7 @@ def _check_values(config: ServerConfig) -> None:
     check_text(config, "codec", "down_codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
     check_text(config, "compat_host", "credentials", "tls_cert", "tls_key", "advertise", "tokenizer")
     check_label(config, "tokenizer")
-    check_one_of(config, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu_enabled")
+    check_one_of(config, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu")
     check_one_of(config, (True, False), "insecure", "remote_control", "deterministic", "cosine_screen")
     check_one_of(config, get_args(RuleName), "aggregation")
     check_one_of(config, (True, False, None), "fragment_carry")
@@ -221,9 +228,9 @@ def _check_together(config: ServerConfig) -> None:
         port = getattr(config, name)
         if port is not None and port > 65535:
             raise ConfigError(f"{name} must be between 0 and 65535, got {port}")
-    if not 64 <= config.part_size_bytes <= 16 << 20 or config.part_size_bytes % 64:
+    if not 64 <= config.part_size_bytes <= PART_SIZE_BYTES or config.part_size_bytes % 64:
         raise ConfigError(
-            f"part_size_bytes must be a multiple of 64 between 64 and {16 << 20}, got {config.part_size_bytes}"
+            f"part_size_bytes must be a multiple of 64 between 64 and {PART_SIZE_BYTES}, got {config.part_size_bytes}"
         )
 
 

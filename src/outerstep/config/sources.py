@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,11 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..security import JOIN_VARIABLE, is_join_string, parse_join_string, redact
-from .keywords import build, unknown
+from .keywords import build, unknown, with_current_names
 from .kinds import write
 from .table import ROLES, Role
 from .toml_file import FILE_NAME, read_file
+from .worker import WITHOUT_SERVER
 
 CONFIG_VARIABLE = "OUTERSTEP_CONFIG"
 DEFAULT, NOT_SET = "default", "not set"
@@ -40,24 +41,52 @@ def resolve(
 ) -> dict[str, Sourced]:
     """Every setting of `role`. `said` is what flags or keywords state; `file` is --config."""
     environ = os.environ if environ is None else environ
+    said = with_current_names(role.config, said)
     for field in said:
         if field not in role.by_field:
             raise ConfigError(unknown("setting", field, role.by_field))
     _check_variables(environ)
     path = config_path(environ, file)
     in_file = {} if path is None else read_file(path)[role.name]
-    found: dict[str, Sourced] = {}
-    for field in role.by_field:
-        here = said.get(field) or _from_environment(role, field, environ)
-        if here is None and field in in_file:
-            value, line = in_file[field]
-            here = Sourced(value, f"{path}:{line}")
-        if here is None and field == "server_addr" and environ.get(JOIN_VARIABLE):
-            here = Sourced(environ[JOIN_VARIABLE].strip(), JOIN_VARIABLE)
-        if here is None and field in role.defaults:
-            here = Sourced(role.defaults[field], DEFAULT)
-        found[field] = here or Sourced(None, NOT_SET)
+    levels = [
+        said,
+        {field: at for field in role.by_field if (at := _from_environment(role, field, environ, said)) is not None},
+        {field: Sourced(value, f"{path}:{line}") for field, (value, line) in in_file.items() if field in role.by_field},
+        {field: Sourced(value, DEFAULT) for field, value in role.defaults.items() if field in role.by_field},
+    ]
+    found = {
+        field: next((level[field] for level in levels if field in level), Sourced(None, NOT_SET))
+        for field in role.by_field
+    }
+    if "topology" in role.by_field:
+        join = environ.get(JOIN_VARIABLE)
+        levels.insert(-1, {"server_addr": Sourced(join.strip(), JOIN_VARIABLE)} if join else {})
+        found["topology"], found["server_addr"] = _topology_and_address(levels)
     return found
+
+
+def _topology_and_address(levels: Sequence[Mapping[str, Sourced]]) -> tuple[Sourced, Sourced]:
+    """An address and a topology without a server exclude each other: the one with more say holds. The level with most
+    say comes first."""
+    topology = address = None
+    for level in levels:
+        named, at = level.get("topology"), level.get("server_addr")
+        if at is not None and at.value in WITHOUT_SERVER and (named is None or named.value == at.value):
+            named, at = at, None  # an address used to name a topology too
+        if at is not None and at.value is None:
+            at = None
+        if named is not None and topology is None and named.value in WITHOUT_SERVER and address is None:
+            if at is not None:
+                raise ConfigError(
+                    f"topology {named.value!r} ({named.source}) has no server, got server_addr ({at.source}) too: "
+                    "leave one of the two out"
+                )
+            return named, Sourced(None, DEFAULT)
+        if named is not None and named.value not in WITHOUT_SERVER:
+            topology = topology or named
+        address = address or at
+    assert topology is not None  # the default has one
+    return topology, address or Sourced(None, NOT_SET if topology.value == "server" else DEFAULT)
 
 
 def config_path(environ: Mapping[str, str], file: str | None = None) -> Path | None:
@@ -109,7 +138,14 @@ def environment_for(role: Role, found: Mapping[str, Sourced], environ: Mapping[s
             child[first] = write(found[field].value)
             for other in others:
                 child.pop(other, None)
-    if "server_addr" in found and is_join_string(str(found["server_addr"].value)):
+    if "topology" in found and not found["topology"].is_said:
+        child.pop(role.variables("topology")[0], None)  # an address had more say
+    if "topology" in found and found["topology"].value in WITHOUT_SERVER:
+        first, *others = role.variables("server_addr")
+        child[first] = found["topology"].value  # for a script that reads it and hands it to DiLoCoWorker itself
+        for other in others:
+            child.pop(other, None)
+    elif "server_addr" in found and is_join_string(str(found["server_addr"].value)):
         # The script may print where it trains; what it must not print goes under a name of its own.
         access = parse_join_string(found["server_addr"].value)
         child[role.variables("server_addr")[0]] = access.address
@@ -117,8 +153,13 @@ def environment_for(role: Role, found: Mapping[str, Sourced], environ: Mapping[s
     return child
 
 
-def _from_environment(role: Role, field: str, environ: Mapping[str, str]) -> Sourced | None:
-    """The documented DILOCO_* name comes first; a second name that says something else is an error."""
+def _from_environment(
+    role: Role, field: str, environ: Mapping[str, str], said: Mapping[str, Sourced]
+) -> Sourced | None:
+    """The documented DILOCO_* name comes first; a second name that says something else is an error, unless a flag has
+    `said` it already."""
+    if field in said:
+        return None
     kind = role.kinds[field]
     found: Sourced | None = None
     for variable in role.variables(field):

@@ -7,11 +7,13 @@ fails.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..defaults import OUTER_LR, OUTER_MOMENTUM, PEER_HEARTBEAT_TIMEOUT_S, SYNC_EVERY
 from .checks import check_one_of, check_text
+from .keywords import settings_of
 from .kinds import Kind, defaults_of, kinds_of, shown
 from .server import ServerConfig
 from .worker import WorkerConfig
@@ -84,11 +86,11 @@ class Role:
 
     @cached_property
     def config_fields(self) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(self.config))
+        return tuple(settings_of(self.config))
 
     @cached_property
     def command_fields(self) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(self.command))
+        return tuple(settings_of(self.command))
 
     def default_text(self, setting: Setting) -> str:
         """For --help and the reference."""
@@ -99,8 +101,12 @@ class Role:
 
     def variables(self, field: str) -> tuple[str, ...]:
         """The environment variables of a field; the first is the one that is written for a training script."""
-        ours = f"OUTERSTEP_{field.upper()}"
-        return (self.documented[field], ours) if field in self.documented else (ours,)
+        names = [f"OUTERSTEP_{name.upper()}" for name in (field, *self.old_names(field))]
+        return (self.documented[field], *names) if field in self.documented else tuple(names)
+
+    def old_names(self, field: str) -> list[str]:
+        """Names of earlier versions, which are still accepted."""
+        return [old for old, current in self.config.OLD_NAMES.items() if current == field]
 
 
 ROUNDS, ASYNC, STREAMING, OUTER = "Rounds", "Asynchronous", "Streaming", "Outer step"
@@ -118,15 +124,16 @@ SERVER_SETTINGS = (
             "none, which needs a run to go on with"),
     Setting("from_checkpoint", "-c --from-checkpoint", MODEL, "The model is a training checkpoint."),
     Setting("num_workers", "-n --num-workers", ROUNDS, "Workers that the first round waits for."),
-    Setting("sync_every", "--sync-every", ROUNDS, "H: local steps between two exchanges.", f"{FIRST_WORKER} 500"),
+    Setting("sync_every", "--sync-every", ROUNDS, "H: local steps between two exchanges.",
+            f"{FIRST_WORKER} {SYNC_EVERY}"),
     Setting("min_workers", "--min-workers", ROUNDS, "No round closes with fewer contributions."),
     Setting("quorum", "--quorum", ROUNDS, "Contributions that close a round.", "all expected workers"),
-    Setting("grace_period", "--grace-period", ROUNDS, "Seconds to wait for more once the quorum is in."),
+    Setting("grace_s", "--grace --grace-period", ROUNDS, "Seconds to wait for more once the quorum is in."),
     Setting("round_deadline_s", "--round-deadline", ROUNDS,
             "Close a round so many seconds after its first contribution.", "wait for all that are alive"),
     Setting("start_deadline_s", "--start-deadline", ROUNDS,
             "Start without the missing workers after so many seconds.", "wait for num_workers"),
-    Setting("heartbeat_timeout", "--heartbeat-timeout", ROUNDS,
+    Setting("heartbeat_timeout_s", "--heartbeat-timeout", ROUNDS,
             "Seconds of silence until a worker counts as dead; 0 = never."),
     Setting("tokenizer", "--tokenizer", ROUNDS,
             "The tokenizer's name or hash: a worker that names another is refused.",
@@ -158,7 +165,7 @@ SERVER_SETTINGS = (
     Setting("dn_buffer_size", "--dn-buffer-size", ASYNC,
             "N of Delayed Nesterov: momentum takes part at every Nth contribution; 0 = off, which diverged in our "
             "measurement.", "num_workers if asynchronous"),
-    Setting("dylu_enabled", "--dylu", ASYNC,
+    Setting("dylu", "--dylu", ASYNC,
             "Dynamic local updates: slower workers take fewer steps between exchanges."),
     Setting("dylu_base_sync_every", "--dylu-base-sync-every", ASYNC, "H of the fastest worker.", "sync_every"),
     Setting("staleness_policy", "--staleness-policy", ASYNC,
@@ -232,14 +239,17 @@ SERVER_SETTINGS = (
 )  # fmt: skip
 
 WORKER_SETTINGS = (
+    Setting("topology", "--topology", JOINING,
+            "With whom to agree: server = through a server; allreduce = the ranks of the job among themselves; gossip "
+            "= peers that join and leave; torchft = replicas that meet at a lighthouse; or the name of a topology that "
+            "the script registers."),
     Setting("server_addr", "--server", JOINING,
-            "The server's host:port, or its whole join string; http://host:port for one that was started --insecure; "
-            "\"allreduce\" = none, the ranks of the job agree among themselves; \"gossip\" = none, peers do; "
-            "\"torchft\" = none, replicas do that meet at a lighthouse."),
+            "The server's host:port, or its whole join string; http://host:port for a server started with --insecure; "
+            "the other topologies have none.", "none"),
     Setting("credentials", "--credentials", JOINING,
             "Folder that `outerstep join` stored what it knows in.", "~/.config/outerstep"),
     Setting("worker_id", "--worker-id", JOINING, "A name that survives restarts.", "made from host and process"),
-    Setting("heartbeat_interval", "--heartbeat-interval", JOINING, "Seconds between signs of life."),
+    Setting("heartbeat_interval_s", "--heartbeat-interval", JOINING, "Seconds between signs of life."),
     Setting("join_timeout_s", "--join-timeout", JOINING, "Seconds to wait for a server that does not answer yet."),
     Setting("devices", "-d --devices", JOINING, "CUDA_VISIBLE_DEVICES for the script.", "as it is"),
     Setting("sync_every", "--sync-every", EXCHANGES, "H: local steps between two exchanges.", AS_THE_RUN),
@@ -279,9 +289,9 @@ WORKER_SETTINGS = (
             "On SIGTERM, SIGUSR1 or Ctrl-C: contribute what is left at the next step, and leave."),
     Setting("preempt_patience_s", "--preempt-patience", PATIENCE,
             "Be gone within so many seconds of such a signal, or at the next step if that is later."),
-    Setting("outer_lr", "--outer-lr", NO_SERVER, "η of the outer step.", "0.7, with a server as it says"),
+    Setting("outer_lr", "--outer-lr", NO_SERVER, "η of the outer step.", f"{OUTER_LR}, with a server as it says"),
     Setting("outer_momentum", "--outer-momentum", NO_SERVER,
-            "μ of the outer step.", "0.9, with a server as it says"),
+            "μ of the outer step.", f"{OUTER_MOMENTUM}, with a server as it says"),
     Setting("nesterov", "--nesterov", NO_SERVER,
             "Nesterov or plain momentum.", "Nesterov, with a server as it says"),
     Setting("weight_by", "--weight-by", NO_SERVER,
@@ -324,12 +334,12 @@ WORKER_SETTINGS = (
             "2 averages random pairs before the rule.", "as the run has it, founder: 1"),
     Setting("min_peers", "--min-peers", PEERS,
             "No round is made of fewer contributions.", "as the run has it, founder: 2, or what the rule needs"),
-    Setting("liars", "--liars", PEERS,
+    Setting("attackers", "--attackers --liars", PEERS,
             "Peers that may say what they like, of more than three times as many.", "as the run has it, founder: 1"),
     Setting("round_deadline_s", "--round-deadline", PEERS,
             "A round waits so many seconds after its first contribution.", "as the run has it, founder: for all alive"),
-    Setting("heartbeat_timeout", "--heartbeat-timeout", PEERS,
-            "Seconds of silence until a peer counts as dead.", "as the run has it, founder: 30"),
+    Setting("heartbeat_timeout_s", "--heartbeat-timeout", PEERS,
+            "Seconds of silence until a peer counts as dead.", f"{AS_THE_RUN}, founder: {PEER_HEARTBEAT_TIMEOUT_S:g}"),
     Setting("pattern", "--pattern", PEERS,
             "Who exchanges with whom: all with all, or each round with one other, drawn at random or in turn.",
             "as the run has it, founder: all"),
@@ -346,7 +356,7 @@ WORKER = Role(
         "sync_every": "DILOCO_SYNC_EVERY",
         "bf16_comm": "DILOCO_BF16_COMM",
         "dylu": "DILOCO_DYLU",
-        "heartbeat_interval": "DILOCO_HEARTBEAT_INTERVAL",
+        "heartbeat_interval_s": "DILOCO_HEARTBEAT_INTERVAL",
         "num_fragments": "DILOCO_NUM_FRAGMENTS",
         "worker_id": "DILOCO_WORKER_ID",
     },

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .keywords import unknown
+from .keywords import unknown, with_current_names
 from .table import ROLES
 
 FILE_NAME = "outerstep.toml"
@@ -28,8 +28,13 @@ def read_file(path: Path) -> dict[str, dict[str, tuple[Any, int]]]:
         if not isinstance(table, dict):
             raise ConfigError(f"{at}: [{name}] must be a table, got {table!r}")
         role = ROLES[name]
-        for field, value in table.items():
-            line = line_of(text, field, name)
+        lined = {field: (value, line_of(text, field, name)) for field, value in table.items()}
+        try:
+            lined = with_current_names(role.config, lined)
+        except ConfigError as error:
+            old = next(field for field in lined if field in role.config.OLD_NAMES)
+            raise ConfigError(f"{path}:{lined[old][1]}: {error}") from error
+        for field, (value, line) in lined.items():
             if field not in role.by_field:
                 elsewhere = [other.name for other in ROLES.values() if field in other.by_field]
                 hint = f'key "{field}" belongs in [{elsewhere[0]}]' if elsewhere else None

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..defaults import OUTER_LR
 from ..errors import ConfigError
 from .outer import MomentumBuffers
 
@@ -33,7 +34,7 @@ class NoLoCo:
     """α, β, γ of the rule above."""
 
     momentum: float = 0.5
-    outer_lr: float = 0.7
+    outer_lr: float = OUTER_LR
     pull: float = 0.7
 
     def __post_init__(self) -> None:

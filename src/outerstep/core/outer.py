@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..defaults import OUTER_LR, OUTER_MOMENTUM
 from ..errors import ConfigError
 
 State = dict[str, dict[str, Any]]
@@ -43,8 +44,8 @@ class OuterOptimizer(Protocol):
 class OuterRule:
     """η and μ of the outer step, and whether its momentum is Nesterov's. The defaults of the whole package."""
 
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: float = OUTER_LR
+    momentum: float = OUTER_MOMENTUM
     nesterov: bool = True
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 from ..core.fragments import FragmentManager
 from ..core.outer import Nesterov, OptimizerFactory, portable_step
 from ..core.views import bytes_of
+from ..defaults import OUTER_LR, OUTER_MOMENTUM
 from ..digest import data_hash
 from ..errors import AnchorsDiffer
 from .torchft_checks import (
@@ -68,8 +69,8 @@ def make_diloco(
     num_fragments: int = 1,
     fragment_delay: int = 0,
     fragment_alpha: float = 0.0,
-    outer_lr: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_lr: float = OUTER_LR,
+    outer_momentum: float = OUTER_MOMENTUM,
     outer_optimizer: OptimizerFactory | None = None,
     buffers: Buffers = "refuse",
     use_bucketization: bool = False,

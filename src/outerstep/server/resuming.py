@@ -125,7 +125,7 @@ def restore(run: Run, saved: SavedState, records: Iterable[Record], now: float) 
     run.open(plan, _settled(remembered), saved.manifest, optimizer, stores)
     if run.config.token_budget == remembered.facts.get("said", {}).get("token_budget"):
         coordinator.budget.limit = remembered.facts.get("token_budget")  # as an operator may have changed it since
-    expect_back = run.config.heartbeat_timeout > 0
+    expect_back = run.config.heartbeat_timeout_s > 0
     coordinator.resume(
         remembered.ledger,
         remembered.totals,
@@ -250,10 +250,10 @@ def _plan_now(run: Run, saved: Plan, said_before: dict[str, Any]) -> Plan:
     return replace(
         plan,
         max_staleness=run.coordinator.rules.max_staleness,
-        heartbeat_timeout_s=run.config.heartbeat_timeout,
+        heartbeat_timeout_s=run.config.heartbeat_timeout_s,
         mode=run.coordinator.rules.mode,
         weight_by=run.config.weight_by,
-        dylu=run.config.dylu_enabled,
+        dylu=run.config.dylu,
         revision=plan.revision + LEAP,
     )
 

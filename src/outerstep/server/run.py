@@ -56,14 +56,14 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
         fragments=tuple(tuple(names) for names in fragments),
         part_size_bytes=config.part_size_bytes,
         max_staleness=config.rules.max_staleness,
-        heartbeat_timeout_s=config.heartbeat_timeout,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
         mode=config.rules.mode,
         delay=settled.delay,
         alpha=settled.alpha,
         carry=settled.carry,
         tokenizer=settled.tokenizer,
         weight_by=config.weight_by,
-        dylu=config.dylu_enabled,
+        dylu=config.dylu,
     )
 
 
@@ -100,7 +100,7 @@ class Run:
             config.wishes,
             request.wishes,
             request.worker_id,
-            base_sync_every=config.dylu_base_sync_every if config.dylu_enabled else None,
+            base_sync_every=config.dylu_base_sync_every if config.dylu else None,
         )
         manifest = request.manifest or self.model.manifest()
         self.model.check(manifest)

@@ -134,7 +134,7 @@ class ParameterService:
         self.coordinator = Coordinator(
             run_id=run_id,
             rules=config.rules,
-            heartbeat_timeout_s=config.heartbeat_timeout,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
             pool_bytes=config.pool_bytes + config.spool_bytes,
             part_size_bytes=config.part_size_bytes,
             token_budget=config.token_budget,

@@ -17,7 +17,7 @@ VERSION = version("outerstep")  # read once: it is in a file, and the status is 
 
 def _silence(run: Run, expected: set[str], now: float) -> str:
     """Which of the workers that a round waits for have been silent lately, and when they are evicted."""
-    timeout_s = run.config.heartbeat_timeout
+    timeout_s = run.config.heartbeat_timeout_s
     quiet = [m for m in run.coordinator.members if m.worker_id in expected and now - m.last_seen > timeout_s / 2 > 0]
     return "".join(
         f"; {m.worker_id} silent for {now - m.last_seen:.0f} s, given up after {timeout_s:g} s" for m in quiet
@@ -86,15 +86,15 @@ def build_status(
         "sync_round": coordinator.sync_round,
         "num_workers": config.num_workers,
         "min_workers": coordinator.rules.floor,
-        "heartbeat_timeout": config.heartbeat_timeout,
+        "heartbeat_timeout": config.heartbeat_timeout_s,
         "total_worker_deaths": coordinator.members.total_deaths,
         "total_submissions": coordinator.total_accepted,
         "pending_submissions": pending,
         "quorum": coordinator.rules.quorum,
-        "grace_period": config.grace_period,
+        "grace_period": config.grace_s,
         "dn_buffer_size": config.delayed_nesterov,
         "dn_buffered": _buffered_pushes(run),
-        "dylu_enabled": config.dylu_enabled,
+        "dylu_enabled": config.dylu,
         "dylu_base_sync_every": config.dylu_base_sync_every or (plan.sync_every if plan else None),
         "max_staleness": coordinator.rules.max_staleness,
         "weight_by": config.weight_by,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import WORKER, Sourced, make_config, naming_sources, resolve, unknown
+from ..config import WORKER, Sourced, make_config, naming_sources, resolve, unknown, values_of, with_current_names
 from ..errors import ConfigError
 from ..topology.protocol import Topology
-from .worker import DiLoCoWorker
+from .worker import CUSTOM, DiLoCoWorker
 
 
 def attach(
@@ -21,7 +21,7 @@ def attach(
     optimizer: torch.optim.Optimizer,
     *,
     environ: Mapping[str, str] | None = None,
-    topology: Topology | None = None,
+    topology: Topology | str | None = None,
     **settings: Any,
 ) -> DiLoCoWorker:
     """`with outerstep.attach(model, optimizer): …` joins the server that the environment names.
@@ -29,22 +29,26 @@ def attach(
     Keywords (the fields of `WorkerConfig`) win over the environment (DILOCO_*, OUTERSTEP_*), that over the [worker]
     table of outerstep.toml; what nobody says follows the run's plan.
     """
+    given = None if isinstance(topology, str) else topology
+    if topology is not None:
+        settings["topology"] = topology if given is None else CUSTOM
+    settings = with_current_names(WORKER.config, settings)
     for name in settings:
         if name not in WORKER.config_fields:
             raise ConfigError(unknown("setting", name, WORKER.config_fields))
     said = {name: Sourced(value, f"keyword {name}") for name, value in settings.items()}
     found = resolve(WORKER, said, environ=environ)
-    if not found["server_addr"].value:
+    if found["topology"].value == "server" and not found["server_addr"].value:
         raise ConfigError(
             "no server to join: DILOCO_SERVER is not set. Start this script with "
-            "`outerstep worker --server HOST:PORT -- python …`, or pass attach(…, server_addr='HOST:PORT')"
+            "`outerstep worker --server HOST:PORT -- python …`, or pass attach(…, server_addr='HOST:PORT'), or name "
+            "another topology"
         )
     config = make_config(WORKER, found)
     _show_log()
     with naming_sources(found):
-        return DiLoCoWorker(
-            model, optimizer, topology=topology, **{field: getattr(config, field) for field in WORKER.config_fields}
-        )
+        values = values_of(config)
+        return DiLoCoWorker(model, optimizer, **{**values, "topology": given or values["topology"]})
 
 
 def _show_log() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.robust import RobustAggregator
+from ..defaults import SYNC_EVERY
 from ..errors import ConfigError, WorkerError
 from ..topology.stepped import OuterRule
 from ..topology.update import values_hash
@@ -28,7 +29,6 @@ from .peer_exchange import Gossip, Peer
 from .replica import Replica
 from .worker import DiLoCoWorker
 
-INNER_STEPS = 500
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
@@ -38,7 +38,7 @@ class DiLoCoTrainer:
     Among peers all begin with the same weights: build or load the model before its trainer. Those that aggregate the
     same contributions hold the same bits afterwards (`anchor_hash`).
 
-    With `server_addr` (an address, or "allreduce") a `DiLoCoWorker` exchanges inside `train_step`: `should_sync` is
+    With `server_addr`, or a `topology` by name, a `DiLoCoWorker` exchanges inside `train_step`: `should_sync` is
     never true then, and further keywords are the worker's settings. Use it in a `with` block, or `close` it.
     """
 
@@ -65,7 +65,7 @@ class DiLoCoTrainer:
         """
         self.model, self.inner_optimizer, self._loss_fn = model, inner_optimizer, loss_fn
         self._rounds: _Rounds
-        if server_addr is not None:
+        if server_addr is not None or "topology" in settings:
             settings |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
             worker = DiLoCoWorker(model, inner_optimizer, server_addr, inner_steps, buffers=buffers, **settings)
             self._rounds = _ByWorker(worker)
@@ -78,7 +78,7 @@ class DiLoCoTrainer:
             momentum=usual.momentum if outer_momentum is None else outer_momentum,
             nesterov=usual.nesterov if nesterov is None else nesterov,
         )
-        steps = INNER_STEPS if inner_steps is None else inner_steps
+        steps = SYNC_EVERY if inner_steps is None else inner_steps
         self._rounds = AmongPeers(model, inner_optimizer, inner_steps=steps, outer=outer, buffers=buffers)
 
     # --- the four calls -------------------------------------------------------------------------------------------

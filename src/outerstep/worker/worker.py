@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config import WorkerConfig, build
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
-from ..security import redact
 from ..topology.protocol import Orders, Topology, WorkerControl
 from ..types import Plan
 from . import saved
@@ -45,6 +44,7 @@ from .watching import gradient_norm
 log = logging.getLogger(__name__)
 
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
+CUSTOM = "custom"  # the name of a topology that was given as an object
 SPEED_MEMORY = 0.95  # of the running mean of a step's duration
 
 
@@ -52,7 +52,8 @@ class DiLoCoWorker:
     """Trains as before, and every `sync_every` optimizer steps agrees with the other workers.
 
     None for sync_every, bf16_comm and num_fragments means: as the run's plan says (500, bf16 and one fragment if nobody
-    says otherwise). Every other keyword is a field of `WorkerConfig`. A clean end of the `with` block contributes the
+    says otherwise). `topology`: "server", "allreduce", "gossip", "torchft", a name that was registered, or an object.
+    Every other keyword is a setting of `WorkerConfig`. A clean end of the `with` block contributes the
     remaining steps and leaves the agreed weights in `model`; an exception leaves without contributing.
     """
 
@@ -60,38 +61,40 @@ class DiLoCoWorker:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        server_addr: str,
+        server_addr: str | None = None,
         sync_every: int | None = None,
         worker_id: str | None = None,
         bf16_comm: bool | None = None,
-        heartbeat_interval: float = 30.0,
+        heartbeat_interval_s: float | None = None,
         num_fragments: int | None = None,
         dylu: bool | None = None,
         *,
-        topology: Topology | None = None,
+        topology: Topology | str | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         **settings: Any,
     ) -> None:
         """`stateful`: what a worker that takes another's place must know too, by name: a scheduler, a sampler, anything
         with state_dict() and load_state_dict(). Only where workers heal from each other (docs/concepts/torchft.md)."""
-        self.config = build(
-            WorkerConfig,
-            {
-                "server_addr": server_addr,
-                "sync_every": sync_every,
-                "worker_id": worker_id,
-                "bf16_comm": bf16_comm,
-                "heartbeat_interval": heartbeat_interval,
-                "num_fragments": num_fragments,
-                "dylu": dylu,
-                **settings,
-            },
-        )
+        given = None if isinstance(topology, str) else topology
+        if given is not None:
+            topology = None if server_addr is not None else CUSTOM
+        stated = {
+            "topology": topology,
+            "server_addr": server_addr,
+            "sync_every": sync_every,
+            "worker_id": worker_id,
+            "bf16_comm": bf16_comm,
+            "heartbeat_interval_s": heartbeat_interval_s,
+            "num_fragments": num_fragments,
+            "dylu": dylu,
+        }
+        stated = {name: value for name, value in stated.items() if value is not None}
+        self.config = build(WorkerConfig, {**stated, **settings})
         if not hasattr(optimizer, "register_step_post_hook"):
             raise ModelError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.model = model
         self.optimizer = _innermost(optimizer)
-        self._ranks = ranks = find_ranks(self.config) if topology is None else None
+        self._ranks = ranks = find_ranks(self.config) if given is None else None
         make_replica = partial(Replica, model, self.config.buffers, anchor=self.config.anchor)
         self._replica = make_replica() if ranks is None else ranks.check(make_replica)
         self._saved: SavedState | None = None
@@ -100,7 +103,7 @@ class DiLoCoWorker:
         inner = InnerState(
             model, self.optimizer, self._replica.tensors, stateful or {}, lambda: self._started.books.work
         )
-        self._topology = topology or connect(self.config, identity, self._replica, ranks, inner)
+        self._topology = given or connect(self.config, identity, self._replica, ranks, inner)
         self._control: WorkerControl | None = self._topology if isinstance(self._topology, WorkerControl) else None
         self._interrupts = Interrupts(self.config.preempt_patience_s)
         self._sync: Synchronizer | None = None
@@ -131,7 +134,7 @@ class DiLoCoWorker:
             self._topology,
             self._replica,
             self._topology.join(self._replica.manifest, self.config.wishes),
-            Offline(self.config.offline_after_s, self.config.offline_rounds),
+            Offline(self.config.server.offline_after_s, self.config.server.offline_rounds),
             self._interrupts if self._ranks is None else None,  # a group leaves together, by no clock of one process
             on_reload=lambda: forget_non_finite(self.optimizer),
             saved=self._saved,
@@ -148,8 +151,8 @@ class DiLoCoWorker:
             self._heart.start()
         if self.config.handle_signals:
             self._interrupts.install()
-        log.info("worker %s joined %s: %s", self.worker_id, redact(self.config.server_addr), _describe(plan))
-        if self.config.dylu and not plan.dylu:
+        log.info("worker %s joined %s: %s", self.worker_id, self.config.place, _describe(plan))
+        if self.config.server.dylu and not plan.dylu:
             log.warning(
                 "this worker asked for dynamic local updates, but the run has none (start the server with --dylu)"
             )
@@ -358,7 +361,7 @@ class DiLoCoWorker:
     def _obey(self, orders: Orders) -> bool:
         """What the server asks of this worker. True: it took time."""
         assert self._sync is not None
-        if self.config.dylu is not False:
+        if self.config.server.dylu is not False:
             self._sync.assign(orders.sync_every)
         if orders.drain:
             log.warning("told to finish (%s): contributing what is left, then leaving", orders.drain)
@@ -384,9 +387,9 @@ class DiLoCoWorker:
 
     def _heartbeat_interval_s(self, plan: Plan) -> float:
         """Three beats within the server's patience: a default interval must not get anyone evicted."""
-        if plan.heartbeat_timeout_s > 0 and self.config.heartbeat_interval > 0:
-            return min(self.config.heartbeat_interval, plan.heartbeat_timeout_s / 3)
-        return self.config.heartbeat_interval
+        if plan.heartbeat_timeout_s > 0 and self.config.heartbeat_interval_s > 0:
+            return min(self.config.heartbeat_interval_s, plan.heartbeat_timeout_s / 3)
+        return self.config.heartbeat_interval_s
 
     def _beat(self, control: WorkerControl, interval_s: float) -> None:
         sync = self._sync

@@ -60,7 +60,7 @@ class TestFlags:
                     "num_workers": 3,
                     "async_mode": True,
                     "dn_buffer_size": 3,
-                    "dylu_enabled": True,
+                    "dylu": True,
                     "dylu_base_sync_every": 500,
                 },
             ),
@@ -108,7 +108,7 @@ class TestFlags:
             ),
             (
                 "-n 2 --host 0.0.0.0 --heartbeat-timeout 60 --min-workers 2",
-                {"num_workers": 2, "host": "0.0.0.0", "heartbeat_timeout": 60.0, "min_workers": 2},
+                {"num_workers": 2, "host": "0.0.0.0", "heartbeat_timeout_s": 60.0, "min_workers": 2},
             ),
             ("-n 2 --fragments 4 --no-fragment-carry", {"num_workers": 2, "num_fragments": 4, "fragment_carry": False}),
             ("-n 2 --compat-port 8600 --insecure", {"num_workers": 2, "compat_port": 8600, "insecure": True}),
@@ -124,7 +124,7 @@ class TestFlags:
             ("--server 192.168.1.100:8512 --sync-every 500", {"server_addr": "192.168.1.100:8512", "sync_every": 500}),
             (
                 "--sync-every 500 --dylu --heartbeat-interval 30 -d 0",
-                {"sync_every": 500, "dylu": True, "heartbeat_interval": 30.0, "devices": "0"},
+                {"sync_every": 500, "dylu": True, "heartbeat_interval_s": 30.0, "devices": "0"},
             ),
             (
                 "--worker-id left --no-bf16 --num-fragments 4",
@@ -137,7 +137,7 @@ class TestFlags:
 
     @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
     def test_each_setting_has_one_that_sets_it_and_nothing_else(self, role: Role) -> None:
-        examples, special = {int: 64, float: 0.5, str: "/tmp"}, {"advertise": "h:1"}
+        examples, special = {int: 64, float: 0.5, str: "/tmp"}, {"advertise": "h:1", "topology": "gossip"}
         needed = {
             "save_every": " --save-dir x",
             "dn_buffer_size": " --async",
@@ -197,7 +197,7 @@ class TestConfig:
         assert {name: set(settings) for name, settings in found.items()} == {
             role.name: set(role.by_field) for role in ROLES.values()
         }
-        assert "heartbeat_timeout" in run("config show")
+        assert "heartbeat_timeout_s" in run("config show")
 
     def test_show_takes_another_file(self) -> None:
         Path("other.toml").write_text("[worker]\nsync_every = 9\n")

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from outerstep.cli import verdicts
-from outerstep.cli.verdicts import Disk, Finding, Gpu, Gpus, Line, Shown
+from outerstep.cli.verdicts import DiskProbe, Finding, Gpu, Gpus, LinkSpeed, ShownCertificate
 from outerstep.errors import NotFound, OuterstepError, TlsRequired, TransportError, Unauthorized, UntrustedServer
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
@@ -82,12 +82,14 @@ class TestMachine:
         assert verdicts.open_files(soft, 1 << 20).level == level
 
     def test_a_disk_with_room_is_fine(self) -> None:
-        finding = verdicts.disk(Disk("save_dir", "/data", "/data", 10 << 40, 0.002))
+        finding = verdicts.disk(DiskProbe("save_dir", "/data", "/data", 10 << 40, 0.002))
         assert (finding.check, finding.level) == ("save_dir", "ok")
         assert "2.0 ms" in finding.found
 
     def test_a_folder_that_is_not_there_yet_is_looked_at_where_it_would_be(self) -> None:
-        assert "(to be made in /data)" in verdicts.disk(Disk("save_dir", "/data/run", "/data", 10 << 40, 0.002)).found
+        assert (
+            "(to be made in /data)" in verdicts.disk(DiskProbe("save_dir", "/data/run", "/data", 10 << 40, 0.002)).found
+        )
 
     @pytest.mark.parametrize(
         ("number", "remedy"),
@@ -101,14 +103,14 @@ class TestMachine:
         ],
     )
     def test_one_that_cannot_be_written_fails_with_the_reason(self, number: int, remedy: str) -> None:
-        finding = verdicts.disk(Disk("save_dir", "/data", "/data", error=failed(number)))
+        finding = verdicts.disk(DiskProbe("save_dir", "/data", "/data", error=failed(number)))
         assert finding.level == "fail"
         assert os.strerror(number) in finding.found
         assert remedy in finding.remedy
 
     def test_little_room_and_slow_syncs_are_warnings(self) -> None:
-        assert verdicts.disk(Disk("save_dir", "/d", "/d", 1 << 30, 0.002)).level == "warn"
-        assert "network folder" in verdicts.disk(Disk("save_dir", "/d", "/d", 10 << 40, 0.5)).remedy
+        assert verdicts.disk(DiskProbe("save_dir", "/d", "/d", 1 << 30, 0.002)).level == "warn"
+        assert "network folder" in verdicts.disk(DiskProbe("save_dir", "/d", "/d", 10 << 40, 0.5)).remedy
 
     @pytest.mark.parametrize(("folder", "mode"), [(True, "700"), (False, "600")])
     def test_secrets_that_others_can_read_fail(self, folder: bool, mode: str) -> None:
@@ -154,30 +156,30 @@ class TestWay:
         assert verdicts.port("::1", 8512, None, 0.01).found == "[::1]:8512 takes connections (10 ms)"
 
     def test_the_known_certificate_is_fine(self) -> None:
-        shown = Shown(PIN, NOW - timedelta(days=1), NOW + timedelta(days=1))
+        shown = ShownCertificate(PIN, NOW - timedelta(days=1), NOW + timedelta(days=1))
         finding = verdicts.certificate("h:1", PIN, True, shown, NOW)
         assert finding.level == "ok"
         assert "2026-06-02" in finding.found
 
     def test_another_one_fails_and_shows_both(self) -> None:
-        finding = verdicts.certificate("h:1", PIN, True, Shown(OTHER), NOW)
+        finding = verdicts.certificate("h:1", PIN, True, ShownCertificate(OTHER), NOW)
         assert finding.level == "fail"
         assert PIN in finding.found
         assert OTHER in finding.found
         assert "outerstep join" in finding.remedy
 
     def test_an_expired_one_is_a_warning_because_only_the_fingerprint_counts(self) -> None:
-        shown = Shown(PIN, NOW - timedelta(days=9), NOW - timedelta(days=1))
+        shown = ShownCertificate(PIN, NOW - timedelta(days=9), NOW - timedelta(days=1))
         assert verdicts.certificate("h:1", PIN, True, shown, NOW).level == "warn"
 
     def test_a_plain_port_says_what_to_write(self) -> None:
-        shown = Shown(error=UntrustedServer("h:1 does not speak TLS. Nothing was sent. If …"))
+        shown = ShownCertificate(error=UntrustedServer("h:1 does not speak TLS. Nothing was sent. If …"))
         finding = verdicts.certificate("h:1", PIN, True, shown, NOW)
         assert (finding.level, finding.found) == ("fail", "h:1 does not speak TLS")
         assert "http://h:1" in finding.remedy
 
     def test_a_broken_handshake_fails(self) -> None:
-        assert verdicts.certificate("h:1", PIN, True, Shown(error=OSError("reset")), NOW).level == "fail"
+        assert verdicts.certificate("h:1", PIN, True, ShownCertificate(error=OSError("reset")), NOW).level == "fail"
 
     def test_no_encryption_at_all_is_a_warning(self) -> None:
         assert verdicts.unencrypted("h:1").level == "warn"
@@ -238,13 +240,13 @@ class TestServer:
         assert verdicts.unmeasured(error).level == level
 
     def test_an_exchange_is_up_and_down_and_a_few_round_trips(self) -> None:
-        finding = verdicts.exchange(10**7, 2 * 10**7, Line(1e6, 2e6, 0.2), PLAN, 0.0)
+        finding = verdicts.exchange(10**7, 2 * 10**7, LinkSpeed(1e6, 2e6, 0.2), PLAN, 0.0)
         assert finding.level == "ok"
         assert finding.found.startswith("about 21.0 s for 10.0 MB up (bf16) and 20.0 MB down (bf16), every 500 steps")
 
     @pytest.mark.parametrize(("steps_per_s", "level"), [(1.0, "ok"), (100.0, "warn")])
     def test_one_that_takes_half_the_time_between_two_is_a_warning(self, steps_per_s: float, level: str) -> None:
-        finding = verdicts.exchange(10**7, 2 * 10**7, Line(1e6, 2e6, 0.2), PLAN, steps_per_s)
+        finding = verdicts.exchange(10**7, 2 * 10**7, LinkSpeed(1e6, 2e6, 0.2), PLAN, steps_per_s)
         assert finding.level == level
         assert ("--sync-every" in finding.remedy) == (level == "warn")
 

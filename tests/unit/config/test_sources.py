@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import json
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from outerstep.config import (
     ROLES,
     SERVER,
+    WITHOUT_SERVER,
     WORKER,
     Role,
     ServerConfig,
     Sourced,
     WorkerConfig,
+    build,
     environment_for,
     make_command,
     make_config,
     resolve,
+    values_of,
 )
 from outerstep.config.kinds import Kind, write
 from outerstep.config.reference import commented_toml, renew
 from outerstep.config.toml_file import line_of
+from outerstep.config.worker import ServerLinkConfig
 from outerstep.errors import ConfigError
 
 BOTH = pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
@@ -50,7 +55,9 @@ def worker(environ: dict[str, str] | None = None, **values: Any) -> dict[str, So
 class TestTheTable:
     @BOTH
     def test_every_field_has_a_row_and_every_row_a_field(self, role: Role) -> None:
-        names = [field.name for kind in (role.config, role.command) for field in fields(kind)]
+        sections = [type(f.default) for f in fields(role.config) if is_dataclass(f.default)]
+        every = [f for kind in (role.config, role.command, *sections) for f in fields(kind)]
+        names = [f.name for f in every if not is_dataclass(f.default)]
         assert sorted(setting.field for setting in role.settings) == sorted(names)
 
     @BOTH
@@ -75,7 +82,7 @@ class TestTheTable:
             if name in stated:
                 assert found[name].source == "not set"
             else:
-                assert found[name] == Sourced(getattr(config, name), "default")
+                assert found[name] == Sourced(values_of(config)[name], "default")
 
     def test_the_reference_page_has_the_tables_as_the_code_has_them(self) -> None:
         page = (REFERENCE / "configuration.md").read_text()
@@ -141,8 +148,8 @@ class TestTheEnvironment:
         }
         found = worker(environ)
         assert make_config(WORKER, found) == WorkerConfig(
-            server_addr="10.0.0.1:8512", sync_every=250, bf16_comm=False, dylu=True, heartbeat_interval=7.5,
-            num_fragments=4, worker_id="left",
+            server_addr="10.0.0.1:8512", sync_every=250, bf16_comm=False, server=ServerLinkConfig(dylu=True),
+            heartbeat_interval_s=7.5, num_fragments=4, worker_id="left",
         )  # fmt: skip
         assert {found[field].source for field in WORKER.documented} == set(environ)
 
@@ -311,6 +318,96 @@ class TestMakingAConfig:
     def test_a_command_holds_the_rest(self) -> None:
         made = make_command(SERVER, server({"OUTERSTEP_FROM_CHECKPOINT": "0"}, num_workers=3, model="somewhere"))
         assert (made.model, made.from_checkpoint) == ("somewhere", False)
+
+
+class TestTopologies:
+    """An address is an address, a topology is a name; an address that names a topology is how it used to be said."""
+
+    @pytest.mark.parametrize("name", WITHOUT_SERVER)
+    def test_the_old_spelling_means_the_same_in_every_place(self, name: str) -> None:
+        Path("outerstep.toml").write_text(f'[worker]\nserver_addr = "{name}"\n')
+        by_file = worker()
+        Path("outerstep.toml").unlink()
+        assert by_file["topology"] == Sourced(name, "outerstep.toml:2")
+        by_variable, by_flag = worker({"DILOCO_SERVER": name}), worker(server_addr=name)
+        assert by_variable["topology"] == Sourced(name, "DILOCO_SERVER")
+        assert by_flag["topology"] == Sourced(name, "flag --server-addr")
+        expected = make_config(WORKER, worker(topology=name))
+        assert (expected.topology, expected.server_addr) == (name, None)
+        for found in (by_file, by_variable, by_flag):
+            assert make_config(WORKER, found) == expected
+
+    def test_the_one_with_more_say_holds(self) -> None:
+        Path("outerstep.toml").write_text('[worker]\ntopology = "gossip"\n')
+        found = worker({"DILOCO_SERVER": "h:1"})
+        assert (found["topology"].value, found["server_addr"].value) == ("server", "h:1")
+        found = worker({"DILOCO_SERVER": "h:1"}, topology="torchft")
+        assert (found["topology"].value, found["server_addr"].value) == ("torchft", None)
+        assert worker()["topology"] == Sourced("gossip", "outerstep.toml:2")
+
+    def test_a_topology_with_a_server_leaves_the_address_to_others(self) -> None:
+        found = worker({"DILOCO_SERVER": "h:1"}, topology="server")
+        assert (found["topology"].value, found["server_addr"].value) == ("server", "h:1")
+        found = worker({"DILOCO_SERVER": "h:1"}, topology="mine")
+        assert (found["topology"].value, found["server_addr"].value) == ("mine", "h:1")
+        assert make_config(WORKER, worker(topology="mine")).server_addr is None
+
+    def test_both_in_one_place_contradict_each_other(self) -> None:
+        message = (
+            r"topology 'gossip' \(OUTERSTEP_TOPOLOGY\) has no server, got server_addr \(DILOCO_SERVER\) too: leave"
+        )
+        with pytest.raises(ConfigError, match=message):
+            worker({"DILOCO_SERVER": "h:1", "OUTERSTEP_TOPOLOGY": "gossip"})
+        assert worker({"DILOCO_SERVER": "gossip", "OUTERSTEP_TOPOLOGY": "gossip"})["topology"].value == "gossip"
+
+    @pytest.mark.parametrize("stated", [{"topology": "gossip"}, {"server_addr": "h:1"}])
+    def test_a_child_gets_one_of_the_two_whatever_was_set_before(self, stated: dict[str, str]) -> None:
+        for environ in ({"DILOCO_SERVER": "other:1"}, {"OUTERSTEP_TOPOLOGY": "torchft"}, {"DILOCO_SERVER": "torchft"}):
+            found = worker(environ, **stated)
+            assert make_config(WORKER, worker(environment_for(WORKER, found, environ))) == make_config(WORKER, found)
+
+    def test_a_script_that_reads_the_variable_itself_still_finds_the_name(self) -> None:
+        child = environment_for(WORKER, worker(topology="gossip"), {})
+        assert child == {"DILOCO_SERVER": "gossip", "OUTERSTEP_TOPOLOGY": "gossip"}
+
+
+OLD = [(role, old, current) for role in ROLES.values() for old, current in role.config.OLD_NAMES.items()]
+
+
+class TestOldNames:
+    """Names of earlier versions are valid wherever today's are."""
+
+    VALUES: ClassVar = {"dylu": True, "attackers": 2}
+
+    @pytest.mark.parametrize(("role", "old", "current"), OLD, ids=lambda value: getattr(value, "name", value))
+    def test_an_old_name_means_the_current_one_in_every_place(self, role: Role, old: str, current: str) -> None:
+        value = self.VALUES.get(current, 7.0)
+        assert resolve(role, {old: Sourced(value, "keyword")}, environ={})[current] == Sourced(value, "keyword")
+        variable = f"OUTERSTEP_{old.upper()}"
+        assert resolve(role, {}, environ={variable: write(value)})[current] == Sourced(value, variable)
+        Path("outerstep.toml").write_text(f"[{role.name}]\n\n{old} = {json.dumps(value)}\n")
+        assert resolve(role, {}, environ={})[current] == Sourced(value, "outerstep.toml:3")
+        required = {"num_workers": 4} if role is SERVER else {"topology": "gossip"}
+        assert values_of(build(role.config, {**required, old: value}))[current] == value
+
+    @pytest.mark.parametrize(("role", "old", "current"), OLD, ids=lambda value: getattr(value, "name", value))
+    def test_both_names_at_once_are_refused(self, role: Role, old: str, current: str) -> None:
+        with pytest.raises(ConfigError, match=f"{old} is the old name of {current}, got both: leave {old} out"):
+            build(role.config, {old: 1, current: 1})
+        Path("outerstep.toml").write_text(f"[{role.name}]\n{old} = 1\n{current} = 1\n")
+        with pytest.raises(ConfigError, match=rf"^outerstep\.toml:2: {old} is the old name of {current}"):
+            resolve(role, {}, environ={})
+
+    @BOTH
+    def test_the_reference_page_names_every_old_one(self, role: Role) -> None:
+        page = (REFERENCE / "configuration.md").read_text()
+        for old, current in role.config.OLD_NAMES.items():
+            assert f"| `{old}` | `{current}` |" in page
+
+    @BOTH
+    def test_a_time_in_seconds_says_so(self, role: Role) -> None:
+        for setting in role.settings:
+            assert ("econds" in setting.help) == setting.field.endswith("_s"), setting.field
 
 
 class TestHandingOver:

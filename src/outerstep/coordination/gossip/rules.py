@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...defaults import PEER_HEARTBEAT_TIMEOUT_S
 from ...errors import ConfigError
 from .ballot import TurnTimeouts
 
@@ -19,7 +20,7 @@ class GossipRules:
 
     min_peers: int = 2
     liars: int = 1
-    heartbeat_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = PEER_HEARTBEAT_TIMEOUT_S
     round_deadline_s: float | None = None
     pace: TurnTimeouts = field(default_factory=TurnTimeouts)
 
@@ -29,7 +30,7 @@ class GossipRules:
         if self.liars < 0:
             raise ConfigError(f"liars must be at least 0, got {self.liars}")
         if self.heartbeat_timeout_s <= 0.0:
-            raise ConfigError(f"heartbeat_timeout must be > 0 s, got {self.heartbeat_timeout_s:g}")
+            raise ConfigError(f"heartbeat_timeout_s must be > 0 s, got {self.heartbeat_timeout_s:g}")
 
 
 __all__ = ["GossipRules"]

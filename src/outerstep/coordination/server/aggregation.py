@@ -119,7 +119,7 @@ class Aggregation:
         if asynchronous:
             raise ConfigError(
                 f"aggregation {self.name!r} compares the contributions of a round, and async_mode has one in each; "
-                "leave async_mode out (quorum and grace_period let a round close without the slowest), or use 'mean'"
+                "leave async_mode out (quorum and grace_s let a round close without the slowest), or use 'mean'"
             )
         if self.cosine_screen and not norm_screen:
             raise ConfigError(

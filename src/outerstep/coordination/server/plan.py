@@ -11,12 +11,13 @@ from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
+from ...defaults import SYNC_EVERY
 from ...errors import ManifestMismatch, PlanMismatch
 from ...types import Manifest, ParameterSpec, Plan, Wishes
 
 T = TypeVar("T")
 
-DEFAULTS: Final = {"sync_every": 500, "codec": "bf16", "down_codec": "same", "num_fragments": 1, "tokenizer": ""}
+DEFAULTS: Final = {"sync_every": SYNC_EVERY, "codec": "bf16", "down_codec": "same", "num_fragments": 1, "tokenizer": ""}
 NAMES: Final = (*DEFAULTS, "delay", "alpha", "carry")
 USUAL_DELAY = 5  # steps: published results lose less than 0.2 % up to here
 CARRY_BEYOND = 0.1  # of H: with a longer delay the steps taken meanwhile are worth keeping

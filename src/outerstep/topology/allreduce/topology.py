@@ -56,9 +56,9 @@ class AllReduceSettings:
     """What a server would say. `timeout_s`: how long to wait for a rank that is alive and does not come."""
 
     outer: OuterRule
-    weight_by: WeightBy = "equal"
-    timeout_s: float = 1800.0
-    on_divergence: Literal["stop", "repair"] = "stop"
+    weight_by: WeightBy
+    timeout_s: float
+    on_divergence: Literal["stop", "repair"]
 
 
 class AllReduceTicket:

@@ -31,7 +31,7 @@ class GossipSettings:
     to tell the others what they may have missed. `announce` is called when this peer can be joined through."""
 
     wishes: GossipWishes
-    join_timeout_s: float = 120.0
+    join_timeout_s: float
     leave_patience_s: float = 10.0
     announce: Callable[[Node], None] = lambda node: None
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
+from ...defaults import JOIN_TIMEOUT_S
 from ...digest import data_hash
 from ...errors import ModelError, NotFinite, OutOfStep, PeerLost
 from ...types import Manifest, ParameterSpec, Wishes
@@ -46,10 +47,10 @@ class GradientGossip:
         *,
         codec: str | None = None,
         min_peers: int | None = None,
-        liars: int | None = None,
+        attackers: int | None = None,
         round_deadline_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
-        join_timeout_s: float = 120.0,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
         **node: Any,
     ) -> None:
         """
@@ -57,14 +58,14 @@ class GradientGossip:
             node_id: a name that no other peer has.
             peers: addresses or join strings of peers in the run; none: found one.
             codec: bf16 if nobody says otherwise; "sparse64" sends the largest 64 of 4096 values, and the rest later.
-            min_peers, liars, round_deadline_s, heartbeat_timeout_s: as between training peers; left out, as the run
+            min_peers, attackers, round_deadline_s, heartbeat_timeout_s: as between training peers; left out, as the run
                 has it.
             node: further settings of `peer.NodeSettings`: listen, advertise, folder, credentials, insecure.
         """
         self.node_id, self.counted = node_id, False
         self._wishes = GossipWishes(
             min_peers=min_peers,
-            liars=liars,
+            attackers=attackers,
             round_deadline_s=round_deadline_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )

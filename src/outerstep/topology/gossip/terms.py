@@ -30,8 +30,8 @@ MIN_PEERS = 2
 class GossipWishes:
     """What somebody wants of a run beside `Wishes`. None = whatever the run has, or for its founder the usual."""
 
-    outer_lr: float | None = None  # 0.7
-    outer_momentum: float | None = None  # 0.9
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
     nesterov: bool | None = None  # True
     weight_by: WeightBy | None = None  # equal
     aggregation: str | None = None  # mean
@@ -39,9 +39,9 @@ class GossipWishes:
     cosine_screen: bool | None = None  # False
     bucket_size: int | None = None  # 1
     min_peers: int | None = None  # 2, or what the rule needs
-    liars: int | None = None  # 1
+    attackers: int | None = None
     round_deadline_s: float | None = None  # none
-    heartbeat_timeout_s: float | None = None  # 30
+    heartbeat_timeout_s: float | None = None
     pattern: Pattern | None = None  # all
 
 
@@ -58,7 +58,7 @@ class GossipTerms(Plain, frozen=True):
     cosine_screen: bool
     bucket_size: int
     min_peers: int
-    liars: int
+    attackers: int = msgspec.field(name="liars")  # as runs of earlier versions wrote it
     round_deadline_s: float | None
     heartbeat_timeout_s: float
     pattern: Pattern
@@ -110,7 +110,7 @@ class GossipTerms(Plain, frozen=True):
     def rules(self) -> GossipRules:
         return GossipRules(
             min_peers=self.min_peers,
-            liars=self.liars,
+            liars=self.attackers,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
             round_deadline_s=self.round_deadline_s,
         )
@@ -140,7 +140,7 @@ def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str, *
         cosine_screen=screened,
         bucket_size=bucket_size,
         min_peers=_min_peers(own, aggregation, bucket_size, cosine_screen=screened),
-        liars=_liars(own, rules.liars),
+        attackers=_attackers(own, rules.liars),
         round_deadline_s=own.round_deadline_s,
         heartbeat_timeout_s=timeout_s,
         pattern=own.pattern or "all",
@@ -156,14 +156,14 @@ def _momentum(own: GossipWishes, usual: float) -> float:
     return NoLoCo().momentum if own.pattern == "pairs" else usual
 
 
-def _liars(own: GossipWishes, usual: int) -> int:
+def _attackers(own: GossipWishes, usual: int) -> int:
     """In pairs nobody looks at what a peer tells another: who lies is believed."""
     if own.pattern in (None, "all"):
-        return usual if own.liars is None else own.liars
-    if own.liars:
+        return usual if own.attackers is None else own.attackers
+    if own.attackers:
         raise ConfigError(
-            f"liars={own.liars} is for pattern='all', where all see the same; with pattern={own.pattern!r} nobody can "
-            "tell: leave it out"
+            f"attackers={own.attackers} is for pattern='all', where all see the same; with pattern={own.pattern!r} "
+            "nobody can tell: leave it out"
         )
     return 0
 

@@ -82,8 +82,8 @@ class GossipTopology(PeerTopology):
         beat_s = node.settings.beat_every_s
         if terms.heartbeat_timeout_s < LEAST_BEATS * beat_s:
             raise ConfigError(
-                f"heartbeat_timeout must be at least {LEAST_BEATS} beats, got {terms.heartbeat_timeout_s:g} s and a "
-                f"beat every {beat_s:g} s; raise it where the run is founded, or lower heartbeat_interval"
+                f"heartbeat_timeout_s must be at least {LEAST_BEATS} beats, got {terms.heartbeat_timeout_s:g} s and a "
+                f"beat every {beat_s:g} s; raise it where the run is founded, or lower heartbeat_interval_s"
             )
         holdings.prepare(terms)
         loaded, fragments = holdings.loaded, range(len(holdings.forms))
@@ -294,7 +294,7 @@ class GossipTopology(PeerTopology):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "histories" not in state:
-            raise ConfigError("the state was not saved with server_addr='gossip': load it where it was saved")
+            raise ConfigError("the state was not saved with topology='gossip': load it where it was saved")
         self._holdings.load_state_dict(state)
         self._feedback.load_state_dict(state["feedback"])
 

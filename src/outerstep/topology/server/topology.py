@@ -24,6 +24,7 @@ from ...coordination.worker.session import Session
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...core.watch import as_seen_by
+from ...defaults import JOIN_TIMEOUT_S
 from ...errors import ExchangeFailed, OtherRun, Refused, UntrustedServer
 from ...types import PROTOCOL_VERSION, Agreement, Join, JoinAnswer, Manifest, Offer, Wishes
 from ...wire.frames import Layout
@@ -55,7 +56,7 @@ class ServerTopology:
         instance: str,
         hostname: str,
         patience: Patience = Patience(),  # noqa: B008 - frozen
-        join_timeout_s: float = 120.0,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
         memory: Memory | None = None,
     ) -> None:
         """`memory`: where frames are kept; None = nothing is kept for the next one."""

@@ -62,15 +62,15 @@ class TorchftSettings:
     everything that a quorum does together."""
 
     lighthouse: str  # host:port
-    outer: OuterRule = OuterRule()  # noqa: RUF009 - frozen
-    weight_by: WeightBy = "equal"
-    min_replicas: int = 1
-    backend: Backend = "gloo"
-    quorum_timeout_s: float = 300.0
-    transfer_timeout_s: float = 60.0
-    join_timeout_s: float = 120.0
-    give_up_after_s: float = 7200.0
-    on_divergence: Literal["stop", "repair"] = "stop"
+    outer: OuterRule
+    weight_by: WeightBy
+    min_replicas: int
+    backend: Backend
+    quorum_timeout_s: float
+    transfer_timeout_s: float
+    join_timeout_s: float
+    give_up_after_s: float
+    on_divergence: Literal["stop", "repair"]
 
 
 @dataclass(frozen=True)

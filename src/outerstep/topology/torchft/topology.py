@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -33,6 +33,7 @@ from ..carrying import step_aside
 from ..encode import Encoded, as_deltas, sender_to_peers, write_at
 from ..group.ranks import Ranks
 from ..group.topology import Amount, of_all
+from ..local_worker import Inner
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
 from ..stepped import Stepped
 from ..terms import Rank, check_loaded, draw_up, introduction
@@ -47,16 +48,6 @@ TOO_LARGE = "what this worker learned of fragment {} is NaN, Inf or absurdly lar
 FAREWELL_S = 10.0  # for the last comparison of anchors, which others may be late for
 LOOK_S = 1.0
 SHARE_OF_TIMEOUT = 0.8  # of the time that a healing may take, for the training thread to come to its next step
-
-
-class Inner(Protocol):
-    """What a worker has beside its anchor, and a newcomer needs: optimizer, buffers, where in the data it is."""
-
-    def state(self) -> dict[str, Any]:
-        """Copies."""
-
-    def load(self, state: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Says how many steps, samples and tokens were before."""
 
 
 class Ended(Exception):

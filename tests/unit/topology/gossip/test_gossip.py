@@ -15,12 +15,11 @@ from torch import nn
 
 from amounts import mostly_slow
 from outerstep import DiLoCoWorker
-from outerstep.config import WorkerConfig
 from outerstep.errors import ConfigError, ManifestMismatch, PlanMismatch
 from outerstep.server import DiLoCoServer
+from outerstep.topology.gossip import build
 from outerstep.topology.gossip.node import Node, NodeSettings
 from outerstep.topology.update import anchor_hash
-from outerstep.worker import connect
 from support import in_threads, memory_worker, params_of, tiny_model, train_steps, wait_until
 
 SYNC_EVERY = 3
@@ -35,7 +34,8 @@ class Around:
         self._founded = threading.Event()
         self._place = ""
 
-    def make_node(self, config: WorkerConfig, peer_id: str) -> Node:
+    def make_node(self, asked: NodeSettings) -> Node:
+        peer_id = asked.peer_id
         if peer_id != "a":
             assert self._founded.wait(60)
         settings = NodeSettings(
@@ -59,7 +59,7 @@ class Around:
 @pytest.fixture
 def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Around]:
     found = Around()
-    monkeypatch.setattr(connect, "make_node", found.make_node)
+    monkeypatch.setattr(build, "Node", found.make_node)
     yield found
     found.close()
 
@@ -251,7 +251,7 @@ def test_a_joiner_that_wants_something_else_is_refused_by_name_and_one_that_leav
         ({"aggregation": "trimmed_mean", "trim_fraction": 0.2, "min_peers": 3}, "trim"),
         ({"aggregation": "krum", "min_peers": 3}, "krum"),
         ({"down_codec": "int8"}, "down_codec"),
-        ({"heartbeat_timeout": 0.6}, "heartbeat_timeout must be at least 3 beats"),
+        ({"heartbeat_timeout": 0.6}, "heartbeat_timeout_s must be at least 3 beats"),
         ({"pattern": "pairs", "aggregation": "median"}, "aggregation=median compares the contributions of many"),
     ],
 )
@@ -274,7 +274,7 @@ def test_a_run_is_founded_from_a_saved_state_with_its_momentum_and_norms(
         state, weights = copy.deepcopy(first.state_dict()), copy.deepcopy(first.model.state_dict())
         expected = both(first, second, rounds=2)[0]
     again = Around()
-    monkeypatch.setattr(connect, "make_node", again.make_node)
+    monkeypatch.setattr(build, "Node", again.make_node)
     model = tiny_model(ord("a"))
     model.load_state_dict(weights)
     worker = make_worker("a", model)

@@ -98,7 +98,7 @@ def test_what_needs_all_is_refused_in_pairs(around: Around) -> None:  # noqa: F8
     for settings, said in (
         ({"aggregation": "median"}, "aggregation=median compares the contributions of many"),
         ({"cosine_screen": True, "min_peers": 5}, "cosine_screen=True"),
-        ({"liars": 1}, "liars=1 is for pattern='all'"),
+        ({"liars": 1}, "attackers=1 is for pattern='all'"),
     ):
         with pytest.raises(ConfigError, match=said):
             make_worker("a", pattern="pairs", **settings).start()

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from ....defaults import PART_SIZE_BYTES, PEER_BEAT_S
 from ....errors import ConfigError
 from ....statements import Offered, PeerId, Round
 from ....wire.messages import MAX_PART_BYTES
@@ -27,8 +28,8 @@ class NodeSettings:
     folder: str | None = None
     credentials: str | None = None
     insecure: bool = False
-    beat_every_s: float = 2.0
-    part_size_bytes: int = 16 << 20
+    beat_every_s: float = PEER_BEAT_S
+    part_size_bytes: int = PART_SIZE_BYTES
     memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:

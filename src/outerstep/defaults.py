@@ -1,0 +1,18 @@
+"""What holds if nobody says otherwise, where more than one room needs to know it. Each value stands here alone.
+
+A default that one dataclass holds stays there: `ServerConfig.num_workers`, `RoundRules.norm_screen`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Douillard et al. 2023, "DiLoCo".
+OUTER_LR: Final = 0.7  # η
+OUTER_MOMENTUM: Final = 0.9  # μ
+SYNC_EVERY: Final = 500  # H
+
+JOIN_TIMEOUT_S: Final = 120.0  # how long a worker looks for the others before it gives up
+PEER_BEAT_S: Final = 2.0  # between two signs of life of a peer
+PEER_HEARTBEAT_TIMEOUT_S: Final = 30.0  # of silence until a peer counts as dead
+PART_SIZE_BYTES: Final = 16 << 20  # of the parts that payloads travel in; no part may be larger
