@@ -1,8 +1,8 @@
 """Where the bytes of contributions lie: in memory up to a limit, beyond it in files on disk.
 
 Both are mappings, so that a part is read from its socket straight into its place either way; how much there may be in
-all is decided elsewhere (coordination/server/uploads.py, topology/gossip/node/payloads.py). A spool file has no name
-and is gone when nobody uses it any more, also after a crash.
+all is decided elsewhere (coordination/server/uploads.py, topology/gossip/node/contributions.py). A spool file has no
+name and is gone when nothing uses it any more, also after a crash.
 """
 
 from __future__ import annotations
