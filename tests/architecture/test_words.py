@@ -13,7 +13,6 @@ SOURCE = Path(outerstep.__file__).parent
 # Class names that still have several meanings, and file names that still need another word. Both lists only shrink.
 STILL_REPEATED = {
     "Beat",
-    "Block",
     "Carrier",
     "Contribution",
     "Facts",
@@ -35,7 +34,6 @@ STILL_REPEATED = {
     "SavedState",
     "Seat",
     "Settled",
-    "Standing",
 }
 STILL_NAMED = {
     "worker/books.py",

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from outerstep import DiLoCoWorker
 from outerstep.errors import OuterstepError
 from outerstep.topology.reduce import Reducer
-from outerstep.topology.stepped import Stepped
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import MeanStep, anchor_hash
 
 SYNC_EVERY = 4
 CODECS = ["fp32", "bf16", "int8", "int4", "e3m0", "int4+feedback", "int8+stochastic", "sparse64", "int4,norms=fp32"]
@@ -162,21 +161,21 @@ def refused(rank: int) -> dict[str, Any]:
     told["end"] = said_by(lambda: run(rank, steps=SYNC_EVERY + 4 * rank, exit_patience_s=2.0))
     told["nan"] = said_by(lambda: run(rank, steps=SYNC_EVERY, spoil=rank == 1))
     told["weights"] = said_by(lambda: run(rank, steps=SYNC_EVERY, weight_by="tokens"))
-    Stepped.apply = crooked(rank)  # type: ignore[method-assign]
+    MeanStep.apply = crooked(rank)  # type: ignore[method-assign]
     told["crooked"] = said_by(lambda: run(rank, steps=SYNC_EVERY))
     told["repaired"] = said_by(lambda: run(rank, steps=2 * SYNC_EVERY, on_divergence="repair"))
-    Stepped.apply = straight  # type: ignore[method-assign]
+    MeanStep.apply = straight  # type: ignore[method-assign]
     return told
 
 
-straight = Stepped.apply
+straight = MeanStep.apply
 
 
 def crooked(rank: int) -> Any:
     """Rank 1 gets one value of its first anchor wrong by the least bit."""
     done: list[int] = []
 
-    def apply(update: Stepped, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+    def apply(update: MeanStep, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         block = straight(update, name, start, stop, held, in_place=in_place)
         if rank == 1 and len(done) < 2 and name == "layers.1.weight":
             done.append(1)

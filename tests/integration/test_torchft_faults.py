@@ -21,11 +21,10 @@ from torchft.coordination import LighthouseServer
 from faults.proxy import Proxy
 from outerstep import DiLoCoWorker
 from outerstep.errors import AnchorsDiffer, ConfigError, OuterstepError, PlanMismatch
-from outerstep.topology.stepped import Stepped
 from outerstep.topology.torchft.process_groups import Lines
 from outerstep.topology.torchft.quorum import Crew
 from outerstep.topology.torchft.rounds import Made, Outcome, Rounds
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import MeanStep, anchor_hash
 from support import Ledger, count, in_threads, tiny_model, train_steps
 
 pytestmark = pytest.mark.slow
@@ -164,10 +163,10 @@ def test_votes_that_keep_failing_leave_the_steps_for_a_later_round(
 
 def crooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replica b gets one value of its second anchor wrong by the least bit."""
-    straight = Stepped.apply
+    straight = MeanStep.apply
     workers: list[int] = []
 
-    def apply(update: Stepped, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+    def apply(update: MeanStep, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         block = straight(update, name, start, stop, held, in_place=in_place)
         if getattr(update, "of_b", False) and name == "0.weight" and len(workers) < 1:
             workers.append(1)
@@ -180,11 +179,11 @@ def crooked(monkeypatch: pytest.MonkeyPatch) -> None:
     def noted(rounds: Rounds, brought: Any, made: Made) -> Outcome:
         outcome = agree(rounds, brought, made)
         for one in outcome.updates.values():
-            if isinstance(one, Stepped):
+            if isinstance(one, MeanStep):
                 one.of_b = rounds.own.worker_id == "b"  # type: ignore[attr-defined]
         return outcome
 
-    monkeypatch.setattr(Stepped, "apply", apply)
+    monkeypatch.setattr(MeanStep, "apply", apply)
     monkeypatch.setattr(Rounds, "_agree", noted)
 
 

@@ -80,9 +80,18 @@ class MomentumBuffers:
         """The buffer of a parameter, flat; zeros at first. `like` has its shape and device."""
         kept = self.tensors.get(name)
         if kept is None or kept.device != like.device:
-            kept = torch.zeros(like.shape, device=like.device) if kept is None else kept.to(like.device)
+            kept = (
+                torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+                if kept is None
+                else kept.to(like.device)
+            )
             self.tensors[name] = kept
         return kept.view(-1)
+
+    @property
+    def flat(self) -> dict[str, Tensor]:
+        """The live buffers, as `load` takes them."""
+        return {name: kept.view(-1) for name, kept in self.tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace everything with copies."""

@@ -14,10 +14,10 @@ import msgspec
 from ..coordination.server.plan import check_manifest, settle
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
+from ..core.outer import OuterRule
 from ..defaults import PART_SIZE_BYTES
 from ..errors import ConfigError, ManifestMismatch, OutOfStep, PlanMismatch
 from ..types import Manifest, Plan, WeightBy, Wishes
-from .stepped import OuterRule
 
 MAX_STALENESS = 4  # rounds that a worker's own steps may wait, after a wait that was interrupted
 

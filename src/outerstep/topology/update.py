@@ -1,18 +1,22 @@
 """The update of an anchor: what leads from the one that is held, θ, to the one that was agreed on, θ′.
 
-    whole       θ′ itself, in fp32
-    updates     θ′ = θ + d₁ + d₂ + …       every d decoded and every sum rounded as the server did it
+    WholeAnchor    θ′ itself, in fp32
+    UpdateChain    θ′ = θ + d₁ + d₂ + …       every d decoded and every sum rounded as the server did it
+    MeanStep       θ′ = the outer step from θ along the agreed mean, where everybody steps its own copy (core/state.py)
+    StepChain      several of those, one after the other
 
-Who takes it over asks for θ′ block by block, in order. A block fits into the cache: there it is decoded, hashed and
+A worker applies it block by block, in order. A block fits into the cache: there it is decoded, stepped, hashed and
 written to the local weights and to the anchor, all in one pass over the memory. At the end the hash tells whether the
-anchor is the agreed one.
+anchor is the agreed one; where everybody steps, nobody knows that hash beforehand, and the members compare theirs.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Protocol
 
 import torch
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from ..coordination.worker.fetch import Held
 from ..core.codecs import Codec
+from ..core.state import FragmentState
 from ..core.views import bytes_of, fp32_views
 from ..digest import data_hash
 from ..errors import ExchangeFailed, Refused
@@ -49,13 +54,17 @@ class AnchorUpdate(Protocol):
         """The fragment's tensors, in its order."""
 
     def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
-        """θ′[start:stop] of a tensor, flat fp32 on the device of `held`, which is θ[start:stop] and, `in_place`, may be
-        overwritten by it. To be asked for all tensors and blocks once and in order; not to be changed, and gone with
-        the next call."""
+        """Move a block on: θ′[start:stop] of a tensor, flat fp32 on the device of `held`, which is θ[start:stop] and,
+        `in_place`, may be overwritten by it. All tensors and blocks, each once and in order (a step moves its momentum
+        along). What comes back is not to be changed, and gone with the next call."""
 
     @property
     def is_proven(self) -> bool:
-        """All blocks were asked for, and they have the hash that was agreed."""
+        """All blocks were applied, and they have the hash that was agreed, as far as one can tell alone."""
+
+    @property
+    def digest(self) -> str:
+        """The hash of all blocks that were applied."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -136,6 +145,10 @@ class WholeAnchor:
     def is_proven(self) -> bool:
         return self._proof.holds
 
+    @property
+    def digest(self) -> str:
+        return self._proof.digest
+
     def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         block = self._values[name].view(-1)[start:stop]
         self._extents.get(name, ALL).feed(self._proof, start, block)
@@ -184,6 +197,10 @@ class UpdateChain:
     def is_proven(self) -> bool:
         return self._proof.holds
 
+    @property
+    def digest(self) -> str:
+        return self._proof.digest
+
     @torch.no_grad()
     def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         extent = self._extents.get(name, ALL)
@@ -210,6 +227,83 @@ class UpdateChain:
         if kept is None or kept.numel() < numel or kept.device != device:
             kept = self._scratch[name] = torch.empty(numel, device=device)
         return kept[:numel]
+
+
+class OwnStep(ABC):
+    """The update that comes of a step which everybody takes alone: `_move` says which."""
+
+    kinds: tuple[Kind, ...] = ("update",)
+    frames: tuple[memoryview, ...] = ()
+    is_proven = True  # as far as one can tell alone
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._proof = AnchorProof("")
+
+    @property
+    def digest(self) -> str:
+        return self._proof.digest
+
+    @torch.no_grad()
+    def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+        theta = held if in_place else held.clone()
+        self._move(name, start, stop, theta)
+        self._proof.feed(theta)
+        return theta
+
+    @abstractmethod
+    def _move(self, name: str, start: int, stop: int, theta: Tensor) -> None:
+        """θ[start:stop] ← θ′[start:stop], and what is remembered of these values with it."""
+
+
+class MeanStep(OwnStep):
+    """The outer step along the mean in `frame`, which all members hold."""
+
+    def __init__(self, frame: Tensor, form: Form, state: FragmentState) -> None:
+        super().__init__(tuple(state.roles))
+        self.frame, self._step = frame, state.step()
+        self._begins = {entry.name: form.update.data_begin + entry.begin for entry in form.update.entries}
+        self._codecs = form.codecs
+        self._room = torch.empty(0)
+
+    def _move(self, name: str, start: int, stop: int, theta: Tensor) -> None:
+        codec, first = self._codecs[name], self._begins[name]  # tensors are cut at borders of every codec's blocks
+        data = self.frame[first + codec.encoded_bytes(start) : first + codec.encoded_bytes(stop)]
+        if self._room.numel() < stop - start or self._room.device != theta.device:
+            self._room = torch.empty(stop - start, device=theta.device)
+        g = self._room[: stop - start]
+        codec.decode(data.to(theta.device, non_blocking=True), g)
+        self._step.block(name, theta, g, start)
+
+
+class StepChain:
+    """Several steps, the oldest first, each with the hash of the anchor that the others took it from; or none."""
+
+    frames: tuple[memoryview, ...] = ()
+
+    def __init__(self, names: Sequence[str], steps: Sequence[tuple[str, OwnStep]] = ()) -> None:
+        self.names = tuple(names)
+        self.kinds: tuple[Kind, ...] = tuple("update" for _ in steps)
+        self._steps = steps
+        self._held = AnchorProof("")
+
+    @property
+    def is_proven(self) -> bool:
+        """Did each step but the first start where the one before it ended, for the others too? (Where the first starts
+        is known before.)"""
+        return all(base == before.digest for (_, before), (base, _) in pairwise(self._steps))
+
+    @property
+    def digest(self) -> str:
+        return self._steps[-1][1].digest if self._steps else self._held.digest
+
+    def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+        if not self._steps:
+            self._held.feed(held)
+        theta = held
+        for number, (_, step) in enumerate(self._steps):
+            theta = step.apply(name, start, stop, theta, in_place=in_place or number > 0)
+        return theta
 
 
 def covering(codec: Codec, start: int, stop: int, numel: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
     Δ  = θ − l                                      core/pseudogradient.py
     g  = aggregator(everybody's Δ)                  core/robust
-    θ ← the outer step from θ along g               core/outer.py, portable_step: the same bits on every machine
+    θ ← the outer step from θ along g               core/state.py: the same bits on every machine
     l ← θ                                           (+ what was done since Δ was taken)
 
 Peers that began with the same weights and aggregate the same contributions in the same order hold the same bits.
@@ -20,12 +20,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from ..core.outer import portable_step
+from ..core.outer import Nesterov, OuterRule
 from ..core.pseudogradient import adopt, carry
 from ..core.robust import RobustAggregator
+from ..core.state import FragmentState
 from ..core.watch import norm_of, watched
 from ..errors import ConfigError, ModelError, NotFinite, WorkerError
-from ..topology.stepped import Momentum, OuterRule
 from ..types import Watched
 from .deferring import deferred
 from .peer_exchange import Gossip, Peer, collect
@@ -54,9 +54,11 @@ class AmongPeers:
             raise ConfigError(f"inner_steps must be a whole number ≥ 1, got {inner_steps!r}")
         self.inner_steps, self.outer = inner_steps, outer
         self.replica = _lone_replica(model, buffers)
-        self._roles = {spec.name: spec.role for spec in self.replica.manifest.parameters}
+        roles = {spec.name: spec.role for spec in self.replica.manifest.parameters}
+        self._outer = Nesterov.everywhere(outer)
+        self._state = FragmentState(roles, self.replica.anchors, self._outer)
         self._optimizer = optimizer
-        self._momentum, self._watching = Momentum(), Watching()
+        self._watching = Watching()
         self._steps = self._agreed_at = 0
         self._due = inner_steps  # at which step_count
         self._syncing = False
@@ -117,8 +119,8 @@ class AmongPeers:
             if seen.pseudo_grad_norm is None:  # our own weights are not finite, nor what the optimizer made of them
                 sent_at = self._steps
                 forget_non_finite(self._optimizer)
-            with deferred():  # half taken over, steps would count twice
-                self._take_over(agreed, sent, sent_at)
+            with deferred():  # half adopted, steps would count twice
+                self._adopt(agreed, sent, sent_at)
         finally:
             self._syncing = False
         self._watching.adopted(0, seen, self._steps)
@@ -147,17 +149,13 @@ class AmongPeers:
         return agreed, replace(seen, aggregated_grad_norm=norm_of(agreed.values()))
 
     @torch.no_grad()
-    def _take_over(self, agreed: Mapping[str, Tensor], sent: Mapping[str, Tensor], sent_at: int) -> None:
-        rule, since = self.outer, self._steps - sent_at
+    def _adopt(self, agreed: Mapping[str, Tensor], sent: Mapping[str, Tensor], sent_at: int) -> None:
+        step, since = self._state.step(), self._steps - sent_at
         for name, anchor in self.replica.anchors.items():
-            local, theta = self.replica.tensors[name], anchor.view(-1)
-            if self._roles[name] != "parameter":  # a statistic is not optimized, and forgets by itself
-                adopt(local, anchor.sub_(agreed[name]))
-                continue
-            before = anchor.clone() if since else anchor
-            buf = self._momentum.of(name, theta.numel(), theta.device) if rule.momentum else theta
-            portable_step(theta, buf, agreed[name].reshape(-1), rule.lr, rule.momentum, nesterov=rule.nesterov)
-            if since:
+            local, carries = self.replica.tensors[name], since and self._state.roles[name] == "parameter"
+            before = anchor.clone() if carries else anchor
+            step.block(name, anchor.view(-1), agreed[name].reshape(-1))
+            if carries:  # (a statistic forgets by itself)
                 carry(local, before, anchor, sent[name])
             else:
                 adopt(local, anchor)
@@ -173,7 +171,7 @@ class AmongPeers:
             "due": self._due,
             "sync_count": self._sync_count,
             "initial_weights": dict(self.replica.anchors),
-            "momentum": dict(self._momentum.tensors),
+            "momentum": self._outer.momentum.flat,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,7 +184,7 @@ class AmongPeers:
                 f"{ours.get(odd, 'missing')} here; load it into the model it was saved with"
             )
         self.replica.load_anchors(state["initial_weights"])
-        self._momentum.tensors = {name: tensor.clone() for name, tensor in state["momentum"].items()}
+        self._outer.momentum.load(state["momentum"])
         self._steps, self._agreed_at, self._due = state["steps"], state["agreed_at"], state["due"]
         self._sync_count, self._watching = state["sync_count"], Watching(self._steps)
 

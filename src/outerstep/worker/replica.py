@@ -22,7 +22,7 @@ from ..topology.update import AnchorUpdate, cuts, values_hash
 
 
 @dataclass(frozen=True)
-class Block:
+class AnchorBlock:
     """Some values of one tensor: `local`, `anchor` (θ) and `theta` (θ′) hold the same ones."""
 
     name: str
@@ -38,7 +38,7 @@ class Block:
         return values.to(self.theta.device, non_blocking=True)
 
 
-Move = Callable[[Block], None]
+Move = Callable[[AnchorBlock], None]
 
 
 class Differences:
@@ -136,22 +136,20 @@ class Replica:
 
     def adopt(self, update: AnchorUpdate) -> bool:
         """Our steps are in it (or there were none): local = anchor = θ′."""
-        return self._take_over(update, _adopt, _adopt, in_place=True)
+        return self._apply(update, _adopt, _adopt, in_place=True)
 
     def rebase(self, update: AnchorUpdate) -> bool:
         """It came about without us: move along, keep our unsent steps."""
-        return self._take_over(update, lambda block: rebase(block.local, block.anchor, block.theta), _adopt)
+        return self._apply(update, lambda block: rebase(block.local, block.anchor, block.theta), _adopt)
 
     def carry(self, update: AnchorUpdate, sent: Mapping[str, Tensor]) -> bool:
         """It holds what we sent; what we did since then stays ours."""
-        return self._take_over(
-            update, lambda block: carry(block.local, block.anchor, block.theta, block.of(sent)), _adopt
-        )
+        return self._apply(update, lambda block: carry(block.local, block.anchor, block.theta, block.of(sent)), _adopt)
 
     def mix(self, update: AnchorUpdate, alpha: float) -> bool:
         """It holds what we sent; of what we did since then, α stays."""
         moved = partial(_mix, alpha=alpha)
-        return self._take_over(update, moved, moved, in_place=True)
+        return self._apply(update, moved, moved, in_place=True)
 
     def prove(self, update: AnchorUpdate) -> bool:
         """Nothing moves: is our anchor the agreed one?"""
@@ -161,7 +159,7 @@ class Replica:
                 update.apply(name, start, stop, anchor[start:stop])
         return update.is_proven
 
-    def _take_over(self, update: AnchorUpdate, move: Move, move_statistic: Move, *, in_place: bool = False) -> bool:
+    def _apply(self, update: AnchorUpdate, move: Move, move_statistic: Move, *, in_place: bool = False) -> bool:
         """One pass over the memory, in blocks; `in_place` if θ is not needed any more to move the local weights. (A
         statistic forgets by itself, and l + (θ′ − θ) of a variance may be negative, so it is never carried along but
         taken as it was agreed.)"""
@@ -174,18 +172,18 @@ class Replica:
         self._reshard()  # no copy of what the weights were is used any more
         return update.is_proven
 
-    def _blocks(self, name: str, update: AnchorUpdate, *, in_place: bool) -> Iterator[Block]:
+    def _blocks(self, name: str, update: AnchorUpdate, *, in_place: bool) -> Iterator[AnchorBlock]:
         local, anchor = self.tensors[name].detach(), self._anchor(name)
         if local.is_contiguous():
             flat = local.view(-1)
             for start, stop in cuts(local.numel(), local.device):
                 held = anchor[start:stop].to(local.device, non_blocking=True)
                 theta = update.apply(name, start, stop, held, in_place=in_place)
-                yield Block(name, start, stop, flat[start:stop], held, theta)
+                yield AnchorBlock(name, start, stop, flat[start:stop], held, theta)
         elif local.numel():  # in another order of its dimensions (channels_last): the whole tensor is one block
             held = anchor.to(local.device)
             theta = update.apply(name, 0, local.numel(), held, in_place=in_place)
-            yield Block(name, 0, local.numel(), local, held.view(local.shape), theta.view(local.shape))
+            yield AnchorBlock(name, 0, local.numel(), local, held.view(local.shape), theta.view(local.shape))
 
     def _anchor(self, name: str) -> Tensor:
         """Flat."""
@@ -231,11 +229,11 @@ def _beside(anchor: Tensor) -> Tensor:
     return torch.empty(anchor.shape, device=anchor.device, pin_memory=anchor.is_pinned())
 
 
-def _adopt(block: Block) -> None:
+def _adopt(block: AnchorBlock) -> None:
     adopt(block.local, block.theta)
 
 
-def _mix(block: Block, alpha: float) -> None:
+def _mix(block: AnchorBlock, alpha: float) -> None:
     mix(block.local, block.theta, alpha)
 
 

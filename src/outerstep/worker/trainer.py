@@ -19,10 +19,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.outer import OuterRule
 from ..core.robust import RobustAggregator
 from ..defaults import SYNC_EVERY
 from ..errors import ConfigError, WorkerError
-from ..topology.stepped import OuterRule
 from ..topology.update import values_hash
 from .among_peers import AmongPeers
 from .peer_exchange import Gossip, Peer

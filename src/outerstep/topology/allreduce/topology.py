@@ -2,7 +2,7 @@
 
 All ranks exchange after the same step. They tell each other what they are about to exchange (peers.py), reduce their
 contributions to one mean that has the same bytes everywhere (reduce.py), take the outer step each on its own copy with
-arithmetic that gives the same bits on every machine (stepped.py), and compare the hash of what came out.
+arithmetic that gives the same bits on every machine (core/state.py), and compare the hash of what came out.
 
 Exchanges are carried by one thread, in the order in which they were begun, over a process group of its own: training
 and the user's collectives go on meanwhile. They are also taken over in that order, so that all ranks confer in one.
@@ -28,6 +28,8 @@ from torch import Tensor
 from ...coordination.weights import rank_weights
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
+from ...core.outer import Nesterov, OuterRule
+from ...core.state import FragmentState
 from ...core.views import fp32_views
 from ...core.watch import watched
 from ...errors import AnchorsDiffer, WorkerError
@@ -37,9 +39,8 @@ from ..encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
 from ..forms import forms_of
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
 from ..reduce import Mean, Reducer, down_rules
-from ..stepped import Momentum, OuterRule, Stepped
 from ..terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction
-from ..update import WholeAnchor, anchor_hash
+from ..update import MeanStep, WholeAnchor, anchor_hash
 from .links import make_links
 from .peers import Peers
 
@@ -131,14 +132,13 @@ class AllReduceTopology:
         self._peers = Peers(store, rank, size, name=str(next(_names)), timeout_s=settings.timeout_s)
         with self._others_told():
             self._links = make_links(self._peers, tensors, settings.timeout_s)
-        self._feedback, self._momentum = ErrorFeedback(), Momentum()
-        self._versions: tuple[int, ...] = ()
+        self._feedback, self._outer = ErrorFeedback(), Nesterov.everywhere(settings.outer)
+        self._states: list[FragmentState] = []
+        self._versions: tuple[int, ...] = ()  # of a loaded state
         self._loaded: dict[str, Tensor] | None = None  # anchors of a loaded state
         self._left_out: Mapping[str, Tensor] = {}  # of the means, likewise
         self._begins: dict[int, Agreed] = {}  # what the run begins with, or goes on from
         self._reducers: list[Reducer] = []
-        self._homes: dict[str, torch.device] = {}
-        self._roles: dict[str, str] = {}
         self._ranks: list[Rank] = []
         self._begun = self._landed = 0
         self._thread = CarryingThread("outerstep-allreduce")
@@ -159,11 +159,16 @@ class AllReduceTopology:
             check_terms(self._ranks)
             self._peers.labels = [f"rank {number}, {one.label}" for number, one in enumerate(self._ranks)]
             forms, rules = forms_of(plan, manifest), down_rules(plan, manifest)
-            self._roles = {spec.name: spec.role for spec in manifest.parameters}
+            roles = {spec.name: spec.role for spec in manifest.parameters}
+            self._states = [
+                FragmentState(
+                    {n: roles[n] for n in names}, self._anchors, self._outer, index=f, version=own.versions[f]
+                )
+                for f, names in enumerate(plan.fragments)
+            ]
             self._reducers = [Reducer(f, form, rules, self._links, self._peers) for f, form in enumerate(forms)]
             for reducer in self._reducers:
                 reducer.left_out = {n: e for n, e in self._left_out.items() if n in plan.fragments[reducer.fragment]}
-            self._versions = own.versions
             begin = self._loaded if self._loaded is not None else self._tensors
             self._begins = self._in_turn(lambda: {f: self._spread(f, begin, plan) for f in range(len(forms))})
         self._loaded = None
@@ -171,7 +176,7 @@ class AllReduceTopology:
 
     def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
         own = introduction(self._worker_id, self._hostname, self._peers.size, manifest, plan, self._settings.outer)
-        momentum = self._momentum.tensors
+        momentum = self._outer.momentum.tensors
         return msgspec.structs.replace(
             own,
             versions=self._versions or (0,) * len(plan.fragments),
@@ -205,7 +210,6 @@ class AllReduceTopology:
         """This rank's frame, on the links' device, or on its way there."""
         fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
         form = self._reducers[fragment].form
-        self._homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
         sender = sender_to_peers(
             form, fragment, deltas, self._feedback, run_id=self._run_id, worker_id=self._worker_id, sequence=sequence
         )
@@ -262,9 +266,8 @@ class AllReduceTopology:
         mean, form = ticket.mean, self._reducers[ticket.fragment].form
         if mean.frame.is_cuda:  # it was made on another stream
             mean.frame.record_stream(torch.cuda.current_stream(mean.frame.device))
-        update = Stepped(mean.frame, form, self._settings.outer, self._momentum, self._homes, self._roles)
+        update = MeanStep(mean.frame, form, self._states[ticket.fragment])
         version = ticket.base_version + 1
-        self._versions = tuple(version if f == ticket.fragment else v for f, v in enumerate(self._versions))
         participants = tuple(
             Participant(worker_id=rank.worker_id, sequence=ticket.sequence, weight=weight, norm=norm)
             for rank, weight, norm in zip(self._ranks, ticket.weights, mean.norms, strict=True)
@@ -299,12 +302,11 @@ class AllReduceTopology:
     def compare(self, agreed: Agreed, intact: bool) -> Agreed | None:
         """Everybody compares the hash of its anchor with rank 0's."""
         with self._others_told():
-            digest = (
-                agreed.update.digest if isinstance(agreed.update, Stepped) else agreed.anchor_hash if intact else ""
-            )
+            digest, state = agreed.update.digest, self._states[agreed.fragment]
+            state.arrive(agreed.version, digest)
             heard = self._peers.exchange("hash", f"{agreed.fragment} {agreed.version} {digest}".encode())
             odd = [rank for rank, one in enumerate(heard) if one != heard[0]]
-            if isinstance(agreed.update, Stepped):
+            if isinstance(agreed.update, MeanStep):
                 self._links.give_back(agreed.update.frame)
             if not odd:
                 return None
@@ -320,12 +322,10 @@ class AllReduceTopology:
 
     def _repair(self, agreed: Agreed) -> Agreed:
         """Rank 0's anchor and momentum of a fragment, on every rank."""
-        for name in agreed.update.names:
-            if self._roles[name] == "parameter" and self._settings.outer.momentum:
-                kept = self._momentum.of(name, self._tensors[name].numel(), self._home(name))
-                host = kept.cpu().contiguous()
-                self._links.spread(host.view(torch.uint8))
-                kept.copy_(host)
+        for kept in self._states[agreed.fragment].momentum.values() if self._settings.outer.momentum else ():
+            host = kept.cpu().contiguous()
+            self._links.spread(host.view(torch.uint8))
+            kept.copy_(host)
         return self._spread(agreed.fragment, self._anchors, agreed.plan)
 
     def _spread(self, fragment: int, values: Mapping[str, Tensor], plan: Plan) -> Agreed:
@@ -339,7 +339,7 @@ class AllReduceTopology:
         digest = anchor_hash(views.values())
         return Agreed(
             fragment=fragment,
-            version=self._versions[fragment],
+            version=self._states[fragment].version,
             counted=False,
             too_old=False,
             update=WholeAnchor(views, digest),
@@ -352,9 +352,6 @@ class AllReduceTopology:
             plan=plan,
         )
 
-    def _home(self, name: str) -> torch.device:
-        return self._anchors[name].device if name in self._anchors else self._tensors[name].device
-
     # --- what must not be forgotten -------------------------------------------------------------------------------
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
@@ -362,9 +359,9 @@ class AllReduceTopology:
         return {
             "rank": self._peers.rank,
             "size": self._peers.size,
-            "versions": list(self._versions),
+            "versions": [state.version for state in self._states],
             "anchors": dict(self._anchors),
-            "momentum": dict(self._momentum.tensors),
+            "momentum": self._outer.momentum.flat,
             "feedback": self._feedback.state_dict(under_way),
             "left_out": {name: e for reducer in self._reducers for name, e in reducer.left_out.items()},
         }
@@ -373,7 +370,7 @@ class AllReduceTopology:
         here, saved = (self._peers.rank, self._peers.size), (state["rank"], state["size"])
         self._versions = tuple(state["versions"])
         self._loaded = {name: value.clone() for name, value in state["anchors"].items()}
-        self._momentum.tensors = {name: value.clone() for name, value in state["momentum"].items()}
+        self._outer.momentum.load(state["momentum"])
         if here == saved:
             self._feedback.load_state_dict(state["feedback"])
             self._left_out = {name: value.clone() for name, value in state["left_out"].items()}

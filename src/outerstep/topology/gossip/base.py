@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from ...core.feedback import ErrorFeedback
+from ...core.state import FragmentSnapshot
 from ...types import Manifest, Participant, Watched, Wishes
 from ..carrying import CarryingThread
 from ..encode import CPU, Encoded, as_deltas, encode_frame, sender_to_peers, write_at
 from ..memory import Memory, Rooms
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders
-from ..update import AnchorUpdate
-from .fragment_states import Found, Holdings
+from ..update import AnchorUpdate, WholeAnchor
 from .node import Node, Terms
+from .state import PeerState
 from .terms import GossipTerms, GossipWishes, check_joiner, found
 
 LOOK_S = 1.0  # who waits looks at least so often, so that Ctrl-C gets through
@@ -45,7 +46,7 @@ class PeerTopology(ABC):
         """`tensors`: the model's by name, of which the founder's are what the run begins with; `anchors`: where the
         last agreed ones are found."""
         self._node, self._settings = node, settings
-        self._holdings, self._feedback = Holdings(tensors, anchors), ErrorFeedback()
+        self._state, self._feedback = PeerState(tensors, anchors), ErrorFeedback()
         self._begins: dict[int, Agreed] = {}  # what this peer has to catch up with
         self._begun = 0
         self._traffic = (0, 0)  # bytes sent and received that were told of
@@ -102,7 +103,7 @@ class PeerTopology(ABC):
 
     def _encode(self, contribution: Contribution, sequence: int) -> Encoded:
         fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
-        form, run_id = self._holdings.forms[fragment], self._node.peer.run_id
+        form, run_id = self._state.forms[fragment], self._node.peer.run_id
         sender = sender_to_peers(
             form, fragment, deltas, self._feedback, run_id=run_id, worker_id=self._node.peer_id, sequence=sequence
         )
@@ -114,8 +115,8 @@ class PeerTopology(ABC):
         """Its bytes; or, if they are of no use, such as say that no training is in them (the others wait for
         something), and why."""
         payload.wait()
-        data, form = payload.data.numpy().data, self._holdings.forms[fragment]
-        refusal = self._holdings.contents[fragment].check(data)
+        data, form = payload.data.numpy().data, self._state.forms[fragment]
+        refusal = self._state.contents[fragment].check(data)
         if refusal:
             zeros = {entry.name: torch.zeros(entry.shape) for entry in form.up.entries}
             data = encode_frame(zeros, form.up, {name: rule.codec for name, rule in form.rules.items()})
@@ -123,16 +124,17 @@ class PeerTopology(ABC):
 
     # --- what was agreed ----------------------------------------------------------------------------------------------
 
-    def _fetch(self, fragment: int, *, after: int) -> Found:
+    def _fetch(self, fragment: int, *, after: int) -> FragmentSnapshot:
         """The newest whole of a fragment, newer than `after`, with its momentum and what else belongs to it."""
         while True:
             version, data = self._node.fetch_snapshot(fragment, patience_s=WHOLE_PATIENCE_S)
             if version > after:
-                return self._holdings.read(fragment, data)
+                return self._state.read(fragment, data)
             self._node.watch(LOOK_S)
 
-    def _as_agreed(self, fragment: int, whole: Found, *, counted: bool = False, refused: str = "") -> Agreed:
-        return self._agreed(fragment, whole.version, whole.update, whole.anchor_hash, counted=counted, refused=refused)
+    def _as_agreed(self, fragment: int, whole: FragmentSnapshot, *, counted: bool = False, refused: str = "") -> Agreed:
+        update = WholeAnchor(whole.theta, whole.anchor_hash)
+        return self._agreed(fragment, whole.version, update, whole.anchor_hash, counted=counted, refused=refused)
 
     def _agreed(
         self,
@@ -162,7 +164,7 @@ class PeerTopology(ABC):
             bytes_received=received - before[1],
             retries=0,
             rejoins=0,
-            plan=self._holdings.run.plan,
+            plan=self._state.run.plan,
             counted_in=version if counted else 0,
             refused=refused,
             watched=watched,
@@ -170,9 +172,9 @@ class PeerTopology(ABC):
 
     def _rest(self, fragment: int, version: int, digest: str) -> None:
         """The anchor has moved, and this is its hash: the next contribution names it, and so do the node's beats."""
-        self._holdings.rest(fragment, version, digest)
+        self._state.rest(fragment, version, digest)
         self._node.hold_anchor(fragment, version, digest)
-        if self._holdings.are_complete and self._node.peer.wants == "watch":
+        if self._state.are_complete and self._node.peer.wants == "watch":
             self._node.belong()
 
 

@@ -17,24 +17,68 @@ import math
 import threading
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ...core.gossip import NoLoCo, exponential_partner, random_partner
+from ...core.gossip import PairOuter, exponential_partner, random_partner
+from ...core.state import FragmentSnapshot, FragmentState
 from ...core.watch import sum_of_squares
 from ...errors import BadFrame, ConfigError, ExchangeFailed, NotFinite
 from ...types import Manifest, Watched, Wishes
 from ..encode import Encoded
+from ..forms import Form
 from ..protocol import Agreed, Contribution, Joined, Sight
+from ..update import OwnStep, anchor_hash
 from .base import LOOK_S, GossipSettings, PeerTopology
+from .contents import Contents
 from .node import Node
-from .pair_step import PairStep, Shown
+from .snapshot import read_snapshot, write_snapshot
 
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.2  # a partner that has not come yet
 TURNS_SHOWN = 3  # who is ahead by less than so many turns still shows this one; of who is ahead by more, the newest
+
+
+@dataclass(frozen=True)
+class PairOffer:
+    """What a peer publishes of a fragment in a turn: φ whole, Δ encoded."""
+
+    turn: int
+    anchor: Mapping[str, Tensor]
+    delta: memoryview
+
+    def write(self, form: Form) -> memoryview:
+        digest = anchor_hash(self.anchor.values())
+        whole = write_snapshot(form, FragmentSnapshot(self.turn, digest, self.anchor, {}, {}))
+        return memoryview(bytearray(len(self.delta).to_bytes(8, "little") + bytes(self.delta) + bytes(whole)))
+
+    @classmethod
+    def read(cls, form: Form, data: memoryview) -> PairOffer:
+        size = int.from_bytes(data[:8], "little")
+        if size != form.up.size_bytes:
+            raise BadFrame(f"a contribution to this fragment has {form.up.size_bytes} bytes, got {size}")
+        whole, _ = read_snapshot(form, memoryview(bytearray(data[8 + size :])), ())
+        return cls(whole.version, whole.theta, memoryview(bytearray(data[8 : 8 + size])))
+
+
+class PairStep(OwnStep):
+    """The step of one turn. `offers`: one's own and the partner's (its own again, if there is none)."""
+
+    def __init__(self, state: FragmentState, contents: Contents, offers: tuple[PairOffer, PairOffer]) -> None:
+        super().__init__(tuple(state.roles))
+        self._deltas = [contents.reader(one.delta).tensors() for one in offers]
+        self._partner, self._state = offers[1].anchor, state
+
+    def _move(self, name: str, start: int, stop: int, theta: Tensor) -> None:
+        own, partners = (deltas[name][start:stop].to(theta.device) for deltas in self._deltas)
+        partner_phi = self._partner[name].reshape(-1)[start:stop].to(theta.device)
+        state, outer = self._state, self._state.outer
+        assert isinstance(outer, PairOuter)
+        like = state.theta[name] if state.roles[name] == "parameter" else None
+        outer.block(name, theta, own, partner_phi, partners, start, like)
 
 
 class PairTicket:
@@ -44,8 +88,8 @@ class PairTicket:
         self.fragment, self.turn = contribution.fragment, contribution.base_version + 1
         self.sequence, self.stuck_after_s = sequence, stuck_after_s
         self.waiting_for = "its partner"
-        self.own: Shown | None = None
-        self.partner: Shown | None = None
+        self.own: PairOffer | None = None
+        self.partner: PairOffer | None = None
         self.partner_id = ""
         self.refusal = ""
         self.error: BaseException | None = None
@@ -83,19 +127,19 @@ class PairsTopology(PeerTopology):
         self, node: Node, *, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], settings: GossipSettings
     ) -> None:
         super().__init__(node, tensors=tensors, anchors=anchors, settings=settings)
-        self._shown: dict[int, Shown] = {}
+        self._shown: dict[int, PairOffer] = {}
         self._lock = threading.Lock()  # guards `_shown`
 
     def _enter(self, manifest: Manifest, wishes: Wishes) -> Joined:
-        node, holdings = self._node, self._holdings
+        node, state = self._node, self._state
         terms, known = self._find_terms(manifest, wishes)
-        holdings.prepare(terms)
-        fragments, is_loaded = range(len(holdings.forms)), holdings.loaded is not None
+        state.prepare(terms)
+        fragments, is_loaded = range(len(state.forms)), state.loaded is not None
         # The chain has more fragments than the model: the others are what is published in the last turns.
         node.begin(terms.encode(), terms.rules, [1] * (len(fragments) * (1 + TURNS_SHOWN)), self, terms=known)
         self._settings.announce(node)
         if known is None:
-            self._begins = {f: self._as_agreed(f, holdings.found(f)) for f in fragments}
+            self._begins = {f: self._as_agreed(f, state.found(f)) for f in fragments}
         else:  # some peer's anchor, to begin with
             self._begins = {f: self._as_agreed(f, self._fetch(f, after=-1), counted=is_loaded) for f in fragments}
         return Joined(node.peer_id, terms.plan, manifest, frozenset(fragments if is_loaded else ()))
@@ -107,9 +151,9 @@ class PairsTopology(PeerTopology):
         return "in this run peers exchange in pairs"
 
     def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
-        forms = self._holdings.forms
+        forms = self._state.forms
         if fragment < len(forms):
-            return self._holdings.write(fragment)
+            return self._state.write(fragment)
         with self._lock:
             shown = self._shown.get(fragment)
         return None if shown is None else (shown.turn, shown.write(forms[(fragment - len(forms)) // TURNS_SHOWN]))
@@ -120,7 +164,7 @@ class PairsTopology(PeerTopology):
         self._begun += 1
         ticket = PairTicket(self, contribution, self._begun, stuck_after_s)
         payload = self._encode(contribution, ticket.sequence)
-        anchor = {name: value.clone() for name, value in self._holdings.anchor(ticket.fragment).items()}
+        anchor = {name: value.clone() for name, value in self._state.anchor(ticket.fragment).items()}
         self._thread.submit(lambda: self._exchange(ticket, payload, anchor))
         return ticket
 
@@ -128,7 +172,7 @@ class PairsTopology(PeerTopology):
         """In the carrying thread."""
         try:
             delta, ticket.refusal = self._check_own(ticket.fragment, payload)
-            ticket.own = Shown(ticket.turn, anchor, delta)
+            ticket.own = PairOffer(ticket.turn, anchor, delta)
             with self._lock:
                 self._shown[self._place(ticket)] = ticket.own
             ticket.partner = self._wait_for_partner(ticket)
@@ -137,9 +181,9 @@ class PairsTopology(PeerTopology):
         finally:
             ticket.done.set()
 
-    def _wait_for_partner(self, ticket: PairTicket) -> Shown | None:
+    def _wait_for_partner(self, ticket: PairTicket) -> PairOffer | None:
         """What it published in this turn or a later one; None: it does not come."""
-        began_at, run = time.monotonic(), self._holdings.run
+        began_at, run = time.monotonic(), self._state.run
         limits = [limit for limit in (run.round_deadline_s, ticket.stuck_after_s) if limit is not None]
         while True:
             key, ticket.partner_id = self._partner(ticket)
@@ -159,12 +203,12 @@ class PairsTopology(PeerTopology):
 
     def _place(self, ticket: PairTicket) -> int:
         """The number under which what is published in this turn is found."""
-        return len(self._holdings.forms) + ticket.fragment * TURNS_SHOWN + ticket.turn % TURNS_SHOWN
+        return len(self._state.forms) + ticket.fragment * TURNS_SHOWN + ticket.turn % TURNS_SHOWN
 
     def _partner(self, ticket: PairTicket) -> tuple[str, str]:
         """Key and id of who it is in this turn, of those that belong and are not silent."""
         with self._node.lock:
-            peer, now, run = self._node.peer, time.monotonic(), self._holdings.run
+            peer, now, run = self._node.peer, time.monotonic(), self._state.run
             enough = len(peer.state.members) >= run.min_peers
             keys = {m.peer_id: m.key for m in peer.state.members if not peer.is_silent(m.key, now)}
         own = self._node.peer_id
@@ -176,13 +220,13 @@ class PairsTopology(PeerTopology):
             partner = exponential_partner(list(keys), own, ticket.turn)
         return (keys[partner], partner) if partner is not None else ("", "")
 
-    def _ask(self, key: str, ticket: PairTicket) -> Shown | None:
+    def _ask(self, key: str, ticket: PairTicket) -> PairOffer | None:
         found = self._node.snapshots.fetch_from(key, self._place(ticket), least_version=ticket.turn)
         if found is None:
             return None
         try:
-            shown = Shown.read(self._holdings.forms[ticket.fragment], found[1])
-            wrong = self._holdings.contents[ticket.fragment].check(shown.delta)
+            shown = PairOffer.read(self._state.forms[ticket.fragment], found[1])
+            wrong = self._state.contents[ticket.fragment].check(shown.delta)
         except BadFrame as error:
             wrong = error.message
         if wrong:
@@ -197,18 +241,8 @@ class PairsTopology(PeerTopology):
         self._feedback.settle(fragment, ticket.sequence, counted=not ticket.refusal)
         if ticket.refusal and not reload:
             raise ExchangeFailed("this peer's own contribution cannot be used") from NotFinite(ticket.refusal)
-        holdings, run = self._holdings, self._holdings.run
-        holdings.begin_to_move(fragment)
-        rule = NoLoCo(run.outer_momentum, run.outer_lr) if run.pattern == "pairs" else None
-        update = PairStep(
-            holdings.forms[fragment],
-            holdings.contents[fragment],
-            (ticket.own, partner),
-            rule,
-            holdings.momentum,
-            holdings.homes(fragment),
-            holdings.roles,
-        )
+        state = self._state.begin_to_move(fragment)
+        update = PairStep(state, self._state.contents[fragment], (ticket.own, partner))
         refused = f"{ticket.refusal}, so it was not published: lower the learning rate" if ticket.refusal else ""
         return self._agreed(
             fragment, ticket.turn, update, counted=not refused, refused=refused, watched=self._watched(ticket)
@@ -217,7 +251,7 @@ class PairsTopology(PeerTopology):
     def _watched(self, ticket: PairTicket) -> Watched:
         """How far the two anchors are apart: the variance between them, ‖φ_i − φ_j‖²/4."""
         assert ticket.own is not None
-        own = self._holdings.contents[ticket.fragment].reader(ticket.own.delta).tensors()
+        own = self._state.contents[ticket.fragment].reader(ticket.own.delta).tensors()
         norm = math.sqrt(sum(sum_of_squares(values) for values in own.values() if values.numel()))
         if ticket.partner is None:
             return Watched(pseudo_grad_norm=norm)
@@ -226,8 +260,7 @@ class PairsTopology(PeerTopology):
         return Watched(pseudo_grad_norm=norm, weight_divergence=apart / 4.0)
 
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        digest = agreed.update.digest if isinstance(agreed.update, PairStep) else agreed.anchor_hash
-        self._rest(agreed.fragment, agreed.version, digest)
+        self._rest(agreed.fragment, agreed.version, agreed.update.digest)
         return None
 
     # --- what must not be forgotten -----------------------------------------------------------------------------------
@@ -235,14 +268,14 @@ class PairsTopology(PeerTopology):
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         return {
             "pairs": True,
-            **self._holdings.state_dict(),
+            **self._state.state_dict(),
             "feedback": self._feedback.state_dict(under_way),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "pairs" not in state:
             raise ConfigError("the state was not saved with this pattern: load it where it was saved")
-        self._holdings.load_state_dict(state)
+        self._state.load_state_dict(state)
         self._feedback.load_state_dict(state["feedback"])
 
 

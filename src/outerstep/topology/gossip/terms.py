@@ -15,10 +15,10 @@ from ...coordination.gossip import GossipRules
 from ...coordination.server.plan import check_manifest
 from ...core.codecs.recipe import Recipe
 from ...core.gossip import NoLoCo
+from ...core.outer import OuterRule
 from ...core.robust import RobustAggregator
 from ...errors import BadRequest, ConfigError, PlanMismatch
 from ...types import Manifest, Plain, Plan, WeightBy, Wishes
-from ..stepped import OuterRule
 from ..terms import draw_up
 
 Pattern = Literal["all", "pairs", "exponential"]

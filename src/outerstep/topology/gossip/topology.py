@@ -1,8 +1,8 @@
 """Contributions become agreements among peers that nobody is in the middle of, and of which some may fail or lie.
 
 Each peer offers what it learned to all others. They decide which contributions a round is made of (coordination/gossip,
-carried by node/node.py), read those in the order of the peers' ids, combine them by the run's rule (combined.py), and
-take the outer step each on its own copy, with arithmetic that gives the same bits on every machine (stepped.py). The
+carried by node/node.py), read those in the order of the peers' ids, combine them by the run's rule (state.py), and take
+the outer step each on its own copy, with arithmetic that gives the same bits on every machine (core/state.py). The
 next contribution names the hash of the anchor it started from: whoever got somewhere else is not counted, sees that,
 and takes the others' anchor.
 """
@@ -15,16 +15,15 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ...core.state import FragmentSnapshot
 from ...errors import ConfigError, ExchangeFailed, NotFinite, PeerLost, PlanMismatch, RoundStuck, WorkerError
 from ...statements import ChainState
 from ...types import Manifest, Wishes
 from ..encode import Encoded
 from ..protocol import Agreed, Contribution, Joined, Sight
-from ..stepped import Stepped
+from ..update import MeanStep, StepChain
 from .base import LOOK_S, GossipSettings, PeerTopology
-from .fragment_states import Found
 from .node import DecidedRound
-from .steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class GossipTicket:
 
 class GossipTopology(PeerTopology):
     def _enter(self, manifest: Manifest, wishes: Wishes) -> Joined:
-        node, holdings = self._node, self._holdings
+        node, state = self._node, self._state
         terms, known = self._find_terms(manifest, wishes)
         if terms.pattern != "all":
             raise PlanMismatch(
@@ -85,14 +84,14 @@ class GossipTopology(PeerTopology):
                 f"heartbeat_timeout_s must be at least {LEAST_BEATS} beats, got {terms.heartbeat_timeout_s:g} s and a "
                 f"beat every {beat_s:g} s; raise it where the run is founded, or lower heartbeat_interval_s"
             )
-        holdings.prepare(terms)
-        loaded, fragments = holdings.loaded, range(len(holdings.forms))
+        state.prepare(terms)
+        loaded, fragments = state.loaded, range(len(state.forms))
         versions = loaded.versions if known is None and loaded is not None else ()
-        sizes = [form.up.size_bytes for form in holdings.forms]
+        sizes = [form.up.size_bytes for form in state.forms]
         node.begin(terms.encode(), terms.rules, sizes, self, terms=known, versions=versions)
         self._settings.announce(node)
         founding = known is None or self._is_alone(known.state)
-        wholes = [holdings.found(f) if founding else self._fetch(f, after=-1) for f in fragments]
+        wholes = [state.found(f) if founding else self._fetch(f, after=-1) for f in fragments]
         begin = self._as_agreed if loaded is None else self._beside_loaded
         self._begins = {f: begin(f, whole) for f, whole in enumerate(wholes)}
         return Joined(node.peer_id, terms.plan, manifest, frozenset(fragments if loaded is not None else ()))
@@ -101,7 +100,7 @@ class GossipTopology(PeerTopology):
         """All that is left of a run is this peer and its folder, which keeps what it said and not what it held."""
         if any(member.key != self._node.key for member in state.members):
             return False
-        loaded = self._holdings.loaded
+        loaded = self._state.loaded
         if any(state.versions) and (loaded is None or loaded.versions != state.versions):
             raise ConfigError(
                 f"peer_dir {self._node.settings.folder!r} is that of a run at version {max(state.versions)} of which "
@@ -110,22 +109,22 @@ class GossipTopology(PeerTopology):
             )
         return True
 
-    def _beside_loaded(self, fragment: int, whole: Found) -> Agreed:
+    def _beside_loaded(self, fragment: int, whole: FragmentSnapshot) -> Agreed:
         """A loaded state yields to the run: where that has moved on, what the state had not sent is dropped (it may
         have been sent and counted after the state was saved)."""
-        names = self._holdings.names(fragment)
-        if self._holdings.is_as_loaded(fragment, whole):
-            return self._agreed(fragment, whole.version, Steps(names), whole.anchor_hash)
+        names = tuple(self._state[fragment].roles)
+        if self._state.is_as_loaded(fragment, whole):
+            return self._agreed(fragment, whole.version, StepChain(names), whole.anchor_hash)
         self._feedback.forget(fragment, names)
         return self._as_agreed(fragment, whole, counted=True)
 
     # --- what the node asks, in its own threads -----------------------------------------------------------------------
 
     def check(self, fragment: int, data: memoryview) -> str:
-        return self._holdings.contents[fragment].check(data)
+        return self._state.contents[fragment].check(data)
 
     def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
-        return self._holdings.write(fragment)
+        return self._state.write(fragment)
 
     # --- one exchange -------------------------------------------------------------------------------------------------
 
@@ -134,7 +133,7 @@ class GossipTopology(PeerTopology):
         self._begun += 1
         ticket = GossipTicket(self, contribution, self._begun, stuck_after_s)
         payload = self._encode(contribution, ticket.sequence)
-        base_hash = self._holdings[contribution.fragment].anchor_hash
+        base_hash = self._state[contribution.fragment].anchor_hash
         self._thread.submit(lambda: self._offer(ticket, contribution, payload, base_hash))
         return ticket
 
@@ -231,8 +230,8 @@ class GossipTopology(PeerTopology):
     def _take_over(self, ticket: GossipTicket) -> Agreed:
         """All rounds that are decided and here, as one update; or the whole, if they do not lead on from the
         anchor that is held."""
-        fragment, held = ticket.fragment, self._holdings.begin_to_move(ticket.fragment)
-        steps: list[tuple[str, Stepped]] = []
+        fragment, held = ticket.fragment, self._state.begin_to_move(ticket.fragment)
+        steps: list[tuple[str, MeanStep]] = []
         counted, version, last = False, ticket.base_version, None
         while (decided := self._node.round_of(fragment, version + 1)) is not None:
             base_hash = decided.block.base_hash
@@ -242,9 +241,9 @@ class GossipTopology(PeerTopology):
                     *(fragment, version, base_hash, held.anchor_hash),
                 )
                 return self._take_whole(ticket, counted=False)
-            last = self._holdings.combine(fragment, decided, self._node.peer.run_id, self._node.peer_id)
-            if last.frame is not None:
-                steps.append((base_hash, self._holdings.step(fragment, last.frame)))
+            last = self._state.combine(fragment, decided, self._node.peer.run_id, self._node.peer_id)
+            if last.step is not None:
+                steps.append((base_hash, last.step))
                 counted = counted or self._counts(ticket, decided)
             version += 1
         if last is None:
@@ -253,7 +252,7 @@ class GossipTopology(PeerTopology):
         return self._agreed(
             fragment,
             version,
-            Steps(self._holdings.names(fragment), steps),
+            StepChain(tuple(self._state[fragment].roles), steps),
             counted=counted,
             refused=self._reproach(ticket),
             participants=last.participants,
@@ -275,12 +274,11 @@ class GossipTopology(PeerTopology):
         return self._as_agreed(ticket.fragment, whole, counted=counted, refused=self._reproach(ticket))
 
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        fragment, before = agreed.fragment, self._holdings[agreed.fragment].version
+        fragment, before = agreed.fragment, self._state[agreed.fragment].version
         if not intact:
             log.warning("fragment %d: the anchor is not the others'; taking theirs", fragment)
             return self._as_agreed(fragment, self._fetch(fragment, after=agreed.version - 1))
-        digest = agreed.update.digest if isinstance(agreed.update, Steps) else agreed.anchor_hash
-        self._rest(fragment, agreed.version, digest)
+        self._rest(fragment, agreed.version, agreed.update.digest)
         for version in range(before + 1, agreed.version + 1):
             self._node.release(fragment, version)
         return None
@@ -289,13 +287,13 @@ class GossipTopology(PeerTopology):
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         """Anchor and momentum too: a run can be founded from it."""
-        kept = {**self._holdings.state_dict(), **self._holdings.rounds_dict()}
+        kept = {**self._state.state_dict(), **self._state.rounds_dict()}
         return {**kept, "feedback": self._feedback.state_dict(under_way)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "histories" not in state:
             raise ConfigError("the state was not saved with topology='gossip': load it where it was saved")
-        self._holdings.load_state_dict(state)
+        self._state.load_state_dict(state)
         self._feedback.load_state_dict(state["feedback"])
 
 

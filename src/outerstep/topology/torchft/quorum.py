@@ -33,6 +33,8 @@ import xxhash
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed._serialization import _streaming_load  # what HTTPTransport itself reads with
 
+from ...core.outer import OuterRule
+
 os.environ.setdefault("RUST_LOG", "warn")  # torchft's Rust side reports every quorum otherwise; it looks once
 
 from torchft import Manager
@@ -42,7 +44,6 @@ from ...errors import ServerUnreachable
 from ...types import WeightBy
 from ..carrying import CarryingThread
 from ..group.ranks import Ranks
-from ..stepped import OuterRule
 from .process_groups import Backend, Lines
 
 log = logging.getLogger(__name__)

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from ...coordination.weights import rank_weights
 from ...core.codecs import Dither
+from ...core.outer import Nesterov
+from ...core.state import FragmentState
 from ...core.views import fp32_views
 from ...core.watch import watched
 from ...digest import data_hash
@@ -37,12 +39,11 @@ from ...types import Participant, Watched
 from ..encode import Encoded
 from ..forms import forms_of
 from ..reduce import Mean, Reducer, down_rules, runs_of
-from ..stepped import Momentum, Stepped
 from ..terms import Header, Rank, check_pair
-from ..update import AnchorUpdate, UpdateChain, WholeAnchor, anchor_hash, cuts
+from ..update import AnchorUpdate, MeanStep, UpdateChain, WholeAnchor, anchor_hash, cuts
 from .process_groups import Lines
 from .quorum import Crew, Quorum, TorchftSettings
-from .state import NOTHING, Offer, Standing, copies, held_here, odd_ones, read_standing
+from .state import NOTHING, Offer, RunSnapshot, copies, held_here, odd_ones, read_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -125,24 +126,50 @@ class Rounds:
     """Used by the carrying thread alone, and between two rounds by the training thread."""
 
     def __init__(
-        self, own: Rank, instance: str, settings: TorchftSettings, lines: Lines, tensors: Mapping[str, Tensor]
+        self,
+        own: Rank,
+        instance: str,
+        settings: TorchftSettings,
+        lines: Lines,
+        tensors: Mapping[str, Tensor],
+        anchors: Mapping[str, Tensor],
     ) -> None:
         manifest = held_here(own.manifest, tensors)
         self.own, self.plan = own, own.plan
         self.forms = forms_of(own.plan, manifest)
-        self.standing = Standing.fresh(len(own.plan.fragments))
-        self.ahead: dict[str, Tensor] | None = None  # anchors in host memory that the replica has not taken over yet
-        self.momentum = Momentum()
-        self.homes: dict[str, torch.device] = {}
+        self.ahead: dict[str, Tensor] | None = None  # anchors in host memory that the replica has not adopted yet
+        self.outer = Nesterov.everywhere(settings.outer)
+        roles = {spec.name: spec.role for spec in own.manifest.parameters}
+        self.states = [
+            FragmentState({name: roles[name] for name in names}, anchors, self.outer, index=f)
+            for f, names in enumerate(own.plan.fragments)
+        ]
+        self.run_id = ""
+        self._counted: list[dict[str, int]] = [{} for _ in self.states]
         self.healed_from: dict[str, Any] | None = None  # the worker's part of a state
         self._instance, self._settings = instance, settings
-        self._lines, self._tensors = lines, tensors
-        self._roles = {spec.name: spec.role for spec in own.manifest.parameters}
+        self._lines, self._tensors, self._anchors = lines, tensors, anchors
         self._down = down_rules(own.plan, manifest)
         self._reducers: dict[int, tuple[tuple[object, ...], Reducer]] = {}  # and who reduces there
         run = [own.manifest, own.plan, own.outer]
         self._terms = data_hash([msgspec.msgpack.encode(run, order="deterministic")])
         self._offers: list[Offer] = []  # of the last quorum
+
+    @property
+    def snapshot(self) -> RunSnapshot:
+        """Where this replica is, as it tells the others."""
+        versions, hashes = [s.version for s in self.states], [s.anchor_hash for s in self.states]
+        return RunSnapshot(self.run_id, versions, hashes, [dict(counted) for counted in self._counted])
+
+    def _be_at(self, snapshot: RunSnapshot, anchors: dict[str, Tensor] | None) -> None:
+        self.run_id, self.ahead = snapshot.run_id, anchors
+        self._counted = [dict(counted) for counted in snapshot.counted]
+        for state, version, digest in zip(self.states, snapshot.versions, snapshot.hashes, strict=True):
+            state.arrive(version, digest, self._anchors if anchors is None else anchors)
+
+    def caught_up(self) -> None:
+        """The replica has adopted all anchors that it was given."""
+        self._be_at(self.snapshot, None)
 
     # --- one exchange ---------------------------------------------------------------------------------------------
 
@@ -158,7 +185,7 @@ class Rounds:
                 return self._agree(brought, made)
             self._put_back(owed)
             if made is not None and made.founds:
-                self.standing, self.ahead = Standing.fresh(len(self.forms)), None
+                self._be_at(RunSnapshot.fresh(len(self.forms)), None)
             self._lines.drop()  # the others must not wait for us there
             failed += 1
             if failed >= VOTES and not brought.joins:
@@ -174,7 +201,7 @@ class Rounds:
         try:
             if quorum.healed is not None and not crew.errored:
                 self._heal(quorum.healed)
-            counted = not brought.joins and self.standing.counts(brought.fragment, self._instance, brought.sequence)
+            counted = not brought.joins and self.snapshot.counts(brought.fragment, self._instance, brought.sequence)
             return self._meet(brought, crew, counted)
         except (RuntimeError, OSError, AssertionError) as error:  # torch's and torchft's, of lines that broke
             log.info("the round failed: %s", error)
@@ -184,11 +211,11 @@ class Rounds:
     def _meet(self, brought: Brought, crew: Crew, counted: bool) -> Made:
         self._offers = offers = self._tell(brought, crew, counted)
         self._check_terms(offers)
-        self._check_standing(offers, crew)
+        self._check_snapshots(offers, crew)
         founds = all(offer.fresh for offer in offers)
         if founds:
             self._found()
-        turn = self.standing.turn
+        turn = self.snapshot.turn
         active = [rank for rank, offer in enumerate(offers) if offer.fragment == turn]
         if not active:
             return Made(turn, None, counted=counted, founds=founds)
@@ -206,8 +233,8 @@ class Rounds:
             run_id=self.own.run_id,
             terms=self._terms,
             joins=brought.joins,
-            fresh=self.ahead is None and not self.standing.run_id,
-            digest=self.standing.digest,
+            fresh=self.ahead is None and not self.run_id,
+            digest=self.snapshot.digest,
             fragment=NOTHING if idle else brought.fragment,
             sequence=brought.sequence,
             steps=brought.steps,
@@ -236,7 +263,7 @@ class Rounds:
 
     # --- is it the same everywhere? -------------------------------------------------------------------------------
 
-    def _check_standing(self, offers: Sequence[Offer], crew: Crew) -> None:
+    def _check_snapshots(self, offers: Sequence[Offer], crew: Crew) -> None:
         if not all(offer.fresh for offer in offers):
             self._judge([offer.digest for offer in offers], crew)
 
@@ -244,7 +271,7 @@ class Rounds:
         """After a round was taken over: has everybody the same anchors now? Whoever died meanwhile is not waited for;
         the next meeting compares again."""
         try:
-            heard = self._lines.exchange(self.standing.digest.encode(), self._settings.quorum_timeout_s)
+            heard = self._lines.exchange(self.snapshot.digest.encode(), self._settings.quorum_timeout_s)
         except (RuntimeError, OSError, AssertionError) as error:
             log.info("the anchors were not compared: %s", error)
             return
@@ -268,7 +295,7 @@ class Rounds:
 
     @property
     def _place(self) -> str:
-        return "versions " + ", ".join(map(str, self.standing.versions))
+        return "versions " + ", ".join(map(str, self.snapshot.versions))
 
     # --- the mean -------------------------------------------------------------------------------------------------
 
@@ -279,8 +306,8 @@ class Rounds:
         if lines.rank in active:
             assert brought.payload is not None
             brought.payload.wait()
-            version = self.standing.versions[turn] + 1
-            run_id = self.standing.run_id
+            version = self.states[turn].version + 1
+            run_id = self.run_id
             mean = self._reducer(turn, active).reduce(
                 brought.payload.data, weights, lambda name: Dither.of(run_id, turn, version, name), brought.squares
             )
@@ -311,7 +338,7 @@ class Rounds:
         return reducer
 
     def _owed(self) -> list[tuple[Reducer, dict[str, Tensor]]]:
-        turn = self._reducers.get(self.standing.turn)
+        turn = self._reducers.get(self.snapshot.turn)
         return [] if turn is None else [(turn[1], {name: e.clone() for name, e in turn[1].left_out.items()})]
 
     def _put_back(self, owed: list[tuple[Reducer, dict[str, Tensor]]]) -> None:
@@ -321,14 +348,13 @@ class Rounds:
     # --- what comes of it -----------------------------------------------------------------------------------------
 
     def _agree(self, brought: Brought, made: Made) -> Outcome:
-        turn, mean, standing = made.turn, made.mean, self.standing
+        turn, mean = made.turn, made.mean
         stepped = None
         if mean is not None:
-            homes = self.homes if self.ahead is None else dict.fromkeys(self._roles, torch.device("cpu"))
-            stepped = Stepped(mean.frame, self.forms[turn], self._settings.outer, self.momentum, homes, self._roles)
-            standing.versions[turn] += 1
-            standing.counted[turn] = {offer.instance: offer.sequence for offer in made.active}
-            standing.hashes[turn] = ""  # known when it was taken over
+            state = self.states[turn]
+            stepped = MeanStep(mean.frame, self.forms[turn], state)
+            state.arrive(state.version + 1, "")  # its hash is known when the step was applied
+            self._counted[turn] = {offer.instance: offer.sequence for offer in made.active}
         participants = tuple(
             Participant(worker_id=offer.worker_id, sequence=offer.sequence, weight=weight)
             for offer, weight in zip(made.active, made.weights, strict=True)
@@ -356,38 +382,39 @@ class Rounds:
     def _as_it_is(self, fragment: int) -> AnchorUpdate:
         """Nothing has changed."""
         form = self.forms[fragment]
-        return UpdateChain((), form.update, form.codecs, self.standing.hashes[fragment])
+        return UpdateChain((), form.update, form.codecs, self.states[fragment].anchor_hash)
 
     def _all_ahead(self, last: int) -> dict[int, AnchorUpdate]:
         """Whole anchors of all fragments, that of the contribution at the end."""
         assert self.ahead is not None
         order = sorted(range(len(self.forms)), key=lambda fragment: (fragment == last, fragment))
-        return {f: WholeAnchor(self._values(self.ahead, f), self.standing.hashes[f]) for f in order}
+        return {f: WholeAnchor(self._values(self.ahead, f), self.states[f].anchor_hash) for f in order}
 
-    def _step_ahead(self, fragment: int, update: Stepped) -> None:
+    def _step_ahead(self, fragment: int, update: MeanStep) -> None:
         """The outer step, on anchors that the replica does not hold yet."""
         assert self.ahead is not None
         for name in update.names:
             flat = self.ahead[name].view(-1)
             for start, stop in cuts(flat.numel(), flat.device):
                 update.apply(name, start, stop, flat[start:stop], in_place=True)
-        self.standing.hashes[fragment] = update.digest
+        self.states[fragment].anchor_hash = update.digest
 
     # --- where a replica begins -----------------------------------------------------------------------------------
 
     def _heal(self, state: Mapping[str, Any]) -> None:
         """From here on this replica stands where the others do; it takes the anchors over when it lands."""
-        standing = read_standing(state)
+        snapshot = read_snapshot(state)
         anchors, momentum, worker = state["anchors"], state["momentum"], state["worker"]
-        log.warning("healed: from versions %s to %s", self.standing.versions, standing.versions)
-        self.healed_from = None if self.standing.run_id else worker  # who has an optimizer's state keeps it
-        self.begin_at(standing, copies(anchors), copies(momentum))  # into memory that may be written to
+        log.warning("healed: from versions %s to %s", self.snapshot.versions, snapshot.versions)
+        self.healed_from = None if self.run_id else worker  # who has an optimizer's state keeps it
+        self.begin_at(snapshot, copies(anchors), copies(momentum))  # into memory that may be written to
 
-    def begin_at(self, standing: Standing, anchors: dict[str, Tensor], momentum: dict[str, Tensor]) -> None:
+    def begin_at(self, snapshot: RunSnapshot, anchors: dict[str, Tensor], momentum: dict[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():
             if name not in anchors or anchors[name].shape != tensor.shape:
                 raise WorkerError(f"the state to go on from is of another model: {name!r} is not in it as it is here")
-        self.standing, self.ahead, self.momentum.tensors = standing, anchors, momentum
+        self._be_at(snapshot, anchors)
+        self.outer.momentum.tensors = momentum
         self._reducers.clear()
 
     def _found(self) -> None:
@@ -400,10 +427,10 @@ class Rounds:
                 view.copy_(self._tensors[name].detach())
             self._spread(data)
             anchors |= views
-        standing = Standing.fresh(len(self.forms))
-        standing.run_id = self._offers[0].run_id
-        standing.hashes = [anchor_hash(self._values(anchors, f).values()) for f in range(len(self.forms))]
-        self.begin_at(standing, anchors, {})
+        begin = RunSnapshot.fresh(len(self.forms))
+        begin.run_id = self._offers[0].run_id
+        begin.hashes = [anchor_hash(self._values(anchors, f).values()) for f in range(len(self.forms))]
+        self.begin_at(begin, anchors, {})
 
     def _spread(self, data: Tensor) -> None:
         lines = self._lines

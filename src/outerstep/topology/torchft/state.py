@@ -1,6 +1,6 @@
 """What the replicas of a torchft run have in common, and what they tell each other of it.
 
-Standing    which version of each fragment, with which hash, and who is in it: the same everywhere, or something is
+RunSnapshot which version of each fragment, with which hash, and who is in it: the same everywhere, or something is
             wrong. From it follows whose turn is next, and whether a contribution that nobody confirmed counted.
 Offer       what a replica brings to a quorum
 Snapshots   the part of a healing state that only the training thread can copy
@@ -26,7 +26,7 @@ FORMAT = 1
 NOTHING = -1  # instead of a fragment: who joins, and who has nothing to contribute, only takes the mean
 
 
-class Standing(msgspec.Struct):
+class RunSnapshot(msgspec.Struct):
     """By fragment; `counted`: the sequence of each replica's contribution to its last round."""
 
     run_id: str
@@ -35,7 +35,7 @@ class Standing(msgspec.Struct):
     counted: list[dict[str, int]]
 
     @classmethod
-    def fresh(cls, fragments: int) -> Standing:
+    def fresh(cls, fragments: int) -> RunSnapshot:
         return cls("", [0] * fragments, [""] * fragments, [{} for _ in range(fragments)])
 
     @property
@@ -146,23 +146,23 @@ class Measured:
 
 
 def write_state(
-    standing: Standing, anchors: Mapping[str, Tensor], momentum: Mapping[str, Tensor], worker: dict[str, Any]
+    snapshot: RunSnapshot, anchors: Mapping[str, Tensor], momentum: Mapping[str, Tensor], worker: dict[str, Any]
 ) -> dict[str, Any]:
     """All that a replica needs to go on from here, in copies: the training does not stand still meanwhile. What this
     replica's codec still owes is not among it: it sends that itself, and nobody may send it twice."""
     return {
         "format": FORMAT,
-        "standing": msgspec.json.encode(standing).decode(),
+        "standing": msgspec.json.encode(snapshot).decode(),
         "anchors": copies(anchors),
         "momentum": copies(momentum),
         "worker": worker,
     }
 
 
-def read_standing(state: Mapping[str, Any]) -> Standing:
+def read_snapshot(state: Mapping[str, Any]) -> RunSnapshot:
     if state.get("format") != FORMAT:
         raise RuntimeError(f"a state to heal from has format {FORMAT}, got {state.get('format')!r}: another version")
-    return msgspec.json.decode(state["standing"], type=Standing)
+    return msgspec.json.decode(state["standing"], type=RunSnapshot)
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -182,11 +182,11 @@ __all__ = [
     "NOTHING",
     "Measured",
     "Offer",
+    "RunSnapshot",
     "Snapshots",
-    "Standing",
     "copies",
     "held_here",
     "odd_ones",
-    "read_standing",
+    "read_snapshot",
     "write_state",
 ]

@@ -14,7 +14,6 @@ torchft_rounds.py is one such exchange, torchft_crew.py the Manager, torchft_lin
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
@@ -35,12 +34,12 @@ from ..group.ranks import Ranks
 from ..group.topology import Amount, of_all
 from ..local_worker import Inner
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
-from ..stepped import Stepped
 from ..terms import Rank, check_loaded, draw_up, introduction
+from ..update import MeanStep
 from .process_groups import Lines
 from .quorum import Crew, TorchftSettings
 from .rounds import Brought, Outcome, Rounds
-from .state import NOTHING, Measured, Snapshots, Standing, copies, write_state
+from .state import NOTHING, Measured, RunSnapshot, Snapshots, copies, write_state
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ class TorchftTopology:
         self._sequence = 0
         self._saved: Mapping[str, Any] | None = None
         self._begins: dict[int, Agreed] = {}  # what this replica has to catch up with
-        self._landed = Standing.fresh(0)  # as the replica holds it, and
+        self._landed = RunSnapshot.fresh(0)  # as the replica holds it, and
         self._landed_step = 0  # the votes until then
         self._joined: tuple[Rounds, Crew] | None = None
 
@@ -144,12 +143,13 @@ class TorchftTopology:
     def _join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
         plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
-        rounds = Rounds(self._introduction(manifest, plan), self._instance, self._settings, self._lines, self._tensors)
+        own = self._introduction(manifest, plan)
+        rounds = Rounds(own, self._instance, self._settings, self._lines, self._tensors, self._anchors)
         crew = Crew(self._worker_id, self._settings, self._lines, self._ranks, state=self._state)
         self._joined = rounds, crew
         if self._saved is not None:
             self._go_on_from(self._saved, plan)
-        before = list(rounds.standing.versions)
+        before = list(rounds.snapshot.versions)
         threading.Thread(target=self._carry, name="outerstep-torchft", daemon=True).start()
         log.info("waiting for the quorum of the lighthouse at %s", self._settings.lighthouse)
         ticket = self._put(Brought(NOTHING, 0), None)
@@ -158,7 +158,7 @@ class TorchftTopology:
         if self._saved is None and rounds.healed_from is not None:
             work = self._inner.load(rounds.healed_from)
         elif self._saved is not None:
-            overtaken = frozenset(range(len(before))) if rounds.standing.versions != before else overtaken
+            overtaken = frozenset(range(len(before))) if rounds.snapshot.versions != before else overtaken
             if not overtaken:  # the replica holds it all
                 self._taken_over()
         self._saved = rounds.healed_from = None
@@ -172,11 +172,11 @@ class TorchftTopology:
 
     def _go_on_from(self, saved: Mapping[str, Any], plan: Plan) -> None:
         check_loaded(plan, saved["versions"], saved["anchors"].keys())
-        standing = Standing(
+        snapshot = RunSnapshot(
             saved["run_id"], list(saved["versions"]), list(saved["hashes"]), [{} for _ in plan.fragments]
         )
         anchors = {name: tensor.reshape(self._tensors[name].shape) for name, tensor in copies(saved["anchors"]).items()}
-        self._rounds.begin_at(standing, anchors, copies(saved["momentum"]))
+        self._rounds.begin_at(snapshot, anchors, copies(saved["momentum"]))
         self._crew.step = saved["step"]
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
@@ -233,8 +233,7 @@ class TorchftTopology:
         return ticket
 
     def _encode(self, fragment: int, deltas: Measured, sequence: int) -> Encoded:
-        form, run_id = self._rounds.forms[fragment], self._rounds.standing.run_id
-        self._rounds.homes |= {entry.name: deltas.home(entry.name) for entry in form.up.entries}
+        form, run_id = self._rounds.forms[fragment], self._rounds.run_id
         sender = sender_to_peers(
             form, fragment, deltas, self._feedback, run_id=run_id, worker_id=self._worker_id, sequence=sequence
         )
@@ -259,7 +258,8 @@ class TorchftTopology:
 
     def _wanted(self) -> frozenset[tuple[int, int]]:
         with self._changed:
-            versions, turn = self._rounds.standing.versions, self._rounds.standing.turn
+            snapshot = self._rounds.snapshot
+            versions, turn = snapshot.versions, snapshot.turn
             if self._unconfirmed:
                 return frozenset((fragment, versions[fragment]) for fragment in self._unconfirmed)
             return frozenset() if turn in self._queue else frozenset([(turn, versions[turn] + 1)])
@@ -286,35 +286,32 @@ class TorchftTopology:
     def _agreed(self, fragment: int, ticket: TorchftTicket) -> Agreed:
         assert ticket.outcome is not None
         outcome, own = ticket.outcome, fragment == ticket.fragment
-        update, version = outcome.updates[fragment], self._rounds.standing.versions[fragment]
+        update, state = outcome.updates[fragment], self._rounds.states[fragment]
         counted = own and outcome.counted
-        if isinstance(update, Stepped) and update.frame.is_cuda:  # it was made on another stream
+        if isinstance(update, MeanStep) and update.frame.is_cuda:  # it was made on another stream
             update.frame.record_stream(torch.cuda.current_stream(update.frame.device))
         return Agreed(
             fragment=fragment,
-            version=version,
+            version=state.version,
             counted=counted,
             too_old=False,
             update=update,
-            anchor_hash=self._rounds.standing.hashes[fragment],
+            anchor_hash=state.anchor_hash,
             participants=outcome.participants if own else (),
             bytes_sent=outcome.bytes_sent if own else 0,
             bytes_received=outcome.bytes_received if own else 0,
             retries=0,
             rejoins=0,
             plan=self._rounds.plan,
-            counted_in=version if counted else 0,
+            counted_in=state.version if counted else 0,
             watched=outcome.watched if own and self._sections == 1 else None,
         )
 
     def adopted(self, agreed: Agreed, intact: bool) -> None:
         """It was taken over; when all that came with it was, the carrying thread compares the anchors and goes on."""
-        standing = self._rounds.standing
-        if isinstance(agreed.update, Stepped):
-            standing.hashes[agreed.fragment] = agreed.update.digest
+        self._rounds.states[agreed.fragment].arrive(agreed.version, agreed.update.digest)  # they will be compared
+        if isinstance(agreed.update, MeanStep):
             self._lines.give_back(agreed.update.frame)
-        elif not intact:
-            standing.hashes[agreed.fragment] = ""  # whoever compares will see it
         with self._changed:
             self._unconfirmed.discard(agreed.fragment)
             if self._unconfirmed:
@@ -323,8 +320,8 @@ class TorchftTopology:
 
     def _taken_over(self) -> None:
         with self._changed:
-            self._landed, self._landed_step = copy.deepcopy(self._rounds.standing), self._crew.step
-            self._rounds.ahead = None
+            self._rounds.caught_up()
+            self._landed, self._landed_step = self._rounds.snapshot, self._crew.step
             self._unconfirmed.clear()
             self._changed.notify_all()
 
@@ -339,7 +336,7 @@ class TorchftTopology:
         rounds = self._rounds
 
         def found() -> TorchftTicket | None:
-            return self._queue.get(NOTHING) or self._queue.get(rounds.standing.turn)
+            return self._queue.get(NOTHING) or self._queue.get(rounds.snapshot.turn)
 
         with self._changed:
             self._changed.wait_for(lambda: self._ended or (not self._unconfirmed and found() is not None))
@@ -394,19 +391,19 @@ class TorchftTopology:
         rounds = self._rounds
         anchors = rounds.ahead if rounds.ahead is not None else self._anchors
         log.info("another replica heals from this one")
-        return write_state(rounds.standing, anchors, rounds.momentum.tensors, worker)
+        return write_state(rounds.snapshot, anchors, rounds.outer.momentum.flat, worker)
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         """Anchor and momentum too: there is no server that keeps them. (What is under way is lost with the process:
         its steps are unsent.)"""
-        standing = self._landed
+        landed = self._landed
         return {
-            "run_id": standing.run_id,
+            "run_id": landed.run_id,
             "step": self._landed_step,
-            "versions": list(standing.versions),
-            "hashes": list(standing.hashes),
+            "versions": list(landed.versions),
+            "hashes": list(landed.hashes),
             "anchors": dict(self._anchors),
-            "momentum": dict(self._rounds.momentum.tensors),
+            "momentum": self._rounds.outer.momentum.flat,
             "feedback": self._feedback.state_dict(()),
         }
 

@@ -217,7 +217,7 @@ def test_a_peer_whose_anchor_is_not_the_others_is_not_counted_and_takes_theirs(a
         with torch.no_grad():  # a bit has flipped, and with it the hash
             c._replica.anchors[name].view(-1)[0] += 1.0
             held = around.nodes["c"].peer.anchors[0]
-            c._topology._holdings[0].anchor_hash = "0" * 32  # type: ignore[attr-defined]
+            c._topology._state[0].anchor_hash = "0" * 32  # type: ignore[attr-defined]
         assert held[0] == 2
         # c misses one round, takes the others' anchor, and contributes what it had at once to the next.
         jobs = [lambda w=w, n=n: train_rounds(w, n) for w, n in ((a, 2), (b, 2), (c, 1))]

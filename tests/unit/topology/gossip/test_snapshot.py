@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outerstep.core.state import FragmentSnapshot
 from outerstep.errors import BadFrame
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.gossip.contents import Contents
-from outerstep.topology.gossip.snapshot import Standing, read_standing, write_standing
+from outerstep.topology.gossip.snapshot import read_snapshot, write_snapshot
 from outerstep.topology.update import anchor_hash
 from outerstep.types import Manifest, ParameterSpec, Plan
 
@@ -34,37 +35,40 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=source) for name, shape in SHAPES.items()}
 
 
-def standing() -> Standing:
+HISTORY = ((0.5, 1.5), (2.0,))
+
+
+def snapshot() -> FragmentSnapshot:
     anchor = tensors(0)
     momentum = {name: values.reshape(-1) for name, values in tensors(1).items()}
-    return Standing(7, anchor_hash(anchor.values()), anchor, momentum, ((0.5, 1.5), (2.0,)), tensors(2))
+    return FragmentSnapshot(7, anchor_hash(anchor.values()), anchor, momentum, tensors(2))
 
 
-def test_a_standing_comes_back_as_it_was_and_equal_ones_have_equal_bytes() -> None:
-    form, wanted = form_of(), standing()
-    data = write_standing(form, wanted)
-    assert data == write_standing(form, standing())
-    found = read_standing(form, data, SHAPES)
-    assert (found.version, found.anchor_hash, found.history) == (7, wanted.anchor_hash, wanted.history)
-    for kind in ("anchor", "momentum", "centre"):
+def test_a_snapshot_comes_back_as_it_was_and_equal_ones_have_equal_bytes() -> None:
+    form, wanted = form_of(), snapshot()
+    data = write_snapshot(form, wanted, HISTORY)
+    assert data == write_snapshot(form, snapshot(), HISTORY)
+    found, history = read_snapshot(form, data, SHAPES)
+    assert (found.version, found.anchor_hash, history) == (7, wanted.anchor_hash, HISTORY)
+    for kind in ("theta", "momentum", "centre"):
         for name, values in getattr(wanted, kind).items():
             assert torch.equal(getattr(found, kind)[name], values)
 
 
 @pytest.mark.parametrize("place", [0, 2, 10, 200, -7])
-def test_a_standing_with_a_changed_byte_is_refused_or_names_another_state(place: int) -> None:
+def test_a_snapshot_with_a_changed_byte_is_refused_or_names_another_state(place: int) -> None:
     form = form_of()
-    data = write_standing(form, standing())
+    data = write_snapshot(form, snapshot(), HISTORY)
     data[place] ^= 0x55
     try:
-        found = read_standing(form, data, SHAPES)
+        found, history = read_snapshot(form, data, SHAPES)
     except BadFrame:
         return
-    assert write_standing(form, found) == data  # momentum has no hash of its own: the whole's digest covers it
+    assert write_snapshot(form, found, history) == data  # momentum has no hash of its own: the whole's digest covers it
 
 
-def test_a_standing_that_is_cut_or_of_another_fragment_is_refused() -> None:
-    form, data = form_of(), write_standing(form_of(), standing())
+def test_a_snapshot_that_is_cut_or_of_another_fragment_is_refused() -> None:
+    form, data = form_of(), write_snapshot(form_of(), snapshot(), HISTORY)
     for wrong in (
         data[:3],
         data[:40],
@@ -73,7 +77,7 @@ def test_a_standing_that_is_cut_or_of_another_fragment_is_refused() -> None:
         memoryview(bytearray(bytes(data) + b"\0" * 8)),
     ):
         with pytest.raises(BadFrame):
-            read_standing(form, wrong, SHAPES)
+            read_snapshot(form, wrong, SHAPES)
 
 
 def test_a_contribution_is_looked_at_before_anybody_votes_for_it() -> None:

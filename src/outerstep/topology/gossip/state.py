@@ -1,0 +1,265 @@
+"""What a peer holds of a run: the state of every fragment, how contributions are read, and what the norm screen knows.
+
+With a server all this is the server's. Here each peer has its own copy, moves it by the same decided rounds with the
+same arithmetic, and gives it to a peer that joins (snapshot.py).
+
+The contributions of a round become one with the same bits on every peer:
+
+    weights    1, or what a contribution says of itself, within a factor of the round's median
+    screens    finite, norm against the last rounds; cosine by choice
+    rule       the mean, or a robust one                                        core/robust/
+
+They are read in the order of their peers' ids, in blocks; nothing depends on what arrived first.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...coordination.weights import peer_weights
+from ...core.gossip import NoLoCo, PairOuter
+from ...core.outer import Nesterov
+from ...core.robust import Candidate, RobustAggregator, Screening, Tensors, TensorSpan, combine
+from ...core.state import FragmentSnapshot, FragmentState
+from ...core.views import fp32_views
+from ...core.watch import sum_of_squares, watched
+from ...errors import ConfigError
+from ...screens import History, remember
+from ...statements import Offered
+from ...types import Participant, Watched
+from ..forms import Form, forms_of
+from ..terms import check_loaded
+from ..update import MeanStep, anchor_hash
+from .contents import Contents
+from .node import DecidedRound
+from .snapshot import on_host, read_snapshot, write_snapshot
+from .terms import GossipTerms
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What became of a round. `step`: the outer step along the aggregate, still to be taken; None: there was too little
+    in the round for the rule, and nothing moves. `participants` with the weight that each had, 0 = left out."""
+
+    step: MeanStep | None
+    participants: tuple[Participant, ...]
+    watched: Watched | None = None
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A saved state, before the run is known."""
+
+    versions: tuple[int, ...]
+    anchors: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+    histories: tuple[History, ...]
+    centres: tuple[dict[str, Tensor], ...]
+
+
+class PeerState:
+    """Versions and hashes are those that were confirmed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor]) -> None:
+        """`tensors`: the model's by name; `anchors`: where the last agreed ones are found, once they are."""
+        self._tensors, self._anchors = tensors, anchors
+        self._terms: GossipTerms | None = None
+        self._outer: Nesterov | PairOuter = PairOuter(None)
+        self.forms: list[Form] = []
+        self.contents: list[Contents] = []
+        self._states: list[FragmentState] = []
+        self._histories: list[History] = []
+        self._moving: list[bool] = []  # anchor and momentum do not belong together at the moment
+        self._lock = threading.Lock()  # anchors move only while `_moving`, which changes only under it
+        self.loaded: _Loaded | None = None
+
+    def prepare(self, terms: GossipTerms) -> None:
+        """This is the run."""
+        self._terms, loaded = terms, self.loaded
+        if terms.pattern == "all":
+            self._outer = Nesterov.everywhere(terms.outer)
+        else:
+            noloco = NoLoCo(terms.outer_momentum, terms.outer_lr) if terms.pattern == "pairs" else None
+            self._outer = PairOuter(noloco)
+        self.forms = forms_of(terms.plan, terms.manifest)
+        self.contents = [Contents(form) for form in self.forms]
+        roles = {spec.name: spec.role for spec in terms.manifest.parameters}
+        theta: Mapping[str, Tensor] = ChainMap(self._anchors, self._tensors)  # type: ignore[arg-type]  # only read
+        self._states = [
+            FragmentState({entry.name: roles[entry.name] for entry in form.full.entries}, theta, self._outer, index=f)
+            for f, form in enumerate(self.forms)
+        ]
+        self._histories, self._moving = [() for _ in self.forms], [True for _ in self.forms]
+        if loaded is not None:
+            check_loaded(terms.plan, loaded.versions, loaded.anchors.keys())
+            self._outer.momentum.load(loaded.momentum)
+
+    @property
+    def run(self) -> GossipTerms:
+        assert self._terms is not None, "not joined"
+        return self._terms
+
+    def __getitem__(self, fragment: int) -> FragmentState:
+        return self._states[fragment]
+
+    @property
+    def are_complete(self) -> bool:
+        """Is an anchor of every fragment here?"""
+        return all(state.anchor_hash for state in self._states)
+
+    def anchor(self, fragment: int) -> dict[str, Tensor]:
+        """As it is held, in host memory."""
+        return on_host({name: self._anchors[name] for name in self._states[fragment].roles})
+
+    # --- snapshots ----------------------------------------------------------------------------------------------------
+
+    def found(self, fragment: int) -> FragmentSnapshot:
+        """What a run begins with: this peer's weights, or the state that it was given."""
+        state, values = self._states[fragment], self._tensors
+        if self.loaded is not None:
+            values, state.version = self.loaded.anchors, self.loaded.versions[fragment]
+            self._histories[fragment] = self.loaded.histories[fragment]
+            if self.loaded.centres[fragment]:
+                state.remember(self.loaded.centres[fragment])
+        on_this = on_host({name: values[name] for name in state.roles})
+        whole = {name: value.contiguous().clone() for name, value in on_this.items()}
+        return FragmentSnapshot(state.version, anchor_hash(whole.values()), whole, {}, {})
+
+    def is_as_loaded(self, fragment: int, found: FragmentSnapshot) -> bool:
+        """Is the run where the loaded state was?"""
+        assert self.loaded is not None
+        loaded = anchor_hash(self.loaded.anchors[name] for name in self._states[fragment].roles)
+        return (found.version, found.anchor_hash) == (self.loaded.versions[fragment], loaded)
+
+    def read(self, fragment: int, data: memoryview) -> FragmentSnapshot:
+        """What another peer holds, momentum and all. The anchor itself is for whoever adopts it."""
+        state = self._states[fragment]
+        snapshot, history = read_snapshot(self.forms[fragment], data, state.parameters)
+        self.begin_to_move(fragment)
+        state.read(snapshot)
+        self._histories[fragment] = history
+        return snapshot
+
+    def write(self, fragment: int) -> tuple[int, memoryview] | None:
+        """The same from here, as it is at one moment; from any thread. None: it moves just now."""
+        with self._lock:
+            if self._moving[fragment]:
+                return None
+            snapshot = self._states[fragment].write(momentum=self.run.keeps_momentum)
+            return snapshot.version, write_snapshot(self.forms[fragment], snapshot, self._histories[fragment])
+
+    # --- moving -------------------------------------------------------------------------------------------------------
+
+    def begin_to_move(self, fragment: int) -> FragmentState:
+        with self._lock:
+            self._moving[fragment] = True
+        return self._states[fragment]
+
+    def rest(self, fragment: int, version: int, digest: str) -> None:
+        """Anchor and momentum are those of this version."""
+        with self._lock:
+            self._states[fragment].arrive(version, digest)
+            self._moving[fragment] = False
+
+    def combine(self, fragment: int, decided: DecidedRound, run_id: str, own_id: str) -> Combined:
+        """One round more. Contributions without training in them count nothing."""
+        state, version, aggregator = self._states[fragment], decided.block.version, self.run.aggregator
+        contributions = decided.contributions
+        weights = peer_weights([offered for _, offered, _ in contributions], self.run.plan.weight_by)
+        candidates = [
+            Candidate[TensorSpan](peer_id, self.contents[fragment].reader(data), weight, offered.steps)
+            for (peer_id, offered, data), weight in zip(contributions, weights, strict=True)
+            if weight > 0.0
+        ]
+        if not _is_enough(aggregator, candidates):
+            log.warning("fragment %d version %d: too few have trained for it; nothing moves", fragment, version)
+            return Combined(None, _participants(contributions, {}))
+        layout, rule = self.forms[fragment].update, aggregator.rule
+        frame = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+        made = fp32_views(frame.numpy().data, layout.places, layout.data_begin)
+        verdict = combine(
+            candidates,
+            self.contents[fragment].sizes,
+            Tensors(made),
+            rule,
+            seed=f"{run_id}/{fragment}/{version}",
+            screening=Screening(self._histories[fragment], aggregator.cosine_screen),
+            centre=Tensors(state.centre) if state.centre else None,
+        )
+        for peer_id, why in verdict.refused.items():
+            log.warning("fragment %d version %d: %s was left out: %s", fragment, version, peer_id, why)
+        by_id = {c.worker_id: c for c in candidates}
+        counted = {peer_id: by_id[peer_id].weight for peer_id in verdict.accepted}
+        norms = [rate * math.sqrt(by_id[p].steps) for p, rate in zip(verdict.accepted, verdict.rates, strict=True)]
+        seen = watched(
+            dict(zip(verdict.accepted, norms, strict=True)).get(own_id),
+            norms,
+            list(counted.values()),
+            math.sqrt(sum(sum_of_squares(values.view(-1)) for values in made.values() if values.numel())),
+            is_mean=rule.name == "mean",
+        )
+        self._histories[fragment] = remember(self._histories[fragment], verdict.rates)
+        if rule.needs_centre:
+            state.remember(made)
+        step = MeanStep(frame, self.forms[fragment], state)
+        return Combined(step, _participants(contributions, counted), seen)
+
+    # --- what must not be forgotten -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "versions": [state.version for state in self._states],
+            "anchors": dict(self._anchors),
+            "momentum": self._outer.momentum.flat,
+        }
+
+    def rounds_dict(self) -> dict[str, Any]:
+        """What screens and rule remember of earlier rounds; in pairs there is neither."""
+        return {
+            "histories": [[list(rates) for rates in history] for history in self._histories],
+            "centres": [dict(state.centre) for state in self._states],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        nothing: list[dict[str, Tensor]] = [{}] * len(state["versions"])
+        self.loaded = _Loaded(
+            versions=tuple(state["versions"]),
+            anchors={name: value.clone() for name, value in state["anchors"].items()},
+            momentum={name: value.clone() for name, value in state["momentum"].items()},
+            histories=tuple(tuple(map(tuple, rounds)) for rounds in state.get("histories", nothing)),
+            centres=tuple({n: v.clone() for n, v in one.items()} for one in state.get("centres", nothing)),
+        )
+
+
+def _is_enough(aggregator: RobustAggregator, candidates: Sequence[Candidate[TensorSpan]]) -> bool:
+    if not candidates:
+        return False
+    try:
+        aggregator.rule.check(len(candidates), [candidate.weight for candidate in candidates])
+        Screening(cosine=aggregator.cosine_screen).check(len(candidates))
+    except ConfigError:
+        return False
+    return True
+
+
+def _participants(
+    contributions: Sequence[tuple[str, Offered, memoryview]], counted: Mapping[str, float]
+) -> tuple[Participant, ...]:
+    return tuple(
+        Participant(worker_id=peer_id, sequence=offered.sequence, weight=counted.get(peer_id, 0.0))
+        for peer_id, offered, _ in contributions
+    )
+
+
+__all__ = ["Combined", "PeerState"]
