@@ -79,7 +79,7 @@ class Accounts:
         def noted(rounds: Rounds, brought: Any, made: Made) -> Outcome:
             if made.active:
                 seen = {offer.worker_id: offer.steps for offer in made.active}
-                assert self._rounds.setdefault(rounds.standing.versions[0], seen) == seen
+                assert self._rounds.setdefault(rounds.snapshot.versions[0], seen) == seen
             return agree(rounds, brought, made)
 
         monkeypatch.setattr(Rounds, "_agree", noted)
@@ -106,7 +106,7 @@ def test_a_round_that_failed_on_one_replica_loses_no_step_and_counts_none_twice(
     reduce, failed = Rounds._reduce, []
 
     def breaking(rounds: Rounds, *args: Any) -> Any:
-        fails = rounds.own.worker_id == "b" and rounds.standing.versions == [1] and not failed
+        fails = rounds.own.worker_id == "b" and rounds.snapshot.versions == [1] and not failed
         if fails and where == "before":
             failed.append(1)
             raise RuntimeError("the line broke")

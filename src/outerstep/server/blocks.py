@@ -87,7 +87,9 @@ class _Hands(Generic[Room, Made]):
                         return
                     for block, one in zip(group, made, strict=True):
                         self._seal(block, one)
-                    self._pass_on()
+                    with self._changed:
+                        self._sealed += 1
+                        self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - raised by whoever asked for the work
             with self._changed:
                 self.errors[number or 0] = error
@@ -104,8 +106,3 @@ class _Hands(Generic[Room, Made]):
         with self._changed:
             self._changed.wait_for(lambda: bool(self.errors) or self._sealed == number)
             return not self.errors
-
-    def _pass_on(self) -> None:
-        with self._changed:
-            self._sealed += 1
-            self._changed.notify_all()

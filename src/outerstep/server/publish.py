@@ -108,17 +108,10 @@ class Served:
     """A frame that workers fetch, with those that are in the middle of it. (Under the lock of its downlink.)"""
 
     def __init__(self, frame: Frame, part_size_bytes: int) -> None:
-        self.frame = frame
+        self.frame, self.size_bytes = frame, len(frame.view)
+        self.part_count = part_count(self.size_bytes, part_size_bytes)
         self._part_size_bytes = part_size_bytes
         self._readers: dict[str, _Reading] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.frame.view)
-
-    @property
-    def part_count(self) -> int:
-        return part_count(self.size_bytes, self._part_size_bytes)
 
     def promised(self, worker_id: str, now: float) -> None:
         """This worker was told to fetch it, and will."""
@@ -133,7 +126,7 @@ class Served:
         reading.parts.add(part)
         if len(reading.parts) == self.part_count:
             del self._readers[worker_id]  # it has all of it; the last bytes are on their way (`Frame.is_lent`)
-        return self.frame.lend(*self._range(part))
+        return self.frame.lend(*part_range(part, self.size_bytes, self._part_size_bytes))
 
     def last_asked_at(self, now: float) -> float | None:
         """When a worker that is still in the middle of it last asked; None = nobody is."""
@@ -145,30 +138,23 @@ class Served:
     def is_read(self, now: float) -> bool:
         return self.frame.is_lent or self.last_asked_at(now) is not None
 
-    def _range(self, part: int) -> tuple[int, int]:
-        return part_range(part, self.size_bytes, self._part_size_bytes)
-
 
 class Published(Served):
     """One version of θ as a whole. The hashes of its parts are made when somebody first asks for it."""
 
     def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
         super().__init__(frame, part_size_bytes)
-        self.agreement = agreement
+        self.agreement, self.version = agreement, agreement.version
         self.range_hashes: dict[int, tuple[str, ...]] = {}  # by number of sections, as far as asked
         self._hashing = threading.Lock()
         self._part_hashes: tuple[str, ...] = ()
-
-    @property
-    def version(self) -> int:
-        return self.agreement.version
 
     def part_hashes(self) -> tuple[str, ...]:
         """Computed once, whoever asks first; the others wait for it. Only while a part of the frame is lent."""
         with self._hashing:
             if not self._part_hashes:
-                parts = (self.frame.view[slice(*self._range(part))] for part in range(self.part_count))
-                self._part_hashes = tuple(part_hash(part) for part in parts)
+                ranges = (part_range(i, self.size_bytes, self._part_size_bytes) for i in range(self.part_count))
+                self._part_hashes = tuple(part_hash(self.frame.view[begin:end]) for begin, end in ranges)
             return self._part_hashes
 
     def payload(self) -> Payload:
@@ -202,7 +188,7 @@ class NextVersion:
         self.in_place = frame is before
         self.mean: Tensor | None = None  # what T moved along, if it is to be kept until this is published
         self.pushes: Sequence[float] | None = None  # how much each counted, if it moved along one after the other
-        self._squares = 0.0  # Σ g² of what T moved along at once
+        self.squares = 0.0  # Σ g² of what T moved along at once
         self._down, self.from_above = down, False  # True: an agreement of a layer above, without contributions
         self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
         self._anchor = xxhash.xxh3_128()
@@ -217,10 +203,6 @@ class NextVersion:
         self._begins = {entry.name: entry.begin for entry in down.update.entries}
         self._hasher = PartHasher(update.view, down.part_size_bytes)
 
-    def along(self, squares: float) -> None:
-        """T moved along a block of the mean with this Σ g²."""
-        self._squares += squares
-
     def watched(self, participants: Sequence[Participant]) -> Watched | None:
         """How the round went, as far as it is the same for all workers. Of several pushes that each moved T by itself
         there is no aggregate, so nothing is known; of one it is that push."""
@@ -230,7 +212,7 @@ class NextVersion:
         norms = [p.norm for p in counted if p.norm is not None]
         if self.pushes is None:
             is_mean = self._down.follows_means and len(norms) == len(counted)
-            return watched_round(None, norms, [p.weight for p in counted], math.sqrt(self._squares), is_mean=is_mean)
+            return watched_round(None, norms, [p.weight for p in counted], math.sqrt(self.squares), is_mean=is_mean)
         if len(norms) == len(self.pushes) == 1:
             return watched_round(None, norms, self.pushes, self.pushes[0] * norms[0], is_mean=False)
         return None
@@ -399,7 +381,8 @@ class Downlink:
         """The hash and the bytes of one part, which stay as they are for as long as the view is kept."""
         with self._lock:
             if request.kind == "update":
-                update = self._find_update(request.version)
+                served = [*self._ring, *([self._leaving] if self._leaving is not None else [])]
+                update = next((update for update in served if update.version == request.version), None)
                 if update is None:
                     raise self._superseded(request)
                 data = update.lend(request.worker_id, request.part, now)
@@ -433,10 +416,6 @@ class Downlink:
             return []
         size = sum(update.size_bytes for update in chain)
         return chain if size < self.full.size_bytes and len(chain) <= MOST_PAYLOADS else []
-
-    def _find_update(self, version: int) -> Update | None:
-        served = [*self._ring, *([self._leaving] if self._leaving is not None else [])]
-        return next((update for update in served if update.version == version), None)
 
     def _superseded(self, request: GetPart) -> Superseded:
         newest = max(self._held, default="on its way")

@@ -25,7 +25,7 @@ from ..core.watch import sum_of_squares
 from ..digest import data_hash
 from ..errors import ModelError
 from ..pool import private_memory
-from ..types import GetPart, ParameterSpec, Participant, Payload
+from ..types import ParameterSpec, Participant
 from ..wire.frames import layout, most_bytes, row_pieces
 from .blocks import BLOCK_VALUES, Block, cut, hand_in_hand
 from .decoding import Decoder, UpTensor
@@ -122,6 +122,9 @@ class FragmentStore:
             targets=targets,
             centre=centre if keeps_centre and centre and {spec.name for spec in specs} <= centre.keys() else None,
         )
+        self.state: FragmentState = self.down.state
+        self.payloads, self.part = self.down.payloads, self.down.part  # how workers get it
+        self.numel = (self.down.full.size_bytes - self.down.full.data_begin) // 4  # of the flat memory, gaps included
         tensors = [UpTensor(spec.name, spec.shape, up.codec(spec)) for spec in specs]
         self._tensors = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in tensors]
         self.up = layout(up.name, [(name, shape, size(math.prod(shape))) for name, shape, size in self._tensors])
@@ -138,18 +141,9 @@ class FragmentStore:
         self._keeps_centre = keeps_centre
 
     @property
-    def state(self) -> FragmentState:
-        return self.down.state
-
-    @property
     def centre(self) -> Mapping[str, Tensor]:
         """The last round's aggregate by name, for a rule that begins there; nothing before the first."""
         return self.state.centre
-
-    @property
-    def numel(self) -> int:
-        """Of the flat memory, gaps included."""
-        return (self.down.full.size_bytes - self.down.full.data_begin) // 4
 
     def _most_bytes(self, sections: int) -> int:
         """Of a contribution that comes in so many sections."""
@@ -172,14 +166,6 @@ class FragmentStore:
         """A copy of θ by name, from any thread."""
         with self.down.reading() as published:
             return {name: theta.clone() for name, theta in self.down.params(published).items()}
-
-    def payloads(
-        self, version: int, worker_id: str, held: int, held_hash: str | None, now: float
-    ) -> tuple[Payload, ...] | None:
-        return self.down.payloads(version, worker_id, held, held_hash, now)
-
-    def part(self, request: GetPart, now: float) -> tuple[str, memoryview]:
-        return self.down.part(request, now)
 
     def range_hashes(self, version: int, sections: int) -> tuple[str, ...] | None:
         """Per section the hash of its rows, by the rule of the anchor's; None if the version is not held any more. Two
@@ -378,7 +364,7 @@ class FragmentStore:
             return squares
 
         def seal(block: Block, squares: float) -> None:
-            made.along(squares)
+            made.squares += squares
             made.seal(block)
 
         hand_in_hand(self._blocks, lambda: torch.empty(2, BLOCK_VALUES), move, seal)
@@ -390,7 +376,7 @@ class FragmentStore:
             g = mean[block.place : block.end]
             self._gather(block, g, gather.readers, made.version, scratch, onto=gather.onto)
             divide(g, gather.weight)
-            made.along(sum_of_squares(g))
+            made.squares += sum_of_squares(g)
         self.state.step_whole(self.down.by_name(mean.clone() if keep_mean else mean), self.down.by_name(made.target))
         self._follow(made)
 

@@ -100,10 +100,6 @@ class AnchorProof:
         self._copies.flush()
         return self._state.hexdigest()
 
-    @property
-    def holds(self) -> bool:
-        return self.digest == self.expected
-
 
 @dataclass(frozen=True)
 class Extent:
@@ -143,7 +139,7 @@ class WholeAnchor:
 
     @property
     def is_proven(self) -> bool:
-        return self._proof.holds
+        return self._proof.digest == self._proof.expected
 
     @property
     def digest(self) -> str:
@@ -160,7 +156,7 @@ class WholeAnchor:
             proof = AnchorProof(self._proof.expected)
             for name, theta in self._values.items():
                 self._extents.get(name, ALL).feed(proof, 0, theta.view(-1))
-            if not proof.holds:
+            if proof.digest != proof.expected:
                 raise ExchangeFailed(f"what the server sent does not have the hash {proof.expected} that it announced")
             self._is_checked = True
         return self._values
@@ -195,7 +191,7 @@ class UpdateChain:
 
     @property
     def is_proven(self) -> bool:
-        return self._proof.holds
+        return self._proof.digest == self._proof.expected
 
     @property
     def digest(self) -> str:

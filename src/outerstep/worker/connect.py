@@ -18,9 +18,9 @@ import msgspec
 import torch.distributed as dist
 
 from ..config import LIGHTHOUSE_VARIABLE, WorkerConfig, check_topology_name, parse_lighthouse, unknown
+from ..core.outer import OuterRule
 from ..defaults import PEER_BEAT_S
 from ..errors import ConfigError
-from ..core.outer import OuterRule
 from ..topology.group.ranks import Ranks
 from ..topology.local_worker import LocalWorker
 from ..topology.protocol import Topology

@@ -11,7 +11,7 @@ import torch
 from outerstep.server import DiLoCoServer
 from outerstep.worker import replica
 from outerstep.worker.deferring import deferred
-from outerstep.worker.replica import Block
+from outerstep.worker.replica import AnchorBlock
 from support import TwoLedgers, count, in_threads, memory_worker
 
 
@@ -62,7 +62,7 @@ def test_ctrl_c_in_the_middle_of_a_take_over_leaves_it_whole(monkeypatch: pytest
     worker = memory_worker(server, "w", model, optimizer, heartbeat_interval=0.0, handle_signals=False).start()
     adopt, moved = replica._adopt, []
 
-    def interrupted(block: Block) -> None:
+    def interrupted(block: AnchorBlock) -> None:
         adopt(block)
         moved.append(block.name)
         if len(moved) == 1:

@@ -1,6 +1,6 @@
 """Robust aggregation: several pseudo-gradients become one, though some of them may be wrong or hostile.
 
-    stream.combine       contributions read block by block: screens, then a rule (streams.py says how they are read)
+    combining.combine       contributions read block by block: screens, then a rule (streams.py says how they are read)
     RobustAggregator     the same for tensors in memory
     attacks.ATTACKS      what to try it against
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 from .aggregator import RULES, RobustAggregator, make_rule
 from .buckets import Bucketing
 from .centres import CenteredClipping, GeometricMedian
+from .combining import Candidate, Screening, ScreenVerdict, aggregate, combine
 from .coordinates import Mean, Median, TrimmedMean
 from .cosines import cosine_screen
 from .rule import Rule
 from .selection import Krum, MultiKrum
-from .stream import Candidate, Screening, ScreenVerdict, aggregate, combine
 from .streams import Reader, Tensors, TensorSpan, Writer, Zeros, cut
 
 __all__ = [

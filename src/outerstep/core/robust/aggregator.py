@@ -12,10 +12,10 @@ from ...errors import ConfigError
 from ...screens import LEAST_FOR_COSINES, History, check_history, remember
 from .buckets import Bucketing
 from .centres import CenteredClipping, GeometricMedian
+from .combining import Candidate, Screening, ScreenVerdict, combine
 from .coordinates import Mean, Median, TrimmedMean
 from .rule import Rule
 from .selection import Krum, MultiKrum
-from .stream import Candidate, Screening, ScreenVerdict, combine
 from .streams import Tensors, TensorSpan
 
 MIN_PEERS = 3

@@ -4,7 +4,7 @@
 
 at most ⌊(n − 1)/2⌋ of them are refused, lowest first. Honest pseudo-gradients are nearly orthogonal, but not less than
 that; with fewer than five, chance alone would put one below the limit. (The norm screen goes before it:
-outerstep/screens.py. Norms that a server judged on arrival are not judged again: `stream.Screening.arrived`.)
+outerstep/screens.py. Norms that a server judged on arrival are not judged again: `combining.Screening.arrived`.)
 """
 
 from __future__ import annotations

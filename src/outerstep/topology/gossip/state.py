@@ -76,6 +76,7 @@ class PeerState:
         self._tensors, self._anchors = tensors, anchors
         self._terms: GossipTerms | None = None
         self._outer: Nesterov | PairOuter = PairOuter(None)
+        self._aggregator = RobustAggregator()
         self.forms: list[Form] = []
         self.contents: list[Contents] = []
         self._states: list[FragmentState] = []
@@ -86,7 +87,7 @@ class PeerState:
 
     def prepare(self, terms: GossipTerms) -> None:
         """This is the run."""
-        self._terms, loaded = terms, self.loaded
+        self._terms, self._aggregator, loaded = terms, terms.aggregator, self.loaded
         if terms.pattern == "all":
             self._outer = Nesterov.everywhere(terms.outer)
         else:
@@ -174,7 +175,7 @@ class PeerState:
 
     def combine(self, fragment: int, decided: DecidedRound, run_id: str, own_id: str) -> Combined:
         """One round more. Contributions without training in them count nothing."""
-        state, version, aggregator = self._states[fragment], decided.block.version, self.run.aggregator
+        state, version, aggregator = self._states[fragment], decided.block.version, self._aggregator
         contributions = decided.contributions
         weights = peer_weights([offered for _, offered, _ in contributions], self.run.plan.weight_by)
         candidates = [
