@@ -74,7 +74,7 @@ def test_after_a_cut_in_the_middle_of_an_upload_only_what_is_missing_is_sent(ser
         worker = train(server, line, rounds=1)
         assert cut.fired >= 1
         assert server.status()["bytes_received"] == payload_bytes(server)  # each part was stored once
-        again = worker.config.connections * PART_BYTES  # what was on its way when the line was cut
+        again = worker.config.server.connections * PART_BYTES  # what was on its way when the line was cut
         assert line.carried["up"] <= payload_bytes(server) + again + HEADS_BYTES
     assert server.status()["total_submissions"] == 1
     assert cells(server)[0] == 2.0

@@ -65,7 +65,7 @@ class GradientGossip:
         self.node_id, self.counted = node_id, False
         self._wishes = GossipWishes(
             min_peers=min_peers,
-            attackers=attackers,
+            attackers=node.pop("liars", attackers),  # its name in earlier versions
             round_deadline_s=round_deadline_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
