@@ -1,13 +1,13 @@
-"""A training script that can be killed at any moment and started again with the same command.
+"""A training script that can be killed at any moment and resumed with the same command.
 
     outerstep server -m model -n 2 --sync-every 50 --save-dir saves
     outerstep worker --server 127.0.0.1:8512 --worker-id left  -- python examples/checkpointing.py --checkpoint left.pt
     outerstep worker --server 127.0.0.1:8512 --worker-id right -- python examples/checkpointing.py --checkpoint right.pt
 
-(`python examples/checkpointing.py --make-model model` writes the starting weights.) Kill a worker with whatever signal
-you like and start it again: it goes on from its checkpoint, keeps the steps that it had not contributed yet, and none
-counts twice. The one thing to know: model, optimizer and worker are saved together, between the same two steps, and
-loaded together before the worker starts.
+(`python examples/checkpointing.py --make-model model` writes the starting weights.) Kill a worker with any signal and
+restart it: it resumes from its checkpoint, keeps the steps it had not contributed yet, and none counts twice. The one
+rule: save model, optimizer and worker together, between the same two steps, and load them together before the worker
+starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         worker.load_state_dict(saved["worker"])
         step = saved["step"]
-        print(f"going on after step {step}", flush=True)
+        print(f"resuming after step {step}", flush=True)
     with worker:
         while step < options.steps and not worker.should_stop:
             inputs, wanted = batch(options.seed, step)
@@ -61,15 +61,15 @@ def main() -> None:
 
 
 def batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """The data follows from the step alone, so that a restart reads on where it was. (With a loader of your own, save
-    its position in the checkpoint too.)"""
+    """The data depends only on the step, so that a restart continues where it was. (With your own loader, save its
+    position in the checkpoint too.)"""
     source = torch.Generator().manual_seed(1_000_000 * seed + step)
     inputs = torch.randn(64, 32, generator=source)
     return inputs, inputs[:, :8].sum(1, keepdim=True).sin()
 
 
 def write(state: dict[str, object], file: Path) -> None:
-    """Whole or not at all: whoever pulls the plug in the middle finds the one before."""
+    """Atomically: if the machine dies midway, the previous checkpoint is intact."""
     partial = file.with_suffix(".partial")
     with partial.open("wb") as out:
         torch.save(state, out)
@@ -80,12 +80,14 @@ def write(state: dict[str, object], file: Path) -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"), help="written, and gone on from")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("checkpoint.pt"), help="the file to write, and to resume from"
+    )
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="which data to read; another one on each worker")
+    parser.add_argument("--seed", type=int, default=0, help="which data to read; a different one on each worker")
     parser.add_argument("--save", type=Path, help="folder for the trained model")
-    parser.add_argument("--make-model", type=Path, help="write the starting weights into this folder, and end")
+    parser.add_argument("--make-model", type=Path, help="write the starting weights into this folder, and exit")
     return parser.parse_args()
 
 

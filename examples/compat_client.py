@@ -26,7 +26,7 @@ LONGEST_ROUND_S = 600.0
 
 
 class OldClient:
-    """The seven endpoints. A new connection for each request, as it always was."""
+    """The seven endpoints. Like the old clients, it opens a new connection for each request."""
 
     def __init__(self, server: str, worker_id: str) -> None:
         host, _, port = server.rpartition(":")
@@ -84,7 +84,7 @@ def load(data: bytes) -> Tensors:
 
 
 def train(params: Tensors, steps: int, lr: float) -> Tensors:
-    """SGD on ½‖θ‖², whose gradient is θ; returns the pseudo-gradients global − local, in bf16 for the journey."""
+    """SGD on ½‖θ‖², whose gradient is θ; returns the pseudo-gradients global − local, in bf16 for transfer."""
     pseudograds: Tensors = {}
     for name, theta in params.items():
         if theta.is_floating_point():

@@ -1,7 +1,7 @@
 """Four trainers that agree without a server, one of them broken: `python examples/peers_in_one_process.py`.
 
-A real run has a process for each and a gossip between them. Here they are coroutines, and the gossip is a list: what
-it must do is the same, to give everybody the same contributions in the same order.
+A real run has one process per trainer and a gossip between them. Here they are coroutines, and the gossip a list. Its
+task is the same: give every trainer the same contributions in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PEERS, ROUNDS, INNER_STEPS = 4, 6, 25
 
 
 class Meeting:
-    """A gossip of coroutines. `gossip_round` is all that a trainer asks of one."""
+    """A gossip of coroutines. A trainer needs only `gossip_round`."""
 
     def __init__(self, size: int) -> None:
         self._offered: dict[int, Mapping[str, Tensor]] = {}
@@ -42,7 +42,7 @@ class Seat:
 
 
 async def train(number: int, meeting: Meeting) -> DiLoCoTrainer:
-    torch.manual_seed(0)  # all begin with the same weights
+    torch.manual_seed(0)  # all start with the same weights
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     trainer = DiLoCoTrainer(
         model,
@@ -52,8 +52,8 @@ async def train(number: int, meeting: Meeting) -> DiLoCoTrainer:
         outer_momentum=0.5,
         loss_fn=lambda model, batch: (model(batch) - batch.sum(1, keepdim=True)).square().mean(),
     )
-    aggregator = RobustAggregator("mean")  # what is not finite or far too long is refused before the mean
-    data = torch.Generator().manual_seed(number)  # and train on data of their own
+    aggregator = RobustAggregator("mean")  # non-finite or far too long contributions are refused before the mean
+    data = torch.Generator().manual_seed(number)  # and train on their own data
     while trainer.sync_metrics["sync_count"] < ROUNDS:
         trainer.train_step(torch.randn(16, 8, generator=data))
         if trainer.should_sync():
@@ -74,7 +74,7 @@ def show(trainer: DiLoCoTrainer, aggregator: RobustAggregator) -> None:
 
 
 async def main() -> None:
-    logging.getLogger("outerstep").setLevel(logging.ERROR)  # each of the four would say whom it refuses
+    logging.getLogger("outerstep").setLevel(logging.ERROR)  # each of the four would log whom it refuses
     meeting = Meeting(PEERS)
     trainers = await asyncio.gather(*(train(number, meeting) for number in range(PEERS)))
     print("anchors:", *sorted({trainer.anchor_hash for trainer in trainers}))

@@ -7,11 +7,12 @@
 
 Inside a group FSDP2 synchronizes every step over the fast network. Between groups rank i of one meets rank i of the
 others once in H steps, with its shard of the pseudo-gradient. Both end with the same weights and print the same hash.
-The groups need the same number of ranks. Kill one (all its ranks, by any signal) and start it again: it heals from the
+The groups need the same number of ranks. Kill one (all its ranks, by any signal) and restart it: it heals from the
 other at its first sync. Meanwhile the other waits for it, because the lighthouse was told --min_replicas 2; with 1 it
-goes on alone once the lighthouse has heard nothing for --heartbeat_timeout_ms, and so does whoever starts first.
+continues alone once the lighthouse has heard nothing for --heartbeat_timeout_ms, and the first group to start also
+trains alone.
 
-Nothing here is encrypted, and a replica that heals unpickles what its peer sends: for networks you trust.
+Nothing here is encrypted, and a healing replica unpickles what its peer sends: use it only on networks you trust.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
-    torch.manual_seed(0)  # all groups begin with the same weights
+    torch.manual_seed(0)  # all groups start with the same weights
     model = sharded(make_model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after sharding: it must hold what the model holds
     manager = make_manager(options, device)
@@ -64,7 +65,7 @@ def main() -> None:
             optimizer.zero_grad()
             if diloco.just_synced and dist.get_rank() == 0:
                 print(f"group {options.group}: outer step {manager.current_step()}, loss {loss.item():.4f}", flush=True)
-    diloco.take_global_weights()  # all fragments as last agreed on: now all groups hold the same
+    diloco.take_global_weights()  # all fragments as last agreed: now all groups hold the same weights
     digest = weights_hash(model)
     if dist.get_rank() == 0:
         print(f"group {options.group}: weights {digest}", flush=True)
@@ -77,7 +78,7 @@ def make_model() -> nn.Module:
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """Parameters in fp32, for the outer step; computing in bf16 where that is fast."""
+    """Parameters in fp32, for the outer step; computation in bf16 where that is fast."""
     dtype = torch.bfloat16 if torch.cuda.is_available() else None
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
@@ -88,11 +89,11 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 def make_manager(options: argparse.Namespace, device: torch.device) -> Manager:
-    """One per rank; rank 0's speaks to the lighthouse.
+    """One per rank; rank 0's talks to the lighthouse.
 
-    The store is made here, because torchrun's outlives a restart of the group, and would still hold the manager that
-    died. `timeout` is for an exchange and for healing; `quorum_timeout` must be longer than the slowest group needs for
-    its H steps, or the others give up on it.
+    The store is created here, because torchrun's outlives a restart of the group, and would still hold the dead
+    manager. `timeout` is for an exchange and for healing; `quorum_timeout` must be longer than the slowest group needs
+    for its H steps, or the others give up on it.
     """
     rank, patience = dist.get_rank(), timedelta(seconds=options.timeout_s)
     store = dist.TCPStore(options.host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
@@ -101,7 +102,7 @@ def make_manager(options: argparse.Namespace, device: torch.device) -> Manager:
     host, port = place[0] or ("", 0)
     manager = Manager(
         pg=ProcessGroupNCCL(patience) if device.type == "cuda" else ProcessGroupGloo(patience),
-        load_state_dict=None,  # make_diloco adds model, optimizers and anchors; here goes what else must heal
+        load_state_dict=None,  # make_diloco adds model, optimizers and anchors; put here what else must heal
         state_dict=None,
         min_replica_size=options.min_replicas,
         use_async_quorum=False,
@@ -117,12 +118,12 @@ def make_manager(options: argparse.Namespace, device: torch.device) -> Manager:
         init_sync=False,  # they are equal already; with several ranks it would mix several groups' weights
         quorum_retries=3,  # a lighthouse that is restarted
     )
-    manager.store_of_this_group = store  # it serves for as long as it is referred to
+    manager.store_of_this_group = store  # it serves as long as it is referenced
     return manager
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Of the whole weights; every rank takes part."""
+    """The hash of the full weights; every rank takes part."""
     digest = hashlib.sha256()
     for param in model.parameters():
         digest.update(whole(param.detach()).cpu().numpy().tobytes())
@@ -136,9 +137,9 @@ def whole(tensor: Tensor) -> Tensor:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--lighthouse", default=os.environ.get("TORCHFT_LIGHTHOUSE"), help="http://host:port")
-    parser.add_argument("--group", type=int, required=True, help="0, 1, …: another for every torchrun job")
+    parser.add_argument("--group", type=int, required=True, help="0, 1, …: a different one for every torchrun job")
     parser.add_argument("--host", default=socket.gethostname(), help="this machine's name as the other groups know it")
-    parser.add_argument("--min-replicas", type=int, default=1, help="how few groups may take an outer step")
+    parser.add_argument("--min-replicas", type=int, default=1, help="the fewest groups that may take an outer step")
     parser.add_argument("--outer-steps", type=int, default=12)
     parser.add_argument("--sync-every", type=int, default=20)
     parser.add_argument("--num-fragments", type=int, default=2)

@@ -132,7 +132,7 @@ def test_the_example_is_killed_wherever_it_is_and_goes_on(tmp_path: Path) -> Non
                 child.wait()
         log = (tmp_path / "left.log").read_text()
         assert codes == [0, 0], log
-        assert log.count("going on after step") == 2
+        assert log.count("resuming after step") == 2
         # It took steps again, and so it is the last to leave.
         assert_same(load_state_dict(tmp_path / "left"), server.get_global_params())
         assert server.status()["total_worker_deaths"] == 0, "a restart is no death"

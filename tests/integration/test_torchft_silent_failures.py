@@ -66,7 +66,7 @@ def test_a_shared_outer_optimizer_is_refused() -> None:
     shared = nesterov(model.parameters())
     with pytest.raises(ConfigError, match=r"must be a function .* got a SGD: one optimizer for several fragments"):
         make_diloco(alone(), model, sgd(model), sync_every=2, num_fragments=2, outer_optimizer=shared)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"must make an optimizer of the . parameters it is given"):
+    with pytest.raises(ConfigError, match=r"must return an optimizer of the . parameters it is given"):
         make_diloco(alone(), model, sgd(model), sync_every=2, num_fragments=2, outer_optimizer=lambda _: shared)
 
 

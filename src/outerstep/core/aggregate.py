@@ -2,10 +2,10 @@
 
     g = Σ w_i·Δ_i / Σ w_i
 
-over the contributions that are present: a mean divides by the weights that came, not by those that were expected.
+over the contributions that are present: a mean divides by the weights that arrived, not by those that were expected.
 
-Products and sums are rounded one after the other (no fused multiply-add), so that the bits depend neither on how a
-tensor is cut into blocks nor on the machine: only on the order of the contributions.
+Products and sums are rounded one after the other (no fused multiply-add), so that the bits depend only on the order of
+the contributions, not on the machine or on how a tensor is cut into blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def weighted_mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def sum_in_order(weights: Sequence[float]) -> float:
-    """Σ w, one after the other: the built-in `sum` of Python 3.12 rounds otherwise than that of 3.11."""
+    """Σ w, one after the other: the built-in `sum` of Python 3.12 rounds differently from that of 3.11."""
     total = 0.0
     for weight in weights:
         total += weight
@@ -42,15 +42,15 @@ def sum_in_order(weights: Sequence[float]) -> float:
 
 @torch.no_grad()
 def add_weighted(total: Tensor, values: Tensor, weight: float) -> None:
-    """total += w·values (both fp32), for whoever holds the total block by block. Overwrites `values`."""
+    """total += w·values (both fp32), for callers that hold the total block by block. Overwrites `values`."""
     total.add_(values if weight == 1.0 else values.mul_(weight))
 
 
 @torch.no_grad()
 def divide(total: Tensor, weight: float) -> None:
-    """total /= Σ w, likewise. By a power of two it is a product, which has the same bits and is faster."""
+    """total /= Σ w, likewise. For a power of two it multiplies, which gives the same bits and is faster."""
     if math.frexp(weight)[0] == 0.5:
         total.mul_(1.0 / weight)
     else:
-        # By a plain number w a GPU multiplies with 1/w, which has other bits; by a tensor it divides.
+        # A GPU multiplies by 1/w for a plain number w, which gives other bits; for a tensor it divides.
         total.div_(torch.full((), weight, device=total.device) if total.is_cuda else weight)

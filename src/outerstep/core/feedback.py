@@ -2,17 +2,17 @@
 
     e′ = β·e + Δ;   send C(e′);   e ← e′ − decode(C(e′))                      (β = 1; 0.95 for sparse codecs)
 
-It is what was *sent* that is subtracted, so nothing is lost with β = 1 (Seide et al. 2014; Karimireddy et al. 2019):
-over all rounds, Σ applied + e + unsent = Σ local steps. β < 1 lets what has waited for many rounds fade out.
+What is subtracted is what was *sent*, so nothing is lost with β = 1 (Seide et al. 2014; Karimireddy et al. 2019):
+over all rounds, Σ applied + e + unsent = Σ local steps. With β < 1 residuals that wait for many rounds fade out.
 
-The new e is tentative until it is known what became of the contribution:
+The new e is tentative until the outcome of the contribution is known:
 
     counted         e ← e′ − decode(C(e′))
     not counted     e stays: the local weights keep their steps, and the next Δ contains them
 
-A worker that is started anew from its own state goes on exactly so: it has its local weights back, and its pending
-contribution too. If instead the server holds later contributions than the state knows of, e was sent with those: it is
-forgotten, for to send it again would count it twice.
+A worker that resumes from its own state does the same: it has its local weights and its pending contribution back. If
+the server holds later contributions than the state knows of, e was sent with those; it is forgotten, because to send it
+again would count it twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPARSE_DECAY = 0.95
 
 
 def decay_of(codec: Codec) -> float:
-    """β: what does not fit into a sparse codec may wait for many rounds, and is worth less with each."""
+    """β: what a sparse codec leaves out may wait for many rounds, and loses value with each."""
     return SPARSE_DECAY if codec.needs_feedback else 1.0
 
 
@@ -55,22 +55,22 @@ def send(codec: Codec, wanted: Tensor, out: Tensor, dither: Dither | None = None
 
 @dataclass
 class Pending:
-    """What the codec left out of a contribution, by tensor, flat."""
+    """The residual of a pending contribution: what the codec left out, by tensor, flat."""
 
     sequence: int
     left_over: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ErrorFeedback:
-    """e by tensor name, flat, for one worker; and per fragment the contribution whose outcome is not known yet."""
+    """e by tensor name, flat, for one worker; and per fragment the pending contribution."""
 
     def __init__(self) -> None:
         self._residuals: dict[str, Tensor] = {}
         self._pending: dict[int, Pending] = {}
-        self._spare: dict[str, Tensor] = {}  # memory of an earlier e, for the next one
+        self._spare: dict[str, Tensor] = {}  # memory of an earlier e, to be reused
 
     def begin(self, fragment: int, sequence: int) -> None:
-        """A new contribution. One before it whose outcome was never learned did not count: its steps are in this Δ."""
+        """A new contribution. An earlier pending one did not count: its steps are in this Δ."""
         self.settle(fragment, None, counted=False)
         self._pending[fragment] = Pending(sequence)
 
@@ -88,8 +88,8 @@ class ErrorFeedback:
         home: torch.device,
         dither: Dither | None = None,
     ) -> None:
-        """Encode values [start, start + n) of a tensor that has `numel`, with what is owed of them; on Δ's device. e is
-        kept at `home`."""
+        """Encode values [start, start + n) of a tensor of `numel` values, plus their residual, on Δ's device. e stays
+        on `home`."""
         left_over = self._pending[fragment].left_over
         if name not in left_over:
             left_over[name] = self._room(name, numel, home)
@@ -104,7 +104,7 @@ class ErrorFeedback:
             kept.copy_(wanted)
 
     def settle(self, fragment: int, sequence: int | None, *, counted: bool) -> None:
-        """What became of a contribution. (Heard twice, it is settled once; None = whichever is pending.)"""
+        """The outcome of a contribution. (Reported twice, it is settled once; None = the pending one.)"""
         pending = self._pending.get(fragment)
         if pending is None or sequence not in (None, pending.sequence):
             return
@@ -118,7 +118,7 @@ class ErrorFeedback:
                 self._spare[name] = unused
 
     def forget(self, fragment: int, names: Iterable[str]) -> None:
-        """Nothing is owed of this fragment any more."""
+        """Drop the fragment's residuals."""
         self._pending.pop(fragment, None)
         for name in names:
             self._residuals.pop(name, None)
@@ -127,18 +127,18 @@ class ErrorFeedback:
         """e of a tensor, flat; None while nothing has been left out."""
         return self._residuals.get(name)
 
-    def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
-        """Plain tensors, numbers and text; the live tensors. `under_way`: the fragments whose contribution the state
-        holds too. (One that was refused may still be pending here. It never counted.)"""
+    def state_dict(self, in_flight: Collection[int]) -> dict[str, Any]:
+        """Plain tensors, numbers and text; the live tensors. `in_flight`: the fragments whose contribution the state
+        also holds. (A refused one may still be pending here. It never counted.)"""
         pending = {
             str(fragment): {"sequence": one.sequence, "left_over": dict(one.left_over)}
             for fragment, one in self._pending.items()
-            if fragment in under_way
+            if fragment in in_flight
         }
         return {"residuals": dict(self._residuals), "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces everything, by copies."""
+        """Replace everything with copies."""
         self._residuals = _copies(state["residuals"])
         self._pending = {
             int(fragment): Pending(one["sequence"], _copies(one["left_over"]))
@@ -149,7 +149,7 @@ class ErrorFeedback:
         e = self._residuals.get(name)
         if e is not None and e.numel() != numel:
             raise ConfigError(
-                f"{name!r} has {numel} values here, its error feedback {e.numel()}; load a state of this very worker"
+                f"{name!r} has {numel} values here, its error feedback {e.numel()}; load this worker's own state"
             )
         if e is not None and e.device != home:
             self._residuals[name] = e.to(home)

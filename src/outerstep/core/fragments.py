@@ -24,9 +24,9 @@ class FragmentManager:
     """Which parameter is in which fragment, and which fragment is due when.
 
     contiguous: neighbours stay together, cut into P runs of about equal bytes;
-    strided:    layer i goes to fragment i mod P, what belongs to no layer to the lightest;
+    strided:    layer i goes to fragment i mod P, parameters outside any layer to the lightest;
     counted:    equally many parameters each, in order, the first n mod P one more: as clients of the older protocol
-                (docs/reference/compat.md) cut their models, whatever that does to the bytes.
+                (docs/reference/compat.md) cut their models, regardless of bytes.
     `embeddings_apart`: the embedding tables get the first fragment to themselves.
     """
 
@@ -68,11 +68,11 @@ def send_step(fragment: int, sync_every: int, num_fragments: int) -> int:
 
 
 def check_cycle(sync_every: int, num_fragments: int) -> None:
-    """Each fragment needs a step of its own."""
+    """Each fragment needs its own step."""
     if sync_every < num_fragments:
         raise ConfigError(
             f"sync_every ({sync_every}) must be at least num_fragments ({num_fragments}): "
-            "each fragment is sent after a step of its own"
+            "each fragment is sent after its own step; raise sync_every, or use fewer fragments"
         )
 
 
@@ -97,7 +97,7 @@ def _split(specs: Sequence[ParameterSpec], count: int, strategy: Strategy, embed
 
 
 def _units(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """What belongs to one layer, its buffers included; a parameter outside any layer is a unit of its own."""
+    """The tensors of each layer, buffers included; a parameter outside any layer is its own unit."""
     units: list[list[ParameterSpec]] = []
     of_block: dict[str, list[ParameterSpec]] = {}
     for spec in specs:
@@ -142,5 +142,5 @@ def _strided(units: list[list[ParameterSpec]], count: int) -> list[list[list[Par
     for i, unit in enumerate(layers):
         groups[i % count].append(unit)
     for unit in sorted(loose, key=_bytes, reverse=True):
-        min(groups, key=lambda group: (bool(group), sum(map(_bytes, group)))).append(unit)  # nobody stays empty
+        min(groups, key=lambda group: (bool(group), sum(map(_bytes, group)))).append(unit)  # no group stays empty
     return groups

@@ -1,4 +1,4 @@
-"""Rounds of two: each peer exchanges with one other, and nobody with all.
+"""Rounds of two: each peer exchanges with one other, and none with all.
 
 **NoLoCo** (Kolehmainen et al. 2025, "NoLoCo: No-all-reduce Low Communication Training"). Peer i has slow weights φ_i
 (its anchor) and, after its local steps, fast weights θ_i. With its partner j, means over the two:
@@ -6,8 +6,8 @@
     m_i ← α·m_i + β·mean(θ − φ) − γ·(φ_i − mean(φ))              α 0.5, β 0.7, γ 0.7
     φ_i ← φ_i + m_i
 
-In the words used everywhere here θ − φ is −Δ, the pseudo-gradient's opposite; so β stands with a minus sign. The last
-term pulls the two slow weights together; nothing makes them equal, and how far apart they are is a number to watch.
+In this project's terms θ − φ is −Δ, the negative pseudo-gradient; so β gets a minus sign. The last term pulls the two
+slow weights together; nothing makes them equal, and the distance between them is a metric to watch.
 
 **Who with whom**: a seeded random permutation, cut into pairs (with an odd number one sits out); or the one-peer
 exponential graph (Ying et al. 2021, "Exponential Graph is Provably Efficient for Decentralized Deep Learning"): in

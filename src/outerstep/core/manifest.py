@@ -1,4 +1,4 @@
-"""What a model is: the tensors that are exchanged by name, tied ones once, each with the layer it belongs to."""
+"""Describes a model: the exchanged tensors by name, tied ones once, each with its layer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BufferPolicy = Literal["average", "local", "server"]
 
 
 def describe(model: nn.Module, buffers: BufferPolicy = "local") -> tuple[dict[str, Tensor], Manifest]:
-    """The tensors that are exchanged, in the model's order, and the manifest that says so.
+    """The exchanged tensors, in the model's order, and the manifest that describes them.
 
-    Parameters are. So are, unless `buffers` is "local", the persistent floating-point buffers: "average" replaces them
-    by the workers' mean at every round (the running statistics of a BatchNorm), "server" by the server's own.
+    They are the trainable parameters and, unless `buffers` is "local", the persistent floating-point buffers: "average"
+    replaces them by the workers' mean at every round (the running statistics of a BatchNorm), "server" by the server's.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     params: dict[str, Tensor] = {}
@@ -70,7 +70,7 @@ def _parents(name: str) -> list[str]:
 
 def _blocks(model: nn.Module) -> set[str]:
     """The modules that are layers: those a Hugging Face model says not to split, and the items of a ModuleList (unless
-    they are made of such layers: a stage is no layer)."""
+    they contain such layers: a stage is not a layer)."""
     kinds = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
     whole = {name for name, module in model.named_modules() if type(module).__name__ in kinds}
     inside = {parent for name in whole for parent in _parents(name)}
@@ -84,7 +84,7 @@ def _blocks(model: nn.Module) -> set[str]:
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Those a state dict holds, as far as they can be averaged."""
+    """The floating-point buffers that a state dict holds."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

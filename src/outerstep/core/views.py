@@ -25,6 +25,6 @@ def fp32_views(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The values as they lie in host memory (copied there if they are elsewhere)."""
+    """The values in host memory (copied there if they are elsewhere)."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data

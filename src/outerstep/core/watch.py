@@ -1,15 +1,15 @@
-"""What to watch in a round, from numbers that every topology knows anyway: the norms of what was contributed and of
-what came out.
+"""The metrics of a round, computed from numbers that every topology already knows: the norms of the contributions and
+of the aggregate.
 
-    Δ_i, w_i                 what worker i contributed, and how much it counts
+    Δ_i, w_i                 worker i's contribution, and its weight
     Δ̄ = Σ w_i·Δ_i / W        the mean, W = Σ w_i
 
-    Σ w_i·‖Δ_i − Δ̄‖² / W        =  Σ w_i·‖Δ_i‖² / W − ‖Δ̄‖²             how far the workers have gone apart
+    Σ w_i·‖Δ_i − Δ̄‖² / W        =  Σ w_i·‖Δ_i‖² / W − ‖Δ̄‖²             how far the workers have drifted apart
     Σ_{i≠j} w_i·w_j·⟨Δ_i, Δ_j⟩  =  W²·‖Δ̄‖² − Σ w_i²·‖Δ_i‖²             how much they agree
 
-The local weights of worker i are θ − Δ_i, so the first line is the variance of the weights between the workers too.
-The second, divided by Σ_{i≠j} w_i·w_j·‖Δ_i‖·‖Δ_j‖, is a mean of the cosines between them, in which each pair counts
-with its norms: the plain mean where all count alike and are equally long.
+The local weights of worker i are θ − Δ_i, so the first line is also the variance of the weights between the workers.
+The second, divided by Σ_{i≠j} w_i·w_j·‖Δ_i‖·‖Δ_j‖, is a mean of the cosines between them, each pair weighted by its
+norms: the plain mean if all have equal weight and length.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def watched(
     *,
     is_mean: bool = True,
 ) -> Watched:
-    """Of one round of one fragment: ‖Δ_i‖ and w_i of what took part, ‖Δ̄‖ of what came out of it.
+    """The metrics of one round of one fragment, from ‖Δ_i‖ and w_i of the contributions and ‖Δ̄‖ of the aggregate.
 
-    `own_norm`: of this worker's own contribution (None = it had none, or whoever asks is no worker). `is_mean`: False
-    if another rule than the mean made the aggregate; then the identities do not hold, and its norm alone does not tell
-    how similar the contributions were."""
+    `own_norm`: of this worker's own contribution (None = it had none, or the caller is not a worker). `is_mean`: False
+    if a rule other than the mean made the aggregate; then the identities do not hold, and its norm does not tell how
+    similar the contributions were."""
     if not all(map(math.isfinite, (*norms, aggregated_norm))):
         return Watched()
     if not is_mean:
@@ -50,7 +50,7 @@ def watched(
 
 
 def as_seen_by(worker_id: str, agreement: Agreement) -> Watched | None:
-    """What a server says of a round, with the norm of this worker's own (last) contribution in it, if it has one."""
+    """The server's metrics of a round, with the norm of this worker's own (last) contribution to it, if any."""
     if agreement.watched is None:
         return None
     own = [p.norm for p in agreement.participants if p.worker_id == worker_id]
@@ -58,17 +58,17 @@ def as_seen_by(worker_id: str, agreement: Agreement) -> Watched | None:
 
 
 def _similarity(norms: Sequence[float], weights: Sequence[float], mean_norm: float) -> float | None:
-    """The mean cosine; None where there are no two that moved."""
+    """The mean cosine; None if fewer than two contributions moved."""
     own = sum((w * n) ** 2 for n, w in zip(norms, weights, strict=True))
     pairs = sum(w * n for n, w in zip(norms, weights, strict=True)) ** 2 - own
     if sum(n > 0.0 and w > 0.0 for n, w in zip(norms, weights, strict=True)) < 2 or pairs <= 0.0:
         return None
     cosine = ((sum(weights) * mean_norm) ** 2 - own) / pairs
-    return max(-1.0, min(1.0, cosine))  # the norms are rounded, and so may be just outside
+    return max(-1.0, min(1.0, cosine))  # the norms are rounded, so the cosine may be just outside
 
 
 def _variance(norms: Sequence[float], weights: Sequence[float], mean_norm: float) -> float | None:
-    """Σ w·‖Δ − Δ̄‖² / W; None where nothing counts."""
+    """Σ w·‖Δ − Δ̄‖² / W; None if the total weight is 0."""
     total = sum(weights)
     if total <= 0.0:
         return None
@@ -77,8 +77,8 @@ def _variance(norms: Sequence[float], weights: Sequence[float], mean_norm: float
 
 
 def whole_model(fragments: Iterable[Watched]) -> Watched:
-    """What was watched of each fragment, as of one model: squares and variances add up, and a cosine counts with the
-    mean square of what it is a cosine of, ‖Δ̄_f‖² + the variance of f."""
+    """The metrics of all fragments combined: squares and variances add up, and a cosine is weighted by the mean square
+    of its contributions, ‖Δ̄_f‖² + the variance of f."""
     parts = list(fragments)
     similar = [
         (p.peer_grad_similarity, p.aggregated_grad_norm**2 + p.weight_divergence)
@@ -101,12 +101,12 @@ def _together(norms: Iterable[float | None]) -> float | None:
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """‖Δ‖ of fp32 tensors that are one Δ together."""
+    """‖Δ‖ of fp32 tensors that together are one Δ."""
     return math.sqrt(sum(sum_of_squares(tensor.reshape(-1)) for tensor in tensors))
 
 
 def sum_of_squares(values: Tensor) -> float:
-    """Σ x² of flat fp32 values. Squares of honest numbers can overflow fp32: then once more, in fp64."""
+    """Σ x² of flat fp32 values. Squares of honest numbers can overflow fp32; then it is computed again in fp64."""
     squares = float(torch.dot(values, values))
     return squares if math.isfinite(squares) else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 

@@ -14,10 +14,10 @@ __all__ = ["BatchStream", "Corpus", "evaluation_batches", "load_corpus"]
 
 HOLD_OUT_EVERY = 20  # files
 MAX_BYTES = 16 * 2**20  # twice what a CPython ships: a guard against an unusual installation, not a sample
-MIN_BYTES = 2**20  # below this a run would read everything several times, and the comparison would be of memorising
+MIN_BYTES = 2**20  # below this a run would read everything several times, and the comparison would measure memorisation
 
-# Not prose a programmer wrote for readers: tests repeat themselves, code pages and help topics are tables, and what
-# is in site-packages differs from machine to machine.
+# Not text that a programmer wrote for readers: tests repeat themselves, code pages and help topics are tables, and
+# site-packages differs from machine to machine.
 SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
@@ -46,13 +46,13 @@ class Corpus:
 def load_corpus(root: Path | None = None, *, max_bytes: int = MAX_BYTES, min_bytes: int = MIN_BYTES) -> Corpus:
     """Read the standard library: every 20th file is held out, the others are for training.
 
-    Whole files are held out, not pieces of them: a model that has seen the top of a file knows a good deal about the
-    rest. The order is that of the sorted paths, so two machines with the same Python read the same corpus.
+    Whole files are held out, not pieces of them: a model that has seen the top of a file knows much about the rest.
+    Files are read in the order of their sorted paths, so two machines with the same Python read the same corpus.
 
     Args:
-        root: where to look for `*.py`; None means this interpreter's standard library.
+        root: folder with the `*.py` files; None means this interpreter's standard library.
         max_bytes: reading stops before the file that would exceed this, train and held out together.
-        min_bytes: fewer than this is an error.
+        min_bytes: less than this is an error.
 
     Raises:
         ValueError: there is too little text, for instance where the standard library is zipped or stripped.
@@ -78,7 +78,7 @@ def load_corpus(root: Path | None = None, *, max_bytes: int = MAX_BYTES, min_byt
 
 
 def _source_files(root: Path) -> Iterator[Path]:
-    """The `*.py` files under `root` that are worth reading, in an order that depends on their names alone."""
+    """The `*.py` files under `root` that are worth reading, in an order that depends only on their names."""
     found: list[Path] = []
     for folder, subfolders, files in os.walk(root):
         # Pruned in place, so that the thousands of files in site-packages are never visited.
@@ -99,14 +99,13 @@ def _as_tensor(texts: list[bytes]) -> Tensor:
 class BatchStream:
     """The batches of one shard. Batch t is a pure function of (seed, shard, t).
 
-    So there is no position to save: a worker that was killed, or one that joins late, asks for batch t and gets what
-    it would have got. Shard 0 is also the same whether it trains alone or next to others, which pairs the rows of the
-    demo's table.
+    So there is no position to save: a restarted worker, or one that joins late, requests batch t and gets the same one.
+    Shard 0 is also the same whether it trains alone or next to others, which pairs the rows of the demo's table.
 
     Shards are independent random streams over the *whole* text rather than disjoint regions of it. With regions the
-    lone worker would see half of the text and two workers all of it, and the table would credit the method with what
-    the data did; and the region of a worker that dies would go unread. The text is many times longer than what a run
-    reads, so shards hardly ever draw the same bytes.
+    lone worker would see half of the text and two workers all of it, and the table would credit the method with the
+    effect of the data; and the region of a worker that dies would go unread. The text is many times longer than what a
+    run reads, so shards hardly ever draw the same bytes.
     """
 
     text: Tensor  # uint8 [n]
@@ -150,5 +149,5 @@ def _check_long_enough(text: Tensor, context: int) -> None:
     if len(text) <= context:
         raise ValueError(
             f"a text must be longer than one context ({context} bytes), got {len(text)} bytes; "
-            f"give more text or a smaller context"
+            f"use more text or a smaller context"
         )

@@ -94,7 +94,7 @@ class GPT(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Every matrix ~ N(0, 0.02²); norms keep their ones. What writes to the residual stream starts smaller."""
+        """Every matrix ~ N(0, 0.02²); norms keep their ones. Those that write to the residual stream start smaller."""
         # 2·num_layers outputs are summed there: this keeps the stream's variance independent of the depth.
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
@@ -128,7 +128,7 @@ class GPT(nn.Module):
 
 
 def build_model(seed: int, config: GPTConfig | None = None) -> GPT:
-    """A fresh model: same seed, same weights to the bit. The caller's random state is left as it was."""
+    """A new model: same seed, same weights to the bit. The caller's random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         # Only the CPU's generator: `torch.manual_seed` would also reseed accelerators, which are not forked here.
         torch.default_generator.manual_seed(seed)

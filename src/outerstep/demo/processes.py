@@ -1,4 +1,4 @@
-"""The demo's processes: a server, workers, plain runs. Real ones, each with its own log, ended by their id."""
+"""The demo's processes: a server, workers, plain runs; each is a real process with its own log."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class DemoFailed(OuterstepError):
 
 @dataclass
 class Process:
-    """A child process with a log file; its training progress, if it has any, is in `progress`."""
+    """A child process with a log file; `progress` is the file of its training progress, if any."""
 
     name: str
     command: list[str]
     log: Path
     progress: Path | None = None
     threads: int = 1
-    environ: dict[str, str] = field(default_factory=dict)  # what it finds beside the usual
+    environ: dict[str, str] = field(default_factory=dict)  # additional variables
     child: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> Process:
-        # Whatever settings this machine has for real runs, the demo is the same everywhere.
+        # The demo ignores this machine's settings for real runs, so that it is the same everywhere.
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("DILOCO_", "OUTERSTEP_"))}
         ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1", "OUTERSTEP_CONFIG": os.devnull}
         environ = {**plain, **ours, **self.environ}
@@ -64,7 +64,7 @@ class Process:
             self.child.wait()
 
     def reports(self) -> list[dict[str, Any]]:
-        """What it has told so far, one report per line; a line still being written is left for the next look."""
+        """Its reports so far, one per line; a line still being written is left for the next call."""
         if self.progress is None or not self.progress.exists():
             return []
         text = self.progress.read_text()
@@ -81,7 +81,7 @@ def free_port() -> int:
 
 
 def wait_for_server(server: Process, address: str, credentials: Path) -> HttpTransport:
-    """Until it answers; its own error if it ended instead."""
+    """Wait until the server answers; raise its own error if it exits instead."""
     transport = HttpTransport(address, timeout_s=5.0, credentials=credentials)
     give_up_at = time.monotonic() + SERVER_START_S
     while server.is_running():

@@ -1,8 +1,8 @@
-"""The demo: two workers and a server train one model together, next to three runs to compare with.
+"""The demo: two workers and a server train one model together, compared with three other runs.
 
-    1. a server and k workers, each a process of its own        the thing itself (or k workers and no server)
-    2. one worker alone, at its own best learning rate          what each had without the others
-    3. the same worker with the outer step (k = 1)              how much the outer step does by itself
+    1. a server and k workers, each a separate process          the method itself (or k workers and no server)
+    2. one worker alone, at its own best learning rate          what each has without the others
+    3. the same worker with the outer step (k = 1)              what the outer step alone contributes
     4. data-parallel with the tokens of all workers             what a data centre would do
 
 Rows 2 to 4 run after row 1, two processes at a time.
@@ -49,7 +49,7 @@ class DemoSettings:
 
     @property
     def credentials(self) -> Path:
-        """The demo's own: nothing of it is known to this user's other runs."""
+        """The demo's own, separate from those of this user's other runs."""
         return self.folder.absolute() / "credentials"
 
 
@@ -74,7 +74,7 @@ class Team:
             access = Credentials(self.credentials).find(self.address)
             assert access is not None
             for process in self.processes:
-                process.environ[JOIN_VARIABLE] = access.join_string  # not in argv, which everybody can read
+                process.environ[JOIN_VARIABLE] = access.join_string  # not in argv, which all users can read
         for process in self.processes:
             process.start()
 
@@ -89,7 +89,7 @@ class Team:
             process.stop()
 
     def row(self) -> Row:
-        """The first process speaks for all: after the last round every worker holds the same model."""
+        """The first process represents all: after the last round every worker holds the same model."""
         reports = self.processes[0].reports()
         metrics = reports[-1]["metrics"]
         return Row(
@@ -109,7 +109,7 @@ def run_demo(settings: DemoSettings, console: Console) -> list[Row]:
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("*.jsonl"), *folder.glob("*.log")]:
         old.unlink()
-    for old in [*folder.glob("*-run"), *folder.glob("*-peer")]:  # or servers and peers would go on with it
+    for old in [*folder.glob("*-run"), *folder.glob("*-peer")]:  # or servers and peers would resume them
         shutil.rmtree(old)
     model = build_model(settings.seed)
     parameters = sum(p.numel() for p in model.parameters())
@@ -127,7 +127,7 @@ def run_demo(settings: DemoSettings, console: Console) -> list[Row]:
         settings, "data-parallel", "data-parallel, every step", DATA_PARALLEL_LR, list(range(settings.workers))
     )
     _run([[together]], settings, console)
-    console.print("Now the runs to compare with.")
+    console.print("Now the runs for comparison.")
     _run([[parallel], [alone, outer]], settings, console)
 
     rows = [team.row() for team in (alone, outer, together, parallel)]
@@ -159,7 +159,7 @@ def _alone_with_outer_step(settings: DemoSettings) -> Team:
 
 
 def _team(settings: DemoSettings, label: str, learning_rate: float, workers: list[Process], server_name: str) -> Team:
-    """With a server of that name, or as ranks that find each other as those of a torchrun job do, or as peers."""
+    """With a server of that name, or as ranks that find each other like those of a torchrun job, or as peers."""
     if settings.topology == "server":
         server, address = _server(settings, server_name, len(workers))
         return Team(label, learning_rate, workers, server, address, settings.credentials)
@@ -174,7 +174,7 @@ def _team(settings: DemoSettings, label: str, learning_rate: float, workers: lis
 
 
 def _acquaint(settings: DemoSettings, workers: list[Process]) -> None:
-    """The first founds the run, at a place where the others find it."""
+    """Let the first found the run at an address that the others know."""
     port, identity = free_port(), Credentials(settings.credentials).server_identity()
     place = Access("127.0.0.1", port, identity.tokens.load().run, identity.fingerprint)
     for number, worker in enumerate(workers):
@@ -184,7 +184,7 @@ def _acquaint(settings: DemoSettings, workers: list[Process]) -> None:
             "OUTERSTEP_LISTEN": f"127.0.0.1:{0 if number else port}",
         }
         if number:
-            worker.environ["OUTERSTEP_PEERS"] = place.join_string  # not in argv, which everybody can read
+            worker.environ["OUTERSTEP_PEERS"] = place.join_string  # not in argv, which all users can read
 
 
 def _plain(settings: DemoSettings, name: str, label: str, learning_rate: float, shards: list[int]) -> Team:
@@ -214,7 +214,7 @@ def _worker(settings: DemoSettings, name: str, shard: int, learning_rate: float,
     if save:
         script += ["--save", str(folder / save)]
     alone: list[object] = []
-    if settings.topology != "server":  # what a server would be told
+    if settings.topology != "server":  # settings that a server would hold
         alone = ["--sync-every", settings.sync_every, "--outer-lr", OUTER_LR, "--outer-momentum", OUTER_MOMENTUM]
     if settings.topology == "allreduce":
         alone += ["--server", "allreduce"]
@@ -233,7 +233,7 @@ def _train_options(settings: DemoSettings, shards: list[int], learning_rate: flo
 
 
 def _threads(processes: int) -> int:
-    """Each process its share of the cores: torch processes that all take all of them stall each other."""
+    """Each process's share of the cores: torch processes that all use all cores stall each other."""
     return max(1, (os.cpu_count() or 1) // processes)
 
 
@@ -241,7 +241,7 @@ def _threads(processes: int) -> int:
 
 
 def _run(lanes: list[list[Team]], settings: DemoSettings, console: Console) -> None:
-    """Lanes run side by side, the teams of a lane one after the other."""
+    """Lanes run in parallel, the teams of a lane one after the other."""
     waiting = [list(lane) for lane in lanes]
     running: list[Team | None] = [None] * len(lanes)
     with Progress(
@@ -268,7 +268,7 @@ def _run(lanes: list[list[Team]], settings: DemoSettings, console: Console) -> N
 
 
 def _look_after(team: Team | None, lane: list[Team], progress: Progress) -> Team | None:
-    """Start the lane's next team, show how the current one is doing, or clear it away when it is done."""
+    """Start the lane's next team, show the current one's progress, or stop it when it is done."""
     if team is None:
         team = lane.pop(0) if lane else None
         if team is not None:
@@ -306,4 +306,4 @@ def _check_checkpoint(folder: Path, row: Row, settings: DemoSettings) -> None:
     load_model(model, folder)
     again = evaluate(model, evaluation_batches(load_corpus().held_out, HELD_OUT_BATCHES))
     if abs(again - row.loss) > 1e-4:
-        raise RuntimeError(f"the checkpoint in {folder} evaluates to {again:.4f}, the worker said {row.loss:.4f}")
+        raise RuntimeError(f"the checkpoint in {folder} evaluates to {again:.4f}, the worker reported {row.loss:.4f}")

@@ -22,7 +22,7 @@ from outerstep.demo.model import build_model
 from outerstep.demo.training import TrainSettings, evaluate, make_optimizer, make_stream, train
 
 EVALUATIONS = 10
-HELD_OUT_BATCHES = 8  # 32,768 bytes, the same for every run and every look
+HELD_OUT_BATCHES = 8  # 32,768 bytes, the same for every run and every evaluation
 
 
 def main() -> None:

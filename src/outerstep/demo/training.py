@@ -1,6 +1,6 @@
 """What every row of the demo's table shares: schedule, optimizer, loop and evaluation.
 
-Rows differ only in how many shards feed a replica and in who calls the outer step; nothing here knows about either.
+Rows differ only in the number of shards per replica and in who takes the outer step; nothing here depends on either.
 """
 
 import math
@@ -18,7 +18,7 @@ __all__ = ["StepReport", "TrainSettings", "evaluate", "learning_rate_at", "make_
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How a replica trains. The default rate is where the lone worker does best (2e-3 and 6e-3 lose, 4e-3 is level)."""
+    """How a replica trains. The default rate is the lone worker's best (2e-3 and 6e-3 are worse, 4e-3 is equal)."""
 
     steps: int = 600
     batch_size: int = 8
@@ -56,7 +56,7 @@ def learning_rate_at(step: int, settings: TrainSettings) -> float:
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: pulling the gains of the norms towards zero would fight what they are for."""
+    """AdamW that decays only matrices: pulling the gains of the norms towards zero would defeat their purpose."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -85,7 +85,7 @@ def train(
     so the result is theirs up to rounding.
 
     Args:
-        first_step: where to begin, for a worker that joins a run under way; learning rate and batches follow from it.
+        first_step: where to start, for a worker that joins mid-run; learning rate and batches follow from it.
     """
     if not streams:
         raise ValueError("train needs at least one stream of batches, got none; pass one per shard (make_stream)")
@@ -106,7 +106,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: GPT, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Mean nats per byte over `batches` (pairs of int64 [B, T]); the model is left in the mode it was found in."""
+    """Mean nats per byte over `batches` (pairs of int64 [B, T]); the model's mode is restored."""
     was_training = model.training
     model.eval()
     try:

@@ -1,1 +1,1 @@
-"""Ways into other people's engines: each file needs the extra of its name, and nothing of ours imports any of them."""
+"""Integrations with other engines: each file needs the extra of its name, and no other module imports them."""

@@ -1,4 +1,4 @@
-"""`torchft.local_sgd.DiLoCo`, with what goes wrong in it without a word refused or made right.
+"""`torchft.local_sgd.DiLoCo`, with its silent failures refused or fixed.
 
     manager = torchft.Manager(…, use_async_quorum=False)
     with make_diloco(manager, model, inner_optimizer, sync_every=500):
@@ -12,11 +12,11 @@ One step of it, for a fragment's global copy θ (torchft's `original_parameters`
     Δ_i = θ − l_i                         the pseudo-gradient: the same sign as core/pseudogradient.py
     g   = mean_i Δ_i                      Manager.allreduce
     buf ← μ·buf + g;  θ ← θ − η·(g + μ·buf)
-    l   ← (1−α)·θ + α·l                   α = `fragment_alpha`, 0: take θ over
+    l   ← (1−α)·θ + α·l                   α = `fragment_alpha`, 0: adopt θ
 
-What is added: fragments that hold every trainable parameter exactly once, an outer optimizer for each, a complete and
-copied state for a replica that heals (torchft_state.py), settings that would fail silently refused (torchft_checks.py),
-and after every sync a comparison of θ across the replicas. docs/integrations/torchft.md says what is left to you.
+Added here: fragments that hold every trainable parameter exactly once, an outer optimizer for each, a complete and
+copied state for a healing replica (torchft_state.py), refusal of settings that would fail silently (torchft_checks.py),
+and a comparison of θ across the replicas after every sync. docs/integrations/torchft.md says what is left to you.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ def make_diloco(
 ) -> CheckedDiLoCo:
     """A `torchft.local_sgd.DiLoCo` over the whole model, ready for `with`.
 
-    manager: a `torchft.Manager` with use_async_quorum=False. What it was given as `state_dict` (the data position, say)
-        heals along; model and optimizers need not be in it.
+    manager: a `torchft.Manager` with use_async_quorum=False. Its `state_dict` (the data position, say) heals too; model
+        and optimizers need not be in it.
     sync_every: H, a multiple of `num_fragments`; every H / `num_fragments` steps one fragment is exchanged.
-    outer_optimizer: makes the optimizer of one fragment from its parameters; None: Nesterov momentum with `outer_lr`
+    outer_optimizer: a function from a fragment's parameters to its optimizer; None: Nesterov momentum with `outer_lr`
         and `outer_momentum`, with the same bits on every machine.
     buffers: "local" if each replica may keep its own buffers (BatchNorm's statistics), which torchft never exchanges.
-    The rest goes to torchft as it is, once it is known to work.
+    The rest goes to torchft unchanged, once it is known to work.
 
-    Raises ConfigError or ModelError for what would train on and be wrong.
+    Raises ConfigError or ModelError for settings that would train and be wrong.
     """
     check_version()
     check_schedule(sync_every, num_fragments, fragment_delay, fragment_alpha)
@@ -119,7 +119,7 @@ def make_diloco(
 
 
 class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
-    """torchft's DiLoCo; a replica that heals gets everything, and after every sync θ is compared. See `make_diloco`."""
+    """torchft's DiLoCo; a healing replica gets everything, and θ is compared after every sync. See `make_diloco`."""
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         self._model = model
@@ -127,7 +127,7 @@ class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
         super().__init__(**settings)
 
     def _register_state_dict_fn(self) -> None:
-        """In place of torchft's: that leaves out model and inner optimizer, and hands out live momentum."""
+        """Replaces torchft's, which leaves out model and inner optimizer and hands out live momentum."""
         manager, outer = self._manager, [fragment._outer_optimizer for fragment in self._fragments]
         for key, save in list(manager._user_state_dicts.items()):
             manager._user_state_dicts[key] = _copying(save)
@@ -136,7 +136,7 @@ class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
         manager.register_state_dict_fn(STATE_KEY, state.load, state.save)
 
     def _current_fragment(self) -> int:
-        """Asked when a fragment is prepared and again when it is synchronized; the last answer is the one compared."""
+        """Called when a fragment is prepared and again when it is synchronized; the last result is the one compared."""
         self._synced = super()._current_fragment()
         return self._synced
 
@@ -147,28 +147,26 @@ class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
 
     def take_global_weights(self) -> None:
         """l ← θ in all fragments: the same weights on every replica, to evaluate or to save. Steps since a fragment's
-        last sync are gone; after the last sync of a run, do it before saving (with one fragment and α = 0, l = θ)."""
+        last sync are lost; call it after the last sync of a run, before saving (with one fragment and α = 0, l = θ)."""
         self._restore_parameters()
 
     def _step_post_hook(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         super()._step_post_hook(optimizer, args, kwargs)
-        if self.just_synced:  # torchft sets its count of steps back then
+        if self.just_synced:  # torchft resets its step count then
             self._compare(self._synced)
 
     def _compare(self, fragment: int) -> None:
-        """Every replica of the quorum, also one that did not commit: otherwise its peers would wait for it.
+        """Runs on every replica of the quorum, also one that did not commit: otherwise its peers would wait for it.
 
         max over replicas of (c, C−c, s, C−s), c: checksum of θ, s: outer steps. All equal ⇔ max(c) + max(C−c) = C.
-        A spare replica sends zeros, which no maximum sees.
+        A spare replica sends zeros, which never are the maximum.
         """
         anchor, step = self._fragments[fragment].original_parameters, self._manager.current_step()
         checksum = _checksum(anchor)
         told = torch.tensor([checksum, _CEILING - checksum, step, _CEILING - step], device=_device_of(self._model))
         self._manager.allreduce(told, reduce_op=ReduceOp.MAX).wait()
         if self._manager.errored():
-            log.warning(
-                "step %d: a peer was lost before the replicas were compared; they are after the next sync", step
-            )
+            log.warning("step %d: a peer was lost before the replicas were compared; the next sync compares them", step)
             return
         checksum_max, checksum_rest, step_max, step_rest = told.tolist()
         if step_max + step_rest != _CEILING:
@@ -176,14 +174,14 @@ class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
         elif checksum_max + checksum_rest != _CEILING:
             raise AnchorsDiffer(
                 f"after outer step {step} the replicas' global copies of fragment {fragment} differ "
-                f"(checksum here: {checksum:x}). Nobody can say which is right: stop all replicas and start them from "
+                f"(checksum here: {checksum:x}). It is unknown which is right: stop all replicas and start them from "
                 "one checkpoint. Usual causes: unequal weights at the start with init_sync=False, unequal outer "
                 "settings, or an outer_optimizer whose rounding depends on the machine"
             )
 
 
 class _Fragment(nn.Module):
-    """What torchft asks a fragment for: its parameters by name. They stay where they are in the model."""
+    """The part of a module that torchft uses of a fragment: its parameters by name. They stay in the model."""
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
@@ -198,8 +196,8 @@ class _Fragment(nn.Module):
 class PortableNesterov(torch.optim.Optimizer):
     """buf ← μ·buf + g;  θ ← θ − η·(g + μ·buf): torch's SGD(nesterov=True), rounded alike on every machine.
 
-    torch's own may fuse a product with a sum, or not, by the width of a processor's vectors: then replicas on unlike
-    machines drift apart by roundings, and the comparison after the sync would stop them.
+    torch's own may or may not fuse a product with a sum, depending on the processor's vector width: then replicas on
+    different machines drift apart by roundings, and the comparison after the sync would stop them.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float) -> None:
@@ -219,7 +217,7 @@ class PortableNesterov(torch.optim.Optimizer):
 
 
 def _nesterov(lr: float, momentum: float) -> OptimizerFactory:
-    Nesterov(lr, momentum)  # refuses what is out of range
+    Nesterov(lr, momentum)  # refuses values out of range
     return lambda params: PortableNesterov(params, lr, momentum)
 
 
@@ -234,7 +232,7 @@ def _size_bytes(fragment: _Fragment) -> int:
 
 
 def _copying(save: Callable[[], Any]) -> Callable[[], Any]:
-    """A state function that hands out copies: the peer reads them while training here goes on."""
+    """A state function that returns copies: the peer reads them while training continues here."""
     return lambda: tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, save())
 
 

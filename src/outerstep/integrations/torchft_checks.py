@@ -1,7 +1,7 @@
-"""Settings with which torchft's DiLoCo trains on, commits, and is wrong: refused here, with the reason.
+"""Settings with which torchft's DiLoCo trains, commits, and is wrong: refused here, with the reason.
 
 Each was seen on torchft 0.2.0; tests/integration/test_torchft_silent_failures.py shows each in the bare library beside
-the refusal, so that a version that mends it is noticed.
+the refusal, so that a version that fixes it is noticed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Buffers = Literal["refuse", "local"]
 
 
 def check_version() -> None:
-    """Its private methods are overridden, so another version is another library."""
+    """We override its private methods, so another version is another library."""
     found = version("torchft")
     if found != TESTED_VERSION:
         raise ConfigError(
@@ -45,7 +45,7 @@ def check_schedule(sync_every: int, num_fragments: int, delay: int, alpha: float
     if not 0 <= delay < sync_every // num_fragments:
         raise ConfigError(
             f"fragment_delay must be from 0 to below sync_every / num_fragments ({sync_every // num_fragments}), "
-            f"so that one fragment has landed before the next is sent; got {delay}"
+            f"so that one fragment is adopted before the next is sent; got {delay}"
         )
     if not 0.0 <= alpha <= 1.0:
         raise ConfigError(f"fragment_alpha must be between 0 and 1, got {alpha:g}")
@@ -67,25 +67,25 @@ def check_model(model: nn.Module, inner_optimizer: torch.optim.Optimizer) -> Non
     if strangers:
         raise ModelError(
             f"the inner optimizer trains {len(strangers)} parameters that are not in the model, so they would never be "
-            "synchronized. Give the whole model, and make the optimizer after it was wrapped or sharded"
+            "synchronized. Pass the whole model, and create the optimizer after wrapping or sharding it"
         )
 
 
 def _check_optimizer_is_bare(optimizer: torch.optim.Optimizer) -> None:
-    """Hooks on a wrapper may never be called, and its state dict is not one that an optimizer loads."""
+    """Hooks on a wrapper may never be called, and an optimizer cannot load its state dict."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer) or not {"state", "param_groups"} <= optimizer.state_dict().keys():
         raise ModelError(
-            f"inner_optimizer must be the torch optimizer itself, got a {type(optimizer).__name__} around it: give "
-            "what is inside (accelerate: optimizer.optimizer, torchtitan: optimizers.optimizers[0])"
+            f"inner_optimizer must be the torch optimizer itself, got a {type(optimizer).__name__} around it: pass "
+            "the inner one (accelerate: optimizer.optimizer, torchtitan: optimizers.optimizers[0])"
         )
 
 
 def check_group(manager: Any, model: nn.Module) -> None:
-    """A replica that is a group of several ranks: rank i heals from group i mod n, not all from one.
+    """A replica of several ranks: rank i heals from group i mod n, not all from one.
 
-    For shards that is as good, since each of them is a model of its own to torchft. What several ranks hold a copy of
-    would heal to different copies, and never meet again: across groups only ranks of the same number are compared.
+    For shards that works, since each is a separate model to torchft. Copies that several ranks hold would heal from
+    different groups and stay different: across groups only ranks of the same number are compared.
     """
     if manager._group_world_size == 1:
         return
@@ -99,7 +99,7 @@ def check_group(manager: Any, model: nn.Module) -> None:
             raise ModelError(
                 "with several ranks per replica every parameter must be sharded over all of them (FSDP2), "
                 f"{name!r} is not: copies of it would heal from different groups and drift apart. For DDP and HSDP "
-                "take outerstep's own worker, which treats the ranks as one group"
+                "use outerstep's own worker, which treats the ranks as one group"
             )
 
 
@@ -110,19 +110,19 @@ def check_buffers(model: nn.Module, buffers: Buffers) -> None:
     if found and buffers == "refuse":
         raise ModelError(
             f"torchft never synchronizes buffers, and the model has {len(found)} ({found[0]!r}, …): each replica would "
-            "end with its own. Pass buffers='local' if that is meant, take a normalization without running statistics, "
-            "or train with outerstep's own worker, which averages them (buffers='average')"
+            "end with its own. Pass buffers='local' if that is intended, use a normalization without running "
+            "statistics, or train with outerstep's own worker, which averages them (buffers='average')"
         )
 
 
 def check_quantization(should_quantize: bool, model: nn.Module) -> None:
-    from torchft import manager  # here, because whether it found triton is a variable of that module
+    from torchft import manager  # imported here: whether it found triton is a variable of that module
 
     if not should_quantize:
         return
     if not manager.IS_TRITON_AVAILABLE:
         raise ConfigError(
-            "should_quantize=True needs triton, which is not installed: torchft would send float32 as ever"
+            "should_quantize=True needs triton, which is not installed: torchft would silently send float32"
         )
     others = {param.device.type for param in model.parameters()} - {"cuda"}
     if others:
@@ -132,10 +132,10 @@ def check_quantization(should_quantize: bool, model: nn.Module) -> None:
 
 
 def bucket_cap(use_bucketization: bool, cap_mb: int | None, sizes_bytes: Iterable[int]) -> tuple[bool, int | None]:
-    """Whether torchft will put tensors together, and the cap to give it: each fragment must fit into one bucket.
+    """Whether torchft will use buckets, and the cap for it: each fragment must fit into one bucket.
 
-    Of several buckets torchft copies only the last one's result back, and a tensor that does not fit into what is left
-    of a bucket may be in none: they keep the replica's own values, and the step is committed. The cap is in MiB.
+    Of several buckets torchft copies back only the last one's result, and a tensor that does not fit into the rest of a
+    bucket may be in none: they keep the replica's own values, and the step is committed. The cap is in MiB.
     """
     use_bucketization = use_bucketization or os.getenv(BUCKETIZATION_ENV, "False") == "True"
     if not use_bucketization:
@@ -144,7 +144,7 @@ def bucket_cap(use_bucketization: bool, cap_mb: int | None, sizes_bytes: Iterabl
     if cap_mb is not None and cap_mb < needed_mb:
         raise ConfigError(
             f"bucket_cap_mb must hold a whole fragment, {needed_mb} MiB here, got {cap_mb}: torchft leaves tensors "
-            "that need a second bucket unreduced. Leave it out, or take more fragments"
+            "that need a second bucket unreduced. Leave it out, or use more fragments"
         )
     return True, max(cap_mb or 0, needed_mb)
 
@@ -160,7 +160,7 @@ def check_outer_optimizer(make: OptimizerFactory, params: Sequence[nn.Parameter]
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(id(p) for p in params):
         raise ConfigError(
-            f"outer_optimizer must make an optimizer of the {len(params)} parameters it is given, got one of "
+            f"outer_optimizer must return an optimizer of the {len(params)} parameters it is given, got one of "
             f"{len(held)} others: it would step other fragments by their inner gradients, and the replicas drift apart"
         )
     return optimizer

@@ -1,11 +1,10 @@
-"""What a replica needs to go on where its peers are: model, inner optimizer, anchors, outer optimizers. All of it, and
-copies of it.
+"""The complete state that a healing replica needs: model, inner optimizer, anchors, outer optimizers, all copied.
 
-torchft fetches this state over HTTP while its owner goes on training. A reference to a live tensor would be read half
-changed; a part left out would make the healed replica send θ_peer − l_own, which is nobody's pseudo-gradient.
+torchft fetches this state over HTTP while its owner keeps training. A live tensor would be read half changed; with a
+part missing the healed replica would send θ_peer − l_own, which is nobody's pseudo-gradient.
 
-A sharded tensor (FSDP2) travels as the part that this rank holds, to the same rank of the other group: a DTensor's
-description of its mesh belongs to its own job.
+A sharded tensor (FSDP2) travels as this rank's part, to the same rank of the other group: a DTensor's description of
+its mesh belongs to its own job.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from ..errors import ModelError
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The tensor, or of a sharded one what this rank holds; the memory is shared."""
+    """The tensor, or this rank's part of a sharded one; the memory is shared."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _copied(state: Any) -> Any:
-    """The same structure; every tensor in it a copy in host memory, of a sharded one this rank's part."""
+    """The same structure with every tensor copied to host memory; of a sharded one, this rank's part."""
     return tree_map(lambda leaf: local_part(leaf).to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, state)
 
 
 class HealingState:
-    """Saves and loads it. Both sides have the same model and the same number of ranks."""
+    """Saves and loads the state. Both sides have the same model and the same number of ranks."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class HealingState:
             _load_optimizer(optimizer, saved)
         for anchor, loaded in zip(self._anchors, state["anchors"], strict=True):
             if anchor.keys() != loaded.keys():
-                raise ModelError("the replica that this one heals from has other fragments: start all with the same")
+                raise ModelError("the replica that this one heals from has other fragments: use the same on all")
             for name, tensor in anchor.items():
                 tensor.copy_(loaded[name])
 
@@ -82,13 +81,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """In the order in which a state dict numbers them."""
+    """The parameters in the order of a state dict's numbers."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _like_state(value: Any, param: Tensor) -> Any:
-    """What an optimizer keeps for a sharded parameter is sharded like it, except counters. It keeps what it is given,
-    so it gets a copy: what arrived lies in memory that may not be written to."""
+    """An optimizer's state of a sharded parameter is sharded like it, except counters. The optimizer keeps the tensor,
+    so it gets a copy: the received memory may be read-only."""
     if not isinstance(value, Tensor):
         return value
     is_shard = value.dim() > 0 and value.shape == local_part(param).shape
@@ -96,7 +95,7 @@ def _like_state(value: Any, param: Tensor) -> Any:
 
 
 def _like(value: Any, template: Any) -> Any:
-    """This rank's part as the sharded tensor that `template` is; all else as it is."""
+    """This rank's part as a tensor sharded like `template`; anything else unchanged."""
     if not isinstance(template, DTensor):
         return value
     return DTensor.from_local(
@@ -117,5 +116,5 @@ def _check_sharding(optimizer: torch.optim.Optimizer) -> None:
             ):
                 raise ModelError(
                     f"{type(optimizer).__name__} shards {key!r} unlike its parameter ({value.placements}): "
-                    "a replica could not heal. Take an optimizer whose state has its parameters' shape"
+                    "a replica could not heal. Use an optimizer whose state has its parameters' shape"
                 )

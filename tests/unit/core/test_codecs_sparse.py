@@ -147,7 +147,7 @@ def with_indices(codec: SparseCodec, numel: int, index: list[int]) -> Tensor:
 def test_indices_that_break_the_rules_are_found_and_do_no_harm(numel: int, index: list[int]) -> None:
     codec = SparseCodec(4)
     data = with_indices(codec, numel, index)
-    assert f"must ascend and lie below {numel}" in codec.check(data, numel)
+    assert f"must ascend and be below {numel}" in codec.check(data, numel)
     out = torch.full((numel + 5000,), 7.0)
     codec.decode(data, out[:numel])
     assert set(out[:numel].nonzero().flatten().tolist()) == {i for i in index if i < numel}

@@ -1,11 +1,11 @@
-"""What travels: tensors as bytes, and back.
+"""Codecs: tensors to bytes, and back.
 
 A codec turns a flat fp32 tensor into bytes, block by block: `block_values` values are coded independently of all
 others, so the bytes of values [a, b) are exactly [encoded_bytes(a), encoded_bytes(b)) whenever a and b fall on block
-borders (or b is the end). That lets the receiver decode and add in cache-sized pieces, and the sender
-encode while it sends.
+borders (or b is the end). So the receiver can decode and add in cache-sized pieces, and the sender can encode while it
+sends.
 
-The same bytes and the same values come out on a CPU and on a GPU, with any number of threads and any vector width.
+A CPU and a GPU give the same bytes and the same values, with any number of threads and any vector width.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class Codec(Protocol):
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether what it leaves out must be kept and sent later (core/feedback.py) for training to work."""
+        """Whether training needs error feedback (core/feedback.py) with it: what it leaves out is sent later."""
 
     def encoded_bytes(self, numel: int) -> int:
-        """Size of `numel` values, known beforehand: limits can be checked before anything is read."""
+        """Size of `numel` values, known in advance: limits can be checked before anything is read."""
 
     def encode(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
-        """fp32 [n] → uint8 [encoded_bytes(n)], on the same device. Rounded to the nearest, or at random with `dither`.
-        Values that are not finite never become finite."""
+        """fp32 [n] → uint8 [encoded_bytes(n)], on the same device. Rounds to the nearest, or at random with `dither`.
+        Non-finite values never become finite."""
 
     def check(self, data: Tensor, numel: int) -> str:
-        """What is wrong with these encoded_bytes(numel) bytes; "" if they can be decoded as they are meant."""
+        """What is wrong with these encoded_bytes(numel) bytes; "" if they are valid."""
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """uint8 [encoded_bytes(n)] → fp32 [n]. Safe on any bytes; they mean something if `check` finds nothing."""
+        """uint8 [encoded_bytes(n)] → fp32 [n]. Safe on any bytes; meaningful if `check` finds nothing."""
 
     def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        """out += weight·decoded, for bytes in which `check` finds nothing; a sparse codec touches what was sent alone.
+        """out += weight·decoded, for bytes in which `check` finds nothing; a sparse codec touches only what was sent.
         Product and sum are rounded one after the other."""
 
 
@@ -58,7 +58,7 @@ CODECS: dict[str, Codec] = {
 
 
 def get_codec(name: str) -> Codec:
-    """By its name; sparseK is known for every K the codec allows."""
+    """The codec of that name; sparseK exists for every K that the codec allows."""
     codec = CODECS.get(name)
     if codec is None and (sparse := re.fullmatch(r"sparse([1-9][0-9]{0,3})", name)):
         return SparseCodec(int(sparse[1]))

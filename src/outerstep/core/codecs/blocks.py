@@ -1,8 +1,8 @@
-"""What the block codecs share: the cut into pieces, scales, and several small codes in a byte.
+"""Shared by the block codecs: the cut into pieces, scales, and packing several small codes into a byte.
 
 A block is its scale (bf16, 2 bytes), then its codes. The scale is bf16 so that code × scale is *exact* in fp32 (at most
-8 + 8 significant bits): rounded separately or fused, on a CPU or a GPU, in whatever order, a decoded value has the same
-bits everywhere.
+8 + 8 significant bits): rounded separately or fused, on a CPU or a GPU, in any order, a decoded value has the same bits
+everywhere.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch import Tensor
 
 SCALE_BYTES = 2
 MIN_SCALE = 2.0**-125
-"""A scale that is not larger is stored as 0. Then no product code × scale is subnormal, nor any value that is not
-rounded to 0: a machine that flushes subnormal numbers to zero gets the same bits."""
+"""A scale up to this is stored as 0. Then no product code × scale is subnormal, nor any value that is not rounded to 0:
+a machine that flushes subnormal numbers to zero gets the same bits."""
 CPU_PIECE_VALUES = 1 << 19  # 2 MiB: small enough for the cache, large enough to hide the cost of some thirty calls
-DEVICE_PIECE_VALUES = 1 << 26  # whole tensors, as a rule; bounds the scratch memory of the largest ones to 256 MiB
+DEVICE_PIECE_VALUES = 1 << 26  # usually whole tensors; bounds the scratch memory of the largest to 256 MiB
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 def in_small_pieces(device: torch.device) -> bool:
-    """On a CPU the work is done in pieces that fit its cache. A GPU takes whole tensors, a compiler one expression."""
+    """A CPU works in pieces that fit its cache. A GPU takes whole tensors, a compiler one expression."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class Scratch:
-    """Memory for what is computed on the way, by name. In small pieces each piece uses that of the one before: to get
-    fresh memory from the system can cost more than the arithmetic."""
+    """Memory for intermediate results, by name. Small pieces reuse the memory of the previous piece: getting fresh
+    memory from the system can cost more than the arithmetic."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def like(self, x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Of x's shape; what it holds is not specified."""
+        """A tensor of x's shape with unspecified content."""
         if not in_small_pieces(x.device):
             return torch.empty(x.shape, dtype=dtype, device=x.device)
         kept = self._kept.get(name)
@@ -46,7 +46,7 @@ class Scratch:
 
 
 def piece_values(numel: int, block_values: int, device: torch.device) -> int:
-    """How many values to work on at once: whole blocks, or less than one if there is no more."""
+    """How many values to work on at once: whole blocks, or the rest if it is less than one."""
     if torch.compiler.is_compiling():
         return max(numel - numel % block_values, 1)
     size = CPU_PIECE_VALUES if in_small_pieces(device) else DEVICE_PIECE_VALUES
@@ -54,8 +54,8 @@ def piece_values(numel: int, block_values: int, device: torch.device) -> int:
 
 
 def pieces(numel: int, block_values: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """[start, stop) of pieces to be worked on one after the other: whole blocks, except for the last piece, which is
-    the incomplete block at the end, if there is one."""
+    """[start, stop) of the pieces, in order: whole blocks, except for the last piece, which is the incomplete block at
+    the end, if there is one."""
     whole, step = numel - numel % block_values, piece_values(numel, block_values, device)
     for start in range(0, whole, step):
         yield start, min(start + step, whole)
@@ -89,23 +89,23 @@ def largest_scale(top: float) -> float:
 def block_scales(absmax: Tensor, top: float, *, up: bool = False) -> tuple[Tensor, Tensor]:
     """s = absmax/top in bf16, and 1/s in fp32, from the largest magnitude of each block; `top` is the largest level.
 
-    s is rounded to the nearest, or `up` so that no |x|/s exceeds `top`. s = 0, and then 1/s = 0: all values are so
-    small that they count as 0. s = NaN: one value is NaN or infinite, and no value of the block comes out finite.
+    s is rounded to the nearest, or `up` so that no |x|/s exceeds `top`. s = 0, with 1/s = 0: all values are so small
+    that they count as 0. s = NaN: a value is NaN or infinite, and no value of the block decodes to a finite one.
     """
     # Rounded by hand: a compiler may leave out a cast to bf16 and back.
     bits = (absmax * (1.0 / top)).view(torch.int32)
     bits = bits + (0xFFFF if up else (bits >> 16 & 1) + 0x7FFF)
     s = (bits >> 16 << 16).view(torch.float32)
-    # A value that is not finite: absmax·0 = NaN, which the limits before it would have hidden.
+    # For a non-finite value absmax·0 = NaN, which the clamping before would hide.
     s = torch.nn.functional.threshold(s.clamp(max=largest_scale(top)), MIN_SCALE, 0.0) + absmax * 0.0
-    # By way of fp64: its division is rounded correctly everywhere, that of fp32 not in every compiled GPU kernel.
+    # In fp64: its division is correctly rounded everywhere; fp32's is not in every compiled GPU kernel.
     inverse = torch.where(s > 0.0, s.double().reciprocal(), 0.0).float()
     return s.bfloat16(), inverse
 
 
 def bf16_bytes(column: Tensor) -> Tensor:
     """bf16 [B, 1] → its bytes, uint8 [B, 2], low byte first. By shifts: a compiler may give a single column any stride,
-    and then refuses to see it as bytes."""
+    and then cannot view it as bytes."""
     bits = column.float().view(torch.int32) >> 16
     return torch.cat((bits & 0xFF, bits >> 8 & 0xFF), dim=1).to(torch.uint8)
 
@@ -128,7 +128,7 @@ def get_bf16(data: Tensor) -> Tensor:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """int8 codes of `bits` bits [B, lanes·w] → uint8 [B, w]: lane i, codes [i·w, (i+1)·w), in bits [i·bits, …) of
-    the bytes. Not neighbours in one byte, but halves: whole rows are shifted, and nothing is gathered."""
+    the bytes. A byte holds codes of different lanes, not neighbours: whole rows are shifted, none gathered."""
     lanes = codes.view(len(codes), 8 // bits, -1).unbind(1)
     packed = lanes[0]
     for i, lane in enumerate(lanes[1:], 1):
@@ -138,7 +138,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(data: Tensor, bits: int, scratch: Tensor) -> Tensor:
-    """uint8 [B, w] → int8 codes [B, lanes·w], sign-extended from `bits` bits; in `scratch`, unless they lie ready."""
+    """uint8 [B, w] → int8 codes [B, lanes·w], sign-extended from `bits` bits; in `scratch`, if bits < 8."""
     packed = data.view(torch.int8)
     if bits == 8:
         return packed

@@ -1,8 +1,8 @@
 """Codecs that only change the number type: fp32 (4 bytes a value, exact) and bf16 (2 bytes).
 
-bf16 rounds to the nearest, ties to even. With dither it rounds up or down at random, so that on average the value is
-kept: 16 random bits are added to the 16 that are cut off. NaN and infinities stay what they are; as ever in bf16, a
-finite value of more than 3.3895e38 can become infinite.
+bf16 rounds to the nearest, ties to even. With dither it rounds up or down at random, so that the expected value is
+unchanged: 16 random bits are added to the 16 that are cut off. NaN and infinities are unchanged; as always in bf16, a
+finite value above 3.3895e38 can become infinite.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CastCodec:
     @torch.no_grad()
     def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
         if weight == 1.0:
-            out.add_(data.view(self.dtype))  # a bf16 number is an fp32 number: nothing is rounded but the sum
+            out.add_(data.view(self.dtype))  # a bf16 number is an fp32 number: only the sum is rounded
         else:
             add_decoded(self, data, out, weight)
 

@@ -1,7 +1,7 @@
-"""Random numbers for stochastic rounding that are a function of (seed, position) alone.
+"""Random numbers for stochastic rounding that depend only on (seed, position).
 
-A generator's stream depends on the device and on who drew from it before. A hash of the position does not: a CPU and a
-GPU, the whole tensor at once or block by block, a retry or a replay draw the same numbers.
+A generator's stream depends on the device and on earlier draws. A hash of the position does not: a CPU and a GPU, the
+whole tensor at once or block by block, a retry or a replay get the same numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Dither:
         return cls(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
     def after(self, count: int) -> Dither:
-        """The same numbers, from `count` values further on."""
+        """The same numbers, starting `count` values later."""
         return replace(self, first=self.first + count)
 
     def bits(self, count: int, device: torch.device) -> Tensor:

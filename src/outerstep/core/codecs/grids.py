@@ -1,4 +1,4 @@
-"""The levels that a value can be rounded to, in units of its block's scale."""
+"""The levels to which a value can be rounded, in units of its block's scale."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .dither import unit
 class Grid(Protocol):
     @property
     def top(self) -> float:
-        """The largest level. It is where the block's largest magnitude goes, so scale = absmax/top."""
+        """The largest level. The block's largest magnitude maps to it, so scale = absmax/top."""
 
     def codes(self, t: Tensor, spare: Tensor, out: Tensor) -> None:
         """fp32 t = x/scale, |t| ≤ 1.004·top → int8 codes of the nearest levels. Overwrites t and spare (like t)."""
 
     def dithered_codes(self, t: Tensor, noise: Tensor, out: Tensor) -> None:
-        """|t| ≤ top, noise int32 uniform in [0, 2¹⁶) → codes of one of the two levels around t, so that on average it
-        is t (to 2⁻¹⁷ of their distance). A t that is a level stays. Overwrites t."""
+        """|t| ≤ top, noise int32 uniform in [0, 2¹⁶) → codes of one of the two levels around t, with expected value t
+        (to 2⁻¹⁷ of their distance). A t that is a level is unchanged. Overwrites t."""
 
     def levels(self, codes: Tensor, out: Tensor) -> None:
         """Any sign-extended codes → fp32 levels. Overwrites codes."""
@@ -65,7 +65,7 @@ class PowersOfTwo:
     m − 8 for −. Ties go to the larger magnitude.
 
     The nearest level changes at |t| = ½, 1½, 3, 6, 12, 24, 48. There g(t) = |t| + max(½, |t|/3) is 1, 2, 4, 8, 16, 32,
-    64, so that m is g's binary exponent plus one: one look at the bits of g instead of seven comparisons.
+    64, so that m is g's binary exponent plus one: one read of g's bits instead of seven comparisons.
     """
 
     top: float = 64.0
@@ -77,8 +77,8 @@ class PowersOfTwo:
         out.copy_(g.bitwise_right_shift_(23).sub_(126).bitwise_or_(sign))  # its low four bits
 
     def dithered_codes(self, t: Tensor, noise: Tensor, out: Tensor) -> None:
-        """With y = max(|t| + 1, 2·|t|) it is m that is y's binary exponent, for t on a level; between two of them the
-        fraction of y says how far up t is, and noise in its place carries into the exponent that often."""
+        """With y = max(|t| + 1, 2·|t|), m is y's binary exponent for t on a level; between two levels y's fraction says
+        how far up t is, and adding noise to it carries into the exponent with that probability."""
         out.copy_(t.view(torch.int32) >> 31).bitwise_left_shift_(3)
         y = torch.maximum(t.abs_() + 1.0, t * 2.0)
         out.add_((((y.view(torch.int32) + (noise << 7)) >> 23) - 127).to(torch.int8))

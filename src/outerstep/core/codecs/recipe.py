@@ -1,14 +1,14 @@
-"""Which codec for which tensor: what the plan's `codec` and `down_codec` say.
+"""Recipes: which codec encodes which tensor, as in the plan's `codec` and `down_codec`.
 
     recipe = rule | rule,kind=rule,…          "int4"     "int4,embeddings=int8,norms=fp32"
     rule   = codec [+feedback] [+stochastic]   "int8+feedback"     "bf16+stochastic"
 
-The first rule is for every tensor that no kind claims. Kinds: `embeddings`, the tables; `norms`, whatever has at most
-one dimension (gains, biases). Buffers travel in fp32 whatever the recipe says: they are few, and no sums of steps.
+The first rule is for every tensor not covered by a kind. Kinds: `embeddings`, the tables; `norms`, tensors with at most
+one dimension (gains, biases). Buffers always travel in fp32: they are few, and not sums of steps.
 
-`+feedback` keeps what the codec left out and adds it to the next (core/feedback.py). The sparse codecs never go
-without, so there it may be left out. `+stochastic` rounds up or down at random, right on average; it changes the bytes
-and not how they are read.
+`+feedback` keeps what the codec left out and adds it to the next contribution (core/feedback.py). The sparse codecs
+always use it, so it may be omitted there. `+stochastic` rounds up or down at random, unbiased; it changes the bytes but
+not how they are read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CodecRule:
                 raise ConfigError(f"a codec's option must be one of {', '.join(OPTIONS)}, got {option!r} in {text!r}")
         codec = get_codec(name)
         if "stochastic" in options and codec.needs_feedback:
-            raise ConfigError(f"a sparse codec does not round at random: write {name!r} instead of {text!r}")
+            raise ConfigError(f"a sparse codec has no stochastic rounding: write {name!r} instead of {text!r}")
         return cls(codec, "feedback" in options or codec.needs_feedback, "stochastic" in options)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Recipe:
 
     @cached_property
     def name(self) -> str:
-        """The recipe as it is always written: two that do the same have the same name."""
+        """The canonical form: recipes that do the same have the same name."""
         kinds = [f"{kind}={rule}" for kind, rule in self.by_kind if rule != self.usual]
         return ",".join([str(self.usual), *kinds])
 
@@ -96,13 +96,13 @@ class Recipe:
 
     @property
     def is_exact(self) -> bool:
-        """Nothing is rounded: what arrives is what was sent."""
+        """Whether nothing is rounded."""
         return all(rule.codec is FP32 for rule in self.rules)
 
     def downlink(self) -> Recipe:
-        """The recipe for the way down that goes with this one for the way up. The server keeps what its codec leaves
-        out (it knows where it wanted to go), so feedback is not said there; a sparse update would leave the workers
-        far behind, so they get bf16."""
+        """The default downlink recipe for this uplink recipe. The server keeps what its codec leaves out (it holds the
+        exact outer parameters), so feedback is dropped; a sparse update would leave the workers far behind, so they get
+        bf16."""
         return Recipe(_downlink(self.usual), tuple((kind, _downlink(rule)) for kind, rule in self.by_kind))
 
 

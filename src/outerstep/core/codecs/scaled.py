@@ -4,13 +4,13 @@
     encoded:                                s (2 bytes), then ⌈n·bits/8⌉ bytes of codes of x/s on the grid
     decoded:                                level(code)·s, exact in fp32
 
-On an even grid each value comes back within (½ + 2⁻¹⁵)·s of where it was (the 2⁻¹⁵ is the rounding of x/s), on the
-powers of two within that part of max(s, ⅔|x|). Zeros stay zeros where the grid has a zero, and −0.0 becomes +0.0. A
-block whose scale would be at most 2⁻¹²⁵ comes back as zeros; the largest scales are limited so that a finite block
-stays finite. A block with a NaN or an infinity has scale NaN and comes back as NaN from end to end, so that the
-receiver's finite check refuses it; its codes are not specified.
+On an even grid each value decodes to within (½ + 2⁻¹⁵)·s of the original (the 2⁻¹⁵ is the rounding of x/s), on the
+powers of two within that part of max(s, ⅔|x|). Zeros stay zeros if the grid has a zero, and −0.0 becomes +0.0. A block
+whose scale would be at most 2⁻¹²⁵ decodes to zeros; the largest scales are limited so that a finite block stays finite.
+A block with a NaN or an infinity has scale NaN and decodes to all NaN, so that the receiver's finite check refuses it;
+its codes are not specified.
 
-Any bytes of the right length can be decoded; the worst that comes out is a large number or NaN.
+Any bytes of the right length can be decoded; at worst they give a large number or NaN.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ScaledCodec:
     # --- one piece: B blocks of n values ---------------------------------------------------------------------------
 
     def _blocks(self, piece: Tensor) -> Tensor:
-        """[B, n]; a last block that does not fill its last byte is padded with zeros (which change no scale)."""
+        """[B, n]; a last block that does not fill its last byte is padded with zeros, which change no scale."""
         if piece.numel() % self.block_values == 0:
             return piece.view(-1, self.block_values)
         missing = -piece.numel() % (8 // self.bits)

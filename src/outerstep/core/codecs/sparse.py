@@ -1,4 +1,4 @@
-"""The k largest of every 4096 values, with two bits each. Only with error feedback: the other values wait in it.
+"""The k largest of every 4096 values, with two bits each. Always with error feedback, which keeps the other values.
 
     chunk of n ≤ 4096 values x, k′ = min(k, n):
       chosen    the k′ values with the largest |x|, compared to 12 significant bits; of equal ones the first
@@ -13,8 +13,8 @@ stay independent.) Sums run over a fixed tree in fp64, and equal magnitudes have
 choose and encode alike. A chunk with a NaN or an infinity has four NaN means. Means are limited to the largest bf16
 number.
 
-Indices must ascend and lie inside the chunk: `check` refuses other bytes. `decode` is safe on any bytes nevertheless:
-an index beyond the end is left out; which of two equal ones counts is not specified.
+Indices must ascend and be inside the chunk: `check` refuses other bytes. `decode` is still safe on any bytes: an index
+beyond the end is ignored; which of two equal ones counts is not specified.
 
 Packing: with h = ⌈k′/2⌉, byte j of three rows of h bytes holds the indices a = j and b = j + h: a's low 8 bits; a's
 high 4 and, above them, b's low 4; b's high 8. Bin numbers as in `blocks.pack`. Unused bits of a short chunk are zero.
@@ -76,14 +76,14 @@ class SparseCodec:
     def decode(self, data: Tensor, out: Tensor) -> None:
         for start, stop in pieces(out.numel(), CHUNK, out.device):
             index, chosen = self._read(data, start, stop)
-            if stop - start < CHUNK:  # room for an index beyond the end, which is then left out
+            if stop - start < CHUNK:  # room for an index beyond the end, which is then dropped
                 out[start:stop].copy_(out.new_zeros(1, CHUNK).scatter_(1, index, chosen)[0, : stop - start])
             else:
                 out[start:stop].zero_().view(-1, CHUNK).scatter_(1, index, chosen)
 
     @torch.no_grad()
     def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        """out[index] += weight·mean: what was not sent is not touched. For bytes that `check` lets pass."""
+        """out[index] += weight·mean: values that were not sent are not touched. For bytes that pass `check`."""
         for start, stop in pieces(out.numel(), CHUNK, out.device):
             index, chosen = self._read(data, start, stop)
             if weight != 1.0:
@@ -97,7 +97,7 @@ class SparseCodec:
         for start, stop in pieces(numel, CHUNK, data.device):
             index, size = self._read_indices(data, start, stop), min(stop - start, CHUNK)
             if bool((index[:, -1] >= size).any()) or bool((index[:, 1:] <= index[:, :-1]).any()):
-                return f"the indices of a chunk must ascend and lie below {size} (values {start} to {stop})"
+                return f"the indices of a chunk must ascend and be below {size} (values {start} to {stop})"
         return ""
 
     # --- one piece: B chunks of n values ---------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class SparseCodec:
         return data[self.encoded_bytes(start) : self.encoded_bytes(stop)].view(count, -1)
 
     def _read(self, data: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Indices int64 [B, k′], and fp32 [B, k′] what they get."""
+        """Indices int64 [B, k′], and their values fp32 [B, k′]."""
         index = self._read_indices(data, start, stop)
         rows, kept = self._rows(data, start, stop, len(index)), index.shape[1]
         packed = rows[:, rows.shape[1] - packed_bytes(kept, 2) :]
@@ -123,13 +123,13 @@ def largest(x: Tensor, k: int, keys: Tensor) -> Tensor:
     """fp32 [B, n] → the indices, ascending int64 [B, k], of the k largest |x| in each row.
 
     The bits of |x| order as |x| does, NaN on top. Their last 12 make room for the position, counted from the end: so no
-    two keys are equal, and the k largest are the same k whoever looks for them. They are made in `keys`, int32 [B, n].
+    two keys are equal, and every machine finds the same k largest. They are built in `keys`, int32 [B, n].
     """
     n = x.shape[1]
     position = torch.arange(n - 1, -1, -1, dtype=torch.int32, device=x.device)
     torch.bitwise_and(x.view(torch.int32), 0x7FFFF000, out=keys).bitwise_or_(position)
     if n == CHUNK:
-        # The k largest lie in the k groups with the largest maxima: a fraction of the work, and nothing is missed.
+        # The k largest are in the k groups with the largest maxima: a fraction of the work, and nothing is missed.
         groups = keys.view(-1, _GROUP, n // _GROUP)
         best = groups.amax(1).topk(k, dim=1, sorted=False).indices
         keys = groups.gather(2, best.unsqueeze(1).expand(-1, _GROUP, -1)).flatten(1)
@@ -146,7 +146,7 @@ def two_bits(v: Tensor) -> tuple[Tensor, Tensor]:
     bins = (d >= -edge).to(torch.int8) + (d >= 0.0) + (d >= edge)
     members = torch.stack([bins == b for b in range(4)], dim=1)  # [B, 4, k]
     means = tree_sum(members * v.unsqueeze(1)).squeeze(2) / members.sum(2).clamp_(min=1)
-    # A value that is not finite: total·0 = NaN, which the limits would have hidden.
+    # For a non-finite value total·0 = NaN, which the clamping would hide.
     return (means.clamp(-BF16_MAX, BF16_MAX) + total * 0.0).float().bfloat16(), bins
 
 

@@ -1,10 +1,10 @@
-"""Robust aggregation: several pseudo-gradients become one, though some of them may be wrong or hostile.
+"""Robust aggregation: several pseudo-gradients become one, even if some are wrong or hostile.
 
     combining.combine       contributions read block by block: screens, then a rule (streams.py says how they are read)
     RobustAggregator     the same for tensors in memory
     attacks.ATTACKS      what to try it against
 
-docs/concepts/robust-aggregation.md says which rule is for what, and what it costs.
+docs/concepts/robust-aggregation.md says what each rule is for, and what it costs.
 """
 
 from __future__ import annotations

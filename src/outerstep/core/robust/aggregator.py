@@ -1,4 +1,4 @@
-"""`RobustAggregator`: the rules and screens of this room behind one method, for whoever has tensors in memory."""
+"""`RobustAggregator`: the rules and screens of this package behind one method, for tensors in memory."""
 
 from __future__ import annotations
 
@@ -45,16 +45,15 @@ class RobustAggregator:
         aggregator = RobustAggregator()
         agreed = aggregator.aggregate(pseudo_gradients, worker_ids=ids, steps=steps, fragment=0)
 
-    Before the rule, always: what holds NaN or Inf is refused, and what is more than twice as long as usual
-    (`screens.py`). By choice, and with five contributions or more: what points away from the mean of the others.
-    `verdict` says who was refused in the last call, and why.
+    Before the rule it always refuses contributions with NaN or Inf, and those more than twice as long as usual
+    (`screens.py`). Optionally, with five or more, it refuses those that point away from the mean of the others.
+    `verdict` says which were refused in the last call, and why.
 
-    A trim of 0.2 with 3 peers, as it is often seen, trims nothing: ⌊0.2·n⌋ is 0 below n = 5. Such a setting is refused
-    here. Left out, `trim_fraction` means a fifth and at least one, so that three peers are robust too.
+    A trim of 0.2 with 3 peers, a common setting, trims nothing: ⌊0.2·n⌋ is 0 below n = 5. Such a setting is refused
+    here. By default, `trim_fraction` is a fifth and at least one, so that three peers are robust too.
 
-    A pseudo-gradient may be one tensor, or a mapping from names to tensors. Pass mappings: screens and rules that judge
-    whole contributions then see the whole, where tensor by tensor they would judge each tensor by itself, and a
-    contribution could be in the one and refused in the next.
+    A pseudo-gradient may be one tensor, or a mapping from names to tensors. Pass mappings: screens and rules then judge
+    whole contributions. Tensor by tensor, a contribution could be accepted in one and refused in the next.
     """
 
     def __init__(
@@ -68,10 +67,10 @@ class RobustAggregator:
     ) -> None:
         """
         Args:
-            aggregation: a name in `RULES`, or a rule with settings of its own, as `CenteredClipping(radius=2.0)`.
+            aggregation: a name in `RULES`, or a rule with its own settings, like `CenteredClipping(radius=2.0)`.
             trim_fraction: of "trimmed_mean", at each end.
-            min_peers: fewer contributions, one's own included, are refused. Left out: 3, or what rule and screen need.
-            cosine_screen: refuse what points away from the mean of the others.
+            min_peers: fewer contributions, including one's own, are refused. Default: 3, or what rule and screen need.
+            cosine_screen: refuse contributions that point away from the mean of the others.
             bucket_size: 2 averages random pairs before the rule.
         """
         self.rule = make_rule(aggregation, trim_fraction=trim_fraction, bucket_size=bucket_size)
@@ -123,13 +122,13 @@ class RobustAggregator:
         """One pseudo-gradient out of several, fp32, on their device, in their shape.
 
         Args:
-            weights: how much each counts, > 0; left out, all the same.
-            worker_ids: fix the order in which they are added. Peers that all aggregate must give them, or they end with
-                different bits; left out, the order of the list counts.
-            steps: local steps in each; left out, equally many.
-            fragment: whose norms, and whose previous aggregate, to compare with and to remember. Left out, nothing is
-                remembered, and the norm screen compares with this round alone.
-            seed: of the buckets; the same for all peers, another in each round.
+            weights: of each, > 0; by default equal.
+            worker_ids: fix the order of the sums. Peers that all aggregate must pass them, or they end with different
+                bits; by default the order of the list counts.
+            steps: local steps in each; by default equally many.
+            fragment: whose norms, and whose previous aggregate, to compare with and to remember. By default nothing is
+                remembered, and the norm screen compares only within this round.
+            seed: of the buckets; the same for all peers, different in each round.
         """
         named = [_named(each) for each in pseudo_gradients]
         count = len(named)
@@ -147,7 +146,7 @@ class RobustAggregator:
             Candidate[TensorSpan](worker_id, Tensors(tensors), weight, taken)
             for worker_id, tensors, weight, taken in zip(ids, named, each_weight, each_steps, strict=True)
         ]
-        like = dict(sorted(named[0].items()))  # everybody adds up the tensors in this order
+        like = dict(sorted(named[0].items()))  # every peer adds the tensors in this order
         made = self._combined(candidates, like, None if fragment is None else str(fragment), seed)
         return made[_ALONE] if isinstance(pseudo_gradients[0], Tensor) else made
 
@@ -175,15 +174,15 @@ class RobustAggregator:
         return made
 
     def state_dict(self) -> AggregatorState:
-        """What the next round is compared with. A peer that joins must have it from another, or it would refuse others
-        than they do. The tensors are the live ones."""
+        """What the next round is compared with. A joining peer must get it from another, or it would refuse different
+        contributions. The tensors are the live ones."""
         return {
             "history": {key: [list(accepted) for accepted in rounds] for key, rounds in self._history.items()},
             "previous": {key: dict(tensors) for key, tensors in self._previous.items()},
         }
 
     def load_state_dict(self, state: AggregatorState) -> None:
-        """Replace everything that was here with copies of what `state` holds."""
+        """Replace everything with copies from `state`."""
         history = {key: tuple(tuple(each) for each in rounds) for key, rounds in state["history"].items()}
         check_history(history)
         self._history = history
@@ -246,5 +245,5 @@ def _check_same_tensors(named: Sequence[Mapping[str, Tensor]], ids: Sequence[str
             raise ConfigError(
                 f"all pseudo-gradients must have the same tensors: {odd[0] or 'the tensor'!r} is "
                 f"{expected.get(odd[0], 'missing')} in {ids[0]!r}, {shapes.get(odd[0], 'missing')} in {worker_id!r}; "
-                "check them when they arrive, and leave out the wrong ones"
+                "check them on arrival, and leave out the wrong ones"
             )

@@ -1,23 +1,23 @@
-"""What a hostile or broken worker may send instead of its pseudo-gradient: for tests and measurements.
+"""Attacks: what a hostile or broken worker may send instead of its pseudo-gradient, for tests and measurements.
 
-They are in the package so that anybody can try the settings of a run against them before trusting it. An attack is a
-function of what the attacker can know: in the worst case everything that the honest ones send in this round.
+They are in the package so that users can test the settings of a run against them before they trust it. An attack is a
+function of what the attacker knows: in the worst case everything that the honest workers send in this round.
 
 | attack | sends | the idea |
 |---|---|---|
 | sign_flip | −Δ | climb instead of descend; its norm is honest |
 | flip_10 | −10·Δ | the same, ten times |
-| scale_1000 | 1000·Δ | one voice drowns all others |
-| gaussian | noise, 10 times as long as Δ | the plain mean digests it: noise averages away over the rounds |
-| gaussian_1000 | noise, 1000 times as long | and this it does not |
-| gaussian_quiet | noise, as long as Δ | passes every look at the norm |
+| scale_1000 | 1000·Δ | one contribution dominates all others |
+| gaussian | noise, 10 times as long as Δ | the plain mean survives it: noise averages out over the rounds |
+| gaussian_1000 | noise, 1000 times as long | this it does not survive |
+| gaussian_quiet | noise, as long as Δ | passes every norm check |
 | alie | mean − 1.5·σ in every coordinate | "a little is enough" (Baruch et al. 2019): inside the honest scatter |
-| ipm | −½·mean | inner product manipulation (Xie et al. 2019): short, so that no norm betrays it |
-| ipm_10 | −10·mean | the same, long enough to turn the mean around |
+| ipm | −½·mean | inner product manipulation (Xie et al. 2019): short, so that no norm reveals it |
+| ipm_10 | −10·mean | the same, long enough to reverse the mean |
 | mimic | what the first honest worker sends | that one counts twice (Karimireddy et al. 2022) |
 | nan, inf | one NaN, one Inf | |
-| zero | 0 | a worker that does nothing and is counted |
-| stale | its own pseudo-gradient of the first round, again and again | |
+| zero | 0 | a worker that does nothing but is counted |
+| stale | its own pseudo-gradient of the first round, in every round | |
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scene:
-    """What an attacker sees, all of it flat fp32."""
+    """What an attacker sees, as flat fp32 tensors."""
 
     own: Tensor  # [m]: what it would send if it were honest
     honest: Tensor  # [h, m]: what the others send in this round
-    past: Sequence[Tensor] = field(default_factory=tuple)  # its own of earlier rounds, the oldest first
-    seed: int = 0  # another in each round
+    past: Sequence[Tensor] = field(default_factory=tuple)  # its own of earlier rounds, oldest first
+    seed: int = 0  # different in each round
 
 
 Attack = Callable[[Scene], Tensor]
@@ -61,13 +61,13 @@ def gaussian(factor: float) -> Attack:
 
 
 def a_little_is_enough(z: float) -> Attack:
-    """mean − z·σ of the honest ones. (The published z follows from how many attackers there are, and is nothing for one
-    of eight; the paper's own experiments take 1 to 1.5.)"""
+    """mean − z·σ of the honest contributions. (The published z follows from the number of attackers, and is 0 for one
+    of eight; the paper's own experiments use 1 to 1.5.)"""
     return lambda scene: scene.honest.mean(0) - z * scene.honest.std(0, correction=0)
 
 
 def against_the_mean(epsilon: float) -> Attack:
-    """−ε·mean of the honest ones"""
+    """−ε·mean of the honest contributions"""
     return lambda scene: -epsilon * scene.honest.mean(0)
 
 

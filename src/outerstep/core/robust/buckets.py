@@ -3,8 +3,8 @@
     (x_1 … x_n)  →  the means of random groups of s  →  any rule over ⌈n/s⌉
 
 (Karimireddy et al. 2022, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing".) Means of two are closer
-to each other than what they are made of, which helps rules that would otherwise take honest scatter for an attack; but
-an attacker spoils a whole group, so the rule must withstand as many of n/s.
+to each other than their members, which helps rules that would otherwise mistake honest scatter for an attack; but an
+attacker spoils a whole group, so the rule must withstand as many of n/s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rule import BlockFunction, Rule, RuleInputs, Selection, are_equal, check_w
 class Bucketing:
     """`rule` over the weighted means of groups of `size`, each with the weight of its members.
 
-    seed: whatever all peers agree on and no contribution can depend on, a new one for every round.
+    seed: a value that all peers agree on and no contribution can depend on, new in every round.
     """
 
     rule: Rule
@@ -36,7 +36,7 @@ class Bucketing:
         if self.size < 2:
             raise ConfigError(f"a bucket must have at least 2 contributions, got {self.size}; 2 is the usual size")
         if isinstance(self.rule, Bucketing):
-            raise ConfigError("buckets of buckets are larger buckets: give the size instead")
+            raise ConfigError("a bucketing cannot contain a bucketing; use one with a larger size")
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Bucketing:
         check_weights(weights)
         groups = deal(offered, self.size, self.seed)
         each = [sum_in_order([weights[i] for i in group]) for group in groups]
-        if are_equal(weights):  # a smaller last group is nobody's weighing
+        if are_equal(weights):  # a smaller last group does not make the weights unequal
             each = [1.0] * len(groups)
         try:
             self.rule.check(len(groups), each)
@@ -94,7 +94,7 @@ class Bucketing:
 
 
 def deal(n: int, size: int, seed: str) -> list[list[int]]:
-    """0 … n − 1 in random groups, each in ascending order; a function of the arguments alone, on every machine."""
+    """0 … n − 1 in random groups, each in ascending order; the same for the same arguments on every machine."""
     drawn = [hashlib.blake2b(f"{seed}\0{i}".encode(), digest_size=16).digest() for i in range(n)]
     shuffled = sorted(range(n), key=lambda i: drawn[i])
     return [sorted(shuffled[begin : begin + size]) for begin in range(0, n, size)]

@@ -1,11 +1,11 @@
-"""Rules that look for a centre of whole contributions: geometric median and centered clipping.
+"""Rules that find a centre of whole contributions: geometric median and centered clipping.
 
-Both are iterations, v ← Σ a_i·x_i with new a, and need of the contributions only their distances to v. Those follow
-from the distances between them: for Σ a = 1
+Both iterate v ← Σ a_i·x_i with new a, and need only the distances of the contributions to v. Those follow from the
+distances between them: for Σ a = 1
 
     ‖x_j − Σ a_i·x_i‖² = Σ_i a_i·d_ij² − ½·Σ_ik a_i·a_k·d_ik²
 
-so that all iterations together take no more than the one pass that measures d; values are combined once, at the end.
+so that all iterations together need only the one pass that measures d; values are combined once, at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GeometricMedian:
     between two contributions. Withstands any minority of the weight.
     """
 
-    iterations: int = 32  # they cost nothing here; one far outlier takes a few before it is let go
+    iterations: int = 32  # they cost nothing here; it takes a few to reject one far outlier
     smoothing: float = 1e-6
 
     name: ClassVar[str] = "geometric_median"
@@ -85,12 +85,12 @@ def weiszfeld(
 
 @dataclass(frozen=True)
 class CenteredClipping:
-    """From the previous aggregate towards the mean, nobody pulling farther than ρ:
+    """From the previous aggregate towards the mean, with each pull limited to ρ:
 
         v ← v + Σ w_i·(x_i − v)·min(1, ρ/‖x_i − v‖) / Σ w
 
-    (Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization"). Whoever is within ρ counts as
-    in the mean. radius None: ρ is the median of the distances to the previous aggregate.
+    (Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization"). Contributions within ρ count
+    as in the mean. radius None: ρ is the median of the distances to the previous aggregate.
     """
 
     radius: float | None = None  # ρ
@@ -127,8 +127,8 @@ class CenteredClipping:
 def clipping(
     distances2: Sequence[Sequence[float]], weights: Sequence[float], iterations: int, radius: float | None
 ) -> list[float]:
-    """b with v = v₀ + Σ w_i·b_i·(x_i − v₀) / Σ w after the last iteration, each rounded to bf16; 1 for those who were
-    never clipped, if nobody was. `distances2`: v₀ first, then the contributions."""
+    """b with v = v₀ + Σ w_i·b_i·(x_i − v₀) / Σ w after the last iteration, each rounded to bf16; all 1 if none was
+    clipped. `distances2`: v₀ first, then the contributions."""
     total = math.fsum(weights)
     parts = [weight / total for weight in weights]
     kept = [0.0] * len(weights)  # v so far

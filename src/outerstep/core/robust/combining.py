@@ -1,11 +1,11 @@
 """Robust aggregation of streamed contributions, in two passes: measure and screen, then combine.
 
-    1. every contribution is read once: norms, or all inner products if somebody asks for them
+    1. every contribution is read once: norms, or all inner products if rule or screen need them
        non-finite → norm screen → cosine screen (by choice): who is refused, and why
     2. those accepted are read once more, and the rule makes each block of the aggregate
 
-Memory is one block of each contribution, whatever the size of the model (streams.py). The contributions are taken in
-the order of their worker ids, however they are passed in.
+Memory is one block of each contribution, whatever the size of the model (streams.py). The contributions are processed
+in the order of their worker ids, whatever the order in which they are passed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CPU = torch.device("cpu")
 class Candidate(Generic[B]):
     """A contribution that may be accepted.
 
-    weight: how much it counts. steps: how many local steps are in it. norm: ‖Δ‖, if somebody has looked at it before (a
-    server does, while it arrives); where all have one and nobody asks for more, the first pass is left out. Peers must
-    leave it out: another way of adding up the squares gives other bits. refused: why, if somebody has refused it before
-    (a server's norm screen). It is not read then, but it was offered: the rule must be defined for that many.
+    steps: its local steps. norm: ‖Δ‖, if already measured (a server measures it on arrival); if all have one and
+    nothing more is needed, the first pass is skipped. Peers must leave it out: another way of adding the squares gives
+    other bits. refused: the reason, if it was already refused (by a server's norm screen). It is then not read, but it
+    was offered: the rule must be defined for that many.
     """
 
     worker_id: str
@@ -50,11 +50,11 @@ class Candidate(Generic[B]):
 
 @dataclass(frozen=True)
 class Screening:
-    """What goes before the rule; the finite check always does.
+    """The checks before the rule; the finite check is always on.
 
-    history: what was accepted of this fragment before (`screens.remember`). cosine: the cosine screen too. arrived: a
-    server looked at each while it arrived, and refused what is not finite or too long by a screen of its own; here
-    nobody looks at that again.
+    history: what was accepted of this fragment before (`screens.remember`). cosine: also the cosine screen. arrived: a
+    server has checked each contribution on arrival and refused non-finite and too long ones; they are not checked
+    again.
     """
 
     history: History = ()
@@ -68,7 +68,7 @@ class Screening:
 
 @dataclass(frozen=True)
 class ScreenVerdict:
-    """Who is in the aggregate."""
+    """Which contributions are in the aggregate."""
 
     accepted: tuple[str, ...]  # worker ids, in order
     refused: Mapping[str, str] = field(default_factory=dict)  # worker id → why
@@ -110,7 +110,7 @@ def aggregate(
     """Screen, combine by `rule`, write to `out`. `centre`: the previous aggregate, for a rule that starts from it.
 
     Raises:
-        ConfigError: the rule or the screen is not defined for so many, or for such weights.
+        ConfigError: the rule or the screen is not defined for so many, or for these weights.
         NotFinite: none of them is finite; nothing was written.
     """
     ordered = in_order(candidates)
@@ -170,7 +170,7 @@ def _measure(
 
 
 def _judge(ordered: Sequence[Candidate[B]], found: _Found, screening: Screening) -> tuple[list[int], ScreenVerdict]:
-    """The screens, one after the other. Each sees only what the one before it let through."""
+    """The screens, in order. Each sees only what the previous one let through."""
     ids, refused = [candidate.worker_id for candidate in ordered], {}
     left = []
     for i, square in enumerate(found.squares):

@@ -1,12 +1,12 @@
-"""Rules that look at one coordinate at a time: mean, trimmed mean, median.
+"""Rules that work on one coordinate at a time: mean, trimmed mean, median.
 
     mean           Σ w·x / Σ w                                       withstands nobody
     trimmed mean   without the f smallest and the f largest          withstands f < n/2
     median         half of the weight is below it, half above        withstands any minority
 
-(Yin et al. 2018, "Byzantine-Robust Distributed Learning".) Trimming goes by number and not by weight: what somebody
-claims to weigh does not decide how many are cut off. Where honest values are skewed, their middle is smaller than
-their mean: the last two shorten the step a little.
+(Yin et al. 2018, "Byzantine-Robust Distributed Learning".) Trimming goes by number, not by weight: claimed weights
+do not decide how many are cut off. If honest values are skewed, their median is smaller than their mean: the last two
+rules shorten the step slightly.
 
 Values are added from the smallest to the largest. They are sorted by a fixed network of comparisons, so that with equal
 values of different weight the same one is trimmed everywhere.
@@ -34,7 +34,7 @@ HAIR = 1e-9  # ⌊(1/49)·49⌋ is 0 in floating point
 
 @dataclass(frozen=True)
 class Mean:
-    """Σ w·x / Σ w. Behind the screens it is the default: honest workers lose nothing by it."""
+    """Σ w·x / Σ w. Behind the screens it is the default: it costs honest workers nothing."""
 
     name: ClassVar[str] = "mean"
     fewest: ClassVar[int] = 1
@@ -52,7 +52,7 @@ class Mean:
 class TrimmedMean:
     """The weighted mean without the f smallest and the f largest of each coordinate, f = ⌊fraction·n⌋.
 
-    fraction None: a fifth, and never nothing: f = max(1, ⌊n/5⌋).
+    fraction None: a fifth, and at least one: f = max(1, ⌊n/5⌋).
     """
 
     fraction: float | None = None
@@ -135,12 +135,12 @@ def median(values: Tensor, weights: Sequence[float]) -> Tensor:
             low, high = torch.where(weight >= half, x, low), torch.where(weight > half, x, high)
     middle = low + high
     divide(middle, 2.0)
-    return middle.add_(0.0)  # −0 and 0 are equal, and which of them is in the middle is anybody's guess
+    return middle.add_(0.0)  # −0 and 0 are equal, and either may be the median
 
 
 def ascending(values: Tensor) -> list[Tensor]:
     """The rows of [n, m] with each column sorted. A network of minima and maxima: for a few rows many times faster than
-    a sort of each column, and the same bits."""
+    sorting each column, with the same bits."""
     rows = list(values)
     for i, j in comparators(len(rows)):
         rows[i], rows[j] = torch.minimum(rows[i], rows[j]), torch.maximum(rows[i], rows[j])
@@ -150,7 +150,7 @@ def ascending(values: Tensor) -> list[Tensor]:
 def ascending_weighted(
     values: Tensor, weights: Sequence[float], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The same with the weight of each, [m] per row, which goes where its value goes."""
+    """The same with the weight of each value, [m] per row, which moves with its value."""
     rows, m = list(values), values.shape[1]
     each = [torch.full((m,), weight, dtype=dtype, device=values.device) for weight in weights]
     for i, j in comparators(len(rows)):

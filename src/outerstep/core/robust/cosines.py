@@ -31,7 +31,7 @@ def cosines(products: Products) -> list[float]:
 
 
 def cosine_screen(products: Products) -> dict[int, str]:
-    """Who is refused, and why."""
+    """Which contributions are refused, and why."""
     n = len(products)
     check_enough_for_cosines(n)
     found = cosines(products)

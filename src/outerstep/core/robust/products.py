@@ -1,15 +1,15 @@
-"""Everything that rules and screens need to know about whole contributions is in their inner products
+"""Inner products of contributions: everything that rules and screens need to know about whole contributions.
 
     G_ij = ⟨Δ_i, Δ_j⟩:    ‖Δ_i‖² = G_ii,    ‖Δ_i − Δ_j‖² = G_ii + G_jj − 2·G_ij,    ⟨Δ_i, Σ_j Δ_j⟩ = Σ_j G_ij
 
-and those take one pass. Peers must find the same numbers to the last bit, or they would disagree about who is refused;
-but a sum of products depends on vector width, threads and device. So it is made of whole numbers, which does not: in
-each leaf of 4096 values a contribution is rounded to multiples of 2⁻²⁰ of its largest value (rounded up to a power of
-two). A product then has 40 bits, a leaf's sum 52, and fp64 holds 53: every order of adding gives the same. Leaves are
-added one after the other.
+They take one pass. Peers must compute the same numbers to the last bit, or they would disagree about who is refused;
+but a floating-point sum of products depends on vector width, threads and device. An integer sum does not: in each leaf
+of 4096 values a contribution is rounded to multiples of 2⁻²⁰ of its largest value (rounded up to a power of two). A
+product then has 40 bits, a leaf's sum 52, and fp64 holds 53: every order of addition gives the same. Leaves are added
+one after the other.
 
-The rounding changes a norm by about a millionth, and not even values made for it by more than one part in 30,000. It
-hides a difference between two contributions only where that is below a millionth of the leaf's largest value.
+The rounding changes a norm by about a millionth, and even for adversarial values by at most one part in 30,000. It
+hides a difference between two contributions only if that is below a millionth of the leaf's largest value.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Products:
         return [[max(0.0, g[i][i] + g[j][j] - 2.0 * g[i][j]) for j in range(len(g))] for i in range(len(g))]
 
     def of(self, chosen: Sequence[int]) -> Products:
-        """Those of some contributions, in this order."""
+        """The products of some contributions, in this order."""
         return Products(tuple(tuple(self.rows[i][j] for j in chosen) for i in chosen))
 
     def mixed(self, mixtures: Sequence[Sequence[float]]) -> Products:
-        """Those of Σ_i a_i·Δ_i for each mixture a: A·G·Aᵀ."""
+        """The products of Σ_i a_i·Δ_i for each mixture a: A·G·Aᵀ."""
         half = [[math.fsum(a * g for a, g in zip(mix, row, strict=True)) for row in self.rows] for mix in mixtures]
         return Products(
             tuple(tuple(math.fsum(a * h for a, h in zip(mix, row, strict=True)) for mix in mixtures) for row in half)
@@ -57,8 +57,7 @@ class Products:
 
 @torch.no_grad()
 def products(readers: Sequence[Reader[B]], blocks: Sequence[B], device: torch.device) -> Products:
-    """G of n contributions. A row with NaN or Inf in it has a diagonal that is not finite; the others are as without
-    it."""
+    """G of n contributions. One with NaN or Inf has a non-finite diagonal entry; the others are unaffected."""
     n = len(readers)
     total, stack = torch.zeros(n, n, dtype=torch.float64), Stack(n, blocks, device)
     for block in blocks:
@@ -70,7 +69,7 @@ def products(readers: Sequence[Reader[B]], blocks: Sequence[B], device: torch.de
 
 @torch.no_grad()
 def squares(readers: Sequence[Reader[B]], blocks: Sequence[B], device: torch.device) -> list[float]:
-    """G's diagonal alone, with the same bits, for whoever needs no more."""
+    """G's diagonal only, with the same bits."""
     total, stack = torch.zeros(len(readers), dtype=torch.float64), Stack(len(readers), blocks, device)
     for block in blocks:
         whole, unit = _whole_numbers(stack.fill(readers, block))
@@ -92,7 +91,7 @@ def _whole_numbers(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent in fp64, exactly: made of its bits, because exp2 and pow need not be."""
+    """2^exponent in fp64, exactly: built from its bits, because exp2 and pow need not be exact."""
     return (exponent.to(torch.int64) + 1023 << 52).view(torch.float64)
 
 

@@ -1,13 +1,13 @@
-"""What a rule is: how the accepted contributions of a round become one.
+"""The protocol of an aggregation rule: how the accepted contributions of a round become one.
 
-A rule is asked twice. `check` before anything is read: is it defined for so many contributions with such weights?
-`begin` after the first pass: it gets what was measured and returns a function of blocks, [n, m] → [m].
+A rule is called twice. `check`, before anything is read: is it defined for so many contributions with these weights?
+`begin`, after the first pass: it gets the measurements and returns a function of blocks, [n, m] → [m].
 
-Screens remove contributions between the two. A rule that was set up for n of them must go on with fewer, or whoever
-sends something that is refused could stop the run: it lowers the number of attackers it withstands to what is left.
+Screens remove contributions between the two. A rule set up for n of them must work with fewer, or a worker could stop
+the run by sending something that is refused: it lowers the number of attackers it withstands to what remains.
 
-Sums go in the order of the worker ids, products and sums are rounded one after the other, and a factor that depends on
-data is rounded to bf16 before it multiplies anything: every peer finds the same bits.
+Sums run in the order of the worker ids, products and sums are rounded one after the other, and a factor that depends on
+data is rounded to bf16 before it multiplies anything: every peer computes the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BlockFunction = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Selection:
-    """What a rule returns that chooses whole contributions: `combine`, and of which it takes nothing."""
+    """The result of a rule that chooses whole contributions: `combine`, and the indices it does not use."""
 
     combine: BlockFunction
     unused: tuple[int, ...]
@@ -41,9 +41,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """What is known before values are combined: about those accepted, in the order of their worker ids."""
+    """What a rule gets before values are combined: about the accepted contributions, in the order of worker ids."""
 
-    offered: int  # how many there were before the screens
+    offered: int  # contributions before the screens
     weights: tuple[float, ...]
     products: Products | None = None  # for a rule that needs them; if it needs a centre, that is row 0
 
@@ -54,24 +54,24 @@ class Rule(Protocol):
 
     @property
     def fewest(self) -> int:
-        """contributions that it is defined for"""
+        """The smallest number of contributions it is defined for."""
 
     @property
     def needs_products(self) -> bool: ...
 
     @property
     def needs_centre(self) -> bool:
-        """Row 0 of products and blocks is then the previous aggregate."""
+        """If true, row 0 of products and blocks is the previous aggregate."""
 
     def check(self, offered: int, weights: Sequence[float]) -> None:
-        """ConfigError if it is not defined for so many, or cannot weigh them so."""
+        """Raise ConfigError if the rule is not defined for so many, or for these weights."""
 
     def begin(self, inputs: RuleInputs) -> BlockFunction:
-        """For one or more contributions, whatever `check` asks for."""
+        """Works for one or more contributions, whatever `check` requires."""
 
 
 def check_offered(rule: Rule, offered: int, weights: Sequence[float]) -> None:
-    """What every rule asks for: enough contributions, each with a weight."""
+    """The check of every rule: enough contributions, each with a valid weight."""
     if offered < rule.fewest:
         raise ConfigError(
             f"{rule.name} needs at least {rule.fewest} contributions, got {offered}; wait for more, or use another rule"

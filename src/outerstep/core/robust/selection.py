@@ -4,7 +4,7 @@
     Krum: the one with the lowest score.    multi-Krum: the mean of the lowest n − f.
 
 (Blanchard et al. 2017, "Machine Learning with Adversaries".) They withstand f attackers of n ≥ 2f + 3. Krum gives up
-averaging, and with it most of what several workers bring when their pseudo-gradients are nearly orthogonal.
+averaging, and with it most of the benefit of several workers when their pseudo-gradients are nearly orthogonal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .rule import BlockFunction, RuleInputs, Selection, are_equal, check_offered
 
 
 def krum_scores(products: Products, attackers: int) -> list[float]:
-    """As above. With n ≤ f + 2 there is nobody to be close to, and all are alike."""
+    """As above. With n ≤ f + 2 there are no neighbours, and all scores are equal."""
     nearest = max(0, len(products) - attackers - 2)
     return [
         math.fsum(sorted(square for j, square in enumerate(row) if j != i)[:nearest])
@@ -29,7 +29,7 @@ def krum_scores(products: Products, attackers: int) -> list[float]:
 
 
 def lowest(scores: Sequence[float], count: int) -> list[int]:
-    """Whose they are, in the order of the worker ids; between equal scores the first one wins."""
+    """The indices of the lowest scores, ascending; between equal scores the first wins."""
     return sorted(sorted(range(len(scores)), key=lambda i: (scores[i], i))[:count])
 
 
@@ -39,7 +39,7 @@ def without(n: int, chosen: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Krum:
-    """One contribution as it is. Weights would mean nothing: unequal ones are refused."""
+    """One contribution, unchanged. Weights have no meaning here: unequal ones are refused."""
 
     attackers: int = 1  # f
 

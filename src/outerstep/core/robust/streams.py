@@ -1,8 +1,8 @@
-"""Contributions as streams: read block by block, so that nobody ever holds all of them at once.
+"""Contributions as streams: read block by block, so that they are never all in memory at once.
 
 A rule sees the same block of every contribution, [n, m], and the memory in use is n·m values however large the model
-is. Blocks of a tensor begin at multiples of 4096 values (the largest block of any codec); what is summed over a whole
-contribution is summed leaf by leaf of 4096 values, so the bits do not depend on how many leaves a block has.
+is. Blocks of a tensor begin at multiples of 4096 values (the largest block of any codec); sums over a whole
+contribution run leaf by leaf of 4096 values, so the bits do not depend on how many leaves a block has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STACK_VALUES = 1 << 20  # of all contributions together: 4 MiB of fp32, and with
 
 
 class Span(Protocol):
-    """What a rule must know of a block: it begins at value `start` of its tensor and has `count` of them."""
+    """What a rule must know about a block: it begins at value `start` of its tensor and has `count` values."""
 
     @property
     def start(self) -> int: ...
@@ -39,14 +39,14 @@ class Reader(Protocol[B_contra]):
     """One contribution. It is read more than once: first to measure it, then to combine it."""
 
     def read(self, block: B_contra, out: Tensor) -> None:
-        """The values of this block to `out`, fp32 [count]."""
+        """Write the values of this block to `out`, fp32 [count]."""
 
 
 class Writer(Protocol[B_contra]):
     """Where the aggregate goes, block by block."""
 
     def write(self, block: B_contra, values: Tensor) -> None:
-        """fp32 [count]; the memory is used again for the next block."""
+        """fp32 [count]; the memory is reused for the next block."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def cut(sizes: Mapping[str, int], rows: int, *, stack_values: int = STACK_VALUES
 
 
 def check_blocks(blocks: Sequence[Span]) -> None:
-    """Leaves must lie in the blocks as they lie in the tensors, or sums would depend on the cut."""
+    """Leaves must align with the blocks as with the tensors, or sums would depend on the cut."""
     for block in blocks:
         if block.start % LEAF_VALUES:
             raise ConfigError(f"a block must begin at a multiple of {LEAF_VALUES} values, got {block.start}")
@@ -86,7 +86,7 @@ def check_blocks(blocks: Sequence[Span]) -> None:
 
 
 class Tensors:
-    """A contribution (or an aggregate) that is in memory: tensors by name, of any shape."""
+    """A contribution (or an aggregate) in memory: tensors by name, of any shape."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._flat = {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
@@ -95,19 +95,19 @@ class Tensors:
         out.copy_(self._flat[block.name][block.start : block.stop])
 
     def write(self, block: TensorSpan, values: Tensor) -> None:
-        """For contiguous tensors: of others `reshape` made a copy."""
+        """For contiguous tensors only: `reshape` copies others."""
         self._flat[block.name][block.start : block.stop] = values
 
 
 class Zeros:
-    """A contribution of nothing."""
+    """A contribution of zeros."""
 
     def read(self, block: Span, out: Tensor) -> None:
         out.zero_()
 
 
 class Stack:
-    """Room for one block of n contributions, filled again and again."""
+    """A reusable buffer for one block of n contributions."""
 
     def __init__(self, rows: int, blocks: Sequence[Span], device: torch.device) -> None:
         self._room = torch.empty((rows, max((block.count for block in blocks), default=0)), device=device)

@@ -367,5 +367,5 @@ class TestBuckets:
     def test_buckets_of_one_and_of_buckets_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="at least 2"):
             Bucketing(Mean(), 1)
-        with pytest.raises(ConfigError, match="larger buckets"):
+        with pytest.raises(ConfigError, match="larger size"):
             Bucketing(Bucketing(Mean()))
