@@ -12,13 +12,14 @@ import pytest
 import outerstep
 
 SOURCE = Path(outerstep.__file__).parent
-PLAIN = {"types", "errors", "defaults", "digest", "screens", "statements"}
+PLAIN = {"types", "errors", "defaults", "digest", "schedule", "screens", "statements"}
 
 # room -> what of outerstep it may import, besides itself
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
     "digest": set(),
+    "schedule": set(),
     "screens": {"errors"},
     "statements": {"types"},
     "defaults": set(),

@@ -161,7 +161,7 @@ def real_run(case: Case) -> tuple[History, DiLoCoServer, list[nn.Module]]:
                     param.grad = grads[name]
                 optimizer.step()
                 history.local[i].append(params_of(model))
-            in_the_air = {f: flight.land_at for f, flight in worker._started.books.flights.items()}
+            in_the_air = {f: flight.land_at for f, flight in worker._started.machine.in_flight.items()}
             assert all(step < land_at for land_at in in_the_air.values())
         return model
 

@@ -81,13 +81,13 @@ class Run:
 
     def cut(self, *, after_sending: bool = False) -> None:
         """From now on, or from the next poll on."""
-        offline = self.workers[1]._started._offline
-        self.workers[1]._started._offline = replace(offline, after_s=0.1)
+        offline = self.workers[1]._started.machine.offline
+        self.workers[1]._started.machine.offline = replace(offline, after_s=0.1)
         self.line.is_cut, self.line.cut_at_poll = not after_sending, after_sending
 
     def mend(self) -> None:
-        offline = self.workers[1]._started._offline
-        self.workers[1]._started._offline = replace(offline, after_s=30.0)
+        offline = self.workers[1]._started.machine.offline
+        self.workers[1]._started.machine.offline = replace(offline, after_s=30.0)
         self.line.is_cut = False
 
     def a(self, steps: int) -> None:

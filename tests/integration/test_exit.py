@@ -197,7 +197,7 @@ def test_a_forced_exchange_returns_when_the_others_reach_their_slots(mode: Mode)
     def force() -> None:
         two.count(0, 3)
         two.workers[0].force_sync()
-        assert all(p.counted.steps == 3 for p in two.workers[0]._started.books.fragments)
+        assert all(p.counted.steps == 3 for p in two.workers[0]._started.machine.state.fragments)
         two.count(0, 6)
         two.workers[0].stop()
 

@@ -344,7 +344,7 @@ def test_what_counts_in_a_later_round_is_kept_and_sent_again_if_it_was_forgotten
     server.save_state()
     a.step(4)
     assert server.status()["pending_submissions"] == ["a"]
-    assert a.worker._started.books.fragments[0].late is not None
+    assert a.worker._started.machine.state.fragments[0].late_in > 0
     saved = a.save()
     a.kill()
     place = resumed(tmp_path, **rules) if forgotten else server

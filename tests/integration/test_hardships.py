@@ -376,7 +376,7 @@ def test_workers_at_different_fragments_do_not_wait_in_a_circle() -> None:
         model = tiny_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with memory_worker(server, name, model, optimizer) as worker:
-            worker._started.books.cycle.step = head_start  # out of step with the rest of the run
+            worker._started.machine.state.cycle.step = head_start  # out of step with the rest of the run
             train_steps(model, optimizer, 12, seed=head_start)
         return list(worker.sync_metrics["versions"])  # type: ignore[arg-type]
 

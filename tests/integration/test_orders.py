@@ -48,7 +48,7 @@ class Worker:
             count(self.model, self.optimizer, self.cell, 1)
 
     def beat(self) -> None:
-        self.topology.heartbeat(self.worker._started.books.work.steps, 1.0, None)
+        self.topology.heartbeat(self.worker._started.machine.work.steps, 1.0, None)
 
 
 @pytest.fixture

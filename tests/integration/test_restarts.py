@@ -120,7 +120,7 @@ class Trainer:
 
     def restart(self) -> None:
         saved = self.checkpoint()
-        self.under_way += len(self.worker._started.books.flights)
+        self.under_way += len(self.worker._started.machine.in_flight)
         self.kill()
         self.build(saved)
 

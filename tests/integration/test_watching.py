@@ -171,7 +171,7 @@ def test_the_gradient_norm_is_taken_at_the_steps_that_exchange(monkeypatch: pyte
     with memory_worker(server, "w", model, optimizer) as worker:
         look = worker._gradient_norm
         monkeypatch.setattr(
-            worker, "_gradient_norm", lambda: (looks.append(worker._started.books.work.steps), look())[1]
+            worker, "_gradient_norm", lambda: (looks.append(worker._started.machine.work.steps), look())[1]
         )
         expected_norm = 0.0
         for step in range(1, 8):

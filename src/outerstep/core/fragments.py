@@ -1,7 +1,6 @@
 """Fragments: named groups of parameters, balanced by bytes, that are exchanged one at a time.
 
-In each cycle of H local steps fragment p is sent after step ⌊(p+1)·H/P⌋, so that some fragment travels every H/P steps
-and each of them once per cycle (Douillard et al. 2025, "Streaming DiLoCo"). With P = 1: everything, after H steps.
+Which is sent when: outerstep/schedule.py.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Literal
 from torch import nn
 
 from ..errors import ConfigError
+from ..schedule import due_fragment
 from ..types import ParameterSpec
 from .manifest import describe
 
@@ -51,20 +51,6 @@ class FragmentManager:
     def get_fragment_schedule(self, local_step: int, sync_every: int) -> int | None:
         """The fragment to send after `local_step` (counted from 1, over any number of cycles), or None."""
         return due_fragment(local_step, sync_every, self.num_fragments)
-
-
-def due_fragment(local_step: int, sync_every: int, num_fragments: int) -> int | None:
-    """Fragment p if `local_step` ≡ ⌊(p+1)·H/P⌋ within its cycle, else None. H need not be divisible by P."""
-    if local_step < 1:
-        return None
-    position = (local_step - 1) % sync_every + 1
-    p = -(-position * num_fragments // sync_every) - 1  # the smallest p with (p+1)·H/P ≥ position
-    return p if send_step(p, sync_every, num_fragments) == position else None
-
-
-def send_step(fragment: int, sync_every: int, num_fragments: int) -> int:
-    """⌊(p+1)·H/P⌋: the step of the cycle after which fragment p is sent. Fragment −1 is the cycle's beginning."""
-    return (fragment + 1) * sync_every // num_fragments
 
 
 def check_cycle(sync_every: int, num_fragments: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..coordination.worker.effects import Sight
 from ..types import Manifest, Participant, Plan, Watched, Wishes
 from .update import AnchorUpdate, WholeAnchor
 
@@ -73,6 +74,11 @@ class Agreed:
     also: tuple[Agreed, ...] = ()  # of other fragments, which a healed replica gets all at once: to be taken over first
 
     @property
+    def unchanged(self) -> bool:
+        """It is the anchor that the worker holds already."""
+        return not self.update.kinds
+
+    @property
     def anchor(self) -> Mapping[str, Tensor]:
         """By name, fp32 in host memory. For who confirms nothing, and therefore is always sent the whole."""
         assert isinstance(self.update, WholeAnchor), "only what changed was sent"
@@ -96,20 +102,6 @@ class Joined:
     manifest: Manifest  # the run's
     overtaken: frozenset[int] = frozenset()  # fragments with later contributions than the loaded state knows of
     work: tuple[int, int, int] = (0, 0, 0)  # steps, samples and tokens before, of the one it was healed from
-
-
-@dataclass(frozen=True)
-class Sight:
-    """How an exchange stands. `wanted`: (fragment, version) of other rounds that wait for this worker; `waiting_for`:
-    what its own round waits for, in words; `silent_s`: for how long nobody has answered; `missed`: it is over, and its
-    round closed without it; `failed`: it is over without an agreement."""
-
-    done: bool
-    wanted: frozenset[tuple[int, int]] = frozenset()
-    waiting_for: str = ""
-    silent_s: float = 0.0
-    missed: bool = False
-    failed: bool = False
 
 
 class Ticket(Protocol):

@@ -27,10 +27,10 @@ from ..core.state import FragmentState
 from ..core.watch import norm_of, watched
 from ..errors import ConfigError, ModelError, NotFinite, WorkerError
 from ..types import Watched
-from .deferring import deferred
 from .peer_exchange import Gossip, Peer, collect
 from .reload import forget_non_finite
 from .replica import Replica
+from .signals import deferred
 from .watching import Watching, gradient_norm
 
 log = logging.getLogger(__name__)

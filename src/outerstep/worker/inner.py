@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..coordination.worker.machine import Work
 from ..errors import ConfigError
-from .progress import Work
 
 
 class Stateful(Protocol):

@@ -1,48 +1,49 @@
-"""A worker's own state, beside the model and the optimizer: how it is written, and how a restart goes on from it.
+"""A worker's own state, beside the model and the optimizer: how it is written, and how a restart resumes from it.
 
 Each fragment has its own story. Let s be the last sequence and v the version that the state knows of, L and V what the
-server knows when the worker is back, and "under way" a contribution that was sent, or begun, and not yet taken over.
+server knows when the worker is back, and "under way" a contribution that was sent and whose agreement was not adopted.
 
     L > s                  The state is older than what was sent. The steps in it are in the model, or in the open round
                            together with later ones; so they are dropped, and so is what the codec owed. The agreement
-                           that holds contribution L is waited for and taken over.
-    under way, L = s       It has arrived. It is not sent again; its agreement is taken over when its time comes.
+                           that holds contribution L is waited for and adopted.
+    under way, L = s       It has arrived. It is not sent again; its agreement is adopted when its time comes.
     under way, L < s       It has not, or the server has forgotten it with an open round. It is sent again, same key and
                            bytes. If its round closed meanwhile, it is refused as stale; its steps go into the next.
     nothing, V = v         The hash proves that the anchor is the server's. Nothing is fetched, nothing moves.
-    nothing, V > v         Rounds closed without us. The local weights move along, keeping their unsent steps; if those
+    nothing, V > v         Rounds closed without us. The local weights are rebased, keeping their unsent steps; if those
                            are older than max_staleness they are dropped.
-    nothing, V < v         The server has lost rounds. What it has is what everybody goes on from: we move there too.
+    nothing, V < v         The server has lost rounds. What it has is what everybody continues from: we rebase on that.
 
-In no case does a step count twice. Without a round that closed meanwhile the worker goes on bit for bit as if it had
-never stopped; it is for that, too, that a round which waited for it still does (`Join.continues`).
+In no case does a step count twice. Without a round that closed meanwhile the worker continues bit for bit as if it had
+never stopped; it is for that, too, that a round which waited for it still does (`Join.continues`). What to do in each
+case is decided in coordination/worker/machine.py (`resumed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from torch import Tensor
 
+from ..coordination.worker.machine import Cycle, InFlight, Metrics, Progress, Work, WorkerMachine, WorkerState
 from ..digest import data_hash
 from ..errors import ConfigError, ModelError
 from ..types import Count, Hash, Plain, Plan, Positive, TensorName
-from .progress import Flight, Work
 
 if TYPE_CHECKING:
-    from ..topology.protocol import Topology
-    from .books import Books
+    from ..topology.protocol import Ticket, Topology
     from .replica import Replica
 
 STATE_FORMAT = 2
 
 
 class SavedContribution(Plain, frozen=True):
-    """One that was sent. `awaited`: its agreement has not been taken over; the others were, and count in a round that
-    had not closed yet (`counted_in`). `work`, `land_at`, `parked`, `sent`: as in `Flight`; `exchange` is the
-    topology's."""
+    """One that was sent. `awaited`: its agreement was not adopted; the others' were, and they count in a round that had
+    not closed yet (`counted_in`). `work`, `land_at`: as in `InFlight`, and `parked` is its `deferred`; `sent`: a copy
+    of what was sent, if there is one; `exchange` is the topology's."""
 
     awaited: bool
     counted_in: Count
@@ -53,7 +54,7 @@ class SavedContribution(Plain, frozen=True):
     sent: dict[TensorName, Any]
 
 
-class SavedFragment(Plain, frozen=True):
+class SavedProgress(Plain, frozen=True):
     """As in `Progress`; and its contributions, the oldest first."""
 
     names: tuple[TensorName, ...]
@@ -71,6 +72,14 @@ class SavedFragment(Plain, frozen=True):
         """The last that counts in a round after our version."""
         return next((one for one in reversed(self.contributions) if not one.awaited), None)
 
+    @property
+    def progress(self) -> Progress:
+        one, late = self.awaited, self.late
+        flight = InFlight(one.work, one.land_at, kept=bool(one.sent), deferred=one.parked) if one is not None else None
+        return Progress(
+            self.version, self.counted, self.oldest_base, flight, late.counted_in if late is not None else 0
+        )
+
 
 class SavedCycle(Plain, frozen=True):
     """Step `step` of a cycle of `sync_every`; `assigned`: this worker's own H (0 = the plan's)."""
@@ -80,77 +89,101 @@ class SavedCycle(Plain, frozen=True):
     assigned: Count
 
 
-class SavedState(Plain, frozen=True):
+class SavedWorker(Plain, frozen=True):
     """All of it. `local_hash`: of the weights that the model had."""
 
     format: Literal[2]
     worker_id: str
     work: Work
     cycle: SavedCycle
-    fragments: tuple[SavedFragment, ...]
+    fragments: tuple[SavedProgress, ...]
     anchors: dict[TensorName, Any]
     local_hash: Hash
     metrics: dict[str, int | float]
     topology: dict[str, Any]
 
+    @property
+    def state(self) -> WorkerState:
+        """For the worker's machine."""
+        cycle = Cycle(self.cycle.step, self.cycle.sync_every, self.cycle.assigned or None)
+        known = {name: value for name, value in self.metrics.items() if name in Metrics.__dataclass_fields__}
+        metrics = replace(Metrics(), **known)  # type: ignore[arg-type]
+        return WorkerState(self.work, cycle, [fragment.progress for fragment in self.fragments], metrics)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """By fragment: the exchange in flight, one that counts in a round to come, a copy of what was sent."""
+
+    tickets: Mapping[int, Ticket]
+    late: Mapping[int, Ticket]
+    sent: Mapping[int, Mapping[str, Tensor]]
+
 
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(worker_id: str, books: Books, replica: Replica, topology: Topology) -> dict[str, Any]:
+def write(
+    worker_id: str, machine: WorkerMachine, replica: Replica, topology: Topology, under_way: UnderWay
+) -> dict[str, Any]:
     """Plain tensors, numbers and text; the live tensors."""
-    cycle = books.cycle
+    cycle = machine.state.cycle
     return {
         "format": STATE_FORMAT,
         "worker_id": worker_id,
-        "work": asdict(books.work),
+        "work": asdict(machine.work),
         "cycle": {"step": cycle.step, "sync_every": cycle.sync_every, "assigned": cycle.assigned or 0},
-        "fragments": [_write_fragment(i, books) for i in range(len(books.fragments))],
+        "fragments": [
+            {
+                "names": list(machine.plan.fragments[i]),
+                "version": progress.version,
+                "counted": asdict(progress.counted),
+                "oldest_base": progress.oldest_base,
+                "contributions": _write_contributions(i, progress, under_way),
+            }
+            for i, progress in enumerate(machine.state.fragments)
+        ],
         "anchors": dict(replica.anchors),
         "local_hash": replica.local_hash(),
-        "metrics": asdict(books.metrics),
-        "topology": topology.state_dict(books.flights),
+        "metrics": asdict(machine.metrics),
+        "topology": topology.state_dict(machine.in_flight.keys()),
     }
 
 
-def _write_fragment(index: int, books: Books) -> dict[str, Any]:
-    progress, flight = books.fragments[index], books.flights.get(index)
-    contributions = []
-    if progress.late is not None:
-        landed = Flight(progress.late, progress.counted, 0)
-        contributions.append(_write_contribution(landed, counted_in=progress.late_in))
-    if flight is not None:
-        contributions.append(_write_contribution(flight, counted_in=None))
-    return {
-        "names": list(books.plan.fragments[index]),
-        "version": progress.version,
-        "counted": asdict(progress.counted),
-        "oldest_base": progress.oldest_base,
-        "contributions": contributions,
-    }
+def _write_contributions(index: int, progress: Progress, under_way: UnderWay) -> list[dict[str, Any]]:
+    found = []
+    if progress.late_in:
+        adopted = InFlight(progress.counted, 0)
+        found.append(_write_contribution(adopted, under_way.late[index], {}, counted_in=progress.late_in))
+    if progress.in_flight is not None:
+        sent = under_way.sent.get(index, {})
+        found.append(_write_contribution(progress.in_flight, under_way.tickets[index], sent, counted_in=0))
+    return found
 
 
-def _write_contribution(flight: Flight, *, counted_in: int | None) -> dict[str, Any]:
+def _write_contribution(
+    flight: InFlight, ticket: Ticket, sent: Mapping[str, Tensor], *, counted_in: int
+) -> dict[str, Any]:
     return {
-        "awaited": counted_in is None,
-        "counted_in": counted_in or 0,
-        "exchange": flight.ticket.pack(),
+        "awaited": counted_in == 0,
+        "counted_in": counted_in,
+        "exchange": ticket.pack(),
         "work": asdict(flight.work),
         "land_at": flight.land_at,
-        "parked": flight.parked,
-        "sent": dict(flight.sent or {}),
+        "parked": flight.deferred,
+        "sent": dict(sent),
     }
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def read(state: Mapping[str, Any], replica: Replica) -> SavedState:
+def read(state: Mapping[str, Any], replica: Replica) -> SavedWorker:
     """Refused by name if it is not one, or of another model."""
     if state.get("format") != STATE_FORMAT:
         raise ConfigError(f"a worker's state has format {STATE_FORMAT}, got {state.get('format')!r}")
     try:
-        saved = msgspec.convert(state, SavedState)
+        saved = msgspec.convert(state, SavedWorker)
     except msgspec.ValidationError as error:
         raise ConfigError(f"this is not the state of a worker: {error}") from error
     _check_same_tensors(saved.anchors, replica)
@@ -172,7 +205,7 @@ def _describe(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
 
 
-def check_local(saved: SavedState, replica: Replica) -> None:
+def check_local(saved: SavedWorker, replica: Replica) -> None:
     """The state counts on the weights that the model had: what was learned is their distance from the anchor."""
     if replica.local_hash() != saved.local_hash:
         raise ModelError(
@@ -181,7 +214,7 @@ def check_local(saved: SavedState, replica: Replica) -> None:
         )
 
 
-def check_plan(saved: SavedState, plan: Plan) -> None:
+def check_plan(saved: SavedWorker, plan: Plan) -> None:
     names = tuple(fragment.names for fragment in saved.fragments)
     if names != plan.fragments:
         raise ConfigError(
@@ -190,7 +223,7 @@ def check_plan(saved: SavedState, plan: Plan) -> None:
         )
 
 
-def signature(saved: SavedState | None) -> str:
+def signature(saved: SavedWorker | None) -> str:
     """What the processes of a group must have in common."""
     if saved is None:
         return "none"

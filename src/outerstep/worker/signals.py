@@ -20,18 +20,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ..errors import WorkerError
-
+DEFERRED: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGUSR1: "SIGUSR1", signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 LEAST_S = 2.0  # however late the step after the signal ends: a small contribution still gets through
-
-
-class OutOfTime(WorkerError):
-    """The machine is about to be taken away: an exchange is not waited for any longer."""
 
 
 class Interrupts:
@@ -134,10 +129,33 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """For what must not be done by half: inside, a signal with a handler in Python (which may raise) is answered at the
+    end. Only the main thread is ever interrupted; elsewhere this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    try:
+        for number in DEFERRED:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, lambda number, frame: came.append((number, frame)))
+        yield
+    finally:
+        for number, handler in reversed(handlers.items()):  # Ctrl-C last: until then it waits
+            signal.signal(number, handler)
+        for number, frame in came:
+            handlers[number](number, frame)
+
+
 def _say(text: str) -> None:
     """Not through logging or print: the signal may have come in the middle of one of their lines."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nouterstep: {text}\n".encode())
 
 
-__all__ = ["Interrupts", "OutOfTime"]
+__all__ = ["Interrupts", "deferred"]

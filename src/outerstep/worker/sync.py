@@ -1,40 +1,103 @@
-"""When a fragment is due, and what happens then: delta, exchange, adopt.
+"""The worker's half of a round, on tensors: carries out what the worker's machine decides.
 
-This is the worker's half of one round, top to bottom: here it is decided what is sent and what is waited for, and
-landing.py takes over what comes of it. Everything in it runs in the training thread; what travels, travels in the
-topology's threads. With a delay τ a fragment is sent after its step and taken over τ steps later, several at a time if
-they overlap; with τ = 0 the worker waits where it is. One code path.
-
-Several processes that train in step (a torchrun job) each run this same code: every decision follows from the step
-counter and from what the topology says, never from this process's own clock.
+coordination/worker/machine.py says what is sent, waited for and adopted; here are the weights, the tickets and the log.
+Everything in it runs in the training thread; what travels, travels in the topology's threads.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
+from logging import INFO, WARNING
+from typing import Any
 
-from ..errors import RoundStuck, ServerUnreachable
-from ..topology.protocol import Contribution, Joined, Sight, Topology, anchors_of
-from .books import Books
-from .going_on import books_of, go_on
-from .landing import Landing
-from .progress import Flight, Offline, Work, say_so
+from torch import Tensor
+
+from ..coordination.worker.effects import (
+    Adopt,
+    Carry,
+    CatchUp,
+    Depart,
+    Effect,
+    Finish,
+    Keep,
+    Mix,
+    Move,
+    Note,
+    NoteKind,
+    Prove,
+    PutOff,
+    Rebase,
+    Recall,
+    Reload,
+    Reopen,
+    Resume,
+    Send,
+    Sight,
+)
+from ..coordination.worker.machine import LOOK_EVERY_S, Offline, Work, WorkerMachine
+from ..errors import ExchangeFailed
+from ..topology.protocol import Agreed, Contribution, Joined, Ticket, Topology, anchors_of
+from . import saved as states
 from .replica import Replica
-from .saved import SavedState
-from .signals import Interrupts, OutOfTime
+from .signals import Interrupts, deferred
+from .watching import Watching
 
 log = logging.getLogger(__name__)
 
-LOOK_AROUND_S = 0.2  # how often a waiting worker checks whether another fragment's round waits for it
-LOOKS_IN_A_CIRCLE = 50  # after so many in vain, what waits for us may wait in a circle
-TRIES = 2
-EXIT_TRIES = 8
+SAY_SO_S = 5.0  # a worker that waits longer than this says for whom
+
+MESSAGES: dict[NoteKind, tuple[int, str]] = {
+    "agreed": (
+        INFO,
+        "fragment {fragment} version {version}: {workers}; {up_mb:.1f} MB up, {down_mb:.1f} MB down",
+    ),
+    "left out": (
+        WARNING,
+        "fragment {fragment} version {version} was agreed without this worker's {steps} steps: a screen, or the rule "
+        "by which the run combines contributions, left them out; the server's event log says why",
+    ),
+    "missed": (WARNING, "round {version} closed without this worker; {steps} steps go into the next"),
+    "discarded": (WARNING, "{steps} local steps were older than max_staleness={plan.max_staleness} and are lost"),
+    "lost": (
+        WARNING,
+        "{steps} steps are lost: the server was restarted before the round that they were late for, and they are too "
+        "old for it now",
+    ),
+    "refused": (WARNING, "{why}. Continuing from the agreed weights, version {version}"),
+    "mended": (
+        WARNING,
+        "fragment {fragment}: the anchor was not the one agreed on as version {version}; it was fetched again",
+    ),
+    "plan": (INFO, "the plan changed: sync_every={plan.sync_every}, delay={plan.delay}"),
+    "deferred": (
+        WARNING,
+        "no answer from the server for {offline.after_s:g} s; training goes on without it ({steps} of at most "
+        "{offline.exchanges} exchanges deferred)",
+    ),
+    "overtaken": (
+        WARNING,
+        "fragment {fragment}: the server has later steps of this worker than its saved state knows of; the state's "
+        "{steps} unsent steps are among them and are dropped. Continuing from version {version}",
+    ),
+    "caught up": (INFO, "fragment {fragment}: caught up with version {version}, with {steps} unsent steps"),
+    "leaving": (INFO, "training is over; contributing what is left"),
+    "stuck": (WARNING, "{why}; leaving after {patience_s:g} s. The steps since the last agreement may be lost."),
+    "unreachable": (WARNING, "{why}. Leaving with this worker's own weights; its last steps were not contributed."),
+    "out of time": (
+        WARNING,
+        "no time is left to wait for the agreement. What was sent until now still counts if it was sent whole.",
+    ),
+}
 
 
 class Synchronizer:
+    """By fragment: `_tickets`, the exchange in flight; `_late`, one that counts in a round to come; `_sent`, a copy of
+    what was sent; `_agreed`, what is being adopted, and the ticket that it came with."""
+
     def __init__(
         self,
         topology: Topology,
@@ -43,219 +106,228 @@ class Synchronizer:
         offline: Offline = Offline(),  # noqa: B008 - frozen
         interrupts: Interrupts | None = None,
         on_reload: Callable[[], None] = lambda: None,
-        saved: SavedState | None = None,
+        saved: states.SavedWorker | None = None,
     ) -> None:
-        """`on_reload`: the local weights were given up for the agreed ones. `saved`: go on from there."""
-        self._topology = topology
-        self._replica = replica
-        self._offline = offline
+        """`on_reload`: the local weights were given up for the agreed ones. `saved`: resume from there."""
+        self._topology, self._replica, self._on_reload = topology, replica, on_reload
         self._interrupts = interrupts or Interrupts(0.0)  # one that nobody asks anything
-        anchors = anchors_of(topology, joined) if saved is None else []
-        versions = [agreed.version for _, agreed in anchors]
-        self.books = Books.of(joined, versions) if saved is None else books_of(saved, joined.plan)
-        self._landing = Landing(replica, self.books, joined.worker_id, on_reload)
-        if saved is not None:
+        self._tickets: dict[int, Ticket] = {}
+        self._late: dict[int, Ticket] = {}
+        self._sent: dict[int, dict[str, Tensor]] = {}
+        self._agreed: dict[int, tuple[Ticket, Agreed]] = {}
+        self._saved = saved
+        self._own: dict[str, Tensor] = {}
+        self._patience_s: float | None = None
+        self.machine = WorkerMachine(joined.worker_id, joined.plan, Work(*joined.work), offline)
+        self.watching = Watching(self.machine.work.steps if saved is None else saved.work.steps)
+        if saved is None:
+            self._agreed = dict(enumerate(anchors_of(topology, joined)))
+            self._land(partial(self.machine.joined, [agreed for _, agreed in self._agreed.values()]))
+        else:
+            states.check_plan(saved, joined.plan)
             replica.load_anchors(saved.anchors)
-            go_on(saved, self.books, topology, joined.overtaken, lambda behind: self.sync(behind, tries=1))
-            return
-        for ticket, agreed in anchors:
-            self._landing.hold(ticket, agreed, replica.adopt(agreed.update))
-        self.books.fall_in()
+            self._drive(partial(self.machine.resumed, saved.state, joined.overtaken))
+            self._saved = None  # its tensors are in place
 
-    # --- training -------------------------------------------------------------------------------------------------
-
-    def count(self, *, samples: int, tokens: int) -> None:
-        self.books.work += Work(0, samples, tokens)
-
-    def assign(self, sync_every: int | None) -> None:
-        """This worker's own H, from its next cycle on; None = the plan's."""
-        self.books.cycle.assigned = sync_every
+    # --- events ---------------------------------------------------------------------------------------------------
 
     def stepped(self) -> bool:
-        """One optimizer step was taken. Lands what is to land, sends what is due; says whether it did either."""
-        books = self.books
-        books.work += Work(steps=1)
-        due = books.cycle.advance(books.plan)
-        steps = books.work.steps
-        landing = [f for f, flight in books.flights.items() if not flight.parked and steps >= flight.land_at]
-        if landing:
-            self.sync(landing, tries=1, may_park=True)
-        if due is not None:
-            self._send(due)
-        return bool(landing) or due is not None
+        """One optimizer step was taken. Says whether something was exchanged."""
+        return self._drive(self.machine.stepped)
 
     def sync_all(self) -> None:
-        """Every fragment that holds unsent steps, now; a new cycle begins."""
-        self.books.begin_cycle()
-        self.sync(self.books.open_fragments(), tries=TRIES)
-
-    # --- sending --------------------------------------------------------------------------------------------------
-
-    def _send(self, fragment: int) -> None:
-        delay = self.books.cycle.delay(self.books.plan)
-        if delay == 0:
-            # Who missed the only fragment's round sends again at once; with several, the next slot comes soon enough.
-            # What was left open is settled first, which is no try of this exchange.
-            tries = (TRIES if len(self.books.fragments) == 1 else 1) + (fragment in self.books.flights)
-            self.sync([fragment], tries=tries, may_park=True)
-            return
-        if fragment in self.books.flights:  # parked
-            self.sync([fragment], tries=1, may_park=True)
-        if fragment not in self.books.flights:
-            self._take_off(fragment, None, land_at=self.books.work.steps + delay)
-
-    def _take_off(self, fragment: int, stuck_after_s: float | None, land_at: int | None = None) -> None:
-        """Send what is unsent; or carry on with what is under way already."""
-        books = self.books
-        flight = books.flights.get(fragment)
-        if flight is not None:
-            if stuck_after_s is not None or flight.ticket.look(0.0).failed:
-                flight.ticket = flight.ticket.resume(stuck_after_s=stuck_after_s)
-            return
-        progress, unsent = books.fragments[fragment], books.unsent(fragment)
-        deltas, sent = self._replica.to_send(books.plan.fragments[fragment], keep=land_at is not None)
-        contribution = Contribution(
-            fragment=fragment,
-            base_version=progress.version,
-            oldest_base=progress.oldest_base,
-            steps=unsent.steps,
-            samples=unsent.samples,
-            tokens=unsent.tokens,
-            deltas=deltas,
-        )
-        ticket = self._topology.begin(contribution, stuck_after_s=stuck_after_s)
-        books.flights[fragment] = Flight(ticket, books.work, books.work.steps if land_at is None else land_at, sent)
-
-    # --- waiting --------------------------------------------------------------------------------------------------
-
-    def sync(
-        self, due: Iterable[int], *, tries: int, stuck_after_s: float | None = None, may_park: bool = False
-    ) -> None:
-        """Contribute to the due fragments if they are not under way yet, wait for their agreements, adopt them.
-
-        While it waits, other workers may be waiting for this one at other fragments: it contributes to those too, so
-        that nobody waits in a circle. If the wait is interrupted (Ctrl-C, a server out of reach), what was sent may
-        count all the same; the flight is kept, and the next sync settles it before anything new is sent. With
-        `may_park` a server that does not answer is not waited for: training goes on, up to a limit. A worker that was
-        asked to go waits at the end of training only, where the other fragments' steps are sent too, and not for long.
-        """
-        tries_left = dict.fromkeys(due, tries)
-        if not tries_left:
-            return
-        began_at, said = time.monotonic(), False
-        looks = 0  # counted, not timed: the processes of a group must decide alike
-        with self._accounted(began_at):
-            for fragment in tries_left:
-                self._take_off(fragment, stuck_after_s)
-            while tries_left:
-                looks += 1
-                sights = {f: self.books.flights[f].ticket.look(LOOK_AROUND_S / len(tries_left)) for f in tries_left}
-                said = said or say_so(sights.values(), time.monotonic() - began_at)
-                for fragment in [f for f, sight in sights.items() if sight.done]:
-                    looks = 0
-                    if self._landing.land(fragment) or tries_left[fragment] == 1:
-                        del tries_left[fragment]
-                    else:
-                        tries_left[fragment] -= 1
-                        self._take_off(fragment, stuck_after_s)
-                if may_park and self._nobody_answers(sights.values()):
-                    self._park(tries_left)
-                    return
-                if self._interrupts.asked and stuck_after_s is None:
-                    self._leave_open(tries_left)
-                    return
-                if self._interrupts.is_late:
-                    raise OutOfTime("no time is left to wait for the agreement")
-                for fragment, version in sorted({wanted for sight in sights.values() for wanted in sight.wanted}):
-                    behind = self.books.fragments[fragment].version < version
-                    if behind and fragment not in tries_left and not self._is_on_its_way(fragment, looks):
-                        tries_left[fragment] = 1
-                        self._take_off(fragment, stuck_after_s)
-
-    def _is_on_its_way(self, fragment: int, looks: int) -> bool:
-        """It was sent, and lands when its time comes, not before; unless its round closed without it, for then nothing
-        of ours is in the one that waits. Nor is it if the agreement is here already: if we have stood still for long,
-        somebody may wait there for what we send next, and we, directly or not, for that somebody."""
-        flight = self.books.flights.get(fragment)
-        if flight is None or flight.parked:
-            return False
-        sight = flight.ticket.look(0.0)
-        return not sight.missed and not (sight.done and looks > LOOKS_IN_A_CIRCLE)
-
-    @contextmanager
-    def _accounted(self, began_at: float) -> Iterator[None]:
-        """However the wait ends: what was sent is remembered, and the time counted."""
-        try:
-            yield
-        except BaseException:
-            self._leave_open(self.books.flights)
-            raise
-        finally:
-            metrics = self.books.metrics
-            metrics.last_sync_s = time.monotonic() - began_at
-            metrics.seconds_waiting += metrics.last_sync_s
-
-    def _leave_open(self, fragments: Iterable[int]) -> None:
-        """Training goes on without their agreements. (The weights are still those that were sent.)"""
-        for fragment in fragments:
-            flight = self.books.flights[fragment]
-            flight.parked = True
-            if flight.sent is None:
-                flight.sent = self._replica.deltas(self.books.plan.fragments[fragment])
-
-    def _nobody_answers(self, sights: Iterable[Sight]) -> bool:
-        silent = all(not sight.done and sight.silent_s > self._offline.after_s for sight in sights)
-        return silent and self.books.left_open < self._offline.exchanges
-
-    def _park(self, fragments: Iterable[int]) -> None:
-        self.books.left_open += 1
-        self.books.metrics.offline_exchanges += 1
-        self._leave_open(fragments)
-        log.warning(
-            "no answer from the server for %g s; training goes on without it (%d of at most %d exchanges left open)",
-            self._offline.after_s,
-            self.books.left_open,
-            self._offline.exchanges,
-        )
-
-    # --- leaving --------------------------------------------------------------------------------------------------
+        """Exchange every fragment that holds unsent steps, now."""
+        self._drive(self.machine.sync_all)
 
     def finish(self, *, keep_local: bool, patience_s: float) -> None:
-        """The end of training: contribute the remaining steps. What finds no round any more is counted as discarded. If
-        there is no server any more, the model keeps this worker's own weights: they are all there is."""
-        own = {name: p.detach().clone() for name, p in self._replica.tensors.items()} if keep_local else None
-        gone = False
-        self._ask_again_for_the_late()
-        unsent = self.books.open_fragments()
-        if unsent:
-            log.info("training is over; contributing what is left")
-        try:
-            self.sync(unsent, tries=EXIT_TRIES, stuck_after_s=patience_s)
-        except RoundStuck as error:
-            log.warning("%s; leaving after %g s. The steps since the last agreement may be lost.", error, patience_s)
-        except ServerUnreachable as error:
-            log.warning("%s. Leaving with this worker's own weights; its last steps were not contributed.", error)
-            gone = True
-        except OutOfTime as error:
-            log.warning("%s. What was sent until now still counts if it was sent whole.", error)
-            gone = True
-        left = self.books.open_fragments()
-        if left:
-            self.books.metrics.steps_discarded += max(self.books.unsent(f).steps for f in left)
-        if own is not None:
-            self._replica.restore(own)
-        elif not gone:
-            self._replica.adopt_anchor()  # whole, also where it was mixed with the local weights
-
-    def _ask_again_for_the_late(self) -> None:
-        """What counts in a round after the version we hold is worth having, where nothing more is to be sent anyway."""
-        books = self.books
-        for fragment, progress in enumerate(books.fragments):
-            if progress.late is not None and progress.counted.steps == books.work.steps:
-                books.flights[fragment] = Flight(progress.late, books.work, books.work.steps)
-                books.metrics.sync_count -= 1  # it was counted before
+        """The end of training: contribute the remaining steps."""
+        if keep_local:
+            self._own = {name: p.detach().clone() for name, p in self._replica.tensors.items()}
+        self._patience_s = patience_s
+        self._drive(partial(self.machine.finish, keep_local=keep_local))
 
     def cancel(self) -> None:
         """Stop sending; nothing more will be adopted."""
-        for flight in self.books.flights.values():
-            flight.ticket.cancel()
+        for ticket in self._tickets.values():
+            ticket.cancel()
+
+    def state_dict(self, worker_id: str) -> dict[str, Any]:
+        under_way = states.UnderWay(self._tickets, self._late, self._sent)
+        return states.write(worker_id, self.machine, self._replica, self._topology, under_way)
+
+    def _drive(self, event: Callable[[], list[Effect]]) -> bool:
+        """An event, what comes of it, and the wait that it begins. However that ends: what was sent is remembered, and
+        the time counted. Says whether something was exchanged."""
+        machine, began_at, waited = self.machine, time.monotonic(), False
+        try:
+            effects = event()
+            waited = bool(machine.waiting)
+            self._do(effects)
+            said = False
+            while machine.waiting:
+                sights = self._look()
+                said = said or _say_so(sights.values(), time.monotonic() - began_at)
+                asked, late = bool(self._interrupts.asked), self._interrupts.is_late
+                self._do(machine.looked(sights, asked_to_leave=asked, out_of_time=late))
+        except BaseException as error:
+            for fragment in machine.in_flight.keys() - self._tickets.keys():
+                machine.dropped(fragment)  # it was not sent
+            effects = machine.interrupted(error)
+            self._do(effects)
+            if not any(isinstance(effect, Depart) for effect in effects):
+                raise
+        finally:
+            if waited:
+                machine.metrics.last_sync_s = time.monotonic() - began_at
+                machine.metrics.seconds_waiting += machine.metrics.last_sync_s
+        return waited or bool(effects)
+
+    def _look(self) -> dict[int, Sight]:
+        waiting = self.machine.waiting
+        slice_s = LOOK_EVERY_S / len(waiting)
+        return {f: self._tickets[f].look(slice_s if f in waiting else 0.0) for f in self.machine.in_sight}
+
+    # --- effects --------------------------------------------------------------------------------------------------
+
+    def _do(self, effects: list[Effect], intact: bool = True) -> None:
+        """`intact`: a move among them has made the anchor the agreed one."""
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._send(effect)
+                case Resume(fragment, last):
+                    patience_s = self._patience_s if last else None
+                    self._tickets[fragment] = self._tickets[fragment].resume(stuck_after_s=patience_s)
+                case Finish(fragment):
+                    self._finish(fragment)
+                case Adopt() | Rebase() | Carry() | Mix() | Prove():
+                    self._confirm(effect.fragment, intact)
+                case Keep(fragment):
+                    self._sent[fragment] = self._replica.deltas(self.machine.plan.fragments[fragment])
+                case Recall(fragment):
+                    self._tickets[fragment] = self._late[fragment]
+                case CatchUp(fragment):
+                    self._tickets[fragment] = self._topology.catch_up(fragment)
+                case Reopen(fragment, late):
+                    self._reopen(fragment, late=late)
+                case Depart(weights):
+                    if weights == "own":
+                        self._replica.restore(self._own)
+                    elif weights == "agreed":
+                        self._replica.adopt_anchor()  # whole, also where it was mixed with the local weights
+                case Note():
+                    self._tell(effect)
+                case PutOff() | Reload():
+                    pass  # done in _land
+
+    def _send(self, send: Send) -> None:
+        self._tickets.pop(send.fragment, None)
+        deltas, sent = self._replica.to_send(self.machine.plan.fragments[send.fragment], keep=send.keep)
+        contribution = Contribution(
+            fragment=send.fragment,
+            base_version=send.base_version,
+            oldest_base=send.oldest_base,
+            steps=send.steps,
+            samples=send.samples,
+            tokens=send.tokens,
+            deltas=deltas,
+        )
+        stuck_after_s = self._patience_s if send.last else None
+        self._tickets[send.fragment] = self._topology.begin(contribution, stuck_after_s=stuck_after_s)
+        if sent is not None:
+            self._sent[send.fragment] = sent
+
+    def _reopen(self, fragment: int, *, late: bool) -> None:
+        assert self._saved is not None
+        progress = self._saved.fragments[fragment]
+        contribution = progress.late if late else progress.awaited
+        assert contribution is not None
+        ticket = self._topology.reopen(fragment, contribution.exchange, late=late)
+        if ticket is None:
+            self.machine.dropped(fragment, late=late)
+            return
+        (self._late if late else self._tickets)[fragment] = ticket
+        if contribution.sent:
+            self._sent[fragment] = contribution.sent
+
+    def _finish(self, fragment: int) -> None:
+        ticket = self._tickets[fragment]
+        try:
+            agreed = ticket.finish(reload=True)
+        except ExchangeFailed as failure:
+            self.machine.failed(fragment, failure.__cause__)
+            raise
+        self._hear(ticket, agreed)
+        self._agreed.update((other.fragment, (ticket, other)) for other in agreed.also)
+        self._land(partial(self.machine.outcome, agreed))
+
+    def _hear(self, ticket: Ticket, agreed: Agreed) -> None:
+        metrics = self.machine.metrics
+        metrics.bytes_sent += agreed.bytes_sent
+        metrics.bytes_received += agreed.bytes_received
+        metrics.sync_retries += agreed.retries
+        metrics.reconnections += agreed.rejoins
+        self.watching.adopted(agreed.fragment, agreed.watched, self.machine.work.steps)
+        self._agreed[agreed.fragment] = ticket, agreed
+
+    def _land(self, event: Callable[[], list[Effect]]) -> None:
+        """State and weights change together, or not at all: Ctrl-C waits for both."""
+        intact = True
+        with deferred():
+            effects = event()
+            for effect in effects:
+                match effect:
+                    case PutOff(fragment):
+                        self._late[fragment] = self._tickets[fragment]
+                    case Reload():
+                        self._replica.adopt_anchor()
+                        self._on_reload()
+                    case Adopt() | Rebase() | Carry() | Mix() | Prove():
+                        intact = self._move(effect)
+            for fragment, progress in enumerate(self.machine.state.fragments):
+                if progress.in_flight is None:
+                    self._tickets.pop(fragment, None)
+                    self._sent.pop(fragment, None)
+                if not progress.late_in:
+                    self._late.pop(fragment, None)
+        self._do(effects, intact)
+
+    def _move(self, move: Move) -> bool:
+        """Of local weights and anchor. True: that made the anchor the agreed one."""
+        _, agreed = self._agreed[move.fragment]
+        match move:
+            case Adopt():
+                return self._replica.adopt(agreed.update)
+            case Rebase():
+                return self._replica.rebase(agreed.update)
+            case Carry(fragment):
+                return self._replica.carry(agreed.update, self._sent[fragment])
+            case Mix(_, alpha):
+                return self._replica.mix(agreed.update, alpha)
+            case Prove():
+                return self._replica.prove(agreed.update)
+
+    def _confirm(self, fragment: int, intact: bool) -> None:
+        ticket, agreed = self._agreed.pop(fragment)
+        repair = ticket.confirm(agreed, intact)
+        if repair is not None:
+            self._hear(ticket, repair)
+        self._land(partial(self.machine.confirmed, fragment, repair))
+
+    def _tell(self, note: Note) -> None:
+        facts = dataclasses.asdict(note) | {"plan": self.machine.plan, "offline": self.machine.offline}
+        if note.kind == "agreed":
+            _, agreed = self._agreed[note.fragment]
+            facts["workers"] = ", ".join(p.worker_id for p in agreed.participants)
+            facts["up_mb"], facts["down_mb"] = agreed.bytes_sent / 1e6, agreed.bytes_received / 1e6
+        level, text = MESSAGES[note.kind]
+        log.log(level, "%s", text.format(**facts, patience_s=self._patience_s or 0.0))
+
+
+def _say_so(sights: Iterable[Sight], waited_s: float) -> bool:
+    """Tell the user for whom we wait, once it takes long."""
+    reasons = {sight.waiting_for for sight in sights} - {""}
+    if not reasons or waited_s <= SAY_SO_S:
+        return False
+    log.info("waiting for %s", " and ".join(sorted(reasons)))
+    return True

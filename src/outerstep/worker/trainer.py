@@ -242,7 +242,7 @@ class _ByWorker:
 
     @property
     def step_count(self) -> int:
-        return self._worker._sync.books.cycle.step if self._worker._sync is not None else 0
+        return self._worker._sync.machine.state.cycle.step if self._worker._sync is not None else 0
 
     @property
     def should_stop(self) -> bool:

@@ -27,16 +27,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config import WorkerConfig, build
+from ..coordination.worker.machine import Offline
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..topology.protocol import Orders, Topology, WorkerControl
 from ..types import Plan
 from . import saved
 from .connect import connect, find_ranks, make_identity
 from .inner import InnerState, Stateful
-from .progress import Offline
 from .reload import forget_non_finite
 from .replica import Replica
-from .saved import SavedState
+from .saved import SavedWorker
 from .signals import Interrupts
 from .sync import Synchronizer
 from .watching import gradient_norm
@@ -97,11 +97,11 @@ class DiLoCoWorker:
         self._ranks = ranks = find_ranks(self.config) if given is None else None
         make_replica = partial(Replica, model, self.config.buffers, anchor=self.config.anchor)
         self._replica = make_replica() if ranks is None else ranks.check(make_replica)
-        self._saved: SavedState | None = None
+        self._saved: SavedWorker | None = None
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
         inner = InnerState(
-            model, self.optimizer, self._replica.tensors, stateful or {}, lambda: self._started.books.work
+            model, self.optimizer, self._replica.tensors, stateful or {}, lambda: self._started.machine.work
         )
         self._topology = given or connect(self.config, identity, self._replica, ranks, inner)
         self._control: WorkerControl | None = self._topology if isinstance(self._topology, WorkerControl) else None
@@ -140,7 +140,7 @@ class DiLoCoWorker:
             saved=self._saved,
         )
         self._saved = None  # its tensors are in place
-        plan = self._sync.books.plan
+        plan = self._sync.machine.plan
         _attached.add(self.optimizer)
         self._hook = self.optimizer.register_step_post_hook(self._after_step)
         self._resumed_at = self._clock()
@@ -222,7 +222,7 @@ class DiLoCoWorker:
         Any number of calls per step; they add up."""
         if samples < 0 or tokens < 0:
             raise WorkerError(f"samples and tokens must be ≥ 0, got {samples} and {tokens}")
-        self._started.count(samples=int(samples), tokens=int(tokens))
+        self._started.machine.count(int(samples), int(tokens))
 
     def global_weights(self) -> AbstractContextManager[None]:
         """`with worker.global_weights(): evaluate(model)` evaluates the last agreed model instead of the local one."""
@@ -234,7 +234,7 @@ class DiLoCoWorker:
         anchor, what the codec owes, the contributions under way. Plain tensors, numbers and text; the live tensors, so
         save them before the next step. In a group each process has its own. worker/saved.py says what a restart does
         with it."""
-        return saved.write(self.worker_id, self._started.books, self._replica, self._topology)
+        return self._started.state_dict(self.worker_id)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the start, into a worker of the same run and worker_id (a worker that was given no id takes it from
@@ -268,27 +268,27 @@ class DiLoCoWorker:
 
     @property
     def plan(self) -> Plan:
-        return self._started.books.plan
+        return self._started.machine.plan
 
     @property
     def sync_every(self) -> int:
         """H: this worker's own under dynamic local updates, else the plan's."""
-        return self._started.books.cycle.sync_every
+        return self._started.machine.state.cycle.sync_every
 
     @property
     def sync_metrics(self) -> dict[str, float | int | str | list[int] | None]:
-        """Counters of the exchanges so far (progress.py), and how the last ones went (watching.py)."""
-        books, metrics = self._started.books, self._started.books.metrics
+        """Counters of the exchanges so far (`Metrics`), and how the last ones went (watching.py)."""
+        machine, metrics = self._started.machine, self._started.machine.metrics
         return {
             "worker_id": self.worker_id,
-            "local_step": books.work.steps,
-            "samples": books.work.samples,
-            "tokens": books.work.tokens,
-            "sync_every": books.cycle.sync_every,
-            "versions": [progress.version for progress in books.fragments],
+            "local_step": machine.work.steps,
+            "samples": machine.work.samples,
+            "tokens": machine.work.tokens,
+            "sync_every": machine.state.cycle.sync_every,
+            "versions": [progress.version for progress in machine.state.fragments],
             "steps_per_second": round(self.steps_per_second, 4),
             **{name: getattr(metrics, name) for name in metrics.__dataclass_fields__},
-            **books.watching.metrics,
+            **self._started.watching.metrics,
         }
 
     @property
@@ -306,8 +306,7 @@ class DiLoCoWorker:
         value = None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._last_loss = value if value is not None and math.isfinite(value) else None
         if self._sync is not None:
-            books = self._sync.books
-            books.watching.reported(self._last_loss, books.work.steps)
+            self._sync.watching.reported(self._last_loss, self._sync.machine.work.steps)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -341,7 +340,7 @@ class DiLoCoWorker:
             self._in_exchange = False
             self._progress_at = time.monotonic()
         if exchanged:
-            sync.books.watching.inner_grad_norm = self._gradient_norm()
+            sync.watching.inner_grad_norm = self._gradient_norm()
         orders = self._control.orders(at_exchange=exchanged) if self._control is not None else Orders()
         leaving = self._asked_to_leave(exchanged)
         obeyed = self._obey(dataclasses.replace(orders, drain=leaving) if leaving else orders)
@@ -362,7 +361,7 @@ class DiLoCoWorker:
         """What the server asks of this worker. True: it took time."""
         assert self._sync is not None
         if self.config.server.dylu is not False:
-            self._sync.assign(orders.sync_every)
+            self._sync.machine.assign(orders.sync_every)
         if orders.drain:
             log.warning("told to finish (%s): contributing what is left, then leaving", orders.drain)
             self.should_stop = True
@@ -402,7 +401,7 @@ class DiLoCoWorker:
             if self._is_stalled():
                 continue
             try:
-                control.heartbeat(sync.books.work.steps, self.steps_per_second, self.last_loss)
+                control.heartbeat(sync.machine.work.steps, self.steps_per_second, self.last_loss)
             except OuterstepError as error:
                 # The exchange has its own patience and raises what cannot be mended; a missed beat is not an error.
                 log.debug("heartbeat: %s", error)

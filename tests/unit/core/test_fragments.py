@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from amounts import cases
-from outerstep.core.fragments import FragmentManager, Strategy, check_cycle, due_fragment, send_step
+from outerstep.core.fragments import FragmentManager, Strategy, check_cycle
 from outerstep.core.manifest import block_of
 from outerstep.errors import ConfigError
+from outerstep.schedule import due_fragment, send_step
 from outerstep.types import ParameterSpec
 
 STRATEGIES: list[Strategy] = ["contiguous", "strided", "counted"]

@@ -122,8 +122,8 @@ class Book:
     @contextmanager
     def no_line(self, *, from_poll: bool = False) -> Iterator[None]:
         """Nobody answers, from now on or once the contribution has gone through; the worker trains on."""
-        sync, cut = self.worker._started, []
-        usual, sync._offline = sync._offline, replace(sync._offline, after_s=0.01)
+        machine, cut = self.worker._started.machine, []
+        usual, machine.offline = machine.offline, replace(machine.offline, after_s=0.01)
 
         def lose(request: Request) -> None:
             if not from_poll or isinstance(request, Poll):
@@ -134,7 +134,7 @@ class Book:
         self.server.before = lose
         yield
         self.server.before = nothing
-        sync._offline = usual
+        machine.offline = usual
         assert cut
 
     def lose_answers(self, kind: type[Request], count: int = 1) -> list[Request]:
@@ -154,7 +154,7 @@ class Book:
 
     def audit(self) -> None:
         """When nothing is under way: what the server has counted and the worker not heard of is applied and unsent."""
-        assert not self.worker._started.books.flights
+        assert not self.worker._started.machine.in_flight
         unsent = self.unsent()
         for name, total in self.steps.items():
             applied = sum((one[name] for one in self.server.applied), torch.zeros(total.shape))
@@ -230,7 +230,7 @@ def test_a_contribution_left_open_is_settled_later(arrived: bool) -> None:
     book.step()
     with book.no_line(from_poll=arrived):
         book.step()
-        assert book.worker._started.books.flights
+        assert book.worker._started.machine.in_flight
         book.step(2)
     book.step()
     book.audit()
@@ -268,7 +268,7 @@ def test_with_a_delay_and_what_was_done_meanwhile_carried_along(missed: bool) ->
     for _ in range(4):
         book.step(3)  # sent
         if missed:
-            wait_until(lambda: book.worker._started.books.flights[0].ticket.look(0.0).done)
+            wait_until(lambda: book.worker._started._tickets[0].look(0.0).done)
             book.move_on()
         book.step(2)  # landed
         book.audit()
@@ -281,7 +281,7 @@ def test_a_restart_between_sending_and_landing() -> None:
     book.step(4)
     wait_until(lambda: book.server.last_sequence == 1)
     book.restart()
-    assert book.worker._started.books.flights[0].land_at == 5
+    assert book.worker._started.machine.in_flight[0].land_at == 5
     book.step()
     book.audit()
     assert book.owed > 0
@@ -322,7 +322,7 @@ def test_whatever_happens_in_whatever_order(seed: int) -> None:
             with suppress(AssertionError), book.no_line(from_poll=event == "gone"):
                 book.step(rng.randint(1, 3))
         book.step(rng.randint(0, 2))
-        if not book.worker._started.books.flights:
+        if not book.worker._started.machine.in_flight:
             book.audit()
     book.worker.force_sync()
     book.audit()

@@ -10,8 +10,8 @@ import torch
 
 from outerstep.server import DiLoCoServer
 from outerstep.worker import replica
-from outerstep.worker.deferring import deferred
 from outerstep.worker.replica import AnchorBlock
+from outerstep.worker.signals import deferred
 from support import TwoLedgers, count, in_threads, memory_worker
 
 
@@ -72,7 +72,7 @@ def test_ctrl_c_in_the_middle_of_a_take_over_leaves_it_whole(monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         count(model, optimizer, 0, 2)
     assert moved == ["first", "second"]
-    assert not worker._started.books.flights
+    assert not worker._started.machine.in_flight
     count(model, optimizer, 0, 2)
     worker.stop()
     assert server.get_global_params()["first"].tolist() == server.get_global_params()["second"].tolist() == [4.0, 0.0]

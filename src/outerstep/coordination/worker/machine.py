@@ -1,0 +1,648 @@
+"""The worker's half of a round, without I/O: when a fragment is sent, what is waited for, what becomes of it.
+
+    do(machine.stepped())                       # one optimizer step was taken
+    while machine.waiting:
+        do(machine.looked({fragment: how its exchange stands, for each of machine.in_sight}))
+
+`do` carries effects out in order (effects.py). After Finish it reports the result to `outcome`, after a move whether
+the anchor is the agreed one to `confirmed`, and carries out what those return before it goes on. What goes wrong on the
+way ends the wait: `interrupted`. worker/sync.py does it with tensors, simulate/worker.py with sets of steps.
+
+    stepped ──▶ due ──▶ Send ──▶ waiting ──▶ Finish ──▶ outcome ──▶ Adopt, Carry, Mix     our steps are in it
+                 │               │  ▲  │                    ├─────▶ Rebase                it came about without us
+                 │ with a delay  │  │  └─ nobody answers:   ├─────▶ Adopt (discarded)     our steps are too old for it
+                 ▼               │  │     deferred          └─────▶ Adopt, Reload         nobody has any use for them
+              training ◀─────────┘  └──── missed: tried again
+
+With a delay τ a fragment is sent after its step and its agreement adopted τ steps later, several at a time if they
+overlap; with τ = 0 the worker waits where it is. One code path. An event that asks for a move has changed the state for
+it: state and weights change together, or not at all. Otherwise steps that were sent would be sent again.
+
+The processes of a group (a torchrun job) each run this machine: every decision follows from the step counter and from
+what they are told alike, never from a clock. So looks are counted, not timed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+
+from msgspec.structs import replace
+
+from ...errors import ExchangeFailed, Refused, RoundStuck, ServerError, ServerUnreachable
+from ...schedule import due_fragment, send_step
+from ...types import Plan
+from .effects import (
+    Adopt,
+    Carry,
+    CatchUp,
+    Depart,
+    Effect,
+    Finish,
+    Keep,
+    Mix,
+    Move,
+    Note,
+    Prove,
+    PutOff,
+    Rebase,
+    Recall,
+    Reload,
+    Reopen,
+    Result,
+    Resume,
+    Send,
+    Sight,
+)
+
+LOOK_EVERY_S = 0.2  # how often a driver looks while it waits
+LOOKS_IN_A_CIRCLE = 50  # after so many in vain, what waits for us may wait in a circle
+TRIES = 2
+EXIT_TRIES = 8
+REPAIRS = 3
+
+
+@dataclass(frozen=True)
+class Work:
+    """Training done, counted from the start of the worker."""
+
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.steps + other.steps, self.samples + other.samples, self.tokens + other.tokens)
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.steps - other.steps, self.samples - other.samples, self.tokens - other.tokens)
+
+
+@dataclass
+class InFlight:
+    """An exchange under way: what was done when it was sent, and the step at which its agreement is to be adopted.
+
+    `kept`: there is a copy of what was sent. `deferred`: training went on without its agreement; it is settled when the
+    fragment is due again. `overtaken`: the local weights were given up meanwhile, so nothing is carried over from them.
+    `catches_up`: it brings no contribution, but what a restarted worker has missed."""
+
+    work: Work
+    land_at: int
+    kept: bool = False
+    deferred: bool = False
+    overtaken: bool = False
+    catches_up: bool = False
+
+
+@dataclass
+class Progress:
+    """One fragment: the version we hold, how much of our work is in it, the version under our oldest unsent step, and
+    the exchange under way. `late_in`: the round after that version in which our last contribution counts; 0 = none."""
+
+    version: int
+    counted: Work
+    oldest_base: int
+    in_flight: InFlight | None = None
+    late_in: int = 0
+
+
+@dataclass
+class Cycle:
+    """Step `step` of a cycle of `sync_every`. `assigned`: this worker's own H, from its next cycle on; None = the
+    plan's."""
+
+    step: int
+    sync_every: int
+    assigned: int | None = None
+
+    def advance(self, plan: Plan) -> int | None:
+        """One step more, and after the last a new cycle. The fragment that is due now, if one is."""
+        self.step += 1
+        due = due_fragment(self.step, self.sync_every, len(plan.fragments))
+        if self.step >= self.sync_every:
+            self.begin(plan)
+        return due
+
+    def begin(self, plan: Plan) -> None:
+        self.step = 0
+        self.sync_every = self.assigned or plan.sync_every
+
+    def fall_in(self, plan: Plan, versions: Sequence[int]) -> None:
+        """Go where the others are: the fragment with the lowest version is the next to be sent."""
+        self.step = send_step(versions.index(min(versions)) - 1, plan.sync_every, len(versions))
+
+    def delay(self, plan: Plan) -> int:
+        """τ. A worker with few steps of its own must still adopt a fragment before it is sent again."""
+        return min(plan.delay, self.sync_every - 1)
+
+
+@dataclass
+class Metrics:
+    """Counters of the exchanges so far. The machine counts the first seven, its driver the others."""
+
+    sync_count: int = 0  # exchanges that counted
+    missed_rounds: int = 0  # rounds that closed without us
+    steps_discarded: int = 0  # local steps that were too old, or had no round to go to
+    reloads: int = 0  # contributions that the server had no use for: we went on from the agreed weights
+    steps_overwritten: int = 0  # taken while an agreement was on its way, and replaced by it (delay without carry)
+    offline_exchanges: int = 0  # exchanges that were deferred because the server did not answer
+    anchor_repairs: int = 0  # anchors that were not the agreed ones, and were fetched again
+    sync_retries: int = 0
+    reconnections: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds_waiting: float = 0.0
+    last_sync_s: float = 0.0
+
+
+@dataclass
+class WorkerState:
+    """What a worker must not forget: what it has done, how much of that is agreed on, what is under way."""
+
+    work: Work
+    cycle: Cycle
+    fragments: list[Progress]
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+@dataclass(frozen=True)
+class Offline:
+    """What to do when nobody answers: after `after_s` train on, and defer at most `exchanges` like that."""
+
+    after_s: float = 30.0
+    exchanges: int = 4
+
+
+@dataclass
+class _Wait:
+    """Fragments that are waited for, with the tries left for each; and what comes `then`. `earlier`: of those, the ones
+    that were in flight before and have not been looked at."""
+
+    tries: dict[int, int]
+    then: Callable[[], list[Effect]]
+    may_defer: bool
+    last: bool
+    earlier: set[int] = field(default_factory=set)
+    looks: int = 0
+
+
+class WorkerMachine:
+    """`offline` may be replaced at any time. `has_left`: the last exchange is over."""
+
+    def __init__(self, worker_id: str, plan: Plan, work: Work = Work(), offline: Offline = Offline()) -> None:  # noqa: B008 - frozen
+        self._worker_id = worker_id
+        self.plan = plan
+        self.offline = offline
+        self.state = WorkerState(work, Cycle(0, plan.sync_every), [])
+        self.has_left = False
+        self._wait: _Wait | None = None
+        self._landing: deque[Callable[[], list[Effect]]] = deque()  # each but the last ends in a move
+        self._repairs = 0
+        self._deferrals = 0  # since the server was last heard from
+        self._keep_local = False
+
+    # --- what can be asked ----------------------------------------------------------------------------------------
+
+    @property
+    def work(self) -> Work:
+        return self.state.work
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.state.metrics
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The fragments that are waited for."""
+        return tuple(self._wait.tries) if self._wait is not None else ()
+
+    @property
+    def in_sight(self) -> tuple[int, ...]:
+        """Those, and the others on whose exchanges a decision may depend."""
+        others = (f for f, flight in self.in_flight.items() if not flight.deferred and f not in self.waiting)
+        return (*self.waiting, *others)
+
+    @property
+    def in_flight(self) -> dict[int, InFlight]:
+        flights = ((fragment, progress.in_flight) for fragment, progress in enumerate(self.state.fragments))
+        return {fragment: flight for fragment, flight in flights if flight is not None}
+
+    def unsent(self, fragment: int) -> Work:
+        """What was done and is in no agreement that we hold."""
+        return self.work - self.state.fragments[fragment].counted
+
+    def _open_fragments(self) -> list[int]:
+        """Those with steps that no agreement holds, or with an exchange still open."""
+        return [i for i, p in enumerate(self.state.fragments) if p.in_flight is not None or self.unsent(i).steps > 0]
+
+    # --- beginning ------------------------------------------------------------------------------------------------
+
+    def joined(self, anchors: Sequence[Result]) -> list[Effect]:
+        """Without a state of its own: begin with the newest anchor of every fragment, where the others are in their
+        cycle."""
+        self.state.fragments = [Progress(anchor.version, self.work, anchor.version) for anchor in anchors]
+        self._landing.extend(partial(self._move, Adopt(anchor.fragment)) for anchor in anchors)
+        self._landing.append(self._fall_in)
+        return self._land()
+
+    def _fall_in(self) -> list[Effect]:
+        self.state.cycle.fall_in(self.plan, [progress.version for progress in self.state.fragments])
+        return []
+
+    def resumed(self, saved: WorkerState, overtaken: Collection[int]) -> list[Effect]:
+        """From a saved state, whose anchors are in place. `overtaken`: the fragments of which the server has later
+        contributions than the state knows of. worker/saved.py says what becomes of each fragment."""
+        self.state = deepcopy(saved)
+        behind = {i for i, fragment in enumerate(saved.fragments) if fragment.in_flight is None} | set(overtaken)
+        effects: list[Effect] = []
+        for i, progress in enumerate(self.state.fragments):
+            progress.in_flight, progress.late_in = None, 0
+            if i in behind:
+                progress.in_flight = InFlight(self.work, self.work.steps, catches_up=True)
+                effects.append(CatchUp(i))
+            else:
+                effects += self._reopen(i, saved.fragments[i])
+        return effects + self._wait_for(sorted(behind), partial(self._caught_up, saved, behind, overtaken), tries=1)
+
+    def _caught_up(self, saved: WorkerState, behind: Collection[int], overtaken: Collection[int]) -> list[Effect]:
+        # (The server may have been restarted meanwhile, and forgotten what overtook us.)
+        dropped = {i for i in overtaken if self.state.fragments[i].counted == self.work}
+        effects = [e for i in sorted(set(behind) - dropped) for e in self._reopen(i, saved.fragments[i])]
+        if dropped:
+            self.state.cycle.begin(self.plan)
+            self._fall_in()
+        return effects
+
+    def _reopen(self, fragment: int, saved: Progress) -> list[Effect]:
+        """Carry on with what was sent and is in no agreement that we hold, in the order in which it was."""
+        progress, effects = self.state.fragments[fragment], list[Effect]()
+        if saved.late_in > progress.version:
+            progress.late_in = saved.late_in
+            effects.append(Reopen(fragment, late=True))
+        if saved.in_flight is not None:
+            progress.in_flight = deepcopy(saved.in_flight)
+            effects.append(Reopen(fragment))
+        return effects
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def count(self, samples: int, tokens: int) -> None:
+        self.state.work += Work(0, samples, tokens)
+
+    def assign(self, sync_every: int | None) -> None:
+        """This worker's own H, from its next cycle on; None = the plan's."""
+        self.state.cycle.assigned = sync_every
+
+    def stepped(self) -> list[Effect]:
+        """One optimizer step was taken: adopt what is to be adopted now, then send what is due."""
+        self.state.work += Work(steps=1)
+        due = self.state.cycle.advance(self.plan)
+        flights, steps = self.in_flight, self.work.steps
+        ready = [f for f, flight in flights.items() if not flight.deferred and steps >= flight.land_at]
+        return self._wait_for(ready, partial(self._send_due, due), tries=1, may_defer=True)
+
+    def _send_due(self, due: int | None) -> list[Effect]:
+        if due is None:
+            return []
+        deferred = self.state.fragments[due].in_flight is not None
+        delay = self.state.cycle.delay(self.plan)
+        if delay == 0:
+            # A worker that missed the only fragment's round sends again at once; with several, the next slot comes
+            # soon enough. What was deferred is settled first, which is no try of this exchange.
+            tries = (TRIES if len(self.state.fragments) == 1 else 1) + deferred
+            return self._wait_for([due], _nothing, tries=tries, may_defer=True)
+        then = partial(self._send, due, land_at=self.work.steps + delay)
+        return self._wait_for([due], then, tries=1, may_defer=True) if deferred else then()
+
+    def sync_all(self) -> list[Effect]:
+        """Every fragment that holds unsent steps, now; a new cycle begins."""
+        self.state.cycle.begin(self.plan)
+        return self._wait_for(self._open_fragments(), _nothing, tries=TRIES)
+
+    def _send(self, fragment: int, *, land_at: int | None = None, last: bool = False) -> list[Effect]:
+        """What is unsent, unless something is in flight there. Its agreement is adopted at step `land_at`; None =
+        now."""
+        progress, unsent = self.state.fragments[fragment], self.unsent(fragment)
+        if progress.in_flight is not None:
+            return []
+        keep = land_at is not None
+        progress.in_flight = InFlight(self.work, self.work.steps if land_at is None else land_at, kept=keep)
+        amount = (unsent.steps, unsent.samples, unsent.tokens)
+        return [Send(fragment, progress.version, progress.oldest_base, *amount, keep=keep, last=last)]
+
+    def dropped(self, fragment: int, *, late: bool = False) -> None:
+        """What was to be in flight there never was, or never will count: its steps are unsent. `late`: what was to
+        count in a round to come."""
+        if late:
+            self.state.fragments[fragment].late_in = 0
+        else:
+            self.state.fragments[fragment].in_flight = None
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+
+    def _wait_for(
+        self,
+        fragments: Collection[int],
+        then: Callable[[], list[Effect]],
+        *,
+        tries: int,
+        may_defer: bool = False,
+        last: bool = False,
+    ) -> list[Effect]:
+        """Contribute to these fragments if they are not under way yet, wait for their agreements, adopt them.
+
+        While it waits, others may be waiting for this worker at other fragments: it contributes to those too, so that
+        nobody waits in a circle. With `may_defer` a server that does not answer is not waited for: training goes on,
+        up to a limit. A worker that is asked to go waits for its `last` exchanges only, and not for long."""
+        if not fragments:
+            return then()
+        self._wait = _Wait(dict.fromkeys(fragments, tries), then, may_defer, last)
+        return [effect for fragment in fragments for effect in self._begin(self._wait, fragment)]
+
+    def _begin(self, wait: _Wait, fragment: int) -> list[Effect]:
+        """Send what is unsent; or carry on with what is under way already."""
+        if self.state.fragments[fragment].in_flight is None:
+            return self._send(fragment, last=wait.last)
+        if wait.last:
+            return [Resume(fragment, last=True)]
+        wait.earlier.add(fragment)
+        return []
+
+    def looked(
+        self, sights: Mapping[int, Sight], *, asked_to_leave: bool = False, out_of_time: bool = False
+    ) -> list[Effect]:
+        """How the exchanges `in_sight` stand. `asked_to_leave`: by a signal; `out_of_time`: and it should be gone."""
+        wait = self._wait
+        assert wait is not None, "nothing is waited for"
+        wait.looks += 1
+        earlier, wait.earlier = wait.earlier, set()
+        over = [fragment for fragment in wait.tries if sights[fragment].done]
+        if over:
+            wait.looks = 0
+            return [Resume(f) if f in earlier and sights[f].failed else Finish(f) for f in over]
+        if wait.may_defer and self._nobody_answers([sights[fragment] for fragment in wait.tries]):
+            self._deferrals += 1
+            self.metrics.offline_exchanges += 1
+            return [*self._defer(wait.tries), Note("deferred", steps=self._deferrals), *self._end_wait()]
+        if asked_to_leave and not wait.last:
+            return [*self._defer(wait.tries), *self._end_wait()]
+        if out_of_time:
+            return [*self._defer(self.in_flight), Note("out of time"), *self._depart(gone=True)]
+        wanted = {one for fragment in wait.tries for one in sights[fragment].wanted}
+        return [effect for fragment, version in sorted(wanted) for effect in self._wanted(fragment, version, sights)]
+
+    def _nobody_answers(self, sights: Iterable[Sight]) -> bool:
+        silent = all(sight.silent_s > self.offline.after_s for sight in sights)
+        return silent and self._deferrals < self.offline.exchanges
+
+    def _wanted(self, fragment: int, version: int, sights: Mapping[int, Sight]) -> list[Effect]:
+        """A round of another fragment waits for us. What is in flight there comes when its time has come, not before;
+        unless its round closed without it, for then nothing of ours is in the one that waits. Nor does it if the
+        agreement is here already: if we have stood still for long, somebody may wait there for what we send next, and
+        we, directly or not, for that somebody."""
+        wait, progress = self._wait, self.state.fragments[fragment]
+        assert wait is not None
+        if progress.version >= version or fragment in wait.tries:
+            return []
+        if progress.in_flight is not None and not progress.in_flight.deferred:
+            sight = sights[fragment]
+            if not sight.missed and not (sight.done and wait.looks > LOOKS_IN_A_CIRCLE):
+                return []
+        wait.tries[fragment] = 1
+        return self._begin(wait, fragment)
+
+    def _defer(self, fragments: Iterable[int]) -> list[Effect]:
+        """Training goes on without their agreements."""
+        effects: list[Effect] = []
+        for fragment in fragments:
+            flight = self.in_flight[fragment]
+            flight.deferred = True
+            if not flight.kept:
+                flight.kept = True
+                effects.append(Keep(fragment))
+        return effects
+
+    def _end_wait(self) -> list[Effect]:
+        wait, self._wait = self._wait, None
+        assert wait is not None
+        return wait.then()
+
+    def failed(self, fragment: int, cause: BaseException | None) -> None:
+        """Its exchange ended without a result. If it was refused, it never counted and never will: nothing is in
+        doubt."""
+        if isinstance(cause, Refused) and not isinstance(cause, ServerError):
+            self.dropped(fragment)
+
+    def interrupted(self, error: BaseException) -> list[Effect]:
+        """Ctrl-C, or an exchange that cannot be mended. What was sent may count all the same: it stays in flight, and
+        is settled before anything new is sent. At the end of training a round that cannot close, or a server that is
+        gone, is no error: the worker departs."""
+        wait, self._wait = self._wait, None
+        self._landing.clear()
+        if wait is None:
+            return []
+        effects = self._defer(self.in_flight)
+        if wait.last and isinstance(error, RoundStuck):
+            return [*effects, Note("stuck", why=str(error)), *self._depart()]
+        if wait.last and isinstance(error, ServerUnreachable):
+            return [*effects, Note("unreachable", why=str(error)), *self._depart(gone=True)]
+        return effects
+
+    # --- what an exchange came to ---------------------------------------------------------------------------------
+
+    def outcome(self, result: Result) -> list[Effect]:
+        """The agreement of an exchange that is over."""
+        notes = self._heard(result)
+        # (What is in flight where `also` brings an agreement stays right: a Δ is the same from whichever anchor.)
+        self._landing.extend(partial(self._rebase, other) for other in result.also)
+        if result.refused:
+            self._landing += (partial(self._refused, result), self._reload)
+        else:
+            self._landing.append(partial(self._settle, result))
+        self._landing.append(partial(self._landed, result.fragment))
+        return notes + self._land()
+
+    def confirmed(self, fragment: int, repair: Result | None) -> list[Effect]:
+        """The anchor was moved. None: it is the agreed one. Else it is fetched whole, to be rebased on."""
+        if repair is None:
+            self._repairs = 0
+            return self._land()
+        progress = self.state.fragments[fragment]
+        mended = Note("mended", fragment, progress.version)
+        self._repairs += 1
+        self.metrics.anchor_repairs += 1
+        if self._repairs == REPAIRS:
+            self._repairs = 0
+            raise ExchangeFailed(f"fragment {fragment}: even whole, what the server sends has not the hash it names")
+        notes = self._heard(repair)
+        progress.version = repair.version
+        if self.unsent(fragment).steps == 0:
+            progress.oldest_base = repair.version
+        return [mended, *notes, Rebase(fragment)]
+
+    def _land(self) -> list[Effect]:
+        """On to the next move, whose state changes with it."""
+        effects: list[Effect] = []
+        while self._landing and not any(isinstance(effect, Move) for effect in effects):
+            effects += self._landing.popleft()()
+        return effects
+
+    def _move(self, move: Move) -> list[Effect]:
+        return [move]
+
+    def _heard(self, result: Result) -> list[Effect]:
+        """What comes with an agreement, whatever is made of it. A new H holds from the next cycle on."""
+        notes: list[Effect] = []
+        self._deferrals = 0
+        if result.steps_lost:
+            self.metrics.steps_discarded += result.steps_lost
+            notes.append(Note("lost", result.fragment, steps=result.steps_lost))
+        if result.plan.revision != self.plan.revision:
+            if replace(result.plan, revision=self.plan.revision) != self.plan:  # else the server was restarted
+                notes.append(Note("plan"))
+            self.plan = result.plan
+            if self.state.cycle.step == 0:
+                self.state.cycle.begin(self.plan)
+        return notes
+
+    def _landed(self, fragment: int) -> list[Effect]:
+        """If some of our steps are not in the agreement, they go into the next round: at once, or in their turn."""
+        wait = self._wait
+        assert wait is not None
+        if self.unsent(fragment).steps > 0 and wait.tries[fragment] > 1:
+            wait.tries[fragment] -= 1
+            return self._begin(wait, fragment)
+        del wait.tries[fragment]
+        return [] if wait.tries else self._end_wait()
+
+    # --- what is made of it: each changes the state, and says how the weights move with it --------------------------
+
+    def _settle(self, result: Result) -> list[Effect]:
+        progress = self.state.fragments[result.fragment]
+        flight, progress.in_flight = progress.in_flight, None
+        assert flight is not None
+        progress.late_in = 0
+        if flight.catches_up:
+            return self._catch_up(result)
+        if result.counted_in > result.version:
+            progress.late_in = result.counted_in
+            return [PutOff(result.fragment), *self._adopt(flight, result)]
+        if result.counted:
+            return self._adopt(flight, result)
+        self.metrics.missed_rounds += 1
+        if self._too_old(result):
+            return self._discard(result)
+        missed = Note("missed", result.fragment, result.version, self.unsent(result.fragment).steps)
+        return [missed, *self._rebase(result)]
+
+    def _adopt(self, flight: InFlight, result: Result) -> list[Effect]:
+        """What we sent is in the agreement (or in a round still open). The steps taken since then are kept, mixed or
+        replaced, as the plan says; those taken while nobody answered are always kept."""
+        fragment, progress, notes = result.fragment, self.state.fragments[result.fragment], list[Effect]()
+        sent, since = (flight.work - progress.counted).steps, (self.work - flight.work).steps
+        progress.counted = flight.work
+        progress.oldest_base = result.version
+        self.metrics.sync_count += 1
+        if sent and any(p.worker_id == self._worker_id and not p.weight for p in result.participants):
+            notes.append(Note("left out", fragment, result.version, sent))
+        keeps = since > 0 and (self.plan.carry or flight.deferred) and not flight.overtaken
+        if keeps and flight.deferred:
+            progress.oldest_base = progress.version  # they were taken on the version we held all the while
+            if self._too_old(result):
+                return [*notes, *self._discard(result)]
+        progress.version = result.version
+        notes.append(Note("agreed", fragment, result.version))
+        if keeps:
+            return [*notes, Carry(fragment)]
+        if self.plan.alpha > 0.0:
+            return [*notes, Mix(fragment, self.plan.alpha)]
+        progress.counted = self.work
+        self.metrics.steps_overwritten += since
+        return [*notes, Adopt(fragment)]
+
+    def _rebase(self, result: Result) -> list[Effect]:
+        """It came about without us: our unsent steps are kept, and are as old as they are."""
+        progress = self.state.fragments[result.fragment]
+        progress.version = result.version
+        progress.oldest_base = min(progress.oldest_base, result.version)
+        return [Rebase(result.fragment)]
+
+    def _begin_at(self, result: Result) -> list[Effect]:
+        """What was agreed, and nothing of our own."""
+        progress = self.state.fragments[result.fragment]
+        progress.version = progress.oldest_base = result.version
+        progress.counted = self.work
+        return [Adopt(result.fragment)]
+
+    def _too_old(self, result: Result) -> bool:
+        """Are our unsent steps?"""
+        age = result.version - self.state.fragments[result.fragment].oldest_base
+        return result.too_old or age > self.plan.max_staleness
+
+    def _discard(self, result: Result) -> list[Effect]:
+        """Our unsent steps are of an age at which they would do harm: start again from what was agreed."""
+        unsent = self.unsent(result.fragment).steps
+        self.metrics.steps_discarded += unsent
+        return [Note("discarded", result.fragment, result.version, unsent), *self._begin_at(result)]
+
+    def _catch_up(self, result: Result) -> list[Effect]:
+        """What was agreed while this worker was away."""
+        fragment, unsent = result.fragment, self.unsent(result.fragment).steps
+        if result.counted:
+            return [Note("overtaken", fragment, result.version, unsent), *self._begin_at(result)]
+        if result.unchanged:
+            return [Prove(fragment)]
+        if unsent and self._too_old(result):
+            return self._discard(result)
+        caught_up = [Note("caught up", fragment, result.version, unsent), *self._rebase(result)]
+        if not unsent:
+            self.state.fragments[fragment].oldest_base = result.version
+        return caught_up
+
+    def _refused(self, result: Result) -> list[Effect]:
+        """Nobody has any use for what we sent, and what is wrong with one fragment seldom stops there: give the local
+        weights up, all of them, and go on from what was agreed."""
+        self.metrics.reloads += 1
+        self.metrics.steps_discarded += max(self.unsent(f).steps for f in range(len(self.state.fragments)))
+        progress = self.state.fragments[result.fragment]
+        progress.in_flight, progress.version = None, result.version
+        return [Note("refused", result.fragment, result.version, why=result.refused), Adopt(result.fragment)]
+
+    def _reload(self) -> list[Effect]:
+        for progress in self.state.fragments:
+            progress.oldest_base = progress.version
+            if progress.in_flight is not None:
+                progress.in_flight.overtaken = True
+            else:
+                progress.counted = self.work
+        return [Reload()]
+
+    # --- leaving --------------------------------------------------------------------------------------------------
+
+    def finish(self, *, keep_local: bool = False) -> list[Effect]:
+        """The end of training: contribute the remaining steps. What finds no round any more is counted as discarded. If
+        there is no server any more, the model keeps this worker's own weights: they are all there is."""
+        self._keep_local = keep_local
+        effects: list[Effect] = []
+        for fragment, progress in enumerate(self.state.fragments):
+            # What counts in a round to come is worth waiting for, where nothing more is to be sent anyway.
+            if progress.late_in and self.unsent(fragment).steps == 0:
+                progress.in_flight = InFlight(self.work, self.work.steps)
+                self.metrics.sync_count -= 1  # it was counted before
+                effects.append(Recall(fragment))
+        left = self._open_fragments()
+        if left:
+            effects.append(Note("leaving"))
+        return effects + self._wait_for(left, self._depart, tries=EXIT_TRIES, last=True)
+
+    def _depart(self, *, gone: bool = False) -> list[Effect]:
+        self._wait, self.has_left = None, True
+        self.metrics.steps_discarded += max((self.unsent(f).steps for f in self._open_fragments()), default=0)
+        return [Depart("own" if self._keep_local else "as they are" if gone else "agreed")]
+
+
+def _nothing() -> list[Effect]:
+    """Nothing comes after this wait: training goes on."""
+    return []
