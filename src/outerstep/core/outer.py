@@ -42,7 +42,7 @@ class OuterOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class OuterRule:
-    """η and μ of the outer step, and whether its momentum is Nesterov's. The defaults of the whole package."""
+    """η and μ of the outer step, and whether its momentum is Nesterov's."""
 
     lr: float = OUTER_LR
     momentum: float = OUTER_MOMENTUM
