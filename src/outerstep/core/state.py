@@ -123,8 +123,8 @@ class FragmentState:
     @property
     def momentum(self) -> dict[str, Tensor]:
         """The buffer of each parameter, flat: zeros where nothing has moved yet, so that all peers have the same."""
-        buffers = self._buffers
-        return {name: buffers.of(name, self.theta[name]) for name in self.parameters}
+        kept, names = self._buffers.flat, self.parameters
+        return {name: kept[name] if name in kept else torch.zeros(self.theta[name].numel()) for name in names}
 
     @property
     def _buffers(self) -> MomentumBuffers:

@@ -439,7 +439,7 @@ class Downlink:
 
     @contextmanager
     def moving(self, version: int, now: float) -> Iterator[NextVersion]:
-        """θ on its way to `version`; afterwards `publish` what the motion made. If it fails there is no way back: the
+        """θ on its way to `version`; afterwards `publish` it. If it fails there is no way back: the
         memory that was moved is not served any more."""
         with self._lock:
             newest = self.newest
@@ -464,7 +464,7 @@ class Downlink:
             self._lock.notify_all()
 
     def publish(self, made: NextVersion, participants: tuple[Participant, ...], now: float) -> Published:
-        """From now on this is the newest. (With the motion's context closed.)"""
+        """From now on this is the newest. (After the context of `moving`.)"""
         anchor_hash, part_hashes = made.result()
         agreement = Agreement(
             fragment=self.index,

@@ -71,7 +71,7 @@ class Agreed:
     refused: str = ""  # why the contribution never will: what it was made of is to be given up for the anchor
     steps_lost: int = 0  # of a late contribution that a restarted server had forgotten, and would not have again
     watched: Watched | None = None  # how the round went (core/watch.py)
-    also: tuple[Agreed, ...] = ()  # of other fragments, which a healed replica gets all at once: to be taken over first
+    also: tuple[Agreed, ...] = ()  # of other fragments, which a healed replica gets all at once: to be adopted first
 
     @property
     def unchanged(self) -> bool:

@@ -107,6 +107,7 @@ def test_what_is_written_and_read_goes_on_with_the_same_bits() -> None:
 def test_to_be_asked_for_the_momentum_changes_no_later_step() -> None:
     asked, other = (state(Nesterov.everywhere(OuterRule())) for _ in range(2))
     assert all(not buf.any() for buf in asked.momentum.values())
+    assert not asked.outer.state_dict()  # type: ignore[union-attr]  # nothing was made by asking
     for one in (asked, other):
         step(one, drawn(1), 10)
     for name in SHAPES:

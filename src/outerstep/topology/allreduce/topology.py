@@ -5,7 +5,7 @@ contributions to one mean that has the same bytes everywhere (reduce.py), take t
 arithmetic that gives the same bits on every machine (core/state.py), and compare the hash of what came out.
 
 Exchanges are carried by one thread, in the order in which they were begun, over a process group of its own: training
-and the user's collectives go on meanwhile. They are also taken over in that order, so that all ranks confer in one.
+and the user's collectives go on meanwhile. They are also adopted in that order, so that all ranks confer in one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class AllReduceTicket:
         self.done = threading.Event()
 
     def look(self, timeout_s: float) -> Sight:
-        """Over is what can be taken over: not before those that were begun before it."""
+        """Over is what can be adopted: not before those that were begun before it."""
         is_next = self._topology.is_next(self)
         if not is_next:
             time.sleep(NOT_YET_S)
@@ -255,7 +255,7 @@ class AllReduceTopology:
         return headers
 
     def is_next(self, ticket: AllReduceTicket) -> bool:
-        """Have all that were begun before it been taken over?"""
+        """Have all that were begun before it been adopted?"""
         return ticket.sequence == self._landed + 1
 
     def settle(self, ticket: AllReduceTicket) -> Agreed:
@@ -322,7 +322,9 @@ class AllReduceTopology:
 
     def _repair(self, agreed: Agreed) -> Agreed:
         """Rank 0's anchor and momentum of a fragment, on every rank."""
-        for kept in self._states[agreed.fragment].momentum.values() if self._settings.outer.momentum else ():
+        state = self._states[agreed.fragment]
+        for name in state.parameters if self._settings.outer.momentum else ():
+            kept = self._outer.momentum.of(name, state.theta[name])
             host = kept.cpu().contiguous()
             self._links.spread(host.view(torch.uint8))
             kept.copy_(host)

@@ -40,7 +40,7 @@ class GroupTicket:
         return self._group.hand_on(lambda: _known(self._own).finish(reload=reload))
 
     def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        """What went wrong on one rank is mended on all: they take over the same update."""
+        """What went wrong on one rank is mended on all: they apply the same update."""
         group = self._group
         if not all(group.ranks.gather(lambda: intact, bool)):
             return group.hand_on(lambda: _known(_known(self._own).confirm(agreed, False)))

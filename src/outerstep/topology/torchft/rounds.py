@@ -268,7 +268,7 @@ class Rounds:
             self._judge([offer.digest for offer in offers], crew)
 
     def compare(self, crew: Crew) -> None:
-        """After a round was taken over: has everybody the same anchors now? Whoever died meanwhile is not waited for;
+        """After a round was adopted: has everybody the same anchors now? Whoever died meanwhile is not waited for;
         the next meeting compares again."""
         try:
             heard = self._lines.exchange(self.snapshot.digest.encode(), self._settings.quorum_timeout_s)

@@ -5,7 +5,7 @@ What travels and what is done with it is ours, as in every other topology: fragm
 mean with the same bits everywhere, a portable outer step in fp32 on everybody's own copy, hashes that are compared.
 
 One thread carries the exchanges, fragment by fragment in the order of their versions; the next begins when the one
-before was taken over, so that there is one state to heal from at any time. (A delay longer than the way from one
+before was adopted, so that there is one state to heal from at any time. (A delay longer than the way from one
 fragment to the next therefore hides nothing more.) Replicas meet only there: they need not take the same number of
 steps in between.
 
@@ -120,7 +120,7 @@ class TorchftTopology:
         self._changed = threading.Condition()
         self._snapshots = Snapshots(inner.state, self._changed)
         self._queue: dict[int, TorchftTicket] = {}  # begun and not exchanged, by fragment
-        self._unconfirmed: set[int] = set()  # fragments of the last exchange that were not taken over yet
+        self._unconfirmed: set[int] = set()  # fragments of the last exchange that were not adopted yet
         self._comparing = self._ended = False
         self._failure: BaseException | None = None
         self._sequence = 0
@@ -160,7 +160,7 @@ class TorchftTopology:
         elif self._saved is not None:
             overtaken = frozenset(range(len(before))) if rounds.snapshot.versions != before else overtaken
             if not overtaken:  # the replica holds it all
-                self._taken_over()
+                self._all_adopted()
         self._saved = rounds.healed_from = None
         return Joined(self._worker_id, plan, manifest, overtaken, work)
 
@@ -308,7 +308,7 @@ class TorchftTopology:
         )
 
     def adopted(self, agreed: Agreed, intact: bool) -> None:
-        """It was taken over; when all that came with it was, the carrying thread compares the anchors and goes on."""
+        """It was adopted; when all that came with it was, the carrying thread compares the anchors and goes on."""
         self._rounds.states[agreed.fragment].arrive(agreed.version, agreed.update.digest)  # they will be compared
         if isinstance(agreed.update, MeanStep):
             self._lines.give_back(agreed.update.frame)
@@ -316,9 +316,9 @@ class TorchftTopology:
             self._unconfirmed.discard(agreed.fragment)
             if self._unconfirmed:
                 return
-        self._taken_over()
+        self._all_adopted()
 
-    def _taken_over(self) -> None:
+    def _all_adopted(self) -> None:
         with self._changed:
             self._rounds.caught_up()
             self._landed, self._landed_step = self._rounds.snapshot, self._crew.step
