@@ -1,4 +1,4 @@
-"""What does an exchange without a server cost beside gloo's own all_reduce?
+"""What does an exchange without a server cost compared with gloo's own all_reduce?
 
 The bound: an exchange of fp32 in at most 1.5 times what `torch.distributed.all_reduce` over gloo takes for the same
 values in the same run. It is put to two things, and both verdicts are printed: to the part that all_reduce does as

@@ -1,4 +1,4 @@
-"""Four workers of unequal speed: does it pay not to wait?
+"""Four workers of unequal speed: does not waiting pay off?
 
 The claim measured: with workers of speed 1, 1, 2 and 6 the asynchronous mode (Delayed Nesterov, local steps by speed)
 reaches the held-out loss of the synchronous mode in less time.

@@ -1,4 +1,4 @@
-"""Do many workers hinder each other, or whoever looks at the server?
+"""Do many workers slow each other down, or a client that asks for the status?
 
 The claims measured, with 256 workers in synchronous rounds on two cores, beside 8 in the same run:
 

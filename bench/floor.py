@@ -1,4 +1,4 @@
-"""How near to bare sockets can a round come at all, on this machine?
+"""How close to bare sockets can a round come on this machine?
 
 A round reads and writes memory that bare sockets do not touch. This measures the least of it, in the fewest passes that
 torch has for it, by cache-sized blocks and without any protocol, beside bare sockets in the same run:

@@ -1,4 +1,4 @@
-"""What does it cost that every round is on the disk before a worker hears of it?
+"""What does durability cost: every round is on disk before a worker hears of it?
 
 Three servers, each in a process of its own with two thin clients (thin_client.py), take turns of five rounds: with
 durability "none", "checkpoint" (a state every fifth round, which is how often "round" writes one by itself) and

@@ -6,13 +6,13 @@ What it does to each direction, over all connections together:
 
     rate      bytes leave one after the other: a chunk of n bytes occupies the link for n / rate
     delay     half the round trip later they arrive; never reordered, never lost
-    window    a connection has at most so many bytes under way; they count until the acknowledgement is back
+    window    a connection has at most so many bytes in flight; they count until the acknowledgement is back
 
 and to each connection:
 
     handshake    the first byte waits for one round trip
     slow start   its window begins with 10 segments and grows by what is acknowledged (so it doubles every round trip);
-                 after a second without traffic it begins anew, as Linux does it
+                 after a second without traffic it starts over, as on Linux
 
 So one connection carries at most window / round trip, as over a long fat link; several share the rate. What it leaves
 out: losses, and acknowledgements that queue behind data of the other direction. Whoever quotes a number measured

@@ -5,8 +5,8 @@ in take memory up to `pool_bytes`, which is the larger part of that growth by de
 (two contributions) to see the rest, unless told otherwise.
 
 The server in a process of its own, 103M parameters, bf16; k = 2 and k = 16 workers, which are thin clients
-(thin_client.py: they have no model, so sixteen fit on one machine). All upload at once, round after round; in the
-middle of it somebody joins, fetches the whole model and leaves. Reported is the most *anonymous* memory that the server
+(thin_client.py: they have no model, so sixteen fit on one machine). All upload at once, round after round; midway a
+worker joins, fetches the whole model and leaves. Reported is the most *anonymous* memory that the server
 had at a time, sampled every 10 ms: heap and private mappings, without the pages of libraries and spool files. "Exact"
 is the kernel's own high-water mark with those pages in it: a peak between two samples cannot be above it.
 

@@ -1,7 +1,7 @@
-"""What does a step cost on which nothing is due?
+"""What does a step with nothing due cost?
 
 The claim measured: the worker's hook behind `optimizer.step()` takes less than 20 µs of the training thread's CPU time
-on a step that neither sends nor takes over anything, whatever the model's size, the number of fragments and what is
+on a step that neither sends nor adopts anything, whatever the model's size, the number of fragments and what is
 under way in the background.
 
     nothing     `optimizer.step()` of a tiny model, nobody attached
