@@ -66,7 +66,8 @@ class Pool:
     def take(self, size_bytes: int) -> Room:
         """Memory if there is room for it, else a file. Raises OSError if neither is to be had."""
         with self._lock:
-            self._collect()
+            while self._left:
+                self._idle.append(self._left.popleft())
             found = self._find_idle(size_bytes, on_disk=False)
             on_disk = found is None and self._limits[True] > 0 and self._make_way(size_bytes, on_disk=False) > 0
             if on_disk:
@@ -88,10 +89,6 @@ class Pool:
         """Not needed any more. Its memory is used again when the last view of it is gone."""
         with self._lock:
             self._taken[room.on_disk] -= len(room.view)
-
-    def _collect(self) -> None:
-        while self._left:
-            self._idle.append(self._left.popleft())
 
     def _find_idle(self, size_bytes: int, *, on_disk: bool) -> _Mapping | None:
         """The smallest that is large enough, and not so much larger that most of it would be wasted."""

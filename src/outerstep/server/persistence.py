@@ -86,6 +86,7 @@ class RunWriter:
 
     def __init__(self, run: Run, events: EventLog, folder: RunFolder | None) -> None:
         self._run, self._config, self._events = run, run.config, events
+        self._settings, self._takes_pushes = settings_of(run.config), run.config.delayed_nesterov > 0
         self.folder = folder
         self.journal: Journal | None = None
         if folder is not None and (run.config.keeps == "round" or has_journal(folder.place)):
@@ -104,7 +105,7 @@ class RunWriter:
     def _round(self, stepped: SteppedRound) -> tuple[RoundRecord, list[memoryview]]:
         kind: Literal["mean", "pushes", "nothing"] = "nothing"
         payload, pushes = list[memoryview](), tuple[RecordedPush, ...]()
-        if self._config.delayed_nesterov:
+        if self._takes_pushes:
             counted = [addend for addend in stepped.addends if addend.weight > 0.0]
             kind, payload = "pushes", [addend.payload for addend in counted]
             pushes = tuple(
@@ -162,7 +163,7 @@ class RunWriter:
             self.folder.close()
 
     def _with_settings(self, remembered: Remembered) -> Remembered:
-        return msgspec.structs.replace(remembered, facts={**remembered.facts, "said": settings_of(self._config)})
+        return msgspec.structs.replace(remembered, facts={**remembered.facts, "said": self._settings})
 
 
 def settings_of(config: ServerConfig) -> dict[str, Any]:

@@ -58,11 +58,12 @@ class RoundsThread:
         self._clock, self._flush, self._on_disk, self._on_failure = clock, flush, on_disk, on_failure
         self.progress = threading.Condition(lock)  # something was written
         self.saves: dict[int, Path | ServerError] = {}  # what became of each save, by its ticket
-        self._work = threading.Condition(lock)
+        self.work = threading.Condition(lock)  # there may be something to do
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._carry_out_all, name="outerstep-rounds", daemon=True)
         self._stepped: SteppedRound | None = None  # the round that is being closed
         self._in_trouble = False
+        self._takes_pushes = run.config.delayed_nesterov > 0
 
     def start(self) -> None:
         self._thread.start()
@@ -71,14 +72,10 @@ class RoundsThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def wake(self) -> None:
-        """With the lock held: there may be something to do."""
-        self._work.notify()
-
     def catch_up(self) -> None:
         """Carry out what there is in this thread, if the other has not started or has ended."""
         while not self._thread.is_alive():
-            with self._work:
+            with self.work:
                 task = self._commits.next()
             if task is None:
                 return
@@ -86,9 +83,9 @@ class RoundsThread:
 
     def stop(self) -> None:
         """Finish what was decided, then end; at once if the disk is in trouble."""
-        with self._work:
+        with self.work:
             self._commits.stop()
-            self._work.notify()
+            self.work.notify()
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -112,10 +109,10 @@ class RoundsThread:
 
     def _next(self) -> Task | None:
         """If nothing comes for a moment, contributions that wait are added first."""
-        with self._work:
+        with self.work:
             while (task := self._commits.next()) is None and not self._commits.has_ended:
                 self.progress.notify_all()  # a note may not have been needed
-                if not self._work.wait(GATHER_S if self._commits.can_gather else None):
+                if not self.work.wait(GATHER_S if self._commits.can_gather else None):
                     self._commits.gather()
             return task
 
@@ -145,7 +142,7 @@ class RoundsThread:
             case AddContributions():
                 store = self._run.stores[task.fragment]
                 store.accumulate(task.version, [self._addend(accepted) for accepted in task.accepted])
-                with self._work:
+                with self.work:
                     self._free(task.accepted)
             case TakeStep():
                 self._stepped = self._step(task)
@@ -194,7 +191,7 @@ class RoundsThread:
         return store.combine(closing.version, rule, {**turned_away, **contributions}, seed)
 
     def _addend(self, accepted: Accumulate) -> Addend:
-        weight = accepted.scale if self._run.config.delayed_nesterov else accepted.weight
+        weight = accepted.scale if self._takes_pushes else accepted.weight
         return Addend(self._intake.payload(accepted.key), weight, accepted.base_version, accepted.sections)
 
     def _free(self, accepted: Iterable[Accumulate]) -> None:
@@ -208,7 +205,7 @@ class RoundsThread:
         assert stepped is not None
         stepped.addends.clear()  # their memory can be used again
         coordinator, store, verdict = self._run.coordinator, stepped.store, stepped.verdict
-        with self._work:
+        with self.work:
             now = self._clock()
             self._free(task.step.accepted)
             if verdict is not None:

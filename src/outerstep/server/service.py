@@ -201,7 +201,7 @@ class ParameterService:
         with self.changed:
             if coordinator.plan is not None:
                 self._commits.note()  # the settings it runs under now; and if it went back, from where
-                self._rounds.wake()
+                self._rounds.work.notify()
 
     def release_polls(self) -> None:
         """Answer everybody who waits: the server is about to stop listening."""
@@ -252,7 +252,20 @@ class ParameterService:
     def answer(self, request: Request) -> Answer:
         self._check_health()
         try:
-            return self._answer(request)
+            match request:
+                case Join() | Heartbeat() | Leave() | Offer():
+                    return self._decide(request)
+                case Commit():
+                    return self._commit(request)
+                case Poll():
+                    return self._poll(request)
+                case Control():
+                    self.events.write("control", command=request.kind, worker=request.worker_id, reason=request.reason)
+                    if request.kind == "save":
+                        return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
+                    return self._decide(request)
+                case PutPart() | GetPart():
+                    raise BadRequest(f"{type(request).__name__} carries bytes")
         except Refused as refusal:
             self.note_refusal(request, refusal)
             raise
@@ -264,22 +277,6 @@ class ParameterService:
             self.events.write(
                 "refused", request=type(request).__name__, worker=who, code=refusal.code, why=str(refusal)
             )
-
-    def _answer(self, request: Request) -> Answer:
-        match request:
-            case Join() | Heartbeat() | Leave() | Offer():
-                return self._decide(request)
-            case Commit():
-                return self._commit(request)
-            case Poll():
-                return self._poll(request)
-            case Control():
-                self.events.write("control", command=request.kind, worker=request.worker_id, reason=request.reason)
-                if request.kind == "save":
-                    return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
-                return self._decide(request)
-            case PutPart() | GetPart():
-                raise BadRequest(f"{type(request).__name__} carries bytes")
 
     def put_part(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
         self._check_health()
@@ -322,7 +319,7 @@ class ParameterService:
             if self.coordinator.plan is None:
                 raise BadRequest("nobody has joined yet: there is nothing to save")
             ticket = self._commits.save(reason)
-            self._rounds.wake()
+            self._rounds.work.notify()
         self._rounds.catch_up()
         made: Path | ServerError | None = None
         with self._rounds.progress:
@@ -412,7 +409,7 @@ class ParameterService:
                         self.events.write(effect.kind, **effect.facts)
                 case _:  # the rounds thread carries it out
                     pass
-        self._rounds.wake()
+        self._rounds.work.notify()
         if any(map(is_news, effects)):
             self.changed.notify_all()
 

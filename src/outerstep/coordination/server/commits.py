@@ -137,6 +137,7 @@ class Commits:
         last_record: int = 0,
     ) -> None:
         self.coordinator, self.durability = coordinator, durability
+        self.journals = durability == "round"
         self._save_every, self._deterministic = save_every, deterministic
         self._keeps = keeps_contributions or deterministic or not coordinator.rules.aggregation.is_plain
         self._effects: list[Effect] = []
@@ -157,10 +158,6 @@ class Commits:
         self._saved_round = 0
         self._saved_versions: tuple[int, ...] = ()
 
-    @property
-    def journals(self) -> bool:
-        return self.durability == "round"
-
     def resume(self, base: int, sync_round: int, *, last_record: int = 0, journal_bytes: int = 0) -> None:
         """From a checkpoint of this run that includes the records up to `base`, and `journal_bytes` of later ones."""
         self.base, self._saved_round, self._journal_bytes = base, sync_round, journal_bytes
@@ -176,26 +173,23 @@ class Commits:
         the worker need not wait for that."""
         before = self._presence(request)
         try:
-            answer = self._decide(request, now)
+            match request:
+                case Join():
+                    answer: Answer = self.coordinator.join(request, now)
+                case Heartbeat():
+                    answer = self.coordinator.heartbeat(request, now)
+                case Leave():
+                    answer = self.coordinator.leave(request, now)
+                case Offer():
+                    answer = self.coordinator.offer(request, now)
+                case Control():
+                    answer = self.coordinator.control(request, now)
         finally:
-            self._queue()
+            self._effects = self.take_effects()
         order = isinstance(request, Control) and request.kind in OUTLIVE and self.coordinator.plan is not None
         if order or self._presence(request) != before:
             self.note()
         return answer, self._noted if order or isinstance(request, Join) else 0
-
-    def _decide(self, request: Join | Heartbeat | Leave | Offer | Control, now: float) -> Answer:
-        match request:
-            case Join():
-                return self.coordinator.join(request, now)
-            case Heartbeat():
-                return self.coordinator.heartbeat(request, now)
-            case Leave():
-                return self.coordinator.leave(request, now)
-            case Offer():
-                return self.coordinator.offer(request, now)
-            case Control():
-                return self.coordinator.control(request, now)
 
     def _presence(self, request: object) -> tuple[int, bool]:
         member = self.coordinator.members.find(request.worker_id) if isinstance(request, Join | Leave) else None
@@ -204,18 +198,15 @@ class Commits:
     def take_effects(self) -> list[Effect]:
         """The coordinator's effects, in its order. Contributions and rounds are queued here; the caller carries out
         the others."""
-        self._queue()
-        effects, self._effects = self._effects, []
-        return effects
-
-    def _queue(self) -> None:
-        for effect in self.coordinator.take_effects():
-            self._effects.append(effect)
+        new = self.coordinator.take_effects()
+        for effect in new:
             if isinstance(effect, Accumulate):
                 self._accepted.setdefault((effect.key.fragment, effect.version), []).append(effect)
             elif isinstance(effect, CloseRound):
                 self._asked += 1
                 self._jobs.append((self._asked, effect))
+        effects, self._effects = [*self._effects, *new], []
+        return effects
 
     def note(self) -> None:
         """Membership, an order or the settings changed: to be written, though no round has closed."""

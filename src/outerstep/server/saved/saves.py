@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...coordination.server.commits import newest_first, superseded
 from ...durable.disk import make_folders, sync
 from ...durable.run_folder import read_run
 from ...errors import ConfigError, ModelError
@@ -93,16 +94,17 @@ def _newest(place: Path) -> SavedState:
         log.warning("saved state %s is skipped: %s", name, reason)
         problems.append(f"{name}: {reason}")
 
-    found: list[tuple[Facts, Path]] = []
+    found: dict[Path, Facts] = {}
     for folder in _states(place):
         try:
-            found.append((read_facts(folder), folder))
+            found[folder] = read_facts(folder)
         except ModelError as error:
             skip(folder.name, error)
-    found.sort(key=lambda pair: (pair[0].serial, pair[1].name), reverse=True)
+    newest = newest_first({folder: found[folder].serial for folder in reversed(found)})  # of equal ones, the last name
     run = read_run(place)
-    wanted = run.run_id if run is not None else found[0][0].run_id if found else ""
-    for facts, folder in found:
+    wanted = run.run_id if run is not None else found[newest[0]].run_id if found else ""
+    for folder in newest:
+        facts = found[folder]
         if facts.run_id != wanted:
             skip(folder.name, f"it is of run {facts.run_id}, the newest of run {wanted}")
             continue
@@ -172,8 +174,7 @@ def _forget_older(newest: Path, run_id: str, keep: int) -> None:
     found = _readable(newest.parent)
     found.pop(newest, None)  # whatever the others are, this one stays
     ours = {f: facts for f, facts in found.items() if facts.run_id == run_id and looks_whole(f, facts)}
-    oldest_first = sorted(ours, key=lambda folder: ours[folder].serial)
-    for folder in oldest_first[: max(len(ours) - (keep - 1), 0)]:
+    for folder in superseded({folder: facts.serial for folder, facts in ours.items()}, keep - 1):
         doomed = folder.parent / f".{folder.name}.deleting"
         try:
             os.rename(folder, doomed)  # half deleted, it must not look like a state
