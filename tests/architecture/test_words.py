@@ -14,10 +14,7 @@ SOURCE = Path(outerstep.__file__).parent
 STILL_REPEATED = {
     "Beat",
     "Carrier",
-    "Facts",
     "Header",
-    "Keeper",
-    "Made",
     "Mean",
     "Member",
     "Offer",
@@ -26,7 +23,6 @@ STILL_REPEATED = {
     "Piece",
     "Plain",
     "SavedFragment",
-    "SavedState",
     "Seat",
     "Settled",
 }

@@ -30,17 +30,17 @@ from .model_state import ModelState
 from .outer_state import Outer, check_kind, recall, state_of
 from .persistence import RoundRecord, read_record, recorded_addends, settings_of
 from .run import Run, read_codecs
-from .saved import SavedState, has_states, load_state
+from .saved import ServerState, has_states, load_state
 from .store import FragmentStore
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """A checkpoint, the journal behind it, and whether they are those of `save_dir`, where the run goes on."""
 
-    state: SavedState
+    state: ServerState
     journal: Journal | None
     in_place: bool
 
@@ -54,7 +54,7 @@ class Found:
         return self.journal.after(self.base) if self.journal is not None else ()
 
 
-def find_run(config: ServerConfig, folder: RunFolder | None) -> Found | None:
+def find_run(config: ServerConfig, folder: RunFolder | None) -> ResumePoint | None:
     """What to go on from; None = nothing, a new run begins. `folder` is that of `save_dir`."""
     wanted = Path(config.resume) if config.resume is not None else None
     if folder is not None and (wanted is None or wanted.resolve() == folder.place.resolve()):
@@ -73,7 +73,7 @@ def find_run(config: ServerConfig, folder: RunFolder | None) -> Found | None:
     if wanted.is_dir() and not (wanted / STATE).is_file():
         found = _newest_in(wanted, in_place=False)
     else:
-        found = Found(load_state(wanted), None, in_place=False)
+        found = ResumePoint(load_state(wanted), None, in_place=False)
     if folder is not None and holds_run(folder):
         _check_gives_up_its_own(folder, found.state, wanted)
     return found
@@ -85,12 +85,12 @@ def holds_run(folder: RunFolder) -> bool:
     return begun or has_states(folder.place) or has_journal(folder.place)
 
 
-def _newest_in(place: Path, *, in_place: bool) -> Found:
+def _newest_in(place: Path, *, in_place: bool) -> ResumePoint:
     journal = Journal(FolderDisk(place / "journal"), ours=in_place) if has_journal(place) else None
-    return Found(load_state(place), journal, in_place)
+    return ResumePoint(load_state(place), journal, in_place)
 
 
-def _check_gives_up_its_own(folder: RunFolder, state: SavedState, wanted: Path) -> None:
+def _check_gives_up_its_own(folder: RunFolder, state: ServerState, wanted: Path) -> None:
     """A run may go back to an earlier state of its own; another run needs another folder."""
     held = folder.facts.run_id if folder.facts is not None else load_state(folder.place).run_id
     if held != state.run_id:
@@ -104,7 +104,7 @@ def _check_gives_up_its_own(folder: RunFolder, state: SavedState, wanted: Path) 
 # --- into a service -----------------------------------------------------------------------------------------------
 
 
-def restore(run: Run, saved: SavedState, records: Iterable[Record], now: float) -> None:
+def restore(run: Run, saved: ServerState, records: Iterable[Record], now: float) -> None:
     """Before anybody has joined."""
     coordinator = run.coordinator
     coordinator.run_id = saved.run_id
@@ -141,7 +141,7 @@ class _OuterOverTime:
     """The outer optimizer, as it was under the settings of each record: another learning rate at a later start must not
     change what came before it."""
 
-    def __init__(self, run: Run, saved: SavedState) -> None:
+    def __init__(self, run: Run, saved: ServerState) -> None:
         self._run, self._saved = run, saved
         self._made: Outer | None = None
         self._settings: dict[str, Any] = {}
@@ -162,7 +162,7 @@ class _OuterOverTime:
 
 
 def _replay(
-    saved: SavedState, stores: list[FragmentStore], outer: _OuterOverTime, records: Iterable[Record]
+    saved: ServerState, stores: list[FragmentStore], outer: _OuterOverTime, records: Iterable[Record]
 ) -> Remembered:
     """The records into the stores, one by one; what the last of them remembers."""
     assert saved.plan is not None

@@ -21,7 +21,7 @@ from ..errors import ConfigError, PlanMismatch
 from ..types import Join, Manifest, Plan
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer, recall, state_of
-from .saved import SavedState
+from .saved import ServerState
 from .store import FragmentStore, Shelf, rule_of
 
 
@@ -91,7 +91,7 @@ class Run:
     make_optimizer: OptimizerMaker
     optimizer: Outer | None = None
     stores: list[FragmentStore] = field(default_factory=list)
-    imported: SavedState | None = None
+    imported: ServerState | None = None
 
     def start(self, request: Join) -> None:
         """The first worker is here: its model and its wishes settle what the settings left open."""
@@ -170,13 +170,13 @@ class Run:
         self.model.forget_trained(manifest)
         _return_free_memory()
 
-    def snapshot(self, remembered: Remembered) -> SavedState:
+    def snapshot(self, remembered: Remembered) -> ServerState:
         """Between two rounds: all rounds that `remembered` knows of are in the model, and no later one is."""
         statistics: dict[int, dict[str, Any]] = {}
         for store in self.stores:
             for version, values in store.statistics.items():
                 statistics.setdefault(version, {}).update(values)
-        return SavedState(
+        return ServerState(
             run_id=remembered.run_id,
             params={name: theta for store in self.stores for name, theta in store.params().items()},
             targets={name: target for store in self.stores for name, target in store.down.targets().items()},

@@ -37,7 +37,7 @@ from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer
 from .resuming import find_run
 from .run import read_codecs
-from .saved import SavedState
+from .saved import ServerState
 from .service import ParameterService
 
 log = logging.getLogger(__name__)
@@ -318,7 +318,7 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in manifest.parameters if spec.role == "parameter"}
 
 
-def _check_same_model(given: Mapping[str, Tensor], saved: SavedState, config: ServerConfig) -> None:
+def _check_same_model(given: Mapping[str, Tensor], saved: ServerState, config: ServerConfig) -> None:
     held = {**saved.rest, **saved.params}
     odd = [n for n, t in given.items() if n in held and held[n].shape != t.shape]
     odd += [n for n in held if n not in given and n not in (saved.manifest.aliases if saved.manifest else {})]

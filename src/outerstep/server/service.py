@@ -59,7 +59,7 @@ from .intake import Intake
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer
 from .persistence import RunWriter
-from .resuming import Found, restore
+from .resuming import ResumePoint, restore
 from .rounds import RoundsThread
 from .run import Run
 from .status import build_status
@@ -333,7 +333,7 @@ class ParameterService:
             raise made
         return made
 
-    def restore(self, found: Found) -> None:
+    def restore(self, found: ResumePoint) -> None:
         """Resume a saved run. Before anybody has joined."""
         with self.changed:
             if self.coordinator.plan is not None:

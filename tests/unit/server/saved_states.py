@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outerstep.digest import data_hash
 from outerstep.model_folder import STATE
-from outerstep.server.saved import Acceptance, OptimizerState, SavedState, WorkerRecord
+from outerstep.server.saved import Acceptance, OptimizerState, ServerState, WorkerRecord
 from outerstep.types import Manifest, ParameterSpec, Plan
 
 
@@ -30,7 +30,7 @@ def plan_of(*fragments: tuple[str, ...]) -> Plan:
 
 def make_state(
     seed: int = 0, *, versions: tuple[int, int] = (3, 2), run_id: str = "run-1", dtype: str = "float32"
-) -> SavedState:
+) -> ServerState:
     """Two fragments, a tied head, a frozen tensor, buffers, momentum, a step count, a ledger."""
     source = torch.Generator().manual_seed(seed)
 
@@ -45,7 +45,7 @@ def make_state(
         frozen=("frozen",),
     )
     frozen = draw(2, 3).to(torch.bfloat16)
-    return SavedState(
+    return ServerState(
         run_id=run_id,
         params=params,
         targets={"embed.weight": draw(5, 4), "h.0.scale": draw()},
@@ -85,7 +85,7 @@ def bits(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tuple(tensor.shape), data_hash([data.numpy().tobytes()])
 
 
-def content(state: SavedState) -> dict[str, object]:
+def content(state: ServerState) -> dict[str, object]:
     """All of a state, comparable; names in their order."""
     return {
         "run_id": state.run_id,
@@ -107,7 +107,7 @@ def content(state: SavedState) -> dict[str, object]:
     }
 
 
-def assert_same_state(left: SavedState, right: SavedState) -> None:
+def assert_same_state(left: ServerState, right: ServerState) -> None:
     ours, theirs = content(left), content(right)
     for field in ours:
         assert ours[field] == theirs[field], field

@@ -21,7 +21,7 @@ from outerstep.errors import ConfigError, ModelError
 from outerstep.model_folder import WEIGHTS, load_model, load_state_dict
 from outerstep.server.saved import (
     OptimizerState,
-    SavedState,
+    ServerState,
     load_state,
     save_state,
 )
@@ -46,14 +46,14 @@ class TestRoundTrip:
         assert rest["frozen"].data_ptr() == rest["frozen.again"].data_ptr()
 
     def test_a_run_that_nobody_joined_comes_back(self, tmp_path: Path) -> None:
-        state = SavedState(run_id="r", params={}, rest={"w": torch.ones(3)})
+        state = ServerState(run_id="r", params={}, rest={"w": torch.ones(3)})
         assert_same_state(load_state(save_state(state, tmp_path)), state)
 
     def test_views_into_one_frame_are_saved_as_they_look(self, tmp_path: Path) -> None:
         """As the server keeps a fragment."""
         frame = torch.arange(12.0)
         params = {"a": frame[:6].view(2, 3), "b": frame[6:], "overlap": frame[3:9]}
-        state = SavedState(
+        state = ServerState(
             run_id="r", params=params, optimizer=OptimizerState("x", {"a": {"m": frame[:6], "n": frame[:6]}})
         )
         assert_same_state(load_state(save_state(state, tmp_path)), state)
@@ -85,7 +85,7 @@ class TestRoundTrip:
     def test_an_exchanged_counter_is_whole_in_the_model_and_exact_in_the_state(self, tmp_path: Path) -> None:
         params = {"count": torch.tensor(6.9999995)}
         spec = ParameterSpec(name="count", shape=(), dtype="int64")
-        state = SavedState(
+        state = ServerState(
             run_id="r", params=params, manifest=Manifest(parameters=(spec,)), plan=plan_of(("count",)), versions=(1,)
         )
         place = save_state(state, tmp_path)
@@ -110,7 +110,7 @@ class TestRoundTrip:
         spec = ParameterSpec(name="embed.weight", shape=(5, 4), dtype="float32")
         manifest = Manifest(parameters=(spec,), aliases={"head.weight": "embed.weight"}, buffers=("seen",))
         place = save_state(
-            SavedState(
+            ServerState(
                 run_id="r",
                 params={"embed.weight": weight},
                 rest={"seen": torch.tensor(9)},
@@ -163,7 +163,7 @@ def tensors(draw: st.DrawFn, dtype: torch.dtype, shape: tuple[int, ...]) -> Tens
 
 
 @st.composite
-def states(draw: st.DrawFn) -> SavedState:
+def states(draw: st.DrawFn) -> ServerState:
     names = draw(st.lists(NAMES | ODD, unique=True, min_size=1, max_size=8))
     cut = draw(st.integers(1, len(names)))
     trained, others = names[:cut], names[cut:]
@@ -171,7 +171,7 @@ def states(draw: st.DrawFn) -> SavedState:
     specs = tuple(ParameterSpec(name=n, shape=tuple(t.shape), dtype=draw(KEPT)) for n, t in params.items())
     aliases = {others.pop(): trained[0]} if others and draw(st.booleans()) else {}
     middle = draw(st.integers(0, len(trained)))
-    return SavedState(
+    return ServerState(
         run_id="r",
         params=params,
         rest={name: draw(tensors(draw(ANY_DTYPE), draw(SHAPES))) for name in others},
@@ -198,7 +198,7 @@ def states(draw: st.DrawFn) -> SavedState:
 
 @cases(150)
 @given(states())
-def test_any_state_comes_back_bit_for_bit(state: SavedState) -> None:
+def test_any_state_comes_back_bit_for_bit(state: ServerState) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert_same_state(load_state(save_state(state, folder)), state)
 

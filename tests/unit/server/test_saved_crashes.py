@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from outerstep import model_folder
-from outerstep.server.saved import SavedState, load_state, save_state
+from outerstep.server.saved import ServerState, load_state, save_state
 from unit.server.saved_states import content, make_state
 
 STEPS = [
@@ -75,7 +75,7 @@ def _identity(facts: os.stat_result) -> tuple[int, int, int]:
     return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
-def old(round_: int) -> SavedState:
+def old(round_: int) -> ServerState:
     return make_state(round_, versions=(round_, round_), dtype="bfloat16")
 
 

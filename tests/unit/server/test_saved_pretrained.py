@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outerstep.core.manifest import describe
-from outerstep.server.saved import SavedState, load_state, save_state
+from outerstep.server.saved import ServerState, load_state, save_state
 from support import assert_same
 from unit.server.saved_states import plan_of
 
@@ -45,7 +45,7 @@ def test_from_pretrained_loads_what_was_saved(tmp_path: Path, build: Any, dtype:
     params, manifest = describe(model)
     trained = {name: p.detach().float() + 0.001 for name, p in params.items()}
     rest = {n: t for n, t in model.state_dict().items() if n not in trained and n not in manifest.aliases}
-    state = SavedState(
+    state = ServerState(
         run_id="r",
         params=trained,
         rest=rest,

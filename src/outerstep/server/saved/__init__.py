@@ -2,12 +2,12 @@
 
 from .old import import_old
 from .saves import has_states, load_state, save_state
-from .state import Acceptance, OptimizerState, SavedState, WorkerRecord
+from .state import Acceptance, OptimizerState, ServerState, WorkerRecord
 
 __all__ = [
     "Acceptance",
     "OptimizerState",
-    "SavedState",
+    "ServerState",
     "WorkerRecord",
     "has_states",
     "import_old",

@@ -30,7 +30,7 @@ from ...durable.disk import sync, write_synced
 from ...errors import ModelError
 from ...model_folder import STATE, STATE_FORMAT, WEIGHTS, read_tensors, without_ties, write_tensors
 from ...types import Count, Hash, Manifest, Plain, Plan, Positive, RunId, WorkerId
-from .state import OptimizerState, SavedState, WorkerRecord
+from .state import OptimizerState, ServerState, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class OptimizerFacts(Plain, frozen=True):
     facts: dict[str, Any]
 
 
-class Facts(Plain, frozen=True):
+class StateFacts(Plain, frozen=True):
     """The "state" of state.json. `serial` grows from save to save in a folder; `tied` and `exact` say where a tensor is
     that is not in model.safetensors under its own name, `targets` where its target is, `centre` its last aggregate;
     `statistics`: version → name → label."""
@@ -100,7 +100,7 @@ class Envelope(Plain, frozen=True):
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def write_folder(state: SavedState, place: Path, *, serial: int, model_files: Path | None) -> None:
+def write_folder(state: ServerState, place: Path, *, serial: int, model_files: Path | None) -> None:
     """Fill the empty folder `place`. When this returns, all of it is on the disk."""
     tied = _write_model(state, place / WEIGHTS)
     exact = {name: f"{i} {name}" for i, name in enumerate(_dtypes(state))}
@@ -117,7 +117,7 @@ def write_folder(state: SavedState, place: Path, *, serial: int, model_files: Pa
     _write_labelled(place / OUTER, tensors)
     if model_files is not None:
         _copy_model_files(model_files, place)
-    facts = Facts(
+    facts = StateFacts(
         outerstep=_own_version(),
         serial=serial,
         run_id=state.run_id,
@@ -144,7 +144,7 @@ def write_folder(state: SavedState, place: Path, *, serial: int, model_files: Pa
     sync(place)
 
 
-def _write_model(state: SavedState, file: Path) -> dict[str, str]:
+def _write_model(state: ServerState, file: Path) -> dict[str, str]:
     """The model, and which of its names are filed under another."""
     dtypes = _dtypes(state)
     model = {name: _as_kept(tensor, dtypes.get(name, torch.float32)) for name, tensor in state.params.items()}
@@ -153,12 +153,12 @@ def _write_model(state: SavedState, file: Path) -> dict[str, str]:
     return tied
 
 
-def _encode(facts: Facts) -> bytes:
+def _encode(facts: StateFacts) -> bytes:
     """As it will be read again: what would come back as something else is refused now, while there is still a server
     that has it."""
     try:
         data = msgspec.json.format(msgspec.json.encode(facts), indent=1)
-        again = msgspec.json.decode(data, type=Facts)
+        again = msgspec.json.decode(data, type=StateFacts)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise ModelError(f"this state does not fit into JSON: {error}; {_PLAIN}") from error
     changed = [name for name in facts.__struct_fields__ if getattr(facts, name) != getattr(again, name)]
@@ -190,7 +190,7 @@ def _write_labelled(file: Path, tensors: Mapping[str, Tensor]) -> None:
         write_tensors(file, kept)
 
 
-def _dtypes(state: SavedState) -> dict[str, torch.dtype]:
+def _dtypes(state: ServerState) -> dict[str, torch.dtype]:
     """The trained tensors that the model keeps in another dtype than fp32, and in which."""
     specs = state.manifest.parameters if state.manifest else ()
     return {spec.name: _DTYPES[spec.dtype] for spec in specs if spec.dtype in _DTYPES}
@@ -242,7 +242,7 @@ def _own_version() -> str:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_facts(place: Path) -> Facts:
+def read_facts(place: Path) -> StateFacts:
     """state.json, checked against its own hash."""
     file = place / STATE
     if not file.is_file():
@@ -261,12 +261,12 @@ def read_facts(place: Path) -> Facts:
     if data_hash([bytes(envelope.state)]) != envelope.hash:
         raise ModelError(f"{file} is damaged: its content does not have the hash written in it; {_REMEDY}")
     try:
-        return msgspec.json.decode(envelope.state, type=Facts)
+        return msgspec.json.decode(envelope.state, type=StateFacts)
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ModelError(f"{file} does not hold what this version of outerstep expects: {error}") from error
 
 
-def read_folder(place: Path) -> SavedState:
+def read_folder(place: Path) -> ServerState:
     """The state, every file checked against its size and hash first."""
     facts = read_facts(place)
     for name in facts.files:
@@ -285,7 +285,7 @@ def read_folder(place: Path) -> SavedState:
         by_name = {name: dict(_entry(facts.optimizer, name, outer)) for name in facts.optimizer.tensors}
     except KeyError as error:
         raise ModelError(f"{place / STATE} names tensor {error}, which is in none of its files; {_REMEDY}") from error
-    state = SavedState(
+    state = ServerState(
         run_id=facts.run_id,
         params=params,
         targets=targets,
@@ -308,7 +308,7 @@ def read_folder(place: Path) -> SavedState:
     return state
 
 
-def looks_whole(place: Path, facts: Facts) -> bool:
+def looks_whole(place: Path, facts: StateFacts) -> bool:
     """All its files are there in their sizes. (Reading them all takes long; load_state does.)"""
     try:
         for name, expected in facts.files.items():
@@ -334,7 +334,7 @@ def check_file(place: Path, name: str, expected: FileFacts, *, content: bool) ->
         raise ModelError(f"{file} cannot be read: {error}; {_REMEDY}") from error
 
 
-def _tensors(place: Path, name: str, facts: Facts) -> dict[str, Tensor]:
+def _tensors(place: Path, name: str, facts: StateFacts) -> dict[str, Tensor]:
     return read_tensors(place / name) if name in facts.files else {}
 
 
@@ -344,7 +344,7 @@ def _entry(facts: OptimizerFacts, name: str, outer: Mapping[str, Tensor]) -> Ite
     yield from facts.values[name].items()
 
 
-def _check_kept(state: SavedState, model: Mapping[str, Tensor]) -> None:
+def _check_kept(state: ServerState, model: Mapping[str, Tensor]) -> None:
     """The model is in the dtypes that the manifest says."""
     for name, dtype in _dtypes(state).items():
         if name in model and model[name].dtype != dtype:

@@ -26,12 +26,12 @@ from torch import Tensor
 from ...core.outer import State
 from ...errors import ModelError
 from ...torch_file import is_plain, read_torch_file
-from .state import OptimizerState, SavedState
+from .state import OptimizerState, ServerState
 
 log = logging.getLogger(__name__)
 
 
-def import_old(path: str | os.PathLike[str]) -> SavedState:
+def import_old(path: str | os.PathLike[str]) -> ServerState:
     """A state of the old layout, as a run of its own. Momentum is kept; `facts` of the optimizer has its settings."""
     file = Path(path)
     held = read_torch_file(file)
@@ -54,7 +54,7 @@ def import_old(path: str | os.PathLike[str]) -> SavedState:
         held.get("num_workers"),
         held.get("async_mode"),
     )
-    return SavedState(
+    return ServerState(
         run_id=secrets.token_hex(8),
         params=params,
         rest={name: tensor for name, tensor in tensors.items() if name not in params},

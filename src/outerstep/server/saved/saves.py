@@ -27,9 +27,9 @@ from ...durable.disk import make_folders, sync
 from ...durable.run_folder import read_run
 from ...errors import ConfigError, ModelError
 from ...model_folder import STATE
-from .folder import Facts, looks_whole, read_facts, read_folder, write_folder
+from .folder import StateFacts, looks_whole, read_facts, read_folder, write_folder
 from .old import import_old
-from .state import SavedState
+from .state import ServerState
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _LEFTOVER = re.compile(r"\.state-round-\d{8,16}(?:-\d{1,9})?\.(?:saving|deleting
 
 
 def save_state(
-    state: SavedState, folder: str | os.PathLike[str], *, model_files: Path | None = None, keep: int = 3
+    state: ServerState, folder: str | os.PathLike[str], *, model_files: Path | None = None, keep: int = 3
 ) -> Path:
     """Write `state` into `folder` as a new state and return its path; of this run's states the newest `keep` stay.
 
@@ -69,7 +69,7 @@ def save_state(
     return target
 
 
-def load_state(path: str | os.PathLike[str]) -> SavedState:
+def load_state(path: str | os.PathLike[str]) -> ServerState:
     """The state at `path`: one state's folder, a folder of states, or a `.pt` file of the old layout.
 
     In a folder of states the newest whole one is taken, and each that had to be passed over is named in the log.
@@ -87,14 +87,14 @@ def load_state(path: str | os.PathLike[str]) -> SavedState:
     raise ModelError(f"no saved state at {place}: it must be a folder that the server saved into, or an old .pt file")
 
 
-def _newest(place: Path) -> SavedState:
+def _newest(place: Path) -> ServerState:
     problems: list[str] = []
 
     def skip(name: str, reason: object) -> None:
         log.warning("saved state %s is skipped: %s", name, reason)
         problems.append(f"{name}: {reason}")
 
-    found: dict[Path, Facts] = {}
+    found: dict[Path, StateFacts] = {}
     for folder in _states(place):
         try:
             found[folder] = read_facts(folder)
@@ -131,8 +131,8 @@ def _states(place: Path) -> Iterator[Path]:
         yield from (e for e in sorted(place.iterdir()) if _NAME.match(e.name) and e.is_dir() and not e.is_symlink())
 
 
-def _readable(place: Path) -> dict[Path, Facts]:
-    found: dict[Path, Facts] = {}
+def _readable(place: Path) -> dict[Path, StateFacts]:
+    found: dict[Path, StateFacts] = {}
     for folder in _states(place):
         try:
             found[folder] = read_facts(folder)

@@ -27,7 +27,7 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, eq=False)
-class SavedState:
+class ServerState:
     """A server between two rounds.
 
     `params` are the trained tensors as the workers hold them, fp32, under the names that the manifest keeps; `targets`
@@ -65,7 +65,7 @@ class SavedState:
             raise ModelError(wrong)
 
 
-def _contradictions(state: SavedState) -> Iterator[str]:
+def _contradictions(state: ServerState) -> Iterator[str]:
     for name, tensor in state.params.items():
         if tensor.dtype != torch.float32:
             yield f"trained tensor {name!r} must be float32, got {tensor.dtype}"
@@ -84,7 +84,7 @@ def _contradictions(state: SavedState) -> Iterator[str]:
     yield from _against_versions(state)
 
 
-def _beside(state: SavedState, what: str, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _beside(state: ServerState, what: str, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     for name, tensor in tensors.items():
         if name not in state.params:
             yield f"there is a {what} for {name!r}, which is not trained"
@@ -93,7 +93,7 @@ def _beside(state: SavedState, what: str, tensors: Mapping[str, Tensor]) -> Iter
             yield f"the {what} of {name!r} must be float32 {shape}, got {tensor.dtype} {list(tensor.shape)}"
 
 
-def _against_manifest(state: SavedState) -> Iterator[str]:
+def _against_manifest(state: ServerState) -> Iterator[str]:
     if (state.manifest is None) != (state.plan is None):
         yield "manifest and plan are fixed together: one of them is missing"
     if state.manifest is None or state.plan is None:
@@ -113,7 +113,7 @@ def _against_manifest(state: SavedState) -> Iterator[str]:
         yield f"there are {len(state.plan.fragments)} fragments but {len(state.versions)} versions"
 
 
-def _against_versions(state: SavedState) -> Iterator[str]:
+def _against_versions(state: ServerState) -> Iterator[str]:
     for worker_id, record in state.ledger.items():
         for fragment, entry in record.accepted.items():
             if fragment >= len(state.versions):
