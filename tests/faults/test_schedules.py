@@ -21,18 +21,18 @@ from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.effects import CloseRound
 from outerstep.coordination.server.membership import KnownWorker
 from outerstep.coordination.server.rounds import RoundRules
-from outerstep.coordination.worker.exchange import Outcome
+from outerstep.coordination.worker.effects import Adopt, Carry, Effect, Result
+from outerstep.coordination.worker.machine import InFlight, Progress, WorkerMachine
 from outerstep.durable.disk import Disk
 from outerstep.durable.journal import Journal, Record
 from outerstep.simulate import History, Scenario, run
-from outerstep.simulate.progress import LocalFragment, Sent, SimFlight
 from outerstep.simulate.server import SimServer
-from outerstep.simulate.worker import SimWorker
+from outerstep.simulate.worker import SimFragment, SimSent, SimWorker
 from outerstep.types import Commit, CommitAnswer, FromMember, OfContribution, Offer, OfferAnswer
 
 QUICK, FULL, AT_ONCE = 300, 5_000, 500
 KINDS = {"crash", "pause", "replace", "cut", "cut_up", "cut_down", "bad_weather", "lost", "repeated", "damaged"}
-KINDS |= {"kick", "drain", "sync", "new_plan", "parked", "late"}
+KINDS |= {"kick", "drain", "sync", "new_plan", "deferred", "late", "resumed", "overtaken"}
 KINDS |= {"server_crash", "power_cut", "died_writing", "disk_full", "disk_error", "held_back", "disk_failed"}
 KINDS |= {"checkpoint", "survived", "damaged_checkpoint"}
 
@@ -223,53 +223,113 @@ class ReplaysNothing(Journal):
         yield from ()
 
 
-class OverwritesUnsent(SimWorker):
-    """Takes an agreement it is not in as if it were: its own steps are gone."""
+class OverwritesUnsent(WorkerMachine):
+    """Takes an agreement that it is not in as if it were: its own steps are gone."""
 
-    def _adopt(self, fragment: LocalFragment, outcome: Outcome) -> None:
-        super()._adopt(fragment, outcome)
-        fragment.unsent = []
+    def _rebase(self, result: Result) -> list[Effect]:
+        return self._begin_at(result)
 
 
-class SendsTwice(SimWorker):
+class SendsTwice(WorkerMachine):
     """Keeps its steps after they were counted, and sends them again."""
 
-    def _adopt(self, fragment: LocalFragment, outcome: Outcome) -> None:
-        super()._adopt(fragment, outcome)
-        if outcome.counted:
-            fragment.unsent = [(self.worker_id, self.steps_taken)]
+    def _adopt(self, flight: InFlight, result: Result) -> list[Effect]:
+        return self._rebase(result)
 
 
-class DiscardsWhatItCarries(SimWorker):
+class DiscardsWhatItCarries(WorkerMachine):
     """Forgets the steps it took while its contribution was under way."""
 
-    def _land(self, index: int, flight: SimFlight, outcome: Outcome) -> bool:
-        super()._land(index, flight, outcome)
-        self.fragments[index].unsent = []
-        return True
+    def _adopt(self, flight: InFlight, result: Result) -> list[Effect]:
+        effects = super()._adopt(flight, result)
+        self.state.fragments[result.fragment].counted = self.work
+        return [Adopt(result.fragment) if isinstance(effect, Carry) else effect for effect in effects]
 
 
-class ForgetsWhatItParked(SimWorker):
+class StaysYoung(WorkerMachine):
+    """Calls its unsent steps as young as the version that it was rebased on: no age limit holds for a worker that keeps
+    missing rounds."""
+
+    def _rebase(self, result: Result) -> list[Effect]:
+        effects = super()._rebase(result)
+        self.state.fragments[result.fragment].oldest_base = result.version
+        return effects
+
+
+class MovesTheWeightsAlone(WorkerMachine):
+    """Says how the weights move, and forgets to remember it."""
+
+    def _settle(self, result: Result) -> list[Effect]:
+        progress = self.state.fragments[result.fragment]
+        counted = progress.counted
+        effects = super()._settle(result)
+        progress.counted = counted
+        return effects
+
+
+class ForgetsWhatItDeferred(WorkerMachine):
     """Sends everything anew when the server is back, though what was under way may count."""
 
-    def _take_off(self, index: int, *, land_at: int) -> None:
-        flight = self._flights.get(index)
-        if flight is not None and flight.parked:
-            del self._flights[index]
-        super()._take_off(index, land_at=land_at)
+    def _begin(self, wait: Any, fragment: int) -> list[Effect]:
+        progress = self.state.fragments[fragment]
+        if progress.in_flight is not None and progress.in_flight.deferred:
+            progress.in_flight = None
+        return super()._begin(wait, fragment)
+
+
+class NeverBeginsACycleAnew(WorkerMachine):
+    """Counts the steps of its first cycle for ever."""
+
+    def stepped(self) -> list[Effect]:
+        cycle = self.state.cycle
+        cycle.step = max(cycle.step, 10_000 if self.metrics.sync_count else 0)
+        cycle.sync_every = 10_001 + self.work.steps if self.metrics.sync_count else cycle.sync_every
+        return super().stepped()
+
+
+class LetsOthersWait(WorkerMachine):
+    """Stands still at one fragment, whoever waits for it at another."""
+
+    def _wanted(self, fragment: int, version: int, sights: Any) -> list[Effect]:
+        return []
+
+
+class SendsWhatOvertookIt(WorkerMachine):
+    """Resumes from a state that is older than what was sent since, as if nothing had been."""
+
+    def _catch_up(self, result: Result) -> list[Effect]:
+        return self._rebase(result)
+
+
+class ResumesWithoutItsFlights(WorkerMachine):
+    """Forgets on a restart what was under way: those steps are sent again, under another key."""
+
+    def _reopen(self, fragment: int, saved: Progress) -> list[Effect]:
+        return []
+
+
+class LeavesAtOnce(WorkerMachine):
+    """Contributes nothing at the end of training."""
+
+    def finish(self, *, keep_local: bool = False) -> list[Effect]:
+        return self._depart()
 
 
 class ForgetsTheLate(SimWorker):
     """Believes "accepted", though the round is not on any disk yet."""
 
-    def _keep(self, fragment: LocalFragment, late: Sent) -> None:
-        self._history.told(late.key, late.steps, counted=True)
+    def _keep(self, fragment: SimFragment, late: SimSent) -> None:
+        self._history.told(late.offer.key, late.steps, counted=True)
 
 
 def served_by(bug: type[Coordinator] | type[Commits] | type[Journal]) -> dict[str, Any]:
     kinds = {Coordinator: "coordinator_type", Commits: "commits_type", Journal: "journal_type"}
     attribute = next(attribute for kind, attribute in kinds.items() if issubclass(bug, kind))
     return {"server_type": type(bug.__name__, (SimServer,), {attribute: bug})}
+
+
+def decided_by(bug: type[WorkerMachine]) -> dict[str, Any]:
+    return {"worker_type": type(bug.__name__, (SimWorker,), {"machine_type": bug})}
 
 
 @pytest.mark.parametrize(
@@ -284,10 +344,17 @@ def served_by(bug: type[Coordinator] | type[Commits] | type[Journal]) -> dict[st
         (served_by(TellsFirst), "was lost, though a worker holds it"),
         (served_by(CutsTooFar), "record [0-9]+ is missing|was lost, though a worker holds it"),
         (served_by(ReplaysNothing), "was lost, though a worker holds it"),
-        ({"worker_type": OverwritesUnsent}, "vanished"),
-        ({"worker_type": SendsTwice}, "applied twice"),
-        ({"worker_type": DiscardsWhatItCarries}, "vanished"),
-        ({"worker_type": ForgetsWhatItParked}, "applied twice"),
+        (decided_by(OverwritesUnsent), "vanished"),
+        (decided_by(SendsTwice), "applied twice"),
+        (decided_by(DiscardsWhatItCarries), "vanished"),
+        (decided_by(StaysYoung), "younger than it is"),
+        (decided_by(MovesTheWeightsAlone), "believes in"),
+        (decided_by(ForgetsWhatItDeferred), "applied twice"),
+        (decided_by(NeverBeginsACycleAnew), "no progress"),
+        (decided_by(LetsOthersWait), "no progress"),
+        (decided_by(SendsWhatOvertookIt), "applied twice"),
+        (decided_by(ResumesWithoutItsFlights), "applied twice"),
+        (decided_by(LeavesAtOnce), "vanished"),
         pytest.param(
             {"worker_type": ForgetsTheLate},
             "reported as counted, but its steps were not applied",

@@ -1,10 +1,10 @@
-"""Carries a simulated worker's requests through the simulated network, and drives the real exchange machine by them."""
+"""How a simulated worker's requests travel through the simulated network and drive the real exchange machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..coordination.worker.exchange import Call, Exchange, Outcome
+from ..coordination.worker.exchange import Call, Exchange
 from ..errors import OuterstepError, TransportError
 from ..types import Answer, GetPartAnswer, PutPart, Request
 from .agenda import Agenda
@@ -19,7 +19,7 @@ Bodies = Mapping[int, list[StepName]]
 Soon = Callable[[float, Callable[[], None]], None]
 
 
-class Carrier:
+class SimCarrier:
     """Of one worker. `soon`: do something later, if the worker lives and is not paused."""
 
     def __init__(
@@ -29,15 +29,7 @@ class Carrier:
         self._soon = soon
         self._finished: set[Exchange] = set()
 
-    def carry(
-        self,
-        exchange: Exchange,
-        bodies: Bodies,
-        *,
-        on_outcome: Callable[[Outcome], None],
-        on_failure: Callable[[OuterstepError], None],
-        meanwhile: Callable[[Exchange], None],
-    ) -> None:
+    def carry(self, exchange: Exchange, bodies: Bodies, on_done: Callable[[], None]) -> None:
         """Until it is over. Its first calls go out by the agenda, so that whoever began it has it in hand when the
         answers come."""
 
@@ -46,12 +38,8 @@ class Carrier:
                 return
             if exchange.done:
                 self._finished.add(exchange)
-                if exchange.outcome is not None:
-                    on_outcome(exchange.outcome)
-                elif exchange.failure is not None:
-                    on_failure(exchange.failure)
+                on_done()
                 return
-            meanwhile(exchange)
             now = self._agenda.now
             for call in exchange.calls(now):
                 self._call(exchange, call, bodies, drive)

@@ -44,6 +44,7 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     calm_after_s: float = 0.0  # no fault lasts longer than this
     patient_exit_s: float = 40.0
+    save_every: int = 0  # steps after which a worker saves its state, from which a restart resumes; 0 = never
     durability: Literal["round", "checkpoint"] = "round"
     checkpoint_every: int = 4  # rounds
     restart_s: float = 5.0  # after a power cut
@@ -88,6 +89,7 @@ class Scenario:
             parts=rng.randint(1, 3),
             pool_parts=rng.choice([1, 3, 64]),
             kept_updates=seed % 4,  # not drawn: the rest of a seed's scenario stays what it was
+            save_every=(0, 0, 1, 4)[seed // 4 % 4],
             loss=rng.choice([0.0, 0.05, 0.2]),
             repeat=rng.choice([0.0, 0.1, 0.5]),
             damage=rng.choice([0.0, 0.02]),

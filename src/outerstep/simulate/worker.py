@@ -1,15 +1,46 @@
-"""A simulated worker: trains in virtual time and drives the real exchange machine through the simulated network."""
+"""A simulated worker: the real worker machine and the real exchange machine, in virtual time.
+
+Its weights are sets of steps. What the machine asks for is carried out on those, as worker/sync.py does it on tensors;
+what a server topology does for a real worker (sequences, late contributions, catching up) is done here too.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 
-from ..coordination.worker.exchange import Exchange, Outcome, Patience, Session
+from ..coordination.worker.effects import (
+    Adopt,
+    Carry,
+    CatchUp,
+    Depart,
+    Effect,
+    Finish,
+    Keep,
+    Mix,
+    Move,
+    Note,
+    Prove,
+    PutOff,
+    Rebase,
+    Recall,
+    Reload,
+    Reopen,
+    Resume,
+    Send,
+    Sight,
+)
+from ..coordination.worker.exchange import Exchange, Outcome, Patience, Session, Share
 from ..coordination.worker.fetch import Held
-from ..errors import Fenced, Kicked, OuterstepError, RoundStuck, UnknownWorker
+from ..coordination.worker.machine import LOOK_EVERY_S, Metrics, Offline, WorkerMachine, WorkerState
+from ..coordination.worker.sending import Sending
+from ..errors import Fenced, Kicked, OuterstepError, UnknownWorker
 from ..types import (
     PROTOCOL_VERSION,
+    Agreement,
     Answer,
     Heartbeat,
     HeartbeatAnswer,
@@ -18,22 +49,77 @@ from ..types import (
     Leave,
     LeaveAnswer,
     Offer,
+    Participant,
+    Plan,
 )
 from .agenda import Agenda
-from .carrier import CALL_TIMEOUT_S, Carrier
+from .carrier import CALL_TIMEOUT_S, SimCarrier
 from .history import History, StepName
 from .network import Network
-from .progress import LocalFragment, Sent, SimFlight
 from .scenario import Scenario
 from .server import PART_BYTES, SimServer, contribution_part
 
-RESYNC_TRIES = 2
-EXIT_TRIES = 8
-CIRCLE_S = 10.0
+HEAR = Share(1, range(0), speaks=True)  # of an agreement, and fetch nothing
+
+
+@dataclass
+class SimSent:
+    """A contribution, and the steps in it."""
+
+    sending: Sending
+    steps: list[StepName]
+    deferred: bool = False
+    reopened: bool = False
+
+    @property
+    def offer(self) -> Offer:
+        return self.sending.offer
+
+
+@dataclass(frozen=True)
+class SimResult:
+    """What an exchange came to, as the machine is told (`coordination.worker.effects.Result`)."""
+
+    fragment: int
+    version: int
+    counted: bool
+    counted_in: int
+    too_old: bool
+    unchanged: bool
+    steps_lost: int
+    participants: tuple[Participant, ...]
+    plan: Plan
+    refused: str = ""
+    also: Sequence[SimResult] = ()
+
+
+@dataclass
+class SimFragment:
+    """`unsent`: the steps that are in the local weights and not in the anchor, with the version that each was taken on.
+    `in_flight`, `late`: as the machine has them; `exchange` is the one under way, `result` the last one's."""
+
+    sequence: int = 0
+    held: Held | None = None
+    unsent: dict[StepName, int] = field(default_factory=dict)
+    in_flight: SimSent | None = None
+    late: SimSent | None = None
+    exchange: Exchange | None = None
+    result: SimResult | None = None
+
+
+@dataclass
+class SimSaved:
+    """A worker's state as it is on its disk."""
+
+    run_id: str
+    state: WorkerState
+    fragments: list[SimFragment]
 
 
 class SimWorker:
-    """One start of a worker process. A restart is a new object with the same id."""
+    """One start of a worker process. A restart is a new object with the same id; with `saved` it resumes from there."""
+
+    machine_type: type[WorkerMachine] = WorkerMachine
 
     def __init__(
         self,
@@ -46,22 +132,23 @@ class SimWorker:
         server: SimServer,
         history: History,
         rng: random.Random,
+        saved: SimSaved | None = None,
     ) -> None:
         self.worker_id = f"w{index}"
         self.index = index
-        self.first_step = first_step
         self.steps_taken = first_step
-        self.fragments: list[LocalFragment] = []
+        self.fragments = [SimFragment() for _ in range(scenario.fragments)]
+        self.own: set[tuple[int, StepName]] = set()  # whose steps they are to account for: this process's
         self.discarded: set[tuple[int, StepName]] = set()  # too old, or overwritten by a delayed agreement
         self.abandoned: set[tuple[int, StepName]] = set()  # accepted, but it left before the round could close
         self.alive = True
         self.left = False
-        self.leaving = False
         self.exchanges_done = 0  # counted in a round, or told to discard
+        self.saved = saved  # on its disk
+        self._saved = saved
         self._paused_until = 0.0
         self._scenario, self._agenda, self._history, self._rng = scenario, agenda, history, rng
         self._step_s = scenario.step_s[index % len(scenario.step_s)]
-        self._cycle_step = 0
         self._link = f"w{index}"
         self._session = Session(
             Join(
@@ -69,19 +156,22 @@ class SimWorker:
                 worker_id=self.worker_id,
                 instance=f"instance-{index}-{instance}",
                 hostname=self._link,
+                run_id=saved.run_id if saved is not None else None,
+                continues=saved is not None,
             )
         )
-        self._carrier = Carrier(self._link, agenda, network, server, history, self._soon)
-        self._flights: dict[int, SimFlight] = {}
-        self._waiting: dict[int, int] = {}  # fragments that are waited for -> tries left
-        self._then: Callable[[], None] = self._train
-        self._standing_since = 0.0
-        self._left_open = 0
-        self._sync_every = scenario.sync_every
-        self._assigned: int | None = None
-        self._sync_now = False
+        self._carrier = SimCarrier(self._link, agenda, network, server, history, self._soon)
+        self._machine: WorkerMachine | None = None
+        self._looks = 0
+        self._asked_to_leave = self._is_training = False
+        self._sync_every: int | None = None  # as the server assigned it
+        self._drain = self._sync_now = self._may_abandon = False
+        self._told = 0  # how many steps the machine said that it gave up
         self._obeyed: set[int] = set()
-        self._begin(fragment=0, after=-1, on_outcome=self._joined)
+        if saved is None:
+            self._fetch(0)
+        else:
+            self._ask(0, after=-1, share=HEAR, joined=lambda: self._resume(saved))
         self._soon(scenario.heartbeat_every_s, self._heartbeat)
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -94,15 +184,8 @@ class SimWorker:
         self._paused_until = self._agenda.now + seconds
 
     def leave_when_done(self) -> None:
-        """From now on it does not wait for ever: what is under way is carried on with a limit, under the same key."""
-        self.leaving = True
-        for index, flight in list(self._flights.items()):
-            if flight.outcome is None and flight.exchange is not None and flight.exchange.outbox.own is not None:
-                self._carrier.drop(flight.exchange)
-                earlier = self.fragments[index].unconfirmed
-                if earlier is not None and earlier.key == flight.key:
-                    earlier = None
-                self._fly(index, flight, flight.exchange.outbox.own.offer, earlier)
+        """As a signal asks for it."""
+        self._asked_to_leave = True
 
     def _soon(self, delay_s: float, action: Callable[[], None]) -> None:
         def act() -> None:
@@ -115,262 +198,354 @@ class SimWorker:
 
         self._agenda.after(delay_s, act)
 
-    def _joined(self, outcome: Outcome) -> None:
-        for i, state in enumerate(self._session.joined.fragments):
-            self.fragments.append(LocalFragment(0, state.last_sequence, [], 0))
-            if i == 0:
-                self._adopt(self.fragments[0], outcome)
-        self._fetch_rest(1)
+    @property
+    def machine(self) -> WorkerMachine:
+        assert self._machine is not None, "not joined yet"
+        return self._machine
 
-    def _fetch_rest(self, index: int) -> None:
-        if index == len(self.fragments):
-            self._cycle_step = self._position()
-            self._train()
+    def _make_machine(self) -> WorkerMachine:
+        offline = Offline(self._scenario.offline_after_s, self._scenario.offline_exchanges)
+        self._machine = self.machine_type(self.worker_id, self._session.joined.plan, offline=offline)
+        return self._machine
+
+    def _fetch(self, index: int) -> None:
+        """The newest anchors, one after the other; then it begins."""
+        if index < len(self.fragments):
+            self._ask(index, after=-1, joined=lambda: self._fetch(index + 1))
             return
+        for fragment, state in zip(self.fragments, self._session.joined.fragments, strict=True):
+            fragment.sequence = state.last_sequence
+        self._drive(lambda: self._make_machine().joined([self._finish(i) for i in range(len(self.fragments))]))
 
-        def fetched(outcome: Outcome) -> None:
-            self._adopt(self.fragments[index], outcome)
-            self._fetch_rest(index + 1)
+    def _resume(self, saved: SimSaved) -> None:
+        last = [state.last_sequence for state in self._session.joined.fragments]
+        overtaken = [i for i, fragment in enumerate(saved.fragments) if last[i] > fragment.sequence]
+        self._history.faults["resumed"] += 1
+        self._history.faults["overtaken"] += bool(overtaken)
+        for i, fragment in enumerate(saved.fragments):
+            self.fragments[i] = SimFragment(max(fragment.sequence, last[i]), fragment.held, dict(fragment.unsent))
+            self.own |= {(i, step) for step in fragment.unsent}
+        self._drive(lambda: self._make_machine().resumed(saved.state, overtaken))
 
-        self._begin(fragment=index, after=-1, on_outcome=fetched)
+    def _save(self) -> None:
+        """Between two steps."""
+        fragments = [dataclasses.replace(fragment, exchange=None, result=None) for fragment in self.fragments]
+        self.saved = deepcopy(SimSaved(self._session.joined.run_id, self.machine.state, fragments))
 
     # --- training -------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        if self.leaving:
-            self._wait_for([i for i in range(len(self.fragments)) if self._is_open(i)], EXIT_TRIES, self._goodbye)
-            return
-        if self._sync_now:
-            self._sync_now = False
-            self._new_cycle()
-            self._wait_for([i for i in range(len(self.fragments)) if self._is_open(i)], RESYNC_TRIES, self._train)
-            return
-        self._soon(self._step_s, self._stepped)
-
-    def _is_open(self, index: int) -> bool:
-        """Is something of ours in no agreement that we hold?"""
-        fragment = self.fragments[index]
-        return bool(fragment.unsent) or index in self._flights or (self.leaving and fragment.unconfirmed is not None)
-
-    def _position(self) -> int:
-        """Where in the cycle the others are: the fragment with the lowest version is the next to be sent."""
-        versions = [fragment.version for fragment in self.fragments]
-        return versions.index(min(versions)) * self._scenario.sync_every // self._scenario.fragments
-
-    def _new_cycle(self) -> None:
-        self._cycle_step = 0
-        self._sync_every = self._assigned or self._session.joined.plan.sync_every
-
-    def _stepped(self) -> None:
-        self.steps_taken += 1
-        self._cycle_step += 1
-        for fragment in self.fragments:
-            fragment.unsent.append((self.worker_id, self.steps_taken))
-        h, p = self._sync_every, self._scenario.fragments
-        due = next((f for f in range(p) if (f + 1) * h // p == self._cycle_step), None)
-        if self._cycle_step >= h:
-            self._new_cycle()
-        landing = [f for f, flight in self._flights.items() if not flight.parked and flight.land_at <= self.steps_taken]
-        self._wait_for(landing, 1, lambda: self._send(due))
-
-    def _send(self, due: int | None) -> None:
-        """A fragment's step has come. With a delay its agreement is taken over later; without, now."""
-        delay = min(self._scenario.delay, self._sync_every - 1)
-        if due is None:
-            self._train()
-        elif delay == 0:
-            # Who missed the only fragment's round sends again at once; with several, its next slot comes soon enough.
-            self._wait_for([due], RESYNC_TRIES if self._scenario.fragments == 1 else 1, self._train)
-        elif due in self._flights:  # parked
-            self._wait_for([due], 1, lambda: self._take_off_and_train(due, delay))
+        """After a step: obey, then take the next."""
+        machine, sync_now, self._sync_now = self.machine, self._sync_now, False
+        self._is_training = True  # from here on it hears signals
+        machine.assign(self._sync_every)
+        if self._is_leaving:
+            self._drive(machine.finish)
+        elif sync_now:
+            self._drive(machine.sync_all)
         else:
-            self._take_off_and_train(due, delay)
+            every = self._scenario.save_every
+            if every and (machine.work.steps % every) == 0:
+                self._save()
+            self._soon(self._step_s, self._step)
 
-    def _take_off_and_train(self, index: int, delay: int) -> None:
-        if index not in self._flights:
-            self._take_off(index, land_at=self.steps_taken + delay)
-        self._train()
+    def _step(self) -> None:
+        self.steps_taken += 1
+        for i, fragment in enumerate(self.fragments):
+            assert fragment.held is not None
+            fragment.unsent[self.worker_id, self.steps_taken] = fragment.held.version
+            self.own.add((i, (self.worker_id, self.steps_taken)))
+        self._drive(self.machine.stepped)
 
-    # --- waiting ----------------------------------------------------------------------------------------------------
-
-    def _wait_for(self, due: list[int], tries: int, then: Callable[[], None]) -> None:
-        """Contribute to the due fragments, and to whatever else waits for this worker meanwhile; then go on."""
-        self._waiting = dict.fromkeys(due, tries)
-        self._standing_since = self._agenda.now
-        self._then = then
-        for index in due:
-            self._take_off(index, land_at=self.steps_taken)
-        self._look()
-        if self._waiting:
-            self._watch_silence(self._waiting)
-
-    def _look(self) -> None:
-        """Land what has arrived; when nothing is left to wait for, go on (once)."""
-        for index in list(self._waiting):
-            flight = self._flights.get(index)
-            if flight is None or flight.outcome is None:
-                continue
-            landed = self._land(index, flight, flight.outcome)
-            self._standing_since = self._agenda.now
-            if landed or self._waiting[index] == 1:
-                del self._waiting[index]
-            else:
-                self._waiting[index] -= 1
-                self._take_off(index, land_at=self.steps_taken)
-        if not self._waiting:
-            then, self._then = self._then, _nothing
-            then()
-
-    def _watch_silence(self, waiting: dict[int, int]) -> None:
-        """If nobody answers for too long, train on and leave the exchanges open."""
-        if self._waiting is not waiting or not waiting or self.leaving:
+    def _drive(self, event: Callable[[], list[Effect]]) -> None:
+        """An event, what comes of it, and what comes after that."""
+        try:
+            self._do(event())
+        except OuterstepError as error:
+            effects = self.machine.interrupted(error)
+            self._do(effects)
+            if not any(isinstance(effect, Depart) for effect in effects):
+                self._die(error)
+        if not self.alive or self.machine.has_left:
             return
-        now, limit_s = self._agenda.now, self._scenario.offline_after_s
-        exchanges = [self._flights[i].exchange for i in waiting if i in self._flights]
-        silent = all(exchange is not None and exchange.silent_s(now) > limit_s for exchange in exchanges)
-        if exchanges and silent and self._left_open < self._scenario.offline_exchanges:
-            self._left_open += 1
-            self._history.faults["parked"] += 1
-            for index in waiting:
-                self._flights[index].parked = True
-            waiting.clear()
-            self._look()
-            return
-        self._soon(1.0, lambda: self._watch_silence(waiting))
+        self._looks += 1
+        if self.machine.waiting:
+            number = self._looks
+            self._soon(LOOK_EVERY_S, lambda: self._look(number))
+        else:
+            self._check_weights()
+            self._train()
 
-    def _also_wanted(self, exchange: Exchange) -> None:
-        """Who stands still contributes to the rounds that wait for it, so that nobody waits in a circle."""
-        if not self._waiting:
+    def _look(self, number: int) -> None:
+        """While it waits; once for each number."""
+        if number != self._looks or not self.machine.waiting:
             return
-        for index, version in sorted(exchange.wanted):
-            behind = self.fragments[index].version < version
-            if behind and index not in self._waiting and not self._is_on_its_way(index):
-                self._waiting[index] = 1
-                self._take_off(index, land_at=self.steps_taken)
-                if self._flights[index].outcome is not None:
-                    self._soon(0.0, self._look)
+        sights = {i: self._sight(i) for i in self.machine.in_sight}
+        asked = self._asked_to_leave and self._is_training
+        self._drive(lambda: self.machine.looked(sights, asked_to_leave=asked))
 
-    def _is_on_its_way(self, index: int) -> bool:
-        """Sent, and to land when its time comes; unless its round closed without it, or we may stand in a circle."""
-        flight = self._flights.get(index)
-        if flight is None or flight.parked:
-            return False
-        if flight.outcome is None:
-            return True
-        return flight.outcome.counted and self._agenda.now - self._standing_since < CIRCLE_S
+    def _sight(self, index: int) -> Sight:
+        exchange = self.fragments[index].exchange
+        assert exchange is not None
+        return Sight(
+            done=exchange.done,
+            wanted=exchange.wanted,
+            silent_s=exchange.silent_s(self._agenda.now),
+            missed=exchange.outcome is not None and not exchange.outcome.counted,
+            failed=exchange.failure is not None,
+        )
 
-    # --- one exchange -----------------------------------------------------------------------------------------------
+    def _arrived(self, index: int, exchange: Exchange, joined: Callable[[], None] | None) -> None:
+        """An exchange is over: a worker that waits for it looks now."""
+        failure = exchange.failure
+        if failure is not None and (joined is not None or isinstance(failure, Fenced | Kicked)):
+            self._die(failure)
+        elif joined is not None:
+            joined()
+        elif index in self.machine.waiting:
+            self._look(self._looks)
 
-    def _take_off(self, index: int, *, land_at: int) -> None:
-        if index in self._flights:
-            return
-        fragment = self.fragments[index]
-        late = fragment.unconfirmed
-        if self.leaving and late is not None and not fragment.unsent:
-            # Nothing more is to be sent: stay for the agreement that holds it.
-            self._send_off(index, late.sending.offer, late.steps, land_at)
-            return
-        fragment.sequence = max(fragment.sequence, self._session.joined.fragments[index].last_sequence) + 1
+    def _die(self, error: OuterstepError) -> None:
+        self.alive = False
+        if not isinstance(error, Fenced | Kicked):  # then a newer start carries on
+            self._history.violated(f"{self.worker_id} gave up: {type(error).__name__}: {error}")
+
+    # --- what the machine asks for --------------------------------------------------------------------------------
+
+    def _do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._send(effect)
+                case Resume(index, last):
+                    if self.fragments[index].in_flight is not None:
+                        self._again(index, last=last)
+                    else:
+                        self._catch_up(index)
+                case Finish(index):
+                    self._do(self.machine.outcome(self._finish(index)))
+                case Adopt() | Rebase() | Carry() | Mix() | Prove():
+                    self._move(effect)
+                    self._do(self.machine.confirmed(effect.fragment, None))
+                case Reload():
+                    for i, fragment in enumerate(self.fragments):
+                        kept = fragment.in_flight.steps if fragment.in_flight is not None else []
+                        self._give_up(i, set(fragment.unsent) - set(kept))
+                case Recall(index):
+                    self.fragments[index].in_flight = self.fragments[index].late
+                case CatchUp(index):
+                    self._catch_up(index)
+                case Reopen(index, late):
+                    self._reopen(index, late=late)
+                case PutOff(index):
+                    self._history.faults["late"] += 1
+                case Keep():
+                    self._history.faults["deferred"] += 1
+                case Depart():
+                    self._goodbye()
+                case Note(kind):
+                    self.exchanges_done += kind in ("agreed", "discarded")
+                    self._may_abandon = self._may_abandon or kind == "stuck"
+                    self._history.say(f"{self.worker_id}: {effect}")
+
+    def _move(self, move: Move) -> None:
+        """Of the local weights and the anchor, here sets of steps. What is lost must be said to be."""
+        fragment = self.fragments[move.fragment]
+        result, sent = fragment.result, fragment.in_flight
+        assert result is not None
+        if isinstance(move, Adopt | Carry | Mix) and result.counted:
+            # (Without a contribution a saved state was overtaken: the steps in it are in the model.)
+            counted = set(sent.steps if sent is not None else fragment.unsent)
+            fragment.unsent = {step: on for step, on in fragment.unsent.items() if step not in counted}
+        if isinstance(move, Adopt):
+            self._give_up(move.fragment, set(fragment.unsent))
+        carried = isinstance(move, Carry | Mix) and not (sent is not None and sent.deferred)
+        for step, on in fragment.unsent.items():
+            fragment.unsent[step] = result.version if carried else min(on, result.version)
+        if self.machine.state.fragments[move.fragment].in_flight is None:
+            fragment.in_flight = fragment.exchange = None
+
+    def _give_up(self, index: int, steps: set[StepName]) -> None:
+        fragment, metrics = self.fragments[index], self.machine.metrics
+        told, self._told = self._told, metrics.steps_discarded + metrics.steps_overwritten
+        if self._told - told >= len(steps):
+            self.discarded |= {(index, step) for step in steps}
+        fragment.unsent = {step: on for step, on in fragment.unsent.items() if step not in steps}
+
+    def _check_weights(self) -> None:
+        """State and weights change together: what the machine believes to be unsent is what the weights hold."""
+        for i, fragment in enumerate(self.fragments):
+            if self.machine.unsent(i).steps != len(fragment.unsent):
+                self._history.violated(
+                    f"{self.worker_id} holds {len(fragment.unsent)} unsent steps of fragment {i}, and believes "
+                    f"in {self.machine.unsent(i).steps}"
+                )
+
+    # --- exchanges ------------------------------------------------------------------------------------------------
+
+    def _send(self, send: Send) -> None:
+        fragment = self.fragments[send.fragment]
+        known = self._session.joined.fragments[send.fragment].last_sequence
+        fragment.sequence = max(fragment.sequence, known) + 1
         offer = Offer(
             **self._session.head,
-            fragment=index,
+            fragment=send.fragment,
             sequence=fragment.sequence,
-            base_version=fragment.version,
-            oldest_base=fragment.oldest_base,
-            steps=len(fragment.unsent),
+            base_version=send.base_version,
+            oldest_base=send.oldest_base,
+            steps=send.steps,
             codec="fp32",
             size_bytes=self._scenario.parts * PART_BYTES,
         )
-        self._send_off(index, offer, list(fragment.unsent), land_at, late)
+        steps = list(fragment.unsent)
+        hashes = (contribution_part(offer.key, steps, i) for i in range(self._scenario.parts))
+        oldest = min(fragment.unsent.values(), default=send.oldest_base)
+        if send.oldest_base > oldest:
+            self._history.violated(
+                f"{self.worker_id} calls its oldest step of fragment {send.fragment} younger than it is: taken on "
+                f"version {send.oldest_base}, where it was {oldest}"
+            )
+        fragment.in_flight = SimSent(Sending(offer, dict(enumerate(hashes))), steps)
+        self._again(send.fragment, last=send.last)
 
-    def _send_off(
-        self, index: int, offer: Offer, steps: list[StepName], land_at: int, earlier: Sent | None = None
-    ) -> None:
-        flight = self._flights[index] = SimFlight(offer.key, steps, land_at)
-        self._fly(index, flight, offer, earlier)
-
-    def _fly(self, index: int, flight: SimFlight, offer: Offer, earlier: Sent | None) -> None:
-        def arrived(outcome: Outcome) -> None:
-            flight.outcome = outcome
-            if index in self._waiting:
-                self._look()
-
-        flight.exchange = self._begin(
-            fragment=index,
-            after=self.fragments[index].version,
-            on_outcome=arrived,
-            offer=offer,
-            steps=flight.steps,
-            earlier=earlier,
-        )
-
-    def _land(self, index: int, flight: SimFlight, outcome: Outcome) -> bool:
-        """True: no step of ours is left unsent."""
-        del self._flights[index]
-        self._left_open = 0
+    def _again(self, index: int, *, last: bool = False) -> None:
+        """Carry what is in flight, from the beginning, under the same key."""
         fragment = self.fragments[index]
-        self._settle(index, flight, outcome)
-        if outcome.counted:
-            sent = set(flight.steps)
-            fragment.unsent = [step for step in fragment.unsent if step not in sent]
-            self.exchanges_done += 1
-            if fragment.unsent and not self._scenario.carry and not flight.parked:
-                self._discard(index)  # the delayed agreement overwrites what was done meanwhile
-            # What was done while the exchange was left open was done on the version held all the while.
-            held = fragment.version if flight.parked and fragment.unsent else outcome.agreement.version
-            fragment.oldest_base = held
-        self._adopt(fragment, outcome)  # not counted = a rebase: the unsent steps stay
-        fragment.oldest_base = min(fragment.oldest_base, fragment.version)  # a resumed server may be behind us
-        age = fragment.version - fragment.oldest_base
-        if outcome.too_old or age > self._scenario.rules.max_staleness:
-            self._discard(index)
-            fragment.oldest_base = fragment.version
-            self.exchanges_done += 1
-        return not fragment.unsent
+        sent, late = fragment.in_flight, fragment.late
+        assert sent is not None
+        if fragment.exchange is not None:
+            self._carrier.drop(fragment.exchange)
+        earlier = late if late is not None and late.offer.key != sent.offer.key else None
+        bodies = {one.offer.sequence: one.steps for one in (earlier, sent) if one is not None}
+        exchange = self._ask(index, after=sent.offer.base_version, sent=sent, earlier=earlier, last=last, bodies=bodies)
+        assert exchange.outbox.own is not None
+        sent.sending = exchange.outbox.own
 
-    def _settle(self, index: int, flight: SimFlight, outcome: Outcome) -> None:
-        """What is known for good now: of the contribution before, and of this one unless it is late."""
-        fragment, exchange = self.fragments[index], flight.exchange
-        earlier, fragment.unconfirmed = fragment.unconfirmed, None
-        if earlier is not None and earlier.key != flight.key:
-            self._history.told(earlier.key, earlier.steps, counted=not outcome.earlier_lost)
-            if outcome.earlier_lost:
-                self.discarded |= {(index, step) for step in earlier.steps}
-                self._history.faults["lost_late"] += 1
-        if outcome.counted_in > outcome.agreement.version:
-            assert exchange is not None
-            assert exchange.outbox.own is not None
-            self._keep(fragment, Sent(exchange.outbox.own, flight.steps))
+    def _catch_up(self, index: int) -> None:
+        assert self._saved is not None
+        state = self._session.joined.fragments[index]
+        overtaken = state.last_sequence > self._saved.fragments[index].sequence
+        claim, after = (state.last_sequence, state.counted_in - 1) if overtaken else (None, -1)
+        self._ask(index, after=after, claim=claim)
+
+    def _reopen(self, index: int, *, late: bool) -> None:
+        assert self._saved is not None
+        saved, fragment = deepcopy(self._saved.fragments[index]), self.fragments[index]
+        if late:
+            assert saved.late is not None
+            fragment.late = dataclasses.replace(saved.late, reopened=True)
         else:
-            self._history.told(flight.key, flight.steps, counted=outcome.counted)
-            if earlier is not None and earlier.key == flight.key and not outcome.counted:
-                self.discarded |= {(index, step) for step in flight.steps}
+            fragment.in_flight = saved.in_flight
+            self._again(index)
 
-    def _keep(self, fragment: LocalFragment, late: Sent) -> None:
+    def _ask(
+        self,
+        index: int,
+        *,
+        after: int,
+        sent: SimSent | None = None,
+        earlier: SimSent | None = None,
+        last: bool = False,
+        bodies: dict[int, list[StepName]] | None = None,
+        claim: int | None = None,
+        share: Share | None = None,
+        joined: Callable[[], None] | None = None,
+    ) -> Exchange:
+        exchange = Exchange(
+            self._session,
+            fragment=index,
+            after=after,
+            now=self._agenda.now,
+            offer=sent.offer if sent is not None else None,
+            part_hashes=tuple(sent.sending.part_hashes.values()) if sent is not None else (),
+            earlier=earlier.sending if earlier is not None else None,
+            held=self.fragments[index].held,
+            claim=claim,
+            share=share,
+            patience=Patience(
+                longest_backoff_s=8.0,
+                give_up_after_s=1e6,
+                calls_in_flight=2,
+                stuck_after_s=self._scenario.patient_exit_s if last else None,
+                stay_for_own_round=last,
+                damaged_parts=1000,
+            ),
+            rng=self._rng,
+        )
+        self.fragments[index].exchange = exchange
+        self._carrier.carry(exchange, bodies or {}, lambda: self._arrived(index, exchange, joined))
+        return exchange
+
+    def _finish(self, index: int) -> SimResult:
+        """What the exchange came to; what went wrong is raised."""
+        fragment = self.fragments[index]
+        exchange, sent = fragment.exchange, fragment.in_flight
+        assert exchange is not None
+        outcome = exchange.outcome
+        if outcome is None:
+            assert exchange.failure is not None
+            self.machine.failed(index, exchange.failure)
+            raise exchange.failure
+        made, lost = outcome.agreement, list[StepName]()
+        if sent is not None:
+            lost = self._settle(fragment, sent, outcome)
+            self.discarded |= {(index, step) for step in lost}
+        self._check_update(fragment, made)
+        before = fragment.held.version if fragment.held is not None else 0
+        self._history.adopted(self.worker_id, index, made.version, made.anchor_hash, before)
+        fragment.held = Held(made.version, made.anchor_hash)
+        flight = self._machine.in_flight.get(index) if self._machine is not None else None
+        if sent is not None and flight is not None:
+            sent.deferred = flight.deferred
+        metrics = self._machine.metrics if self._machine is not None else Metrics()
+        self._told = metrics.steps_discarded + metrics.steps_overwritten + len(lost)
+        fragment.result = SimResult(
+            fragment=index,
+            version=made.version,
+            counted=outcome.counted,
+            counted_in=outcome.counted_in,
+            too_old=outcome.too_old,
+            unchanged=not made.payloads,
+            steps_lost=len(lost),
+            participants=made.participants,
+            plan=self._session.joined.plan,
+        )
+        return fragment.result
+
+    def _settle(self, fragment: SimFragment, sent: SimSent, outcome: Outcome) -> list[StepName]:
+        """What is known for good now: of the contribution before, and of this one unless it is late. Returns the steps
+        of a late one that does not count after all."""
+        late, fragment.late = fragment.late, None
+        is_this = late is not None and late.offer.key == sent.offer.key
+        if late is not None and not is_this and not (late.reopened and outcome.earlier_lost):
+            # (One that an earlier start sent may be called lost though it counts: to the server it is somebody else's.)
+            self._history.told(late.offer.key, late.steps, counted=not outcome.earlier_lost)
+        if outcome.counted_in > outcome.agreement.version:
+            self._keep(fragment, sent)
+        else:
+            self._history.told(sent.offer.key, sent.steps, counted=outcome.counted)
+        is_lost = not outcome.counted if is_this else outcome.earlier_lost
+        self._history.faults["lost_late"] += late is not None and is_lost
+        return late.steps if late is not None and is_lost else []
+
+    def _keep(self, fragment: SimFragment, late: SimSent) -> None:
         """Until it is confirmed: a server that is restarted has forgotten it."""
         self._history.faults["late"] += 1
-        fragment.unconfirmed = late
+        fragment.late = late
 
-    def _discard(self, index: int) -> None:
-        self.discarded |= {(index, step) for step in self.fragments[index].unsent}
-        self.fragments[index].unsent = []
-
-    def _adopt(self, fragment: LocalFragment, outcome: Outcome) -> None:
-        made = outcome.agreement
-        sent = [(payload.kind, payload.version) for payload in made.payloads]
-        missed = [("update", v) for v in range(fragment.held.version + 1, made.version + 1)] if fragment.held else None
+    def _check_update(self, fragment: SimFragment, made: Agreement) -> None:
+        """It leads on from what we hold, or is everything."""
+        sent, held = [(payload.kind, payload.version) for payload in made.payloads], fragment.held
+        missed = [("update", v) for v in range(held.version + 1, made.version + 1)] if held is not None else None
         if sent not in ([("full", made.version)], missed):
-            self._history.violated(f"{self.worker_id} at {fragment.held} was sent {sent} for version {made.version}")
-        fragment.held = Held(made.version, made.anchor_hash)
-        self._history.adopted(self.worker_id, made.fragment, made.version, made.anchor_hash, fragment.version)
-        fragment.version = made.version
-        if not fragment.unsent:
-            fragment.oldest_base = made.version
+            self._history.violated(f"{self.worker_id} at {held} was sent {sent} for version {made.version}")
+
+    # --- beside the exchanges -------------------------------------------------------------------------------------
 
     def _goodbye(self) -> None:
         if not self.left:
-            for i, fragment in enumerate(self.fragments):
-                late = fragment.unconfirmed.steps if fragment.unconfirmed is not None else []
+            for i, fragment in enumerate(self.fragments if self._may_abandon else ()):
+                late = fragment.late.steps if fragment.late is not None else []
                 self.abandoned |= {(i, step) for step in (*fragment.unsent, *late)}
             self._carrier.fire(Leave(**self._session.head, reason="done"), self._departed)
             self._soon(CALL_TIMEOUT_S, self._goodbye)
@@ -395,75 +570,24 @@ class SimWorker:
         self._soon(self._scenario.heartbeat_every_s, self._heartbeat)
 
     def _ordered(self, answer: Answer | OuterstepError, acknowledged: tuple[int, ...]) -> None:
-        if isinstance(answer, UnknownWorker) and not self.leaving:
+        """Orders are for the training thread: it obeys after its next step."""
+        if isinstance(answer, UnknownWorker) and not self._is_leaving:
             self._carrier.fire(self._session.join_request, self._rejoined)
         if not isinstance(answer, HeartbeatAnswer):
             return
-        self._assigned = answer.sync_every
+        self._sync_every = answer.sync_every
         self._obeyed -= set(acknowledged)
         for command in answer.commands:
             if command.kind == "drain":
-                self.leaving = True
+                self._drain = True
             elif command.id not in self._obeyed:
                 self._sync_now = True
             self._obeyed.add(command.id)
 
+    @property
+    def _is_leaving(self) -> bool:
+        return self._drain or self._asked_to_leave
+
     def _rejoined(self, answer: Answer | OuterstepError) -> None:
         if isinstance(answer, JoinAnswer):
             self._session.answer = answer
-
-    # --- the exchange machine -------------------------------------------------------------------------------------
-
-    def _begin(
-        self,
-        *,
-        fragment: int,
-        after: int,
-        on_outcome: Callable[[Outcome], None],
-        offer: Offer | None = None,
-        steps: list[StepName] | None = None,
-        earlier: Sent | None = None,
-    ) -> Exchange:
-        bodies: dict[int, list[StepName]] = {}
-        hashes: tuple[str, ...] = ()
-        if offer is not None:
-            bodies[offer.sequence] = steps or []
-            hashes = tuple(contribution_part(offer.key, steps or [], i) for i in range(self._scenario.parts))
-        if earlier is not None:
-            bodies[earlier.key.sequence] = earlier.steps
-        exchange = Exchange(
-            self._session,
-            fragment=fragment,
-            after=after,
-            now=self._agenda.now,
-            offer=offer,
-            part_hashes=hashes,
-            earlier=earlier.sending if earlier is not None else None,
-            held=self.fragments[fragment].held if self.fragments else None,
-            patience=Patience(
-                longest_backoff_s=8.0,
-                give_up_after_s=1e6,
-                calls_in_flight=2,
-                stuck_after_s=self._scenario.patient_exit_s if self.leaving else None,
-                stay_for_own_round=self.leaving,
-                damaged_parts=1000,
-            ),
-            rng=self._rng,
-        )
-        self._carrier.carry(
-            exchange, bodies, on_outcome=on_outcome, on_failure=self._gave_up, meanwhile=self._also_wanted
-        )
-        return exchange
-
-    def _gave_up(self, failure: OuterstepError) -> None:
-        if isinstance(failure, Fenced | Kicked):
-            self.alive = False  # a newer start carries on
-        elif isinstance(failure, RoundStuck):
-            self._goodbye()
-        else:
-            self._history.violated(f"{self.worker_id} gave up: {type(failure).__name__}: {failure}")
-            self.alive = False
-
-
-def _nothing() -> None:
-    """There is nothing to go on with: somebody else has."""

@@ -14,7 +14,7 @@ from .network import Conditions, Network
 from .scenario import Fault, Scenario
 from .server import SimServer
 from .storage import Machine
-from .worker import SimWorker
+from .worker import SimSaved, SimWorker
 
 CALM_LIMIT_S = 3_000.0
 """Virtual seconds after the last fault within which every worker must have been counted in another round."""
@@ -106,10 +106,9 @@ class World:
     def _weather(self) -> Conditions:
         return Conditions(loss=self.scenario.loss, repeat=self.scenario.repeat, damage=self.scenario.damage)
 
-    def _start(self, index: int) -> SimWorker:
+    def _start(self, index: int, saved: SimSaved | None = None) -> SimWorker:
         self._starts += 1
-        # Steps are named for ever: a restarted worker's numbers go on where the old process had got to, and beyond.
-        first_step = 1_000_000 * self._starts
+        first_step = 1_000_000 * self._starts  # steps are named for ever
         worker = self._worker_type(
             index,
             self._starts,
@@ -120,13 +119,14 @@ class World:
             self.server,
             self.history,
             self.rng,
+            saved,
         )
         self.everyone.append(worker)
         return worker
 
     def _inject(self, fault: Fault) -> Callable[[], None]:
         def restart() -> None:
-            self.current[fault.worker] = self._start(fault.worker)
+            self.current[fault.worker] = self._start(fault.worker, self.current[fault.worker].saved)
 
         def act() -> None:
             worker = self.current[fault.worker]
@@ -207,12 +207,11 @@ class World:
             self.agenda.after(2.0, lambda: self._restart_when_gone(index, told))
 
     def _check_nothing_lost(self, leavers: list[SimWorker]) -> None:
-        """Every step of a process that ended cleanly has been applied, or it is known why not."""
+        """Every step of a process that ended cleanly has been applied, or it is known why not. (A process that resumed
+        from a saved state has steps of the one before it, which may have given them up since.)"""
+        known = self.history.gone.union(self.history.applied, *(w.discarded | w.abandoned for w in self.everyone))
         for worker in leavers:
-            known = worker.discarded | worker.abandoned | self.history.gone
-            for fragment in range(self.scenario.fragments):
-                for number in range(worker.first_step + 1, worker.steps_taken + 1):
-                    step = (worker.worker_id, number)
-                    if (fragment, step) not in self.history.applied and (fragment, step) not in known:
-                        self.history.violated(f"step {step} of fragment {fragment} vanished")
-                        return
+            vanished = worker.own - known
+            if vanished:
+                fragment, step = min(vanished)
+                self.history.violated(f"step {step} of fragment {fragment} vanished")
