@@ -48,8 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 from child import HANG_S, Helper
-from outerstep.coordination.worker.exchange import Call, Exchange, Patience
-from outerstep.coordination.worker.session import Session
+from outerstep.coordination.worker.exchange import Call, Exchange, Patience, Session
 from outerstep.digest import part_count, part_hash, part_range
 from outerstep.errors import Busy, OuterstepError, TransportError
 from outerstep.types import PROTOCOL_VERSION, Answer, GetPart, GetPartAnswer, Join, Offer, OfferAnswer, PutPart

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from ..coordination.worker.patience import Patience
+from ..coordination.worker.exchange import Patience
 from ..defaults import JOIN_TIMEOUT_S
 from ..errors import ConfigError
 from ..security import redact

@@ -33,10 +33,8 @@ from ..coordination.worker.effects import (
     Send,
     Sight,
 )
-from ..coordination.worker.exchange import Exchange, Outcome, Patience, Session, Share
-from ..coordination.worker.fetch import Held
+from ..coordination.worker.exchange import Exchange, Held, Outcome, Patience, Sending, Session, Share
 from ..coordination.worker.machine import LOOK_EVERY_S, Metrics, Offline, WorkerMachine, WorkerState
-from ..coordination.worker.sending import Sending
 from ..errors import Fenced, Kicked, OuterstepError, UnknownWorker
 from ..types import (
     PROTOCOL_VERSION,

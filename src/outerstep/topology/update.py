@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..coordination.worker.fetch import Held
+from ..coordination.worker.exchange import Held
 from ..core.codecs import Codec
 from ..core.state import FragmentState
 from ..core.views import bytes_of, fp32_views

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from outerstep.coordination.worker.exchange import Call, Exchange, Patience, Session, Step
-from outerstep.coordination.worker.sending import Sending
+from outerstep.coordination.worker.exchange import Call, Exchange, Patience, Sending, Session, Step
 from outerstep.errors import (
     OuterstepError,
     TransportError,

@@ -15,7 +15,7 @@ The HTTP client and the simulator drive this same machine.
 
 Anything lost is asked again under the same key after a back-off with jitter; anything confusing goes back to OFFER,
 whose answer tells what the server has. Without a contribution (a worker that just joined) it begins at POLL. With an
-earlier contribution that is not confirmed yet (sending.py), that one is offered first, in the same way.
+earlier contribution that is not confirmed yet (`Outbox`), that one is offered first, in the same way.
 
 The processes of a sharded group carry one contribution together: each runs this machine with a `Share`. It sends its
 own parts, then offers again until the server misses none; only the one that speaks commits. It ends at the agreement,
@@ -25,12 +25,14 @@ and each process fetches the parts it needs with a machine that begins at FETCH.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypedDict
 
 from msgspec.structs import replace
 
+from ...digest import Parts, part_count, payload_hash
 from ...errors import (
     Busy,
     Conflict,
@@ -69,14 +71,293 @@ from ...types import (
     Request,
 )
 from ..backoff import Backoff
-from .fetch import Fetch, Held, Wanted
-from .patience import Patience as Patience
-from .sending import Outbox, Sending
-from .sending import Outcome as Outcome
-from .sending import Share as Share
-from .session import Session as Session
 
 ASKING = Backoff(0.02, 0.5)  # how often a process of a group asks whether the others have sent their parts
+
+
+# --- who we are to the server, and how hard we try --------------------------------------------------------------------
+
+
+class Session:
+    """Who we are to the server. A re-join may change the incarnation for everybody who holds the session."""
+
+    def __init__(self, join: Join) -> None:
+        self._join = join
+        self.answer: JoinAnswer | None = None
+
+    @property
+    def worker_id(self) -> str:
+        return self._join.worker_id
+
+    @property
+    def joined(self) -> JoinAnswer:
+        assert self.answer is not None, "not joined yet"
+        return self.answer
+
+    @property
+    def join_request(self) -> Join:
+        """A re-join names the run, so that a server which holds another one refuses it."""
+        return self._join if self.answer is None else replace(self._join, run_id=self.answer.run_id)
+
+    @property
+    def head(self) -> MemberFields:
+        return MemberFields(run_id=self.joined.run_id, worker_id=self.worker_id, incarnation=self.joined.incarnation)
+
+
+class MemberFields(TypedDict):
+    """The fields of `FromMember`."""
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How hard to try. A failed call is repeated after a pause (backoff.py)."""
+
+    first_backoff_s: float = 0.5
+    longest_backoff_s: float = 30.0
+    give_up_after_s: float = 900.0  # without any answer at all
+    poll_wait_s: float = 5.0
+    calls_in_flight: int = 4
+    stuck_after_s: float | None = None  # while too few workers are alive for the round to close at all; None = wait
+    stay_for_own_round: bool = False  # even when late, wait for the agreement that holds the contribution
+    damaged_parts: int = 16  # parts that may arrive with a wrong hash before we believe it is not the line
+
+    def backoff_s(self, failures: int, rng: random.Random) -> float:
+        return Backoff(self.first_backoff_s, self.longest_backoff_s).pause_s(failures - 1, rng)
+
+
+# --- what goes up -----------------------------------------------------------------------------------------------------
+
+
+# "Accepted" is no promise: a server that is killed before the round is on disk has forgotten it. So a contribution
+# stays with its worker until an agreement is held that includes it. One that was late counts in a round after the
+# agreement its exchange ended with; it is *unconfirmed*, and goes along with the next exchange of its fragment as
+# `earlier`:
+#
+#     offer the earlier again ──▶ accepted, still or anew ──▶ offer the new one ──▶ … ──▶ an agreement with the earlier
+#
+# So at most one is kept beside the one under way, and no step is lost that was reported as counted.
+
+
+@dataclass(eq=False)
+class Sending:
+    """`counted_in`: the version that the server said it counts in; 0 = not accepted, or not any more."""
+
+    offer: Offer
+    part_hashes: dict[int, str] = field(default_factory=dict)  # as far as it is encoded
+    counted_in: int = 0
+    refused: bool = False  # it will not count
+    too_old: bool = False  # because of its age
+
+    @property
+    def is_open(self) -> bool:
+        """Is it still to be sent, or to be asked about?"""
+        return not self.counted_in and not self.refused
+
+    def accepted(self, version: int, incarnation: int) -> None:
+        """By a server that knows us by this number."""
+        self.counted_in, self.offer = version, replace(self.offer, incarnation=incarnation)
+
+    def ask_again(self) -> None:
+        """Whether it counts is not known any more."""
+        self.counted_in = 0
+
+    def part_count(self, part_size_bytes: int) -> int:
+        return Parts(self.offer.section_bytes or (self.offer.size_bytes,), part_size_bytes).count
+
+    def proof(self, part_size_bytes: int) -> str | None:
+        """The hash over all parts; None while some are not encoded yet."""
+        count = self.part_count(part_size_bytes)
+        if len(self.part_hashes) < count:
+            return None
+        return payload_hash([self.part_hashes[part] for part in range(count)])
+
+
+class Outbox:
+    """What one exchange has to send, in order: an earlier contribution that is not confirmed, and its own. Or, instead,
+    the sequence that it `claims`: of a contribution that was accepted from an earlier start of this worker."""
+
+    def __init__(self, earlier: Sending | None, own: Sending | None, claim: int | None = None) -> None:
+        self.earlier, self.own = earlier, own
+        self._claim = claim
+        self._all = [sending for sending in (earlier, own) if sending is not None]
+        if earlier is not None:
+            earlier.ask_again()
+
+    @property
+    def current(self) -> Sending | None:
+        """The one that we are at; None = of each it is known whether it counts."""
+        return next((sending for sending in self._all if sending.is_open), None)
+
+    @property
+    def at(self) -> Sending:
+        current = self.current
+        assert current is not None
+        return current
+
+    def of(self, request: OfContribution) -> Sending:
+        return next(sending for sending in self._all if sending.offer.sequence == request.sequence)
+
+    def offer(self, incarnation: int) -> Offer:
+        """Of the current one. The key stays for ever; only the incarnation that speaks for it may be another after a
+        re-join."""
+        follows = 0
+        if self.earlier is not None and self.earlier.counted_in and self.at is self.own:
+            follows = self.earlier.offer.sequence
+        return replace(self.at.offer, incarnation=incarnation, follows=follows)
+
+    def awaited(self, after: int, *, stays: bool) -> int:
+        """Wait for an agreement newer than this one.
+
+        Newer than what we hold (`after`): on time that is the agreement we are in. A late contribution counts in a
+        later one; its worker takes the newest there is and goes on, for its steps will come back to it. It is the
+        `earlier` one of the next exchange, which waits for the agreement that holds it. `stays`: wait for our own."""
+        for sending in self._all:
+            if sending.counted_in and (stays or sending is self.earlier):
+                after = max(after, sending.counted_in - 1)
+        return after
+
+    def forgotten(self, last_sequence: int) -> bool:
+        """The server said "accepted" and no longer knows: it was restarted. Then they are sent again."""
+        lost = [s for s in self._all if s.counted_in and s.offer.sequence > last_sequence]
+        for sending in lost:
+            sending.ask_again()
+        return bool(lost)
+
+    def claim_forgotten(self, last_sequence: int) -> bool:
+        """So it may be with what we claim; but that, we cannot send again."""
+        forgotten = self._claim is not None and last_sequence < self._claim
+        if forgotten:
+            self._claim = None
+        return forgotten
+
+    def try_again(self) -> bool:
+        """Ours was refused because of a round that is not there: that is about to be published, or the server was
+        killed before, has forgotten it, and waits for our contribution while we wait for the round."""
+        if self.own is None or not self.own.refused:
+            return False
+        for sending in self._all:
+            sending.refused = sending.too_old = False
+        return True
+
+    def outcome(self, agreement: Agreement) -> Outcome:
+        own = self.own
+        return Outcome(
+            agreement,
+            counted=own.counted_in > 0 if own is not None else self._claim is not None,
+            too_old=own is not None and own.too_old,
+            counted_in=own.counted_in if own is not None else 0,
+            earlier_lost=self.earlier is not None and self.earlier.refused,
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process of a group does of an exchange: its own `parts`; and, if it `speaks`, the commit."""
+
+    sections: int
+    parts: range
+    speaks: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The newest agreement, its payload complete and checked; whether our contribution is counted, and in which version
+    (a late one: in one still to come); and, if it is not, whether the server called it too old to ever count.
+    `earlier_lost`: the earlier one does not count after all; the server forgot it, and would not have it again."""
+
+    agreement: Agreement
+    counted: bool
+    too_old: bool = False
+    counted_in: int = 0
+    earlier_lost: bool = False
+
+
+# --- what comes down --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """The anchor we hold: what leads from there to the newest agreement may be sent instead of all of it."""
+
+    version: int
+    hash: str
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """Part `part` of payload number `payload` of an agreement."""
+
+    payload: int
+    part: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The pieces of an agreement to fetch, in order. Whether the values in them are right is checked by who asked: a
+    payload's hash is over all of its parts."""
+
+    agreement: Agreement
+    pieces: tuple[Piece, ...]
+
+
+class Fetch:
+    """One attempt at an agreement. The next attempt is another object, with memory of its own: late bytes of this one
+    may still arrive."""
+
+    def __init__(self, agreement: Agreement, pieces: Iterable[Piece]) -> None:
+        self.agreement = agreement
+        self.pieces = tuple(pieces)
+        self._left = list(self.pieces)
+        self._hashes: dict[Piece, str] = {}
+
+    @classmethod
+    def whole(cls, agreement: Agreement, part_size_bytes: int) -> Fetch:
+        return cls(
+            agreement,
+            (
+                Piece(i, part)
+                for i, payload in enumerate(agreement.payloads)
+                for part in range(part_count(payload.size_bytes, part_size_bytes))
+            ),
+        )
+
+    def next(self, fragment: int, session: Session) -> GetPart | None:
+        if not self._left:
+            return None
+        piece = self._left.pop(0)
+        payload = self.agreement.payloads[piece.payload]
+        return GetPart(**session.head, fragment=fragment, version=payload.version, kind=payload.kind, part=piece.part)
+
+    def piece(self, request: GetPart) -> Piece:
+        """What was asked for. (The payloads of a chain have different versions.)"""
+        versions = [payload.version for payload in self.agreement.payloads]
+        return Piece(versions.index(request.version), request.part)
+
+    def again(self, request: GetPart) -> None:
+        """It did not come, or not as it was sent."""
+        self._left.insert(0, self.piece(request))
+
+    def arrived(self, request: GetPart, part_hash: str) -> None:
+        self._hashes[self.piece(request)] = part_hash
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._hashes) == len(self.pieces)
+
+    @property
+    def is_as_announced(self) -> bool:
+        """The parts make the payloads that the agreement names."""
+        return all(
+            payload_hash([self._hashes[piece] for piece in sorted(self._hashes) if piece.payload == i]) == payload.hash
+            for i, payload in enumerate(self.agreement.payloads)
+        )
+
+
+# --- one request after another ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...coordination.worker.exchange import Share
-from ...coordination.worker.fetch import Piece
+from ...coordination.worker.exchange import Piece, Share
 from ...core.codecs import FP32, Codec
 from ...core.watch import as_seen_by
 from ...digest import Parts

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...coordination.worker.exchange import Call, Exchange, Outcome
-from ...coordination.worker.fetch import Fetch, Held
-from ...coordination.worker.sending import Sending
+from ...coordination.worker.exchange import Call, Exchange, Fetch, Held, Outcome, Sending
 from ...digest import part_hash, part_range
 from ...errors import (
     Absurd,

@@ -7,7 +7,7 @@ import logging
 import threading
 from contextlib import suppress
 
-from ...coordination.worker.session import Session
+from ...coordination.worker.exchange import Session
 from ...errors import ExchangeFailed, OuterstepError, UnknownWorker
 from ...types import Answer, Heartbeat, HeartbeatAnswer, Join, JoinAnswer, Leave, Request
 from ...wire.transport import Transport

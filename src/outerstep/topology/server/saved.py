@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ...coordination.worker.fetch import Held
-from ...coordination.worker.session import Head
+from ...coordination.worker.exchange import Held, MemberFields
 from ...errors import ConfigError
 from ...types import Count, Hash, Offer, Plain, RunId, WorkerId
 from ...wire.frames import Layout
@@ -82,7 +81,7 @@ def pack(offer: Offer, payload: Payload) -> dict[str, Any]:
     return {**facts, "section_bytes": list(offer.section_bytes), "bytes": payload.data}
 
 
-def unpack_offer(packed: Mapping[str, Any], head: Head, fragment: int) -> Offer:
+def unpack_offer(packed: Mapping[str, Any], head: MemberFields, fragment: int) -> Offer:
     """As it was made, by the incarnation that made it. (Who sends it now says so itself.)"""
     facts = {name: packed[name] for name in (*FACTS, "section_bytes") if name in packed}
     try:

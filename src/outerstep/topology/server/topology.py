@@ -18,9 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ...coordination.weights import check_reported
-from ...coordination.worker.exchange import Exchange, Patience, Share
-from ...coordination.worker.fetch import Held, Piece, Wanted
-from ...coordination.worker.session import Session
+from ...coordination.worker.exchange import Exchange, Held, Patience, Piece, Session, Share, Wanted
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...core.watch import as_seen_by
@@ -356,7 +354,7 @@ class ServerTopology:
     def conclude(self, ticket: ServerTicket, agreed: Agreed) -> None:
         """What became of a contribution is known. What its codec left out is owed from now on, or it is not. Its bytes
         are not needed any more, unless it counts in a round to come: a server that is restarted before that has to be
-        sent them again (coordination/worker/sending.py). What became of the one before it is known too."""
+        sent them again (coordination/worker/exchange.py). What became of the one before it is known too."""
         fragment = ticket.fragment
         if ticket.offer is not None:
             self._feedback.settle(fragment, ticket.offer.sequence, counted=agreed.counted)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from outerstep.coordination.worker.exchange import Exchange, Patience, Step
-from outerstep.coordination.worker.sending import Sending
+from outerstep.coordination.worker.exchange import Exchange, Patience, Sending, Step
 from outerstep.digest import payload_hash
 from outerstep.errors import (
     Conflict,

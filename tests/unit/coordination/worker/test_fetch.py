@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from outerstep.coordination.worker.exchange import Call, Exchange, Patience, Session, Step
-from outerstep.coordination.worker.fetch import Fetch, Held, Piece
+from outerstep.coordination.worker.exchange import Call, Exchange, Fetch, Held, Patience, Piece, Session, Step
 from outerstep.digest import part_hash, payload_hash
 from outerstep.types import (
     Agreement,
