@@ -193,7 +193,7 @@ Encoded = Payload | OnDevice
 
 
 class Place(Protocol):
-    """Where a frame is to lie; `memory.Rooms`, or what bytes travel by (links.py)."""
+    """Where a frame is to lie; `memory.Rooms`, or what bytes travel by (allreduce/peers.py)."""
 
     device: torch.device
     memory: Memory

@@ -18,27 +18,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.aggregate import divide
-from ..core.codecs import FP32, Dither
+from ..core.codecs import FP32, Codec, Dither
 from ..core.codecs.recipe import CodecRule, Recipe
 from ..core.feedback import compensate, decay_of, send
 from ..core.watch import sum_of_squares
 from ..errors import WorkerError
 from ..types import Manifest, Plan
+from ..wire.frames import Layout
 from .forms import Form
-from .slices import Piece, Slice, slices_of
 from .update import cuts
 
 RUN_BYTES = 16 << 20  # of a contribution, from each rank at a time
 
 
 class Carrier(Protocol):
-    """What bytes travel by (links.py)."""
+    """What bytes travel by (allreduce/peers.py)."""
 
     device: torch.device
     bytes_sent: int
@@ -257,4 +258,75 @@ def _sum_of_squares(values: Tensor) -> Tensor:
     return norm.square()
 
 
-__all__ = ["Carrier", "Circle", "Mean", "Reducer", "down_rules", "runs_of"]
+# --- who sums up what ------------------------------------------------------------------------------------------------
+#
+# A contribution and the mean are frames of the same tensors (forms.py). Each is cut into as many runs of bytes as there
+# are ranks, of about equal length and at the same values: rank r gets run r of everybody's contribution, and gives
+# everybody run r of the mean. A cut falls between blocks of both codecs, so every run can be decoded by itself.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Values [start, stop) of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One rank's: bytes [begin, end) of a contribution's frame (`up`) and of the mean's (`down`)."""
+
+    pieces: tuple[Piece, ...]
+    up: tuple[int, int]
+    down: tuple[int, int]
+
+
+Cut = tuple[int, int]
+"""(number of a tensor, number of its value): what lies before and what after."""
+
+
+def slices_of(form: Form, count: int) -> list[Slice]:
+    """By rank. The values of a slice are contiguous; with few values some slices are empty."""
+    up_codecs = {name: rule.codec for name, rule in form.rules.items()}
+    borders = [(0, 0), *(_cut(form, up_codecs, rank / count) for rank in range(1, count)), (len(form.up.entries), 0)]
+    up = [_offset(form.up, up_codecs, cut) for cut in borders]
+    down = [_offset(form.update, form.codecs, cut) for cut in borders]
+    pieces = [_pieces(form.up, begin, end) for begin, end in pairwise(borders)]
+    return [Slice(*one) for one in zip(pieces, pairwise(up), pairwise(down), strict=True)]
+
+
+def _cut(form: Form, up_codecs: Mapping[str, Codec], part: float) -> Cut:
+    """Where `part` of all bytes, there and back, lies behind: at the nearest border of both codecs' blocks."""
+    sizes = [u.end - u.begin + d.end - d.begin for u, d in zip(form.up.entries, form.update.entries, strict=True)]
+    left = part * sum(sizes)
+    for number, (entry, size) in enumerate(zip(form.up.entries, sizes, strict=True)):
+        if left < size:
+            numel = math.prod(entry.shape)
+            unit = math.lcm(up_codecs[entry.name].block_values, form.codecs[entry.name].block_values)
+            value = min(round(left / size * numel / unit) * unit, numel)
+            return (number, value) if value < numel else (number + 1, 0)
+        left -= size
+    return len(sizes), 0
+
+
+def _offset(layout: Layout, codecs: Mapping[str, Codec], cut: Cut) -> int:
+    number, value = cut
+    if number == len(layout.entries):
+        return layout.size_bytes
+    entry = layout.entries[number]
+    return layout.data_begin + entry.begin + codecs[entry.name].encoded_bytes(value)
+
+
+def _pieces(layout: Layout, begin: Cut, end: Cut) -> tuple[Piece, ...]:
+    found = []
+    for number, entry in enumerate(layout.entries):
+        start = begin[1] if number == begin[0] else 0
+        stop = end[1] if number == end[0] else math.prod(entry.shape)
+        if begin[0] <= number <= end[0] and start < stop:
+            found.append(Piece(entry.name, start, stop))
+    return tuple(found)
+
+
+__all__ = ["Carrier", "Circle", "Mean", "Piece", "Reducer", "Slice", "down_rules", "runs_of", "slices_of"]

@@ -21,8 +21,7 @@ from outerstep.topology.allreduce.peers import Peers
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.memory import Memory, Rooms
-from outerstep.topology.reduce import Mean, Reducer
-from outerstep.topology.slices import slices_of
+from outerstep.topology.reduce import Mean, Reducer, slices_of
 from outerstep.types import Manifest, ParameterSpec, Plan
 from support import in_threads
 

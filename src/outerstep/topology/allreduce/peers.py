@@ -4,6 +4,9 @@ They meet at the store of the job's process group (under torchrun the agent's, e
 leaves a few bytes under a name and waits for those of all others: nothing is unpickled, no collective can be mixed up
 with one of the user's, and whoever does not come is known by its number.
 
+Values travel by a process group that nothing else uses (`Links`), in point-to-point operations: a connection that
+breaks names the rank at its other end.
+
 Every rank also has a pulse: a counter in the store that a thread moves every second. A counter that stands still is a
 process that was killed or hangs as a whole; one that moves while its rank does not come is a training loop that is slow
 or stuck. Who fails or leaves says so in its pulse, so the others neither wait for it nor guess.
@@ -13,21 +16,31 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Literal
 
 import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...errors import PeerLost, RoundStuck
+from ..memory import KEPT, Memory, Rooms
 
 PULSE_S = 1.0
 SILENT_S = 30.0  # a pulse that stands still for so long is a dead process; compiling or loading may take a few
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.0005, 0.05  # between two looks into the store,
 LOOK_SHARE = 0.05  # and this much of the time waited so far: nobody waits noticeably longer than it must
 FAREWELL_S = 10.0
+SPREAD_BYTES = 64 << 20  # of a whole anchor on its way through a GPU
+LEAST_TIMEOUT_S = 300.0  # of an operation: a dead rank shows by its pulse long before
+
+_names = itertools.count()  # of the workers of this process; all ranks make theirs in the same order
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True):
@@ -196,4 +209,71 @@ class Peers:
         )
 
 
-__all__ = ["Beat", "Peers"]
+class Links:
+    """On gloo (host memory) or NCCL (a GPU's); counts the bytes that were handed to either. One thread speaks."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, peers: Peers, device: torch.device, memory: Memory, *, pinned: bool = False
+    ) -> None:
+        """`pinned`: host memory is to be read by a GPU."""
+        self.device, self.memory, self.pinned = device, memory, pinned
+        self.bytes_sent = self.bytes_received = 0
+        self._group, self._peers = group, peers
+        rooms = Rooms(device, memory, pinned=pinned)
+        self.take, self.give_back = rooms.take, rooms.give_back
+
+    def swap(self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]) -> None:
+        """To each rank of `out` its bytes, from each rank of `into` its own; what goes to one rank comes in order."""
+        ops = [dist.P2POp(dist.isend, data, rank, self._group) for rank, data in out if data.numel()]
+        ops += [dist.P2POp(dist.irecv, data, rank, self._group) for rank, data in into if data.numel()]
+        if not ops:
+            return
+        self.bytes_sent += sum(data.nbytes for _, data in out)
+        self.bytes_received += sum(data.nbytes for _, data in into)
+        ranks = [op.peer for op in ops]
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise self._peers.lost(ranks[0], error) from error
+        for rank, work in zip(ranks, works, strict=False):  # NCCL has one for all
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._peers.lost(rank, error) from error
+
+    def spread(self, data: Tensor) -> None:
+        """Rank 0's bytes into everybody's, which are in host memory."""
+        for begin in range(0, data.numel(), SPREAD_BYTES):
+            here = data[begin : begin + SPREAD_BYTES]
+            there = here.to(self.device)
+            try:
+                dist.broadcast(there, src=0, group=self._group)
+            except RuntimeError as error:
+                raise self._peers.lost(0, error) from error
+            if there is not here:
+                here.copy_(there)
+
+
+def make_links(peers: Peers, tensors: Mapping[str, Tensor], timeout_s: float) -> Links:
+    """NCCL if the job has it and every rank has its model on a GPU; else gloo."""
+    devices = {tensor.device for tensor in tensors.values()}
+    on_gpu = all(device.type == "cuda" for device in devices) and len(devices) == 1
+    wanted = b"nccl" if on_gpu and "nccl" in dist.get_backend_config() else b"gloo"
+    backend = "nccl" if set(peers.exchange("links", wanted)) == {b"nccl"} else "gloo"
+    try:
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=max(timeout_s, LEAST_TIMEOUT_S)))
+    except RuntimeError as error:
+        raise PeerLost(f"the ranks could not connect to each other over {backend}: {error}") from error
+    assert group is not None
+    pinned = any(device.type == "cuda" for device in devices)
+    device = devices.pop() if backend == "nccl" else torch.device("cpu")
+    return Links(group, peers, device, Memory(KEPT), pinned=pinned)
+
+
+def peers_of_job(timeout_s: float) -> Peers:
+    """All ranks of the default process group."""
+    store = dist.distributed_c10d._get_default_store()  # there is no public way to it
+    return Peers(store, dist.get_rank(), dist.get_world_size(), name=str(next(_names)), timeout_s=timeout_s)
+
+
+__all__ = ["Beat", "Links", "Peers", "make_links", "peers_of_job"]

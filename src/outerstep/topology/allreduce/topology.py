@@ -10,7 +10,6 @@ and the user's collectives go on meanwhile. They are also adopted in that order,
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -22,7 +21,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...coordination.weights import rank_weights
@@ -41,15 +39,13 @@ from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sig
 from ..reduce import Mean, Reducer, down_rules
 from ..terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction
 from ..update import MeanStep, WholeAnchor, anchor_hash
-from .links import make_links
-from .peers import Peers
+from .peers import Links, Peers, make_links, peers_of_job
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NOT_YET_S = 0.001  # so that nobody waits in a tight loop for an exchange whose turn has not come
 LOOK_S = 1.0  # how often who waits for an exchange looks whether everybody is still there
-_names = itertools.count()  # of the workers of this process; all ranks make theirs in the same order
 
 
 @dataclass(frozen=True)
@@ -121,17 +117,18 @@ class AllReduceTopology:
         tensors: Mapping[str, Tensor],
         anchors: Mapping[str, Tensor],
         settings: AllReduceSettings,
+        peers: Peers | None = None,
+        links: Links | None = None,
     ) -> None:
-        """Of the default process group. `tensors`: the model's by name, of which rank 0's are what the run begins with;
-        `anchors`: where the last agreed ones are found."""
+        """`tensors`: the model's by name, of which rank 0's are what the run begins with; `anchors`: where the last
+        agreed ones are found. `peers`, `links`: the ranks and what carries bytes between them; None = those of the
+        default process group."""
         self._worker_id, self._hostname = worker_id, hostname
         self._tensors, self._anchors = tensors, anchors
         self._settings = settings
-        rank, size = dist.get_rank(), dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store()  # there is no public way to it
-        self._peers = Peers(store, rank, size, name=str(next(_names)), timeout_s=settings.timeout_s)
+        self._peers = peers or peers_of_job(settings.timeout_s)
         with self._others_told():
-            self._links = make_links(self._peers, tensors, settings.timeout_s)
+            self._links = links or make_links(self._peers, tensors, settings.timeout_s)
         self._feedback, self._outer = ErrorFeedback(), Nesterov.everywhere(settings.outer)
         self._states: list[FragmentState] = []
         self._versions: tuple[int, ...] = ()  # of a loaded state
