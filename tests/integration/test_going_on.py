@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from outerstep.coordination.server.effects import WorkerDied
 from outerstep.errors import ExchangeFailed, OtherRun
+from outerstep.events import WorkerDied
 from outerstep.server import DiLoCoServer
 from outerstep.types import Answer, GetPart, Poll, Request
 from outerstep.wire.memory import MemoryTransport

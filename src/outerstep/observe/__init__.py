@@ -1,5 +1,6 @@
 """What happened, for people and programs to read."""
 
-from .events import EventLog
+from ..events import Event, EventSink
+from .sinks import EventLog, EventRing, FanOut, NumberedEvent
 
-__all__ = ["EventLog"]
+__all__ = ["Event", "EventLog", "EventRing", "EventSink", "FanOut", "NumberedEvent"]

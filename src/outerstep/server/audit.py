@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..observe import EventLog
+from ..events import EventSink, RequestRefused
 from ..observe.per_minute import PerMinute
 from ..wire.http_server import RefusedRequest, log_refusal
 
@@ -20,7 +20,7 @@ EVERYDAY = (409, 503)  # "too late" and "ask again"
 class Audit:
     """Says who was refused, what and why; never what they showed."""
 
-    def __init__(self, events: EventLog, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, events: EventSink, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._events = events
         self._lines = PerMinute(LINES_PER_MINUTE, clock)
         self._lock = threading.Lock()
@@ -37,11 +37,4 @@ class Audit:
         if may:
             log_refusal(refused)
         if not refused.by_service:
-            self._events.write(
-                "refused",
-                code=refusal.code,
-                peer=refused.peer,
-                path=refused.path,
-                request_id=refused.request_id,
-                why=refusal.message,
-            )
+            self._events(RequestRefused(refusal.code, refused.peer, refused.path, refused.request_id, refusal.message))

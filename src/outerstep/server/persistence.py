@@ -34,7 +34,7 @@ from ..durable.disk import FolderDisk
 from ..durable.journal import Journal, Record
 from ..durable.run_folder import RunFolder, has_journal
 from ..errors import ModelError, ServerError
-from ..observe import EventLog
+from ..events import EventSink, SaveFailed, StateSaved
 from ..pool import private_memory
 from ..types import Count, Hash, Participant, Plain, Positive
 from .publish import NextVersion
@@ -84,7 +84,7 @@ class SteppedRound:
 class RunWriter:
     """Writes into `save_dir`, which belongs to this server alone. From one thread."""
 
-    def __init__(self, run: Run, events: EventLog, folder: RunFolder | None) -> None:
+    def __init__(self, run: Run, events: EventSink, folder: RunFolder | None) -> None:
         self._run, self._config, self._events = run, run.config, events
         self._settings, self._takes_pushes = settings_of(run.config), run.config.delayed_nesterov > 0
         self.folder = folder
@@ -139,14 +139,14 @@ class RunWriter:
         )
         folder.note(state.run_id, began=True)
         log.info("saved round %d as %s", state.round, path)
-        self._events.write("save", reason=task.reason, round=state.round, path=str(path))
+        self._events(StateSaved(task.reason, state.round, str(path)))
         self.last_save = str(path)
         return path
 
     def checkpoint_failed(self, reason: str, error: Exception) -> ServerError:
         """It is news, but no reason to stop training."""
         log.error("saving failed: %s; training continues", error)
-        self._events.write("save_failed", reason=reason, why=str(error))
+        self._events(SaveFailed(reason, str(error)))
         self.last_save = f"failed: {error}"
         return ServerError(f"saving failed: {error}", hint="make room in save_dir, then save again")
 

@@ -26,6 +26,7 @@ from ..core.fragments import check_cycle
 from ..core.outer import Nesterov, OptimizerFactory, TorchOuter, check_factory
 from ..durable.run_folder import RunFolder
 from ..errors import ConfigError
+from ..events import EventSink
 from ..security import Access, Credentials, ServerIdentity, TokenGuard, is_loopback, parse_address
 from ..security.access import write_address
 from ..security.credentials import outward_host
@@ -50,7 +51,8 @@ class DiLoCoServer:
     """Holds the global model, takes contributions, steps, publishes.
 
     `model_state_dict` is the starting point; `outer_optimizer_factory(parameters)` builds any torch optimizer (default:
-    Nesterov with `outer_lr` 0.7 and `outer_momentum` 0.9). Every other keyword is a field of `ServerConfig`.
+    Nesterov with `outer_lr` 0.7 and `outer_momentum` 0.9). `event_sink` is called with each event (events.py). Every
+    other keyword is a field of `ServerConfig`.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class DiLoCoServer:
         num_workers: int,
         port: int | None = DEFAULT_PORT,
         outer_optimizer_factory: OptimizerFactory | None = None,
+        *,
+        event_sink: EventSink | None = None,
         **settings: Any,
     ) -> None:
         self.config = build(ServerConfig, {"num_workers": num_workers, "port": port, **settings})
@@ -74,7 +78,7 @@ class DiLoCoServer:
             check_cycle(self.config.sync_every, self.config.num_fragments)
         folder = _open_folder(self.config.save_dir) if self.config.save_dir is not None else None
         try:
-            self.service = self._make_service(model_state_dict, folder, outer_optimizer_factory)
+            self.service = self._make_service(model_state_dict, folder, outer_optimizer_factory, event_sink)
         except BaseException:
             if folder is not None:
                 folder.close()
@@ -91,6 +95,7 @@ class DiLoCoServer:
         model_state_dict: Mapping[str, Tensor] | None,
         folder: RunFolder | None,
         outer_optimizer_factory: OptimizerFactory | None,
+        event_sink: EventSink | None,
     ) -> ParameterService:
         """Of a new run, or going on with the one that lies in save_dir or where `resume` says."""
         found = find_run(self.config, folder)
@@ -108,6 +113,7 @@ class DiLoCoServer:
             run_id=begun,
             folder=folder,
             on_stop=self._stop_soon,
+            event_sink=event_sink,
         )
         if found is not None:
             service.restore(found)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config import ServerConfig
 from ..coordination.server.commits import Commits
 from ..coordination.server.coordinator import Coordinator
-from ..coordination.server.effects import DropUpload, Event, StopServer, is_news
+from ..coordination.server.effects import DropUpload, StopServer, is_news
 from ..durable.run_folder import RunFolder
 from ..errors import (
     BadRequest,
@@ -33,7 +33,24 @@ from ..errors import (
     StaleRound,
     Superseded,
 )
-from ..observe import EventLog
+from ..events import (
+    ContributionLeftOut,
+    ContributionRefused,
+    ControlReceived,
+    DiskFails,
+    DiskWorks,
+    Event,
+    EventSink,
+    MessageRefused,
+    ScreenForgotten,
+    ServerStarted,
+    ServerStopped,
+    TooFewTrained,
+    WorkerDied,
+    WorkerKicked,
+    WorkerQuarantined,
+)
+from ..observe import EventLog, FanOut
 from ..types import (
     Answer,
     Commit,
@@ -70,7 +87,10 @@ log = logging.getLogger(__name__)
 LONGEST_POLL_S = 20.0
 LONGEST_NAP_S = 1.0  # of the health thread
 NOTE_PATIENCE_S = 5.0  # how long an answer waits for its record
-LOUD = ("death", "refused", "kick", "left_out", "too_few", "quarantine", "screen_forgotten")  # events that are warnings
+LOUD = (  # events that are warnings
+    *(ContributionLeftOut, ContributionRefused, ScreenForgotten, TooFewTrained),
+    *(WorkerDied, WorkerKicked, WorkerQuarantined),
+)
 
 
 class HealthMonitor:
@@ -128,6 +148,7 @@ class ParameterService:
         folder: RunFolder | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_stop: Callable[[], None] = lambda: None,
+        event_sink: EventSink | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
@@ -150,7 +171,8 @@ class ParameterService:
         self.started_at = clock()
         self.bytes_sent = 0
         self._on_stop = on_stop
-        self.events = EventLog(config.event_log)
+        self._event_log = EventLog(config.event_log)
+        self.events = FanOut(self._event_log, event_sink)
         self.writer = RunWriter(self.run, self.events, folder)
         lock = threading.RLock()  # guards the coordinator and everything below
         self.changed = threading.Condition(lock)
@@ -194,7 +216,7 @@ class ParameterService:
 
     def start(self) -> None:
         coordinator = self.coordinator
-        self.events.write("server", run_id=coordinator.run_id, round=coordinator.sync_round, resumed=self.resumed)
+        self.events(ServerStarted(coordinator.run_id, coordinator.sync_round, self.resumed))
         if self.writer.folder is not None:  # say which run lies here, before anybody is listened to
             self.writer.folder.note(coordinator.run_id, began=self._commits.base is not None)
         self._rounds.start()
@@ -219,8 +241,8 @@ class ParameterService:
         if not self.failure and not self._commits.is_saved:
             self._commits.save("the server stops")
             self._rounds.catch_up()
-        self.events.write("stop", round=self.coordinator.sync_round)
-        self.events.close()
+        self.events(ServerStopped(self.coordinator.sync_round))
+        self._event_log.close()
         self.writer.close()
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -260,7 +282,7 @@ class ParameterService:
                 case Poll():
                     return self._poll(request)
                 case Control():
-                    self.events.write("control", command=request.kind, worker=request.worker_id, reason=request.reason)
+                    self.events(ControlReceived(request.kind, request.worker_id, request.reason))
                     if request.kind == "save":
                         return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
                     return self._decide(request)
@@ -274,9 +296,7 @@ class ParameterService:
         """For the event log; what is part of a healthy run's life is left out."""
         if not isinstance(refusal, Busy | StaleRound | Superseded):
             who = getattr(request, "worker_id", None)
-            self.events.write(
-                "refused", request=type(request).__name__, worker=who, code=refusal.code, why=str(refusal)
-            )
+            self.events(MessageRefused(type(request).__name__, who, refusal.code, str(refusal)))
 
     def put_part(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
         self._check_health()
@@ -403,10 +423,10 @@ class ParameterService:
                     log.info("stopping: %s", effect.reason)
                     self._on_stop()
                 case Event():
-                    level = logging.WARNING if effect.kind in LOUD else logging.INFO
+                    level = logging.WARNING if isinstance(effect, LOUD) else logging.INFO
                     log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
-                    if effect.kind != "refused":  # it is written where the answer is given
-                        self.events.write(effect.kind, **effect.facts)
+                    if not isinstance(effect, ContributionRefused):  # told of where the answer is given
+                        self.events(effect)
                 case _:  # the rounds thread carries it out
                     pass
         self._rounds.work.notify()
@@ -477,10 +497,10 @@ class ParameterService:
                 why += "rounds wait until it can"
                 if why != self.trouble:
                     log.error("%s (%s)", why, error)
-                    self.events.write("disk_fails", why=str(error))
+                    self.events(DiskFails(str(error)))
             elif self.trouble:
                 log.info("the server can write to %s again", self.config.save_dir)
-                self.events.write("disk_works")
+                self.events(DiskWorks())
             self.trouble = why
 
     def _fail(self, reason: str) -> None:

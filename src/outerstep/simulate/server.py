@@ -23,13 +23,14 @@ from ..coordination.server.commits import (
     WriteRecord,
 )
 from ..coordination.server.coordinator import Coordinator
-from ..coordination.server.effects import Accumulate, DropUpload, Event
+from ..coordination.server.effects import Accumulate, DropUpload
 from ..coordination.server.plan import settle
 from ..coordination.server.rounds import Fragment
 from ..coordination.server.uploads import Upload
 from ..digest import data_hash, part_hash, payload_hash
 from ..durable.journal import Journal
 from ..errors import Busy, HashMismatch, ModelError, Refused, Superseded
+from ..events import Event
 from ..types import (
     Agreement,
     Answer,

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from outerstep.coordination.server.coordinator import Coordinator
-from outerstep.coordination.server.effects import Accumulate, CloseRound, DropUpload, Effect, Event
+from outerstep.coordination.server.effects import Accumulate, CloseRound, DropUpload, Effect
 from outerstep.coordination.server.plan import settle
 from outerstep.coordination.server.rounds import Fragment, RoundRules
 from outerstep.coordination.server.uploads import Upload
 from outerstep.digest import part_count, part_hash, payload_hash
+from outerstep.events import Event
 from outerstep.types import (
     PROTOCOL_VERSION,
     Agreement,

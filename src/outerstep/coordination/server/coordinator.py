@@ -22,6 +22,28 @@ from typing import Any, Literal
 import msgspec
 
 from ...errors import Absurd, BadRequest, Closing, Conflict, MissingParts, Refused, UnknownWorker
+from ...events import (
+    BudgetSpent,
+    ContributionLeftOut,
+    ContributionRefused,
+    ContributionsNotChosen,
+    DrainOrdered,
+    Event,
+    OffenceNoted,
+    PlanChanged,
+    RunStarted,
+    ScreenForgotten,
+    SyncOrdered,
+    TooFewTrained,
+    UploadDropped,
+    VersionPublished,
+    WorkerDied,
+    WorkerJoined,
+    WorkerKicked,
+    WorkerLeft,
+    WorkerPardoned,
+    WorkerQuarantined,
+)
 from ...screens import LEAST_CONTRIBUTORS, NormScreen, Size
 from ...types import (
     Agreement,
@@ -62,33 +84,7 @@ from .admission import (
     check_sections,
 )
 from .budget import TokenBudget
-from .effects import (
-    Accumulate,
-    BudgetSpent,
-    CloseRound,
-    ContributionLeftOut,
-    ContributionRefused,
-    ContributionsNotChosen,
-    DrainOrdered,
-    DropUpload,
-    Effect,
-    Event,
-    OffenceNoted,
-    PlanChanged,
-    RunStarted,
-    ScreenForgotten,
-    StopServer,
-    SyncOrdered,
-    TooFewTrained,
-    UploadDropped,
-    VersionPublished,
-    WorkerDied,
-    WorkerJoined,
-    WorkerKicked,
-    WorkerLeft,
-    WorkerPardoned,
-    WorkerQuarantined,
-)
+from .effects import Accumulate, CloseRound, DropUpload, Effect, StopServer
 from .membership import OFFENCE_KINDS, Accepted, Conduct, KnownWorker, Membership
 from .pacing import local_steps
 from .plan import Settled, changed, check_manifest, check_wishes

@@ -21,8 +21,9 @@ from outerstep.coordination.server.commits import (
     newest_first,
     superseded,
 )
-from outerstep.coordination.server.effects import Accumulate, CloseRound, PlanChanged
+from outerstep.coordination.server.effects import Accumulate, CloseRound
 from outerstep.errors import Refused
+from outerstep.events import PlanChanged
 from outerstep.types import Control, Heartbeat, JoinAnswer, Leave, Wishes
 from unit.coordination.builders import Desk, make_agreement, make_join, make_offer
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from outerstep.coordination.server.effects import Accumulate, CloseRound, Event, RunStarted, WorkerJoined, is_news
+from outerstep.coordination.server.effects import Accumulate, CloseRound, is_news
 from outerstep.errors import (
     BadRequest,
     Fenced,
@@ -17,6 +17,7 @@ from outerstep.errors import (
     TooLarge,
     UnknownWorker,
 )
+from outerstep.events import Event, RunStarted, WorkerJoined
 from outerstep.types import PROTOCOL_VERSION, Participant, Wishes
 from unit.coordination.builders import (
     MANIFEST,

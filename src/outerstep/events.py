@@ -1,0 +1,309 @@
+"""What happens in a run, one type per kind of event, for people and programs to look at.
+
+    def notice(event: Event) -> None:
+        if isinstance(event, WorkerDied):
+            page(f"{event.worker} has been silent for {event.silent_s:.0f} s")
+
+    DiLoCoServer(…, event_sink=notice)          # or DiLoCoWorker(…, event_sink=notice)
+
+Servers, peers and workers tell an `EventSink` what happens to them: any callable that takes an event. Those in observe/
+write a file, or remember the newest events. `kind` and `facts` are the line of an event in the event log
+(docs/reference/status-and-events.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
+
+from .types import Agreement
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something an operator would want to know. `kind` names it in the log."""
+
+    kind: ClassVar[str]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+class EventSink(Protocol):
+    """Takes events, from any thread, sometimes with a lock of the sender's held: it returns soon, and does not wait for
+    the sender. What it raises is logged, and stops nobody."""
+
+    def __call__(self, event: Event, /) -> None: ...
+
+
+# --- members ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerJoined(Event):
+    kind = "join"
+    worker: str
+    host: str
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class WorkerLeft(Event):
+    kind = "leave"
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkerDied(Event):
+    kind = "death"
+    worker: str
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class WorkerKicked(Event):
+    kind = "kick"
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class OffenceNoted(Event):
+    kind = "offence"
+    worker: str
+    code: str
+    count: int
+
+
+@dataclass(frozen=True)
+class WorkerQuarantined(Event):
+    kind = "quarantine"
+    worker: str
+    seconds: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkerPardoned(Event):
+    kind = "pardon"
+    worker: str
+    offences: int
+    reason: str
+
+
+# --- contributions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UploadDropped(Event):
+    kind = "upload_dropped"
+    worker: str
+    fragment: int
+
+
+@dataclass(frozen=True)
+class ContributionLeftOut(Event):
+    """`why`, or its norm and steps and how many times as large as usual it is."""
+
+    kind = "left_out"
+    worker: str
+    fragment: int
+    version: int
+    found: Mapping[str, Any]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"worker": self.worker, "fragment": self.fragment, "version": self.version, **self.found}
+
+
+@dataclass(frozen=True)
+class ContributionsNotChosen(Event):
+    kind = "not_chosen"
+    fragment: int
+    version: int
+    workers: list[str]
+    aggregation: str
+
+
+@dataclass(frozen=True)
+class ScreenForgotten(Event):
+    kind = "screen_forgotten"
+    fragment: int
+    why: str
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Refusal(Event):
+    """Strangers can cause these, and many of them: a sink may have to count instead of keeping each."""
+
+    kind = "refused"
+
+
+@dataclass(frozen=True)
+class ContributionRefused(Refusal):
+    """Its content cannot be used."""
+
+    worker: str
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class MessageRefused(Refusal):
+    """By the service: what a worker asks for cannot be."""
+
+    request: str
+    worker: str | None
+    code: str
+    why: str
+
+
+@dataclass(frozen=True)
+class RequestRefused(Refusal):
+    """At the port: no valid token, no such path, no message."""
+
+    code: str
+    peer: str
+    path: str
+    request_id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class RefusalsSuppressed(Refusal):
+    """So many more, within a minute."""
+
+    code: str = field(default="suppressed", init=False)
+    count: int = field(kw_only=True)
+
+
+# --- rounds and the run -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerStarted(Event):
+    kind = "server"
+    run_id: str
+    round: int
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    kind = "start"
+    workers: list[str]
+
+
+@dataclass(frozen=True)
+class TooFewTrained(Event):
+    kind = "too_few"
+    fragment: int
+    version: int
+    trained: int
+    needed: int
+    aggregation: str
+
+
+@dataclass(frozen=True)
+class VersionPublished(Event):
+    kind = "round"
+    agreement: Agreement
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        taken, watched = self.agreement.participants, self.agreement.watched
+        norms = {} if watched is None else {"norms": [float(f"{p.norm or 0.0:.6g}") for p in taken], **watched.known}
+        return {
+            "fragment": self.agreement.fragment,
+            "version": self.agreement.version,
+            "workers": [p.worker_id for p in taken],
+            "sequences": [p.sequence for p in taken],
+            "staleness": [p.staleness for p in taken],
+            **norms,
+        }
+
+
+@dataclass(frozen=True)
+class PlanChanged(Event):
+    kind = "plan"
+    revision: int
+    stated: Mapping[str, Any]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"revision": self.revision, **self.stated}
+
+
+@dataclass(frozen=True)
+class BudgetSpent(Event):
+    kind = "budget_spent"
+    tokens: int
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class WorkersOrdered(Event):
+    workers: list[str]
+    reason: str
+
+
+@dataclass(frozen=True)
+class DrainOrdered(WorkersOrdered):
+    kind = "drain"
+
+
+@dataclass(frozen=True)
+class SyncOrdered(WorkersOrdered):
+    kind = "sync"
+
+
+@dataclass(frozen=True)
+class ControlReceived(Event):
+    """From an operator."""
+
+    kind = "control"
+    command: str
+    worker: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class ServerStopped(Event):
+    kind = "stop"
+    round: int
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateSaved(Event):
+    kind = "save"
+    reason: str
+    round: int
+    path: str
+
+
+@dataclass(frozen=True)
+class SaveFailed(Event):
+    kind = "save_failed"
+    reason: str
+    why: str
+
+
+@dataclass(frozen=True)
+class DiskFails(Event):
+    """Rounds wait until it works again."""
+
+    kind = "disk_fails"
+    why: str
+
+
+@dataclass(frozen=True)
+class DiskWorks(Event):
+    kind = "disk_works"
