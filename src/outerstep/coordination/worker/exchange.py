@@ -220,9 +220,15 @@ class Outbox:
                 after = max(after, sending.counted_in - 1)
         return after
 
-    def forgotten(self, last_sequence: int) -> bool:
-        """The server said "accepted" and no longer knows: it was restarted. Then they are sent again."""
-        lost = [s for s in self._all if s.counted_in and s.offer.sequence > last_sequence]
+    def forgotten(self, last_sequence: int, incarnation: int) -> bool:
+        """The server said "accepted" and no longer knows: it was restarted. Then they are sent again. A server that
+        knows us by another number than the one it accepted them under may have taken these sequences from another start
+        of this worker; so it is asked again too."""
+        lost = [
+            s
+            for s in self._all
+            if s.counted_in and (s.offer.sequence > last_sequence or s.offer.incarnation != incarnation)
+        ]
         for sending in lost:
             sending.ask_again()
         return bool(lost)
@@ -654,7 +660,7 @@ class Exchange:
         self._go_on()
 
     def _polled(self, answer: PollAnswer, now: float) -> None:
-        if self.outbox.forgotten(answer.last_sequence):
+        if self.outbox.forgotten(answer.last_sequence, self._session.joined.incarnation):
             self._go_on()
         elif self.outbox.claim_forgotten(answer.last_sequence):
             self._newer_than = -1  # there is nothing to send again: whatever is newest will do

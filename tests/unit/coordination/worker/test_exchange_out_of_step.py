@@ -182,6 +182,18 @@ class TestAServerThatWentBack:
         assert talk.exchange.outcome is not None
         assert not talk.exchange.outcome.counted
 
+    def test_one_that_was_accepted_under_another_number_is_asked_for_again(self) -> None:
+        """Another exchange of ours has joined again. The sequence that the server knows may be another start's."""
+        talk = Talk().brought_to(Step.POLL)
+        talk.session.answer = joined(incarnation=1000)
+        talk.say(agreed(4, last_sequence=1))
+        assert talk.say(OfferAnswer(state="accepted", version=4)) == make_offer("a", incarnation=1000)
+        assert isinstance(talk.say(Conflict("other bytes")), Commit)
+        talk.say(agreed(4, last_sequence=1))
+        talk.hand_over(make_agreement(4))
+        assert talk.exchange.outcome is not None
+        assert not talk.exchange.outcome.counted
+
     def test_one_of_our_own_is_confirmed(self) -> None:
         talk = Talk()
         talk.say(UnknownWorker("who?"), joined(incarnation=1000))
