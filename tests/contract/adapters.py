@@ -459,6 +459,7 @@ class Gossip(Adapter):
 
 class Pairs(Gossip):
     name, run, has_one_anchor = "pairs", PairsRun, False
+    unproven: ClassVar = {}
     cannot: ClassVar = {
         **Gossip.cannot,
         "misses a round": "there are no rounds of all: a peer whose partner does not come steps alone",

@@ -15,7 +15,7 @@ from outerstep.server import DiLoCoServer
 from outerstep.topology.encode import Sender, encode_frame, write_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.memory import Memory
-from outerstep.topology.payload import Payload
+from outerstep.topology.payload import OutgoingFrame
 from outerstep.topology.update import UpdateChain, WholeAnchor, anchor_hash, read_update
 from outerstep.types import Plan
 from outerstep.worker import DiLoCoWorker
@@ -142,7 +142,7 @@ class Pair:
 
     def frame(self, i: int, sequence: int) -> bytes:
         replica, feedback = self.replicas[i], self.feedbacks[i]
-        payload = Payload(self.form.up, 1 << 20, pinned=i == 1, memory=Memory())
+        payload = OutgoingFrame(self.form.up, 1 << 20, pinned=i == 1, memory=Memory())
         feedback.begin(0, sequence)
         write_frame(
             payload,

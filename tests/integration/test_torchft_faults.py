@@ -23,7 +23,7 @@ from outerstep import DiLoCoWorker
 from outerstep.errors import AnchorsDiffer, ConfigError, OuterstepError, PlanMismatch
 from outerstep.topology.torchft.process_groups import Lines
 from outerstep.topology.torchft.quorum import Crew
-from outerstep.topology.torchft.rounds import Made, Outcome, Rounds
+from outerstep.topology.torchft.rounds import RoundOutcome, Rounds, VotedRound
 from outerstep.topology.update import MeanStep, anchor_hash
 from support import Ledger, count, in_threads, tiny_model, train_steps
 
@@ -76,7 +76,7 @@ class Accounts:
         self._rounds: dict[int, dict[str, int]] = {}  # by version
         agree = Rounds._agree
 
-        def noted(rounds: Rounds, brought: Any, made: Made) -> Outcome:
+        def noted(rounds: Rounds, brought: Any, made: VotedRound) -> RoundOutcome:
             if made.active:
                 seen = {offer.worker_id: offer.steps for offer in made.active}
                 assert self._rounds.setdefault(rounds.snapshot.versions[0], seen) == seen
@@ -176,7 +176,7 @@ def crooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     agree = Rounds._agree
 
-    def noted(rounds: Rounds, brought: Any, made: Made) -> Outcome:
+    def noted(rounds: Rounds, brought: Any, made: VotedRound) -> RoundOutcome:
         outcome = agree(rounds, brought, made)
         for one in outcome.updates.values():
             if isinstance(one, MeanStep):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .payload import Payload
+from .payload import OutgoingFrame
 
 SLOTS = 2  # one block is encoded, or hashed, while another travels
 
@@ -34,7 +34,7 @@ class Ferry:
     """Blocks on a GPU: encoded there, then copied into the payload by a stream of its own, while the training's stream
     goes on with the next. A thread waits for each to arrive, and hashes it."""
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, payload: OutgoingFrame) -> None:
         self._payload = payload
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._slots: dict[torch.device, list[Slot]] = {}

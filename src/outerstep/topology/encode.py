@@ -19,14 +19,14 @@ from ..wire.frames import Entry, Layout
 from .device import Ferry
 from .forms import Form
 from .memory import Memory
-from .payload import Payload
+from .payload import OutgoingFrame
 from .protocol import Deltas
 from .update import cuts
 
 CPU = torch.device("cpu")
 
 
-class Plain:
+class ReadyDeltas:
     """Deltas that lie ready, by name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -46,7 +46,7 @@ class Plain:
 
 
 def as_deltas(deltas: Deltas | Mapping[str, Tensor]) -> Deltas:
-    return Plain(deltas) if isinstance(deltas, Mapping) else deltas
+    return ReadyDeltas(deltas) if isinstance(deltas, Mapping) else deltas
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def sender_to_peers(
     )
 
 
-def write_frame(payload: Payload, layout: Layout, sender: Sender) -> None:
+def write_frame(payload: OutgoingFrame, layout: Layout, sender: Sender) -> None:
     """Fill the payload, from front to back; what is encoded on a GPU arrives later, while training goes on. A block
     holds whole blocks of every codec, so that the bytes of one follow those of the other."""
     devices = {entry.name: sender.deltas.device(entry.name) for entry in layout.entries}
@@ -166,7 +166,7 @@ def write_frame(payload: Payload, layout: Layout, sender: Sender) -> None:
 
 @dataclass
 class OnDevice:
-    """A frame that a GPU has written at that event; what a Payload is where nothing leaves the GPU."""
+    """A frame that a GPU has written at that event; what a OutgoingFrame is where nothing leaves the GPU."""
 
     data: Tensor
     encoded: torch.cuda.Event
@@ -189,7 +189,7 @@ def write_on_device(layout: Layout, sender: Sender, device: torch.device) -> OnD
     return OnDevice(frame, torch.cuda.current_stream(device).record_event())
 
 
-Encoded = Payload | OnDevice
+Encoded = OutgoingFrame | OnDevice
 
 
 class Place(Protocol):
@@ -204,14 +204,14 @@ def write_at(place: Place, layout: Layout, sender: Sender) -> Encoded:
     """The frame, there or on its way there."""
     if place.device.type != "cpu":
         return write_on_device(layout, sender, place.device)
-    payload = Payload(layout, layout.size_bytes, memory=place.memory, pinned=place.pinned, hashed=False)
+    payload = OutgoingFrame(layout, layout.size_bytes, memory=place.memory, pinned=place.pinned, hashed=False)
     write_frame(payload, layout, sender)
     return payload
 
 
 def encode_frame(tensors: Mapping[str, Tensor], layout: Layout, codecs: Mapping[str, Codec]) -> memoryview:
     """The frame of these tensors, in host memory, all at once."""
-    payload = Payload(layout, layout.size_bytes, memory=Memory())
+    payload = OutgoingFrame(layout, layout.size_bytes, memory=Memory())
     rules = {name: CodecRule(codec) for name, codec in codecs.items()}
-    write_frame(payload, layout, Sender(0, Plain(tensors), rules, ErrorFeedback(), lambda _: Dither(0), {}))
+    write_frame(payload, layout, Sender(0, ReadyDeltas(tensors), rules, ErrorFeedback(), lambda _: Dither(0), {}))
     return payload.read(0)

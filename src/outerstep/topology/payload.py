@@ -22,7 +22,7 @@ class Listener(Protocol):
         """The rest will never be written."""
 
 
-class Payload:
+class OutgoingFrame:
     """A frame that is written from front to back. Who listens hears of every part when it is complete, and of its hash,
     which is computed while the bytes are in the cache.
 

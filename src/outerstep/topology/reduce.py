@@ -38,7 +38,7 @@ from .update import cuts
 RUN_BYTES = 16 << 20  # of a contribution, from each rank at a time
 
 
-class Carrier(Protocol):
+class ByteCarrier(Protocol):
     """What bytes travel by (allreduce/peers.py)."""
 
     device: torch.device
@@ -63,7 +63,7 @@ class Circle(Protocol):
 
 
 @dataclass
-class Mean:
+class ReducedMean:
     """What was agreed on: the mean's frame, on the links' device. `bytes_*`: what it took. `norm` is the mean's,
     `norms` are those of the ranks' contributions."""
 
@@ -78,7 +78,7 @@ class Reducer:
     """One fragment's. Keeps what the mean's codec left out of this rank's slice, where the recipe wants feedback."""
 
     def __init__(
-        self, fragment: int, form: Form, down_rules: Mapping[str, CodecRule], links: Carrier, peers: Circle
+        self, fragment: int, form: Form, down_rules: Mapping[str, CodecRule], links: ByteCarrier, peers: Circle
     ) -> None:
         self.fragment, self.form = fragment, form
         self._down = down_rules
@@ -93,7 +93,7 @@ class Reducer:
 
     def reduce(
         self, frame: Tensor, weights: Sequence[float], dither: Callable[[str], Dither], squares: float = 0.0
-    ) -> Mean:
+    ) -> ReducedMean:
         """`frame`: this rank's contribution, on the links' device; `squares`: Σ Δ² of it. `weights`: of all, in the
         order of the ranks."""
         links, rank = self._links, self._peers.rank
@@ -117,7 +117,7 @@ class Reducer:
         if links.device.type == "cuda":
             torch.cuda.current_stream(links.device).synchronize()
         of_mean, of_each = sums.cpu().unbind(1)
-        return Mean(
+        return ReducedMean(
             mean,
             links.bytes_sent - sent,
             links.bytes_received - received,
@@ -187,7 +187,7 @@ class Reducer:
                 g.mul_(weight)
 
     def _encode(
-        self, piece: Piece, start: int, stop: int, g: Tensor, out: Tensor, dither: Callable[[str], Dither]
+        self, piece: ValueRange, start: int, stop: int, g: Tensor, out: Tensor, dither: Callable[[str], Dither]
     ) -> None:
         """The mean, and what is owed of earlier ones."""
         name, rule = piece.name, self._down[piece.name]
@@ -236,7 +236,7 @@ def runs_of(form: Form, size: int) -> int:
     return max(math.ceil(form.up.size_bytes / size / RUN_BYTES), 1)
 
 
-def _extents(pieces: Iterable[Piece]) -> tuple[dict[str, int], dict[str, int]]:
+def _extents(pieces: Iterable[ValueRange]) -> tuple[dict[str, int], dict[str, int]]:
     """Where what is held of each tensor begins and ends; the pieces come in order."""
     starts: dict[str, int] = {}
     stops: dict[str, int] = {}
@@ -246,7 +246,7 @@ def _extents(pieces: Iterable[Piece]) -> tuple[dict[str, int], dict[str, int]]:
     return starts, stops
 
 
-def _blocks(piece: Piece, device: torch.device) -> list[tuple[int, int]]:
+def _blocks(piece: ValueRange, device: torch.device) -> list[tuple[int, int]]:
     return [(piece.start + a, piece.start + b) for a, b in cuts(piece.stop - piece.start, device)]
 
 
@@ -266,7 +266,7 @@ def _sum_of_squares(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ValueRange:
     """Values [start, stop) of a tensor."""
 
     name: str
@@ -278,7 +278,7 @@ class Piece:
 class Slice:
     """One rank's: bytes [begin, end) of a contribution's frame (`up`) and of the mean's (`down`)."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ValueRange, ...]
     up: tuple[int, int]
     down: tuple[int, int]
 
@@ -319,14 +319,24 @@ def _offset(layout: Layout, codecs: Mapping[str, Codec], cut: Cut) -> int:
     return layout.data_begin + entry.begin + codecs[entry.name].encoded_bytes(value)
 
 
-def _pieces(layout: Layout, begin: Cut, end: Cut) -> tuple[Piece, ...]:
+def _pieces(layout: Layout, begin: Cut, end: Cut) -> tuple[ValueRange, ...]:
     found = []
     for number, entry in enumerate(layout.entries):
         start = begin[1] if number == begin[0] else 0
         stop = end[1] if number == end[0] else math.prod(entry.shape)
         if begin[0] <= number <= end[0] and start < stop:
-            found.append(Piece(entry.name, start, stop))
+            found.append(ValueRange(entry.name, start, stop))
     return tuple(found)
 
 
-__all__ = ["Carrier", "Circle", "Mean", "Piece", "Reducer", "Slice", "down_rules", "runs_of", "slices_of"]
+__all__ = [
+    "ByteCarrier",
+    "Circle",
+    "ReducedMean",
+    "Reducer",
+    "Slice",
+    "ValueRange",
+    "down_rules",
+    "runs_of",
+    "slices_of",
+]

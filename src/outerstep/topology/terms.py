@@ -133,7 +133,7 @@ def _differences(first: Rank, other: Rank) -> list[tuple[str, object, object]]:
     return [(what, ours[what], theirs[what]) for what in ours if ours[what] != theirs.get(what)]
 
 
-class Header(msgspec.Struct, frozen=True):
+class ExchangeHeader(msgspec.Struct, frozen=True):
     """What a rank is about to exchange. `last`: it is at the end of its training."""
 
     fragment: int
@@ -144,7 +144,7 @@ class Header(msgspec.Struct, frozen=True):
     last: bool
 
 
-def check_headers(headers: Sequence[Header]) -> None:
+def check_headers(headers: Sequence[ExchangeHeader]) -> None:
     """Is everybody about to exchange the same?"""
     for rank, other in enumerate(headers):
         if _subject(other) != _subject(headers[0]):
@@ -155,18 +155,18 @@ def check_headers(headers: Sequence[Header]) -> None:
             )
 
 
-def _subject(header: Header) -> tuple[object, ...]:
+def _subject(header: ExchangeHeader) -> tuple[object, ...]:
     """What must be the same on all ranks. (At the end a rank may have skipped steps, whose gradients overflowed.)"""
     return header.fragment, header.base_version, header.last, None if header.last else header.steps
 
 
-def _shown(header: Header) -> str:
+def _shown(header: ExchangeHeader) -> str:
     end = " at the end of its training" if header.last else ""
     return f"fragment {header.fragment} after {header.steps} steps on version {header.base_version}{end}"
 
 
 __all__ = [
-    "Header",
+    "ExchangeHeader",
     "Rank",
     "check_headers",
     "check_loaded",

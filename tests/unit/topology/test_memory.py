@@ -10,9 +10,9 @@ import torch
 from outerstep.core.codecs import BF16, Dither
 from outerstep.core.codecs.recipe import CodecRule
 from outerstep.core.feedback import ErrorFeedback
-from outerstep.topology.encode import Plain, Sender, write_frame
+from outerstep.topology.encode import ReadyDeltas, Sender, write_frame
 from outerstep.topology.memory import SMALL_BYTES, Memory
-from outerstep.topology.payload import Payload
+from outerstep.topology.payload import OutgoingFrame
 from outerstep.wire.frames import layout
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is kept")
@@ -80,9 +80,9 @@ def test_a_payload_that_is_still_read_keeps_its_memory() -> None:
     memory, values = Memory(keep=1), torch.randn(LARGE)
     up = layout("bf16", [("w", (LARGE,), BF16.encoded_bytes(LARGE))])
 
-    def make() -> Payload:
-        payload = Payload(up, 1 << 20, memory=memory)
-        sender = Sender(0, Plain({"w": values}), {"w": CodecRule(BF16)}, ErrorFeedback(), lambda _: Dither(0), {})
+    def make() -> OutgoingFrame:
+        payload = OutgoingFrame(up, 1 << 20, memory=memory)
+        sender = Sender(0, ReadyDeltas({"w": values}), {"w": CodecRule(BF16)}, ErrorFeedback(), lambda _: Dither(0), {})
         write_frame(payload, up, sender)
         return payload
 

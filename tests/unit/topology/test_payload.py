@@ -18,9 +18,9 @@ from outerstep.core.feedback import ErrorFeedback
 from outerstep.digest import part_count, part_hash, part_range
 from outerstep.topology import device as device_module
 from outerstep.topology.device import SLOTS
-from outerstep.topology.encode import Excerpt, Plain, Sender, write_frame
+from outerstep.topology.encode import Excerpt, ReadyDeltas, Sender, write_frame
 from outerstep.topology.memory import Memory
-from outerstep.topology.payload import Payload
+from outerstep.topology.payload import OutgoingFrame
 from outerstep.wire.frames import Layout, check_frame, layout
 
 TENSORS = {"c": torch.randn(300_001), "a": torch.randn(3, 100), "none": torch.empty(0, 2), "b": torch.randn(7)}
@@ -43,14 +43,16 @@ def make(codec: str = "bf16", tensors: dict[str, Tensor] = TENSORS) -> tuple[Lay
     up = layout(codec, [(n, tuple(t.shape), rule.codec.encoded_bytes(t.numel())) for n, t in tensors.items()])
     feedback = ErrorFeedback()
     feedback.begin(0, 1)
-    return up, Sender(0, Plain(tensors), dict.fromkeys(tensors, rule), feedback, lambda n: Dither.of("r", 0, 1, n), {})
+    return up, Sender(
+        0, ReadyDeltas(tensors), dict.fromkeys(tensors, rule), feedback, lambda n: Dither.of("r", 0, 1, n), {}
+    )
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "sparse64"])
 @pytest.mark.parametrize("part_size_bytes", [64, 4096, 1 << 24])
 def test_all_parts_are_told_in_order_with_their_hashes(codec: str, part_size_bytes: int) -> None:
     up, sender = make(codec)
-    payload, ear = Payload(up, part_size_bytes, first_part=5, memory=Memory()), Ear()
+    payload, ear = OutgoingFrame(up, part_size_bytes, first_part=5, memory=Memory()), Ear()
     payload.listen(ear)
     write_frame(payload, up, sender)
     payload.wait()
@@ -65,7 +67,7 @@ def test_all_parts_are_told_in_order_with_their_hashes(codec: str, part_size_byt
 
 def test_who_comes_later_hears_of_the_past_and_who_was_there_no_more() -> None:
     up, sender = make()
-    payload, first, second = Payload(up, 64, memory=Memory()), Ear(), Ear()
+    payload, first, second = OutgoingFrame(up, 64, memory=Memory()), Ear(), Ear()
     payload.listen(first)
     payload.written(100)
     payload.listen(second)
@@ -75,7 +77,7 @@ def test_who_comes_later_hears_of_the_past_and_who_was_there_no_more() -> None:
 
 
 def test_nothing_to_send_is_complete_and_knows_what_it_is_told_of_others() -> None:
-    payload, ear = Payload(None, 64, memory=Memory()), Ear()
+    payload, ear = OutgoingFrame(None, 64, memory=Memory()), Ear()
     payload.tell(3, "0" * 16)
     payload.listen(ear)
     assert ear.heard == [(3, "0" * 16)]
@@ -85,16 +87,16 @@ def test_rows_are_encoded_as_if_the_whole_tensor_were() -> None:
     """With random rounding too: its numbers go by the place in the whole tensor."""
     whole = {"w": torch.randn(40, 25)}
     up, sender = make("bf16+stochastic", whole)
-    payload = Payload(up, 1 << 20, memory=Memory())
+    payload = OutgoingFrame(up, 1 << 20, memory=Memory())
     write_frame(payload, up, sender)
     for held in (whole["w"], whole["w"][15:35]):  # held whole, and only these rows
         rows, part = make("bf16+stochastic", {"w": whole["w"][15:35]})
         excerpt = Excerpt(whole=15 * 25, held=15 * 25 if len(held) == 40 else 0)
-        section = Payload(rows, 1 << 20, memory=Memory())
+        section = OutgoingFrame(rows, 1 << 20, memory=Memory())
         write_frame(
             section,
             rows,
-            Sender(0, Plain({"w": held}), part.rules, part.feedback, part.dither, {"w": excerpt}),
+            Sender(0, ReadyDeltas({"w": held}), part.rules, part.feedback, part.dither, {"w": excerpt}),
         )
         ours = section.data[rows.data_begin : rows.data_begin + 2 * 500]
         assert torch.equal(ours, payload.data[up.data_begin + 2 * 375 : up.data_begin + 2 * 875])
@@ -146,7 +148,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-class OnGpu(Plain):
+class OnGpu(ReadyDeltas):
     def __init__(self, tensors: dict[str, Tensor], gpu: Device, names: set[str]) -> None:
         super().__init__(tensors)
         self._gpu, self._names = gpu, names
@@ -158,7 +160,7 @@ class OnGpu(Plain):
 @pytest.mark.parametrize("names", [{"a", "b", "c"}, {"b"}])
 def test_what_is_encoded_on_a_gpu_is_the_same_frame(gpu: Device, names: set[str]) -> None:
     up, sender = make("int8")
-    expected, payload = Payload(up, 4096, memory=Memory()), Payload(up, 4096, memory=Memory())
+    expected, payload = OutgoingFrame(up, 4096, memory=Memory()), OutgoingFrame(up, 4096, memory=Memory())
     write_frame(expected, up, sender)
     deltas = OnGpu(TENSORS, gpu, names)
     write_frame(payload, up, Sender(0, deltas, sender.rules, sender.feedback, sender.dither, {}))
@@ -172,7 +174,7 @@ def test_what_is_encoded_on_a_gpu_is_the_same_frame(gpu: Device, names: set[str]
 
 def test_an_error_on_the_way_from_a_gpu_is_told(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     up, sender = make()
-    payload, ear = Payload(up, 4096, memory=Memory()), Ear()
+    payload, ear = OutgoingFrame(up, 4096, memory=Memory()), Ear()
     payload.listen(ear)
 
     def fail() -> None:
@@ -195,7 +197,9 @@ def test_an_encoder_that_fails_leaves_no_thread_behind(gpu: Device) -> None:
     deltas = OnGpu({name: t for name, t in TENSORS.items() if name != "b"}, gpu, {"a"})
     with pytest.raises(KeyError, match="b"):
         write_frame(
-            Payload(up, 4096, memory=Memory()), up, Sender(0, deltas, sender.rules, sender.feedback, sender.dither, {})
+            OutgoingFrame(up, 4096, memory=Memory()),
+            up,
+            Sender(0, deltas, sender.rules, sender.feedback, sender.dither, {}),
         )
     for thread in threading.enumerate():
         if thread.name == "outerstep-ferry":

@@ -21,7 +21,7 @@ from outerstep.topology.allreduce.peers import Peers
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.memory import Memory, Rooms
-from outerstep.topology.reduce import Mean, Reducer, slices_of
+from outerstep.topology.reduce import ReducedMean, Reducer, slices_of
 from outerstep.types import Manifest, ParameterSpec, Plan
 from support import in_threads
 
@@ -77,12 +77,12 @@ def reduce(ranks: list[Reducer], contributions: list[dict[str, Tensor]], weights
     return [mean.frame[ranks[0].form.update.data_begin :] for mean in means(ranks, contributions, weights)]
 
 
-def means(ranks: list[Reducer], contributions: list[dict[str, Tensor]], weights: list[float]) -> list[Mean]:
+def means(ranks: list[Reducer], contributions: list[dict[str, Tensor]], weights: list[float]) -> list[ReducedMean]:
     form = ranks[0].form
     codecs = {name: rule.codec for name, rule in form.rules.items()}
     frames = [torch.frombuffer(encode_frame(one, form.up, codecs), dtype=torch.uint8) for one in contributions]
 
-    def work(rank: int) -> Mean:
+    def work(rank: int) -> ReducedMean:
         squares = sum(float(tensor.double().square().sum()) for tensor in contributions[rank].values())
         return ranks[rank].reduce(frames[rank], weights, lambda name: Dither(0), squares)
 

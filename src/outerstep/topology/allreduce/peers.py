@@ -43,7 +43,7 @@ LEAST_TIMEOUT_S = 300.0  # of an operation: a dead rank shows by its pulse long 
 _names = itertools.count()  # of the workers of this process; all ranks make theirs in the same order
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True):
+class RankPulse(msgspec.Struct, frozen=True, array_like=True):
     """A pulse, and how its rank is: "failed" and "left" are for good, `words` say why."""
 
     count: int
@@ -62,9 +62,9 @@ class Peers:
         self._timeout_s = timeout_s
         self._silent_s = min(SILENT_S, max(timeout_s / 2, 2 * PULSE_S))  # who is dead is not called slow
         self._meetings: dict[str, int] = {}
-        self._seen: dict[int, tuple[Beat, float]] = {}  # of each rank the last beat, and when it was new
+        self._seen: dict[int, tuple[RankPulse, float]] = {}  # of each rank the last beat, and when it was new
         self._looked_at = 0.0
-        self._own = Beat(0)
+        self._own = RankPulse(0)
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._set_pulse(self._own)
@@ -134,7 +134,7 @@ class Peers:
             self._look()
         except PeerLost as gone:
             return gone
-        beat, _ = self._seen.get(rank, (Beat(0), 0.0))
+        beat, _ = self._seen.get(rank, (RankPulse(0), 0.0))
         if beat.state == "failed":
             return PeerLost(f"{self.labels[rank]} failed: {beat.words}")
         return PeerLost(f"{self.labels[rank]} has died: its connection broke in the middle of an exchange ({error})")
@@ -149,7 +149,7 @@ class Peers:
             raise self._no_store(error) from error
         self._looked_at = now = time.monotonic()
         for rank, data in zip(there, beats, strict=True):
-            beat = msgspec.msgpack.decode(bytes(data), type=Beat)
+            beat = msgspec.msgpack.decode(bytes(data), type=RankPulse)
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = beat, now
 
@@ -178,7 +178,7 @@ class Peers:
     def _end(self, state: Literal["failed", "left"], words: str) -> None:
         with self._lock:
             if self._own.state == "here":
-                self._own = Beat(self._own.count + 1, state, words[:1000])
+                self._own = RankPulse(self._own.count + 1, state, words[:1000])
                 self._over.set()
                 with contextlib.suppress(RuntimeError, OSError):  # the store is gone: they will see that, too
                     self._set_pulse(self._own)
@@ -193,13 +193,13 @@ class Peers:
             with self._lock:
                 if self._own.state != "here":
                     return
-                self._own = Beat(self._own.count + 1)
+                self._own = RankPulse(self._own.count + 1)
                 try:
                     self._set_pulse(self._own)
                 except (RuntimeError, OSError):
                     return  # the process is ending, or the store is gone: who meets there next will say so
 
-    def _set_pulse(self, beat: Beat) -> None:
+    def _set_pulse(self, beat: RankPulse) -> None:
         self._store.set(f"pulse/{self.rank}", msgspec.msgpack.encode(beat))  # type: ignore[arg-type]
 
     def _no_store(self, error: BaseException) -> PeerLost:
@@ -276,4 +276,4 @@ def peers_of_job(timeout_s: float) -> Peers:
     return Peers(store, dist.get_rank(), dist.get_world_size(), name=str(next(_names)), timeout_s=timeout_s)
 
 
-__all__ = ["Beat", "Links", "Peers", "make_links", "peers_of_job"]
+__all__ = ["Links", "Peers", "RankPulse", "make_links", "peers_of_job"]

@@ -36,8 +36,8 @@ from ..carrying import CarryingThread, step_aside
 from ..encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
 from ..forms import forms_of
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
-from ..reduce import Mean, Reducer, down_rules
-from ..terms import Header, Rank, check_headers, check_loaded, check_terms, draw_up, introduction
+from ..reduce import ReducedMean, Reducer, down_rules
+from ..terms import ExchangeHeader, Rank, check_headers, check_loaded, check_terms, draw_up, introduction
 from ..update import MeanStep, WholeAnchor, anchor_hash
 from .peers import Links, Peers, make_links, peers_of_job
 
@@ -69,7 +69,7 @@ class AllReduceTicket:
         self.sequence = sequence
         self.base_version = contribution.base_version
         self.stuck_after_s = stuck_after_s
-        self.mean: Mean | None = None
+        self.mean: ReducedMean | None = None
         self.weights: tuple[float, ...] = ()
         self.error: BaseException | None = None
         self.waiting_for = ""
@@ -236,9 +236,9 @@ class AllReduceTopology:
             ticket.waiting_for = ""
             ticket.done.set()
 
-    def _confer(self, contribution: Contribution, ticket: AllReduceTicket) -> list[Header]:
+    def _confer(self, contribution: Contribution, ticket: AllReduceTicket) -> list[ExchangeHeader]:
         """Is everybody about to exchange the same?"""
-        own = Header(
+        own = ExchangeHeader(
             fragment=contribution.fragment,
             base_version=contribution.base_version,
             steps=contribution.steps,
@@ -247,7 +247,7 @@ class AllReduceTopology:
             last=ticket.stuck_after_s is not None,
         )
         heard = self._peers.exchange("exchange", msgspec.msgpack.encode(own), stuck_after_s=ticket.stuck_after_s)
-        headers = [msgspec.msgpack.decode(one, type=Header) for one in heard]
+        headers = [msgspec.msgpack.decode(one, type=ExchangeHeader) for one in heard]
         check_headers(headers)
         return headers
 

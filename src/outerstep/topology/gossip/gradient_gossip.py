@@ -24,10 +24,10 @@ from ...defaults import JOIN_TIMEOUT_S
 from ...digest import data_hash
 from ...errors import ModelError, NotFinite, OutOfStep, PeerLost
 from ...types import Manifest, ParameterSpec, Wishes
-from ..encode import Plain, Sender, write_frame
+from ..encode import ReadyDeltas, Sender, write_frame
 from ..forms import Form, forms_of
 from ..memory import Memory
-from ..payload import Payload
+from ..payload import OutgoingFrame
 from .contents import Contents
 from .node import DecidedRound, Node, NodeSettings
 from .terms import GossipTerms, GossipWishes, check_joiner, found
@@ -181,14 +181,14 @@ class GradientGossip:
         self._feedback.begin(0, sequence)
         sender = Sender(
             fragment=0,
-            deltas=Plain(wanted),
+            deltas=ReadyDeltas(wanted),
             rules=form.rules,
             feedback=self._feedback,
             dither=lambda name: Dither.of(run_id, 0, sequence, f"{self.node_id}/{name}"),
             excerpts={},
         )
         pinned = any(tensor.is_cuda for tensor in wanted.values())
-        payload = Payload(form.up, form.up.size_bytes, memory=Memory(), pinned=pinned, hashed=False)
+        payload = OutgoingFrame(form.up, form.up.size_bytes, memory=Memory(), pinned=pinned, hashed=False)
         write_frame(payload, form.up, sender)
         payload.wait()
         return payload.data.numpy().data

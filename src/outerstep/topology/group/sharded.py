@@ -30,14 +30,14 @@ from ...errors import ExchangeFailed, ModelError, Superseded
 from ...types import Agreement, Join, JoinAnswer, Manifest, Offer, Plan, Wishes
 from ...wire.frames import Entry, Layout, rows_of, section_layout
 from ..encode import Excerpt
-from ..payload import Payload
+from ..payload import OutgoingFrame
 from ..protocol import Agreed, Contribution, Joined, Orders, Sight
 from ..server.exchange import ServerTicket
 from ..server.saved import unpack_offer
 from ..server.topology import ServerTopology
 from ..update import AnchorUpdate, Cutter, Extent, UpdateChain, WholeAnchor, covering, leads_on
 from .ranks import Ranks
-from .topology import Amount, Facts, GroupTopology, check_same_model, look_together, of_all
+from .topology import AgreedFacts, Amount, GroupTopology, check_same_model, look_together, of_all
 
 VERSIONS_TRIED = 8  # who is overtaken so often is too slow to ever catch up
 
@@ -58,7 +58,7 @@ class Entered(msgspec.Struct, frozen=True):
     answer: JoinAnswer
 
 
-class Settled(msgspec.Struct, frozen=True):
+class SettledExchange(msgspec.Struct, frozen=True):
     """What the exchange came to, as rank 0 knows it."""
 
     agreement: Agreement
@@ -69,7 +69,7 @@ class Settled(msgspec.Struct, frozen=True):
     steps_lost: int = 0
 
 
-class Seat(msgspec.Struct, frozen=True):
+class SectionHeld(msgspec.Struct, frozen=True):
     sections: int
     section: int
 
@@ -166,7 +166,7 @@ class ShardedTopology:
             self._inner.put_off(ticket.own)
         return ticket
 
-    def _unpack(self, fragment: int, packed: Mapping[str, Any]) -> tuple[Offer, Payload]:
+    def _unpack(self, fragment: int, packed: Mapping[str, Any]) -> tuple[Offer, OutgoingFrame]:
         offer = unpack_offer(packed, self._inner.session.head, fragment)
         return offer, self._inner.unpack_payload(packed, self._up(fragment), self._ours(offer).start)
 
@@ -188,7 +188,7 @@ class ShardedTopology:
         if self._takes_part:
             payload = self._inner.new_payload(contribution.deltas, self._up(fragment), self._ours(offer).start)
 
-        def encode(payload: Payload, up: Layout) -> None:
+        def encode(payload: OutgoingFrame, up: Layout) -> None:
             self._inner.encode(contribution, offer.sequence, payload, up, self._excerpts(fragment))
 
         return self._carry(fragment, offer, payload, stuck_after_s, encode)
@@ -197,9 +197,9 @@ class ShardedTopology:
         self,
         fragment: int,
         offer: Offer | None,
-        payload: Payload | None,
+        payload: OutgoingFrame | None,
         stuck_after_s: float | None,
-        write: Callable[[Payload, Layout], None],
+        write: Callable[[OutgoingFrame, Layout], None],
     ) -> ShardedTicket:
         """This rank's part of it, if it has one; then all know all hashes."""
         if offer is None or payload is None:
@@ -219,7 +219,7 @@ class ShardedTopology:
         return ShardedTicket(self, fragment, own)
 
     def _write(
-        self, fragment: int, payload: Payload, parts: range, write: Callable[[Payload, Layout], None]
+        self, fragment: int, payload: OutgoingFrame, parts: range, write: Callable[[OutgoingFrame, Layout], None]
     ) -> tuple[str, ...]:
         """Our section; says its parts' hashes."""
         up = self._up(fragment)
@@ -255,7 +255,7 @@ class ShardedTopology:
     def settle(self, ticket: ShardedTicket) -> Agreed:
         """What the exchange came to, and our rows of it."""
         ours = self.ranks.check(lambda: self._outcome(ticket))
-        settled = self.ranks.tell(lambda: _known(ours), Settled)
+        settled = self.ranks.tell(lambda: _known(ours), SettledExchange)
         agreed, own = self._take(settled), ticket.own
         if own is None:
             if ticket.claims and agreed.counted:
@@ -269,9 +269,9 @@ class ShardedTopology:
         if all(self.ranks.gather(lambda: intact, bool)):
             return self._inner.adopted(agreed, True)
         newest = self.ranks.tell(lambda: self._newest(agreed.fragment), Agreement)
-        return self._take(Settled(newest, counted=False, too_old=False, plan=agreed.plan))
+        return self._take(SettledExchange(newest, counted=False, too_old=False, plan=agreed.plan))
 
-    def _outcome(self, ticket: ShardedTicket) -> Settled | None:
+    def _outcome(self, ticket: ShardedTicket) -> SettledExchange | None:
         """Rank 0 knows what it came to. The others have sent their parts, or are not needed any more; if one could
         not, that is what it came to."""
         own = ticket.own
@@ -285,9 +285,9 @@ class ShardedTopology:
         outcome = own.outcome()
         plan = self._inner.session.joined.plan
         lost = self._inner.steps_lost(own)
-        return Settled(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in, lost)
+        return SettledExchange(outcome.agreement, outcome.counted, outcome.too_old, plan, outcome.counted_in, lost)
 
-    def _take(self, settled: Settled) -> Agreed:
+    def _take(self, settled: SettledExchange) -> Agreed:
         """Fetch our rows of the agreement. If that does not lead on from the anchor that we hold (which is the same for
         all ranks), or if one of them came too late for it, all take the whole of the newest."""
         agreement = settled.agreement
@@ -296,7 +296,7 @@ class ShardedTopology:
             fetched = self.ranks.check(lambda: self._fetch(agreement) if fits else None)  # noqa: B023 - at once
             if all(self.ranks.gather(lambda: fetched is not None, bool)):  # noqa: B023
                 assert fetched is not None
-                return Facts(
+                return AgreedFacts(
                     agreement.fragment,
                     agreement.version,
                     settled.counted,
@@ -419,14 +419,14 @@ def _cutter(got: ServerTicket | None, payload: int) -> Cutter:
     return cut
 
 
-def _known(settled: Settled | None) -> Settled:
+def _known(settled: SettledExchange | None) -> SettledExchange:
     assert settled is not None, "rank 0 has a part in every exchange"
     return settled
 
 
 def _find_owners(ranks: Ranks, shards: Shards) -> list[int]:
     """Per section, the rank that sends it."""
-    seats = ranks.gather(lambda: Seat(shards.sections, shards.section), Seat)
+    seats = ranks.gather(lambda: SectionHeld(shards.sections, shards.section), SectionHeld)
     held = [seat.section for seat in seats]
     if {seat.sections for seat in seats} != {shards.sections} or set(held) != set(range(shards.sections)):
         raise ModelError(

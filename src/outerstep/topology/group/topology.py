@@ -70,7 +70,7 @@ def look_together(ranks: Ranks, own: Ticket | None, timeout_s: float) -> Sight:
     return dataclasses.replace(heard[0], done=heard[0].done or failed, failed=failed)
 
 
-class Facts(msgspec.Struct, frozen=True):
+class AgreedFacts(msgspec.Struct, frozen=True):
     """An `Agreed` without its update, which has frames of these kinds."""
 
     fragment: int
@@ -91,7 +91,7 @@ class Facts(msgspec.Struct, frozen=True):
     kinds: tuple[Kind, ...] = ()
 
     @classmethod
-    def of(cls, agreed: Agreed) -> Facts:
+    def of(cls, agreed: Agreed) -> AgreedFacts:
         facts = {name: getattr(agreed, name) for name in cls.__struct_fields__ if name != "kinds"}
         return cls(kinds=agreed.update.kinds, **facts)
 
@@ -161,11 +161,11 @@ class GroupTopology:
         """What rank 0 finds out, and the update that came with it, on every rank."""
         found: list[Agreed] = []
 
-        def facts_of() -> Facts:
+        def facts_of() -> AgreedFacts:
             found.append(find())
-            return Facts.of(found[0])
+            return AgreedFacts.of(found[0])
 
-        facts = self.ranks.tell(facts_of, Facts)
+        facts = self.ranks.tell(facts_of, AgreedFacts)
         form, update = self._forms[facts.fragment], found[0].update if found else None
         sizes = [(form.full if kind == "full" else form.update).size_bytes for kind in facts.kinds]
         frames = [self._memory.take(size) for size in sizes] if update is None else update.frames
@@ -231,4 +231,4 @@ def of_all(contribution: Contribution, amounts: Sequence[Amount]) -> Contributio
     return dataclasses.replace(contribution, samples=samples, tokens=tokens)
 
 
-__all__ = ["Amount", "Facts", "GroupTicket", "GroupTopology", "check_same_model", "look_together", "of_all"]
+__all__ = ["AgreedFacts", "Amount", "GroupTicket", "GroupTopology", "check_same_model", "look_together", "of_all"]

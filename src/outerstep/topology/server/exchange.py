@@ -27,7 +27,7 @@ from ...errors import (
 )
 from ...types import Answer, GetPart, Offer, PutPart, Request
 from ..memory import Memory
-from ..payload import Payload
+from ..payload import OutgoingFrame
 from ..protocol import Agreed, Sight
 from .link import ServerLink
 from .saved import pack
@@ -85,8 +85,8 @@ class ServerTicket:
         held: Held | None = None,
         offer: Offer | None = None,
         claim: int | None = None,
-        payload: Payload | None = None,
-        earlier: Payload | None = None,
+        payload: OutgoingFrame | None = None,
+        earlier: OutgoingFrame | None = None,
     ) -> None:
         self.fragment, self.exchange = fragment, exchange
         self.held, self.offer, self.claim, self.payload = held, offer, claim, payload
@@ -230,7 +230,7 @@ class ServerTicket:
         if isinstance(error, TransportError | ServerError) and self.exchange.retries > QUIET_RETRIES:
             log.warning("%s; trying again in %.1f s", error, max(self.exchange.wake_at - now, 0.0))
 
-    def _buffer(self, request: Request) -> tuple[memoryview | None, Payload | None]:
+    def _buffer(self, request: Request) -> tuple[memoryview | None, OutgoingFrame | None]:
         """The bytes to send, and whose they are; or the place for those to come."""
         if isinstance(request, PutPart):
             earlier = self.exchange.outbox.earlier
@@ -266,7 +266,7 @@ class ServerTicket:
             sizes[piece.payload] += end - begin
         return [self._memory.take(size, pinned=self._pinned) for size in sizes]
 
-    def _perform(self, call: Call, buffer: memoryview | None, source: Payload | None) -> None:
+    def _perform(self, call: Call, buffer: memoryview | None, source: OutgoingFrame | None) -> None:
         answer: Answer | None = None
         received_hash: str | None = None
         error: OuterstepError | None = None

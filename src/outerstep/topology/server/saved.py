@@ -17,13 +17,13 @@ from ...errors import ConfigError
 from ...types import Count, Hash, Offer, Plain, RunId, WorkerId
 from ...wire.frames import Layout
 from ..memory import Memory
-from ..payload import Payload
+from ..payload import OutgoingFrame
 
 FACTS = ("incarnation", "sequence", "base_version", "oldest_base", "steps", "samples", "tokens", "codec", "size_bytes")
 NOT_PROVEN = Held(0, "")
 
 
-class SavedFragment(Plain, frozen=True):
+class SavedSequence(Plain, frozen=True):
     """The last sequence that was used, and the anchor that is held, if it was proven (hash "" = it was not)."""
 
     sequence: Count
@@ -37,7 +37,7 @@ class SavedTopology(Plain, frozen=True):
 
     worker_id: WorkerId
     run_id: RunId
-    fragments: tuple[SavedFragment, ...]
+    fragments: tuple[SavedSequence, ...]
     feedback: dict[str, Any]
     sync_every: Count = 0
 
@@ -74,7 +74,7 @@ def write_fragments(sequences: Sequence[int], held: Mapping[int, Held]) -> list[
     ]
 
 
-def pack(offer: Offer, payload: Payload) -> dict[str, Any]:
+def pack(offer: Offer, payload: OutgoingFrame) -> dict[str, Any]:
     """The bytes are the live ones."""
     payload.wait()
     facts = {name: getattr(offer, name) for name in FACTS}
@@ -95,9 +95,9 @@ def unpack_offer(packed: Mapping[str, Any], head: MemberFields, fragment: int) -
 
 def unpack_payload(
     packed: Mapping[str, Any], layout: Layout | None, part_size_bytes: int, first_part: int, memory: Memory
-) -> Payload:
+) -> OutgoingFrame:
     """The same bytes in memory of their own."""
-    payload = Payload(layout, part_size_bytes, first_part, memory=memory)
+    payload = OutgoingFrame(layout, part_size_bytes, first_part, memory=memory)
     data = packed["bytes"]
     if layout is None:
         return payload

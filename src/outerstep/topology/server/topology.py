@@ -30,7 +30,7 @@ from ...wire.transport import Transport
 from ..encode import Excerpt, Sender, as_deltas, write_frame
 from ..forms import Form
 from ..memory import Memory
-from ..payload import Payload
+from ..payload import OutgoingFrame
 from ..protocol import Agreed, Contribution, Deltas, Joined, Orders
 from ..update import leads_on, read_update, release
 from .exchange import ServerTicket
@@ -181,18 +181,20 @@ class ServerTopology:
             section_bytes=section_bytes if len(section_bytes) > 1 else (),
         )
 
-    def new_payload(self, deltas: Deltas | Mapping[str, Tensor], layout: Layout | None, first_part: int = 0) -> Payload:
+    def new_payload(
+        self, deltas: Deltas | Mapping[str, Tensor], layout: Layout | None, first_part: int = 0
+    ) -> OutgoingFrame:
         """Room for a frame, or for none; a GPU writes to pinned memory."""
         blocks, entries = as_deltas(deltas), layout.entries if layout is not None else ()
         pinned = any(blocks.device(entry.name).type != "cpu" for entry in entries)
         size = self._link.session.joined.plan.part_size_bytes
-        return Payload(layout, size, first_part, memory=self._memory, pinned=pinned)
+        return OutgoingFrame(layout, size, first_part, memory=self._memory, pinned=pinned)
 
     def encode(
         self,
         contribution: Contribution,
         sequence: int,
-        payload: Payload,
+        payload: OutgoingFrame,
         layout: Layout,
         excerpts: Mapping[str, Excerpt] = MappingProxyType({}),
     ) -> None:
@@ -213,7 +215,7 @@ class ServerTopology:
     # --- exchanges ------------------------------------------------------------------------------------------------
 
     def carry(
-        self, offer: Offer, payload: Payload, stuck_after_s: float | None, share: Share | None = None
+        self, offer: Offer, payload: OutgoingFrame, stuck_after_s: float | None, share: Share | None = None
     ) -> ServerTicket:
         """Send what was offered, or our share of it; wait for the agreement, and fetch it unless it is shared."""
         patience = self._patience
@@ -288,7 +290,7 @@ class ServerTopology:
         fetch: Wanted | None = None,
         claim: int | None = None,
         offer: Offer | None = None,
-        payload: Payload | None = None,
+        payload: OutgoingFrame | None = None,
     ) -> ServerTicket:
         """As in `Exchange` and `ServerTicket`. A late contribution that is not confirmed goes along with the next one
         of its fragment."""
@@ -466,7 +468,7 @@ class ServerTopology:
         sending.part_hashes.update(payload.known_hashes)
         self._late[ticket.fragment] = ticket
 
-    def unpack_payload(self, packed: Mapping[str, Any], layout: Layout | None, first_part: int = 0) -> Payload:
+    def unpack_payload(self, packed: Mapping[str, Any], layout: Layout | None, first_part: int = 0) -> OutgoingFrame:
         return unpack_payload(packed, layout, self.session.joined.plan.part_size_bytes, first_part, self._memory)
 
 

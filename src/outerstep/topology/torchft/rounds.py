@@ -38,12 +38,12 @@ from ...errors import AnchorsDiffer, ModelError, WorkerError
 from ...types import Participant, Watched
 from ..encode import Encoded
 from ..forms import forms_of
-from ..reduce import Mean, Reducer, down_rules, runs_of
-from ..terms import Header, Rank, check_pair
+from ..reduce import ReducedMean, Reducer, down_rules, runs_of
+from ..terms import ExchangeHeader, Rank, check_pair
 from ..update import AnchorUpdate, MeanStep, UpdateChain, WholeAnchor, anchor_hash, cuts
 from .process_groups import Lines
 from .quorum import Crew, Quorum, TorchftSettings
-from .state import NOTHING, Offer, RunSnapshot, copies, held_here, odd_ones, read_snapshot
+from .state import NOTHING, ReplicaOffer, RunSnapshot, copies, held_here, odd_ones, read_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Brought:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundOutcome:
     """What it came to: whether the contribution counted, and the updates, by fragment, in the order to
     apply them."""
 
@@ -102,7 +102,7 @@ class Outcome:
 
 
 @dataclass
-class Seat:
+class ReducingRank:
     """A rank among those who reduce."""
 
     rank: int
@@ -111,12 +111,12 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Made:
+class VotedRound:
     """What came of the meeting, before the vote. `active`: who contributed."""
 
     turn: int
-    mean: Mean | None
-    active: tuple[Offer, ...] = ()
+    mean: ReducedMean | None
+    active: tuple[ReplicaOffer, ...] = ()
     weights: tuple[float, ...] = ()
     counted: bool = False
     founds: bool = False  # the run begins with it
@@ -153,7 +153,7 @@ class Rounds:
         self._reducers: dict[int, tuple[tuple[object, ...], Reducer]] = {}  # and who reduces there
         run = [own.manifest, own.plan, own.outer]
         self._terms = data_hash([msgspec.msgpack.encode(run, order="deterministic")])
-        self._offers: list[Offer] = []  # of the last quorum
+        self._offers: list[ReplicaOffer] = []  # of the last quorum
 
     @property
     def snapshot(self) -> RunSnapshot:
@@ -173,7 +173,7 @@ class Rounds:
 
     # --- one exchange ---------------------------------------------------------------------------------------------
 
-    def run(self, brought: Brought, crew: Crew, look: Callable[[], None]) -> Outcome:
+    def run(self, brought: Brought, crew: Crew, look: Callable[[], None]) -> RoundOutcome:
         """Until it counted or was left out. A few votes may fail; who joins asks until it is in."""
         failed = 0
         while True:
@@ -195,7 +195,7 @@ class Rounds:
                 return self._left_out(brought)
             crew.rest()
 
-    def _attempt(self, brought: Brought, crew: Crew, quorum: Quorum) -> Made | None:
+    def _attempt(self, brought: Brought, crew: Crew, quorum: Quorum) -> VotedRound | None:
         """None: something broke, which the vote will say."""
         counted = False
         try:
@@ -208,7 +208,7 @@ class Rounds:
             crew.report(error)
             return None
 
-    def _meet(self, brought: Brought, crew: Crew, counted: bool) -> Made:
+    def _meet(self, brought: Brought, crew: Crew, counted: bool) -> VotedRound:
         self._offers = offers = self._tell(brought, crew, counted)
         self._check_terms(offers)
         self._check_snapshots(offers, crew)
@@ -218,15 +218,15 @@ class Rounds:
         turn = self.snapshot.turn
         active = [rank for rank, offer in enumerate(offers) if offer.fragment == turn]
         if not active:
-            return Made(turn, None, counted=counted, founds=founds)
+            return VotedRound(turn, None, counted=counted, founds=founds)
         weights = rank_weights([_header(offers[rank]) for rank in active], self._settings.weight_by)
         mean = self._reduce(turn, active, weights, brought)
         counted = counted or self._lines.rank in active
-        return Made(turn, mean, tuple(offers[rank] for rank in active), weights, counted)
+        return VotedRound(turn, mean, tuple(offers[rank] for rank in active), weights, counted)
 
-    def _tell(self, brought: Brought, crew: Crew, counted: bool) -> list[Offer]:
+    def _tell(self, brought: Brought, crew: Crew, counted: bool) -> list[ReplicaOffer]:
         idle = counted or bool(brought.refused) or brought.joins
-        own = Offer(
+        own = ReplicaOffer(
             worker_id=self.own.worker_id,
             label=self.own.label,
             instance=self._instance,
@@ -243,13 +243,13 @@ class Rounds:
             trouble=crew.errored,
         )
         heard = self._lines.exchange(msgspec.msgpack.encode(own), self._settings.transfer_timeout_s)
-        offers = [msgspec.msgpack.decode(one, type=Offer) for one in heard]
+        offers = [msgspec.msgpack.decode(one, type=ReplicaOffer) for one in heard]
         for offer in offers:
             if offer.trouble:
                 raise RuntimeError(f"{offer.worker_id} cannot take part: {offer.trouble}")
         return offers
 
-    def _check_terms(self, offers: Sequence[Offer]) -> None:
+    def _check_terms(self, offers: Sequence[ReplicaOffer]) -> None:
         """Does everybody mean the same run? Who differs from those who were there before says why and ends; they go on
         without it."""
         if len({offer.terms for offer in offers}) == 1:
@@ -263,7 +263,7 @@ class Rounds:
 
     # --- is it the same everywhere? -------------------------------------------------------------------------------
 
-    def _check_snapshots(self, offers: Sequence[Offer], crew: Crew) -> None:
+    def _check_snapshots(self, offers: Sequence[ReplicaOffer], crew: Crew) -> None:
         if not all(offer.fresh for offer in offers):
             self._judge([offer.digest for offer in offers], crew)
 
@@ -299,10 +299,10 @@ class Rounds:
 
     # --- the mean -------------------------------------------------------------------------------------------------
 
-    def _reduce(self, turn: int, active: list[int], weights: tuple[float, ...], brought: Brought) -> Mean | None:
+    def _reduce(self, turn: int, active: list[int], weights: tuple[float, ...], brought: Brought) -> ReducedMean | None:
         lines = self._lines
         lines.members = active
-        mean: Mean | None = None
+        mean: ReducedMean | None = None
         if lines.rank in active:
             assert brought.payload is not None
             brought.payload.wait()
@@ -320,7 +320,7 @@ class Rounds:
             return mean
         if mean is None:
             size_bytes = self.forms[turn].update.size_bytes
-            mean = Mean(lines.take(size_bytes), 0, size_bytes, norm=0.0, norms=())
+            mean = ReducedMean(lines.take(size_bytes), 0, size_bytes, norm=0.0, norms=())
             lines.swap([], [(active[0], mean.frame)])
         else:
             lines.swap([(rank, mean.frame) for rank in idle] if lines.rank == active[0] else [], [])
@@ -332,7 +332,7 @@ class Rounds:
         kept = self._reducers.get(fragment)
         if kept is not None and kept[0] == circle:
             return kept[1]
-        seat = Seat(active.index(self._lines.rank), len(active), [self._offers[rank].label for rank in active])
+        seat = ReducingRank(active.index(self._lines.rank), len(active), [self._offers[rank].label for rank in active])
         reducer = Reducer(fragment, self.forms[fragment], self._down, self._lines, seat)
         self._reducers[fragment] = circle, reducer
         return reducer
@@ -347,7 +347,7 @@ class Rounds:
 
     # --- what comes of it -----------------------------------------------------------------------------------------
 
-    def _agree(self, brought: Brought, made: Made) -> Outcome:
+    def _agree(self, brought: Brought, made: VotedRound) -> RoundOutcome:
         turn, mean = made.turn, made.mean
         stepped = None
         if mean is not None:
@@ -372,12 +372,12 @@ class Rounds:
         seen = None
         if mean is not None and mean.norms:
             seen = watched(math.sqrt(brought.squares), mean.norms, made.weights, mean.norm)
-        return Outcome(made.counted, updates, participants, sent, received, seen)
+        return RoundOutcome(made.counted, updates, participants, sent, received, seen)
 
-    def _left_out(self, brought: Brought) -> Outcome:
+    def _left_out(self, brought: Brought) -> RoundOutcome:
         if self.ahead is not None:
-            return Outcome(False, self._all_ahead(brought.fragment))
-        return Outcome(False, {brought.fragment: self._as_it_is(brought.fragment)})
+            return RoundOutcome(False, self._all_ahead(brought.fragment))
+        return RoundOutcome(False, {brought.fragment: self._as_it_is(brought.fragment)})
 
     def _as_it_is(self, fragment: int) -> AnchorUpdate:
         """Nothing has changed."""
@@ -447,8 +447,8 @@ class Rounds:
         return {name: anchors[name] for name in self.plan.fragments[fragment]}
 
 
-def _header(offer: Offer) -> Header:
-    return Header(offer.fragment, 0, offer.steps, offer.samples, offer.tokens, last=False)
+def _header(offer: ReplicaOffer) -> ExchangeHeader:
+    return ExchangeHeader(offer.fragment, 0, offer.steps, offer.samples, offer.tokens, last=False)
 
 
-__all__ = ["Brought", "Outcome", "Rounds"]
+__all__ = ["Brought", "RoundOutcome", "Rounds"]

@@ -2,7 +2,7 @@
 
 RunSnapshot which version of each fragment, with which hash, and who is in it: the same everywhere, or something is
             wrong. From it follows whose turn is next, and whether a contribution that nobody confirmed counted.
-Offer       what a replica brings to a quorum
+ReplicaOffer       what a replica brings to a quorum
 Snapshots   the part of a healing state that only the training thread can copy
 """
 
@@ -51,7 +51,7 @@ class RunSnapshot(msgspec.Struct):
         return self.counted[fragment].get(instance) == sequence
 
 
-class Offer(msgspec.Struct, frozen=True):
+class ReplicaOffer(msgspec.Struct, frozen=True):
     """`instance` tells a restarted replica from what it was; `terms` is a hash of the run that it means. `fresh`: it
     has no state at all. `trouble`: why it cannot take part."""
 
@@ -181,7 +181,7 @@ def held_here(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
 __all__ = [
     "NOTHING",
     "Measured",
-    "Offer",
+    "ReplicaOffer",
     "RunSnapshot",
     "Snapshots",
     "copies",

@@ -38,7 +38,7 @@ from ..terms import Rank, check_loaded, draw_up, introduction
 from ..update import MeanStep
 from .process_groups import Lines
 from .quorum import Crew, TorchftSettings
-from .rounds import Brought, Outcome, Rounds
+from .rounds import Brought, RoundOutcome, Rounds
 from .state import NOTHING, Measured, RunSnapshot, Snapshots, copies, write_state
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class TorchftTicket:
     def __init__(self, brought: Brought, stuck_after_s: float | None, topology: TorchftTopology) -> None:
         self.brought, self.stuck_after_s = brought, stuck_after_s
         self.begun_at = time.monotonic()
-        self.outcome: Outcome | None = None
+        self.outcome: RoundOutcome | None = None
         self.error: BaseException | None = None
         self._topology = topology
 
