@@ -7,7 +7,8 @@
     repair = ticket.confirm(agreed, intact)         # the worker has adopted its update; this is what came of it
 
 A `Topology` is how a worker reaches the others; a `Ticket` is one exchange. A topology that is also a `WorkerControl`
-has somebody that asks for signs of life and gives orders.
+has somebody that asks for signs of life and gives orders. tests/contract is the specification of all three;
+docs/extending.md adds a topology.
 """
 
 from __future__ import annotations
