@@ -1,13 +1,15 @@
 """Mutation testing of the pure rooms: does a test fail if a decision is changed?
 
-    make mutants                                              # all of coordination/ and core/: an hour or two
+    make mutants                                              # coordination/, then core/: an hour or two
     python tests/mutants.py "outerstep.coordination.worker.*"  # some of it
-    python tests/mutants.py --report                          # what the last run found, without running
+    python tests/mutants.py --survivors                       # only what the last run let live, after new tests
+    python tests/mutants.py --report -v                       # what the last run found, without running
 
-mutmut changes one operator, constant or call at a time and runs the unit tests that reach the changed function. This
-script reads what it found, module by module. A *survivor* is a change that no test noticed. It is either killed by a
-new test, or explained in tests/mutants.toml by the change itself (not by mutmut's numbers, which shift with every
-edit). Changes to the text of messages are counted apart: their wording is no decision.
+mutmut changes one operator, constant, argument or name at a time and runs the unit tests that reach the changed
+function. This script gives it one folder per room (mutants/worker, mutants/core …), each with the tests of that
+room, and reads what it found, module by module. A *survivor* is a change that no test noticed. It is either
+killed by a new test, or explained in tests/mutants.toml by the change itself (not by mutmut's numbers, which shift
+with every edit). Changes to the wording of messages are no decisions and are left out of the count.
 
 The run fails if a module named there under `strict` has a survivor without an explanation, or kills less than it
 promises.
@@ -21,54 +23,167 @@ import difflib
 import fnmatch
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTANTS = ROOT / "mutants" / "src"
+WORK = ROOT / "mutants"
 NOTES = ROOT / "tests" / "mutants.toml"
-ROOMS = ("outerstep.coordination.*", "outerstep.core.*", "outerstep.screens*")
 KILLED = {1, 3, 36, 24, -24, 152, 255, -11, -9}  # mutmut's codes: a test failed, ran for ever, or the process crashed
 NOT_RUN = {None, 2, 34}
+RUNNER = ROOT / "tests" / "mutmut_once.py"
+AROUND = 40  # characters of a changed line that are shown before and after the change
+PAGE = ROOT / "docs" / "results" / "mutants.md"
+GENERATED = ("<!-- generated: python tests/mutants.py --report --page -->\n", "<!-- end of generated -->\n")
 
 
 @dataclass(frozen=True)
-class Survivor:
-    """A change that no test noticed. `function`: its dotted name; `change`: the lines that differ, "old → new"."""
+class Room:
+    """What is changed, the tests that must notice, and those among them that are too slow to run thousands of times:
+    they start processes, compile, or play hundreds of generated schedules."""
 
+    modules: tuple[str, ...]
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    too_slow: str = ""
+
+
+SHARED = ("outerstep.coordination.backoff.*", "outerstep.coordination.weights.*", "outerstep.screens.*")
+ROOMS = {
+    "server": Room(
+        modules=("outerstep.coordination.server.*", *SHARED),
+        files=(
+            "src/outerstep/coordination/server/*",
+            "src/outerstep/coordination/backoff.py",
+            "src/outerstep/coordination/weights.py",
+            "src/outerstep/screens.py",
+        ),
+        tests=("tests/unit/coordination", "tests/unit/test_screens.py"),
+        too_slow="CoordinatorMachine",
+    ),
+    "worker": Room(
+        modules=("outerstep.coordination.worker.*",),
+        files=("src/outerstep/coordination/worker/*",),
+        tests=("tests/unit/coordination/worker",),
+    ),
+    "gossip": Room(
+        modules=("outerstep.coordination.gossip.*",),
+        files=("src/outerstep/coordination/gossip/*",),
+        tests=("tests/unit/coordination/gossip",),
+    ),
+    "core": Room(
+        modules=("outerstep.core.*",),
+        files=("src/outerstep/core/*",),
+        tests=("tests/unit/core",),
+        too_slow="vector or threads or compiled",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change. `function`: its dotted name; `change`: the lines that differ, "old → new"."""
+
+    key: str
     function: str
     change: str
     is_wording: bool
+    is_killed: bool
 
 
 @dataclass
 class Module:
-    killed: int = 0
-    survivors: list[Survivor] = field(default_factory=list)
+    mutants: list[Mutant] = field(default_factory=list)
 
     @property
     def wording(self) -> int:
-        return sum(survivor.is_wording for survivor in self.survivors)
+        return sum(mutant.is_wording for mutant in self.mutants)
 
     @property
-    def decisions(self) -> list[Survivor]:
-        return [survivor for survivor in self.survivors if not survivor.is_wording]
+    def decisions(self) -> list[Mutant]:
+        return [mutant for mutant in self.mutants if not mutant.is_wording]
+
+    @property
+    def survivors(self) -> list[Mutant]:
+        return [mutant for mutant in self.decisions if not mutant.is_killed]
+
+    @property
+    def killed(self) -> int:
+        return len(self.decisions) - len(self.survivors)
 
     @property
     def share(self) -> float:
         """Of the changes to decisions, how many were noticed."""
-        total = self.killed + len(self.decisions)
-        return self.killed / total if total else 1.0
+        return self.killed / len(self.decisions) if self.decisions else 1.0
 
 
-class _NoText(ast.NodeTransformer):
+# --- running ------------------------------------------------------------------------------------------------------
+
+
+def prepare(room: str) -> Path:
+    """The folder in which mutmut works on this room: links to the project, and a configuration of its own."""
+    folder, what = WORK / room, ROOMS[room]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("src", "tests", "docs", "README.md", "Makefile", "CONTRIBUTING.md"):
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(ROOT / name)
+    skipped = ["-k", f"not ({what.too_slow})"] if what.too_slow else []
+    settings = {
+        "source_paths": ["src/outerstep"],
+        "only_mutate": list(what.files),
+        "also_copy": ["src", "tests", "docs", "README.md", "pyproject.toml"],
+        "process_isolation": "forkserver",  # torch and hypothesis do not bear a fork of a process that has run tests
+        "timeout_multiplier": 8.0,
+        "pytest_add_cli_args_test_selection": list(what.tests),
+        "pytest_add_cli_args": ["--hypothesis-profile", "quick", *skipped],
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    shared = (ROOT / "pyproject.toml").read_text()
+    (folder / "pyproject.toml").write_text(f"{shared}\n[tool.mutmut]\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+def run(room: str, names: list[str], jobs: int) -> int:
+    folder = prepare(room)
+    for copy in (folder / "mutants" / "tests",):  # mutmut adds to it, and would keep tests that are gone
+        shutil.rmtree(copy, ignore_errors=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(RUNNER), "run", "--max-children", str(jobs), *names]
+    return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+class _NoWording(ast.NodeTransformer):
+    """Sentences, f-strings, and what an exception says and hints; a text without a space may be a key or a kind, and
+    stays."""
+
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-        return ast.Constant("") if isinstance(node.value, str) else node
+        text = node.value
+        if isinstance(text, str) and " " in text.removeprefix("XX").removesuffix("XX").strip():
+            return ast.Constant("")
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.Constant:
+        return ast.Constant("")
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        if isinstance(node.exc, ast.Call):
+            node.exc.args = []
+            node.exc.keywords = [keyword for keyword in node.exc.keywords if keyword.arg != "hint"]
+        return self.generic_visit(node)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        node.msg = None
+        return self.generic_visit(node)
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -77,86 +192,153 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
             yield node
 
 
-def _compare(before: ast.FunctionDef, after: ast.FunctionDef) -> tuple[str, bool]:
-    """What differs, and whether that is only text."""
-    old, new = (ast.unparse(ast.Module(node.body, [])).splitlines() for node in (before, after))
-    old += [ast.unparse(before.args)]
-    new += [ast.unparse(after.args)]
+def _text(node: ast.FunctionDef) -> list[str]:
+    return [ast.unparse(node.args), *ast.unparse(ast.Module(node.body, [])).splitlines()]
+
+
+def _meaning(node: ast.FunctionDef) -> str:
+    return ast.dump(_NoWording().visit(ast.parse("\n".join(_text(node)[1:])))) + ast.dump(node.args)
+
+
+def _common(one: str, other: str) -> int:
+    """With how many equal characters they begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _compare(old: list[str], new: list[str]) -> str:
+    """Of the lines that differ, what differs, with some of what is around it."""
     lines = [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
-    removed, added = ([line[2:].strip() for line in lines if line[0] == sign] for sign in "-+")
-    plain = [ast.dump(_NoText().visit(ast.parse("\n".join(text)))) for text in (old[:-1], new[:-1])]
-    return f"{' / '.join(removed)} → {' / '.join(added)}", plain[0] == plain[1] and old != new
+    before, after = (" / ".join(line[2:].strip() for line in lines if line[0] == sign) for sign in "-+")
+    start = _common(before, after)
+    end = _common(before[start:][::-1], after[start:][::-1])
+    first, last = max(0, start - AROUND), max(0, end - AROUND)
+    shown = (text[first : len(text) - last] for text in (before, after))
+    return " → ".join(f"{'…' if first else ''}{text}{'…' if last else ''}" for text in shown)
 
 
 def read_results(patterns: list[str]) -> dict[str, Module]:
     """By module, what the last run found."""
     modules: dict[str, Module] = defaultdict(Module)
-    for meta in sorted(MUTANTS.rglob("*.py.meta")):
+    for meta in sorted(WORK.glob("*/mutants/src/**/*.py.meta")):
         codes: dict[str, int | None] = json.loads(meta.read_text())["exit_code_by_key"]
         wanted = {key: code for key, code in codes.items() if any(fnmatch.fnmatch(key, p) for p in patterns)}
+        wanted = {key: code for key, code in wanted.items() if code not in NOT_RUN}
         if not wanted:
             continue
         bodies = {node.name: node for node in _functions(ast.parse(meta.with_suffix("").read_text()))}
+        meanings = {name: _meaning(node) for name, node in bodies.items()}
         for key, code in wanted.items():
             module, _, name = key.rpartition(".")
-            if code in NOT_RUN:
-                continue
-            if code in KILLED:
-                modules[module].killed += 1
-                continue
             mangled = name.rpartition("__mutmut_")[0]
-            change, is_wording = _compare(bodies[f"{mangled}__mutmut_orig"], bodies[name])
+            origin = f"{mangled}__mutmut_orig"
+            change = "" if code in KILLED else _compare(_text(bodies[origin]), _text(bodies[name]))
             plain = mangled.removeprefix("xǁ").removeprefix("x_").replace("ǁ", ".")
-            modules[module].survivors.append(Survivor(f"{module}.{plain}", change, is_wording))
+            is_wording = meanings[origin] == meanings[name]
+            modules[module].mutants.append(Mutant(key, f"{module}.{plain}", change, is_wording, code in KILLED))
     return dict(modules)
 
 
-def find_reason(survivor: Survivor, notes: list[dict[str, str]]) -> str | None:
+def find_reason(survivor: Mutant, notes: list[dict[str, str]]) -> str | None:
     for note in notes:
         if fnmatch.fnmatch(survivor.function, note["function"]) and note.get("change", "") in survivor.change:
             return note["reason"]
     return None
 
 
-def report(patterns: list[str], *, verbose: bool) -> bool:
-    """Print the table; True if every promise of tests/mutants.toml is kept."""
-    notes = tomllib.loads(NOTES.read_text()) if NOTES.exists() else {}
-    strict: dict[str, float] = notes.get("strict", {})
-    explained: list[dict[str, str]] = notes.get("explained", [])
-    kept, killed, total = True, 0, 0
-    print(f"{'module':58s} {'changes':>7s} {'killed':>6s} {'share':>6s} {'open':>5s} {'wording':>7s}")
-    for name, module in sorted(read_results(patterns).items()):
-        count = module.killed + len(module.decisions)
-        reasons = [(survivor, find_reason(survivor, explained)) for survivor in module.decisions]
-        unexplained = [survivor for survivor, reason in reasons if reason is None]
-        promise = next((share for pattern, share in strict.items() if fnmatch.fnmatch(name, pattern)), None)
-        broken = promise is not None and (bool(unexplained) or module.share < promise)
-        kept, killed, total = kept and not broken, killed + module.killed, total + count
-        mark = "  ✗" if broken else ""
-        row = f"{name:58s} {count:7d} {module.killed:6d} {module.share:6.1%}"
-        print(f"{row} {len(unexplained):5d} {module.wording:7d}{mark}")
-        for survivor, reason in reasons if verbose or broken else ():
-            print(f"    {survivor.function.removeprefix(name + '.')}: {survivor.change}")
-            print(f"        {reason or '(no reason)'}")
-    print(f"{'all':58s} {total:7d} {killed:6d} {killed / total if total else 1.0:6.1%}")
-    return kept
+# --- reporting ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Findings:
+    """What was found, beside what tests/mutants.toml promises and explains."""
+
+    modules: dict[str, Module]
+    strict: dict[str, float]
+    explained: list[dict[str, str]]
+
+    @classmethod
+    def of(cls, patterns: list[str]) -> Findings:
+        notes = tomllib.loads(NOTES.read_text()) if NOTES.exists() else {}
+        return cls(dict(sorted(read_results(patterns).items())), notes.get("strict", {}), notes.get("explained", []))
+
+    def reasons(self, module: Module) -> list[tuple[Mutant, str | None]]:
+        return [(survivor, find_reason(survivor, self.explained)) for survivor in module.survivors]
+
+    def unexplained(self, module: Module) -> int:
+        return sum(reason is None for _, reason in self.reasons(module))
+
+    def promise(self, name: str) -> float | None:
+        return next((share for pattern, share in self.strict.items() if fnmatch.fnmatch(name, pattern)), None)
+
+    def is_broken(self, name: str) -> bool:
+        promise, module = self.promise(name), self.modules[name]
+        return promise is not None and (self.unexplained(module) > 0 or module.share < promise)
+
+    @property
+    def rows(self) -> list[tuple[str, Module]]:
+        total = Module([mutant for module in self.modules.values() for mutant in module.mutants])
+        return [*self.modules.items(), ("all", total)]
+
+    def show(self, *, verbose: bool) -> None:
+        print(f"{'module':50s} {'changes':>7s} {'killed':>6s} {'share':>6s} {'open':>5s} {'wording':>7s}")
+        for name, module in self.rows:
+            row = f"{name:50s} {len(module.decisions):7d} {module.killed:6d} {module.share:6.1%}"
+            broken = name in self.modules and self.is_broken(name)
+            print(f"{row} {self.unexplained(module):5d} {module.wording:7d}{'  ✗' if broken else ''}")
+            for survivor, reason in self.reasons(module) if name != "all" and (verbose or broken) else ():
+                print(f"    {survivor.function.removeprefix(name + '.')}: {survivor.change}")
+                print(f"        {reason or '(no reason)'}")
+
+    def page(self) -> Iterator[str]:
+        """The generated part of docs/results/mutants.md."""
+        yield "| module | changes | killed | share | explained | open | wording |\n|---|--:|--:|--:|--:|--:|--:|"
+        for name, module in self.rows:
+            unexplained, mark = self.unexplained(module), "" if self.promise(name) is None else " §"
+            explained = len(module.survivors) - unexplained
+            cells = (len(module.decisions), module.killed, f"{module.share:.1%}", explained, unexplained)
+            yield f"| {name.removeprefix('outerstep.')}{mark} | {' | '.join(map(str, cells))} | {module.wording} |"
+        yield "\n### Survivors\n"
+        for name, module in self.modules.items():
+            grouped: dict[str | None, list[str]] = defaultdict(list)
+            for survivor, reason in self.reasons(module):
+                grouped[reason].append(f"`{survivor.function.removeprefix(name + '.')}`: ``{survivor.change}``")
+            if grouped:
+                yield f"\n**{name.removeprefix('outerstep.')}**\n"
+            for reason, changes in sorted(grouped.items(), key=lambda item: item[0] is None):
+                yield f"- {reason or 'Open: no test notices, no reason is given.'}"
+                yield from (f"  - {change}" for change in changes)
+
+
+def write_page(path: Path, findings: Findings) -> None:
+    before, after = GENERATED
+    head, _, rest = path.read_text().partition(before)
+    tail = rest.partition(after)[2]
+    path.write_text(head + before + "\n".join(findings.page()) + "\n" + after + tail)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("patterns", nargs="*", default=list(ROOMS), help="modules, or functions in them")
+    parser.add_argument("patterns", nargs="*", help="modules, or functions in them; all if none is given")
+    parser.add_argument("--survivors", action="store_true", help="run only those that the last run let live")
     parser.add_argument("--report", action="store_true", help="only show what the last run found")
+    parser.add_argument("--page", action="store_true", help=f"and write it into {PAGE.relative_to(ROOT)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     parser.add_argument("-v", "--verbose", action="store_true", help="list every survivor with its reason")
     args = parser.parse_args()
-    os.chdir(ROOT)
-    if not args.report:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [str(Path(sys.executable).with_name("mutmut")), "run", "--max-children", str(args.jobs)]
-        done = subprocess.run([*command, *args.patterns], env=environment, check=False)
-        if done.returncode:
-            return done.returncode
-    return 0 if report(args.patterns, verbose=args.verbose) else 1
+    patterns = args.patterns or [pattern for room in ROOMS.values() for pattern in room.modules]
+    for name, room in {} if args.report else ROOMS.items():
+        roots = [module.rstrip("*") for module in room.modules]
+        names = [pattern for pattern in patterns if any(pattern.startswith(root) for root in roots)]
+        if args.survivors:
+            found = read_results(names)
+            names = [mutant.key for module in found.values() for mutant in module.survivors]
+        if names and (code := run(name, names, args.jobs)):
+            return code
+    findings = Findings.of(patterns)
+    findings.show(verbose=args.verbose)
+    if args.page:
+        write_page(PAGE, findings)
+    return int(any(map(findings.is_broken, findings.modules)))
 
 
 if __name__ == "__main__":
