@@ -223,12 +223,12 @@ class Fragment:
         limit = max_payload_bytes if callable(max_payload_bytes) else lambda sections: max_payload_bytes
         return cls(published, first, limit, max_sections)
 
-    def close(self, rules: RoundRules, expected: Iterable[str], turned_away: int = 0) -> Closed:
+    def close(self, rules: RoundRules, expected: Iterable[str], turned_away: int) -> Closed:
         """The open round ends as it is, less what is left out of it; what it took in is part of what is usual from now
         on. The next one opens."""
         closing, ratio = self.round, rules.max_weight_ratio
         outliers, trained, needed = [], closing.trained, rules.aggregation.needed(turned_away)
-        too_few = 0 < trained < needed
+        too_few = trained < needed
         if not rules.aggregation.is_plain:
             outliers = _too_few(closing, rules, needed) if too_few else _repeated(closing)
         if rules.norm_screen > 0.0:
