@@ -191,7 +191,7 @@ def test_in_the_first_round_an_outlier_is_left_out_whenever_it_came(order: tuple
     assert weights(desk) == {"a": 1.0, "b": 1.0, "c": 0.0}
     assert desk.closings[-1].left_out == {make_key("c", 1)}
     [told] = desk.events("left_out")
-    assert (told["worker"], told["norm"], told["version"]) == ("c", 4.0, 1)
+    assert told == {"worker": "c", "fragment": 0, "version": 1, "norm": 4.0, "steps": 1, "times_usual": 2.67}
 
 
 def test_with_a_history_what_is_usual_is_added_at_once_and_an_outlier_waits() -> None:

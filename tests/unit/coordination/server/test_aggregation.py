@@ -186,10 +186,21 @@ def test_if_nobody_else_can_come_the_round_moves_nothing_and_says_so() -> None:
     assert closing.left_out == {make_key("a", 1), make_key("b", 1)}
     [told] = desk.events("too_few")
     assert told == {"fragment": 0, "version": 1, "trained": 2, "needed": 3, "aggregation": "median"}
-    assert [event["worker"] for event in desk.events("left_out")] == ["a", "b"]
+    why = "2 had trained, and median needs 3"
+    assert desk.events("left_out") == [
+        {"worker": worker, "fragment": 0, "version": 1, "why": why} for worker in ("a", "b")
+    ]
     assert desk.coordinator.total_too_few == 1
     assert desk.coordinator.budget.total == 0
     assert not desk.coordinator.fragments[0].screen.rounds
+
+
+def test_one_that_trained_alone_is_too_few_as_well() -> None:
+    desk = Desk("abc", aggregation=MEDIAN)
+    desk.contribute("a")
+    contribute(desk, "bc", steps=0)
+    assert weights(desk) == [("a", 0.0), ("b", 0.0), ("c", 0.0)]
+    assert [event["trained"] for event in desk.events("too_few")] == [1]
 
 
 def test_a_round_in_which_nobody_trained_is_no_news() -> None:
@@ -213,6 +224,16 @@ def test_a_worker_that_was_started_again_counts_once() -> None:
     assert told["why"] == "its worker was started again and contributed once more"
 
 
+def test_and_the_contribution_that_counts_is_the_last_with_training_in_it() -> None:
+    desk = Desk("abcd", aggregation=MEDIAN)
+    desk.contribute("a")
+    desk.join("a", instance="b" * 16)
+    desk.contribute("a", 2, steps=0)
+    contribute(desk, "bcd")
+    assert weights(desk) == [("a", 1.0), ("a", 0.0), ("b", 1.0), ("c", 1.0), ("d", 1.0)]
+    assert not desk.events("left_out")
+
+
 def test_without_a_rule_both_of_its_contributions_count_as_ever() -> None:
     desk = Desk("ab")
     desk.contribute("a")
@@ -228,6 +249,14 @@ def test_the_norm_screen_still_stands_in_front() -> None:
     desk.contribute("d", norm=5.0)
     assert weights(desk) == [("a", 1.0), ("b", 1.0), ("c", 1.0), ("d", 0.0)]
     assert desk.closings[0].left_out == {make_key("d", 1)}
+
+
+@pytest.mark.parametrize(("norm_screen", "left_out"), [(0.0, ""), (1.0, "d"), (6.0, "")])
+def test_as_strict_as_it_was_set(norm_screen: float, left_out: str) -> None:
+    desk = Desk("abcd", aggregation=MEDIAN, norm_screen=norm_screen)
+    contribute(desk, "abc", norm=1.0)
+    desk.contribute("d", norm=1.5)
+    assert [event["worker"] for event in desk.events("left_out")] == list(left_out)
 
 
 def quarantine(desk: Desk, worker: str) -> None:

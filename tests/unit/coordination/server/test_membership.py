@@ -109,8 +109,9 @@ class TestStarts:
         members = Membership(heartbeat_timeout_s=timeout_s)
         members.restore(KnownWorker("a", "a-start-1", "home", 1, 100.0, 100.0))
         elsewhere = make_join("a", start=2, hostname="away")
-        with pytest.raises(Busy, match="was in use on 'home' before the server was restarted"):
+        with pytest.raises(Busy, match="was in use on 'home' before the server was restarted") as refusal:
             members.join(elsewhere, 100.0 + known_after_s)
+        assert refusal.value.retry_after_s == 1.0
         member, arrived = members.join(elsewhere, 101.0 + known_after_s)
         assert (arrived, member.incarnation, member.hostname) == (True, 2, "away")
 
@@ -228,6 +229,16 @@ class TestSilence:
     def test_a_timeout_of_zero_never_kills(self) -> None:
         members = members_with("a", heartbeat_timeout_s=0.0)
         assert members.silent(1e9) == []
+        assert members.next_death() is None
+
+    def test_any_other_timeout_does_however_short(self) -> None:
+        members = members_with("a", heartbeat_timeout_s=0.5)
+        assert members.next_death() == 0.5
+        assert [m.worker_id for m in members.silent(0.6)] == ["a"]
+
+    def test_where_nobody_is_live_nobody_can_die(self) -> None:
+        members = members_with("a")
+        go(members, "a")
         assert members.next_death() is None
 
     def test_the_next_death_is_that_of_the_one_heard_longest_ago(self) -> None:

@@ -44,6 +44,66 @@ def test_offences_that_lie_far_apart_are_forgotten() -> None:
     assert not any(conduct.offend(NAN, i * 0.6 * WINDOW_S) for i in range(50))
 
 
+def test_an_offence_a_whole_window_ago_still_counts_and_an_older_one_does_not() -> None:
+    conduct, other = Conduct(), Conduct()
+    assert [conduct.offend(NAN, now) for now in (0.0, 1.0, WINDOW_S)] == [False, False, True]
+    assert [other.offend(NAN, now) for now in (0.0, 1.0, WINDOW_S + 0.1)] == [False, False, False]
+
+
+def test_the_reason_names_the_last_offences_and_is_as_long_as_a_message_may_be() -> None:
+    conduct = Conduct()
+    for refusal in (NotFinite("a"), Conflict("b"), NotFinite("c" * 300)):
+        conduct.offend(refusal, 0.0)
+    begins = "refused for not_finite, conflict, not_finite; the last time because "
+    assert conduct.reason == begins + "c" * (256 - len(begins))
+
+
+def test_a_clean_sheet_holds_nothing() -> None:
+    conduct = Conduct()
+    for now in (1.0, 2.0, 3.0):
+        conduct.offend(NAN, now)
+    conduct.clear()
+    assert conduct == Conduct()
+    assert conduct.remembered(5.0) == {}
+
+
+def test_what_is_held_against_it_is_remembered_as_ages_and_resumed_on_another_clock() -> None:
+    conduct = Conduct()
+    for now, refusal in ((10.0, NAN), (20.0, Conflict("other bytes")), (25.0, NAN)):
+        conduct.offend(refusal, now)
+    facts = conduct.remembered(30.0)
+    assert facts == {
+        "offences": [[20.0, "not_finite"], [10.0, "conflict"], [5.0, "not_finite"]],
+        "total": 3,
+        "spells": 1,
+        "left_s": FIRST_S - 5.0,
+        "reason": conduct.reason,
+    }
+    again = Conduct.resumed(facts, 100.0)
+    assert list(again.offences) == [(80.0, "not_finite"), (90.0, "conflict"), (95.0, "not_finite")]
+    assert (again.total, again.spells, again.until) == (3, 1, 100.0 + FIRST_S - 5.0)
+    assert again.reason == conduct.reason
+    assert again.offences.maxlen == OFFENCES
+
+
+def test_of_a_spell_that_is_over_no_time_is_left() -> None:
+    conduct = Conduct()
+    for _ in range(OFFENCES):
+        conduct.offend(NAN, 0.0)
+    assert conduct.remembered(2 * FIRST_S)["left_s"] == 0.0
+    assert not Conduct.resumed(conduct.remembered(2 * FIRST_S), 0.0).is_quarantined(0.0)
+
+
+def test_an_offence_that_was_none_is_taken_back_the_last_of_its_kind_first() -> None:
+    conduct = Conduct()
+    for now, refusal in ((1.0, NAN), (2.0, Conflict("other bytes")), (3.0, NAN)):
+        conduct.offend(refusal, now)
+    conduct.forgive(NAN)
+    assert (list(conduct.offences), conduct.total) == ([(1.0, "not_finite"), (2.0, "conflict")], 2)
+    conduct.forgive(HashMismatch("of another kind"))
+    assert conduct.total == 2
+
+
 def test_each_spell_is_twice_as_long_up_to_a_limit_and_needs_one_more_offence() -> None:
     conduct, now, spells = Conduct(), 0.0, []
     conduct.offend(NAN, now)

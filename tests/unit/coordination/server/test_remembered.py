@@ -24,6 +24,14 @@ def test_what_is_in_the_model_comes_back_as_it_was() -> None:
     assert back.retired == member.retired
     assert back.retired.maxlen == member.retired.maxlen
     assert back.accepted == back.closed == entries
+    assert (back.joined_at, back.last_seen) == (100.0, 100.0)
+
+
+def test_a_payload_whose_hash_was_not_kept_has_none() -> None:
+    member = a_member({}, {0: Accepted(4, "", 7)})
+    record = member.record()
+    assert record.accepted[0].payload_hash is None
+    assert KnownWorker.recorded("left", record, now=0.0).closed == {0: Accepted(4, "", 7)}
 
 
 def test_what_the_open_round_accepted_is_asked_for_again() -> None:
