@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
-from .types import Agreement
+from .types import Agreement, Participant
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class EventSink(Protocol):
     """Takes events, from any thread, sometimes with a lock of the sender's held: it returns soon, and does not wait for
     the sender. What it raises is logged, and stops nobody."""
 
-    def __call__(self, event: Event, /) -> None: ...
+    def __call__(self, event: Event, /) -> object: ...
 
 
 # --- members ----------------------------------------------------------------------------------------------------------
@@ -276,6 +276,63 @@ class ControlReceived(Event):
 class ServerStopped(Event):
     kind = "stop"
     round: int
+
+
+# --- a worker's own ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerStarted(Event):
+    """It has joined. `place`: the address, or the name of the topology. `versions`: of the anchors it begins with."""
+
+    kind = "worker"
+    worker: str
+    place: str
+    step: int
+    versions: list[int]
+
+
+@dataclass(frozen=True)
+class ExchangeDeferred(Event):
+    """Nobody answers; training goes on. `exchanges`: so many are deferred now."""
+
+    kind = "deferred"
+    worker: str
+    exchanges: int
+
+
+Adoption = Literal["adopted", "rebased", "mixed", "carried", "discarded", "reloaded"]
+
+
+@dataclass(frozen=True)
+class RoundReport(Event):
+    """An agreement on a fragment has become this worker's anchor.
+
+    `adoption`: what became of the local weights. They are the agreed ones ("adopted"), mixed with those ("mixed"), or
+    keep the steps since the contribution was sent ("carried"). The round closed without this worker, whose steps go
+    into the next ("rebased") or were too old for that ("discarded"); nobody had any use for them ("reloaded").
+
+    `counted`: this worker's contribution is in the agreement, or in a round still open. `waited_s`: how long training
+    stood still for it. `step`: the worker's optimizer steps so far. `metrics`: docs/concepts/what-to-watch.md."""
+
+    kind = "report"
+    worker: str
+    step: int
+    fragment: int
+    version: int
+    adoption: Adoption
+    counted: bool
+    participants: tuple[Participant, ...]
+    steps_sent: int
+    steps_discarded: int
+    bytes_sent: int
+    bytes_received: int
+    waited_s: float
+    metrics: Mapping[str, float | None]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts, "participants": [p.worker_id for p in self.participants]}
 
 
 # --- the disk ---------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "server": PLAIN
     | {"config", "core", "coordination", "durable", "model_folder", "observe", "pool"}
     | {"security", "torch_file", "wire"},
-    "worker": PLAIN | {"config", "core", "coordination", "security", "topology", "wire"},
+    "worker": PLAIN | {"config", "core", "coordination", "observe", "security", "topology", "wire"},
     "compat": PLAIN | {"config", "core", "coordination", "pool", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
     "cli": PLAIN | {"compat", "config", "core", "demo", "durable", "model_folder", "security", "server", "wire"},

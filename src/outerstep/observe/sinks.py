@@ -133,6 +133,7 @@ class FanOut:
         self._sinks = [sink for sink in sinks if sink is not None]
         self._said: set[int] = set()
         self.failures = 0
+        self.add = self._sinks.append
 
     def __call__(self, event: Event) -> None:
         for place, sink in enumerate(self._sinks):

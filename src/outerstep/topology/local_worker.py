@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..events import EventSink
 from .group.ranks import Ranks
 from .group.sharded import Shards
 
@@ -26,7 +27,7 @@ class Inner(Protocol):
 class LocalWorker:
     """`instance` is drawn at each start. `tensors`: the model's by name, of a sharded model this process's rows;
     `anchors`: where the last agreed ones are found. `ranks`: the processes that are this worker, None = this one alone.
-    """
+    `events`: where to tell what happens."""
 
     worker_id: str
     instance: str
@@ -37,6 +38,7 @@ class LocalWorker:
     is_data_parallel: bool
     ranks: Ranks | None
     inner: Inner
+    events: EventSink = lambda event: None
 
 
 __all__ = ["Inner", "LocalWorker"]

@@ -12,8 +12,9 @@ from torch import nn
 
 from ..config import WORKER, Sourced, make_config, naming_sources, resolve, unknown, values_of, with_current_names
 from ..errors import ConfigError
+from ..events import EventSink
 from ..topology.protocol import Topology
-from .worker import CUSTOM, DiLoCoWorker
+from .worker import CUSTOM, DiLoCoWorker, RoundObserver
 
 
 def attach(
@@ -22,12 +23,14 @@ def attach(
     *,
     environ: Mapping[str, str] | None = None,
     topology: Topology | str | None = None,
+    event_sink: EventSink | None = None,
+    on_round: RoundObserver | None = None,
     **settings: Any,
 ) -> DiLoCoWorker:
     """`with outerstep.attach(model, optimizer): …` joins the server that the environment names.
 
     Keywords (the fields of `WorkerConfig`) win over the environment (DILOCO_*, OUTERSTEP_*), that over the [worker]
-    table of outerstep.toml; what nobody says follows the run's plan.
+    table of outerstep.toml; what nobody says follows the run's plan. `event_sink`, `on_round`: as for `DiLoCoWorker`.
     """
     given = None if isinstance(topology, str) else topology
     if topology is not None:
@@ -48,7 +51,8 @@ def attach(
     _show_log()
     with naming_sources(found):
         values = values_of(config)
-        return DiLoCoWorker(model, optimizer, **{**values, "topology": given or values["topology"]})
+        values["topology"] = given or values["topology"]
+        return DiLoCoWorker(model, optimizer, event_sink=event_sink, on_round=on_round, **values)
 
 
 def _show_log() -> None:

@@ -21,6 +21,7 @@ from ..config import LIGHTHOUSE_VARIABLE, WorkerConfig, check_topology_name, par
 from ..core.outer import OuterRule
 from ..defaults import PEER_BEAT_S
 from ..errors import ConfigError
+from ..events import EventSink
 from ..topology.group.ranks import Ranks
 from ..topology.local_worker import LocalWorker
 from ..topology.protocol import Topology
@@ -60,7 +61,12 @@ def make_identity(config: WorkerConfig, ranks: Ranks | None) -> Identity:
 
 
 def connect(
-    config: WorkerConfig, identity: Identity, replica: Replica, ranks: Ranks | None, inner: InnerState
+    config: WorkerConfig,
+    identity: Identity,
+    replica: Replica,
+    ranks: Ranks | None,
+    inner: InnerState,
+    events: EventSink,
 ) -> Topology:
     factory = _FACTORIES.get(config.topology)
     if factory is None:
@@ -77,6 +83,7 @@ def connect(
         is_data_parallel=replica.is_data_parallel,
         ranks=ranks,
         inner=inner,
+        events=events,
     )
     return factory(worker, config)
 

@@ -40,6 +40,7 @@ from ..coordination.worker.effects import (
 )
 from ..coordination.worker.machine import LOOK_EVERY_S, Offline, Work, WorkerMachine
 from ..errors import ExchangeFailed
+from ..events import Adoption, EventSink, ExchangeDeferred, PlanChanged, RoundReport
 from ..topology.protocol import Agreed, Contribution, Joined, Ticket, Topology, anchors_of
 from . import saved as states
 from .replica import Replica
@@ -94,6 +95,9 @@ MESSAGES: dict[NoteKind, tuple[int, str]] = {
 }
 
 
+ADOPTIONS: dict[type[Move], Adoption] = {Adopt: "adopted", Rebase: "rebased", Carry: "carried", Mix: "mixed"}
+
+
 class Synchronizer:
     """By fragment: `_tickets`, the exchange in flight; `_late`, one that counts in a round to come; `_sent`, a copy of
     what was sent; `_agreed`, what is being adopted, and the ticket that it came with."""
@@ -107,9 +111,13 @@ class Synchronizer:
         interrupts: Interrupts | None = None,
         on_reload: Callable[[], None] = lambda: None,
         saved: states.SavedWorker | None = None,
+        events: EventSink = lambda event: None,
     ) -> None:
         """`on_reload`: the local weights were given up for the agreed ones. `saved`: resume from there."""
-        self._topology, self._replica, self._on_reload = topology, replica, on_reload
+        self._topology, self._replica, self._on_reload, self._events = topology, replica, on_reload, events
+        self._worker_id = joined.worker_id
+        self._reports: list[Callable[..., RoundReport]] = []
+        self._driven_at: float | None = None  # None: it is still joining
         self._interrupts = interrupts or Interrupts(0.0)  # one that nobody asks anything
         self._tickets: dict[int, Ticket] = {}
         self._late: dict[int, Ticket] = {}
@@ -158,7 +166,8 @@ class Synchronizer:
     def _drive(self, event: Callable[[], list[Effect]]) -> bool:
         """An event, what comes of it, and the wait that it begins. However that ends: what was sent is remembered, and
         the time counted. Says whether something was exchanged."""
-        machine, began_at, waited = self.machine, time.monotonic(), False
+        machine, waited = self.machine, False
+        self._driven_at = began_at = time.monotonic()
         try:
             effects = event()
             waited = bool(machine.waiting)
@@ -181,6 +190,12 @@ class Synchronizer:
                 machine.metrics.last_sync_s = time.monotonic() - began_at
                 machine.metrics.seconds_waiting += machine.metrics.last_sync_s
         return waited or bool(effects)
+
+    def report(self) -> None:
+        """Tell what was adopted since the last report."""
+        made, self._reports = self._reports, []
+        for make in made:
+            self._events(make(metrics=self.watching.metrics))
 
     def _look(self) -> dict[int, Sight]:
         waiting = self.machine.waiting
@@ -272,7 +287,12 @@ class Synchronizer:
 
     def _land(self, event: Callable[[], list[Effect]]) -> None:
         """State and weights change together, or not at all: Ctrl-C waits for both."""
-        intact = True
+        intact, lost_before = True, self.machine.metrics.steps_discarded
+        sent = {
+            fragment: (flight.work - self.machine.state.fragments[fragment].counted).steps
+            for fragment, flight in self.machine.in_flight.items()
+            if not flight.catches_up
+        }
         with deferred():
             effects = event()
             for effect in effects:
@@ -290,7 +310,34 @@ class Synchronizer:
                     self._sent.pop(fragment, None)
                 if not progress.late_in:
                     self._late.pop(fragment, None)
+        self._note_round(effects, sent, self.machine.metrics.steps_discarded - lost_before)
         self._do(effects, intact)
+
+    def _note_round(self, effects: list[Effect], sent: dict[int, int], discarded: int) -> None:
+        """For the next report. `sent`: steps in flight before."""
+        notes = {effect.kind for effect in effects if isinstance(effect, Note)}
+        for move in effects:
+            if not isinstance(move, Adopt | Rebase | Carry | Mix) or self._driven_at is None or "mended" in notes:
+                continue
+            how, fragment = ADOPTIONS[type(move)], move.fragment
+            agreed, is_over = self._agreed[fragment][1], self.machine.state.fragments[fragment].in_flight is None
+            self._reports.append(
+                partial(
+                    RoundReport,
+                    worker=self._worker_id,
+                    step=self.machine.work.steps,
+                    fragment=fragment,
+                    version=agreed.version,
+                    adoption="reloaded" if "refused" in notes else "discarded" if "discarded" in notes else how,
+                    counted=agreed.counted,
+                    participants=agreed.participants,
+                    steps_sent=sent.get(fragment, 0) if is_over else 0,
+                    steps_discarded=discarded,
+                    bytes_sent=agreed.bytes_sent,
+                    bytes_received=agreed.bytes_received,
+                    waited_s=time.monotonic() - self._driven_at,
+                )
+            )
 
     def _move(self, move: Move) -> bool:
         """Of local weights and anchor. True: that made the anchor the agreed one."""
@@ -320,6 +367,11 @@ class Synchronizer:
             _, agreed = self._agreed[note.fragment]
             facts["workers"] = ", ".join(p.worker_id for p in agreed.participants)
             facts["up_mb"], facts["down_mb"] = agreed.bytes_sent / 1e6, agreed.bytes_received / 1e6
+        elif note.kind == "plan":
+            plan = self.machine.plan
+            self._events(PlanChanged(plan.revision, {"sync_every": plan.sync_every, "delay": plan.delay}))
+        elif note.kind == "deferred":
+            self._events(ExchangeDeferred(self._worker_id, note.steps))
         level, text = MESSAGES[note.kind]
         log.log(level, "%s", text.format(**facts, patience_s=self._patience_s or 0.0))
 

@@ -29,6 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from ..config import WorkerConfig, build
 from ..coordination.worker.machine import Offline
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
+from ..events import EventSink, RoundReport, WorkerLeft, WorkerStarted
+from ..observe import FanOut
 from ..topology.protocol import Orders, Topology, WorkerControl
 from ..types import Plan
 from . import saved
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 
 _attached: WeakSet[torch.optim.Optimizer] = WeakSet()
 CUSTOM = "custom"  # the name of a topology that was given as an object
+RoundObserver = Callable[[RoundReport], object]
 SPEED_MEMORY = 0.95  # of the running mean of a step's duration
 
 
@@ -71,10 +74,13 @@ class DiLoCoWorker:
         *,
         topology: Topology | str | None = None,
         stateful: Mapping[str, Stateful] | None = None,
+        event_sink: EventSink | None = None,
+        on_round: RoundObserver | None = None,
         **settings: Any,
     ) -> None:
-        """`stateful`: what a worker that takes another's place must know too, by name: a scheduler, a sampler, anything
-        with state_dict() and load_state_dict(). Only where workers heal from each other (docs/concepts/torchft.md)."""
+        """`event_sink` gets each event (events.py), `on_round` the report of each round. `stateful`: what
+        a worker that replaces another must know too, by name: a scheduler, a sampler, anything with state_dict() and
+        load_state_dict(). Only where workers heal from each other (docs/concepts/torchft.md)."""
         given = None if isinstance(topology, str) else topology
         if given is not None:
             topology = None if server_addr is not None else CUSTOM
@@ -103,7 +109,10 @@ class DiLoCoWorker:
         inner = InnerState(
             model, self.optimizer, self._replica.tensors, stateful or {}, lambda: self._started.machine.work
         )
-        self._topology = given or connect(self.config, identity, self._replica, ranks, inner)
+        self._events = FanOut(event_sink)
+        if on_round is not None:
+            self.on_round(on_round)
+        self._topology = given or connect(self.config, identity, self._replica, ranks, inner, self._events)
         self._control: WorkerControl | None = self._topology if isinstance(self._topology, WorkerControl) else None
         self._interrupts = Interrupts(self.config.preempt_patience_s)
         self._sync: Synchronizer | None = None
@@ -138,6 +147,7 @@ class DiLoCoWorker:
             self._interrupts if self._ranks is None else None,  # a group leaves together, by no clock of one process
             on_reload=lambda: forget_non_finite(self.optimizer),
             saved=self._saved,
+            events=self._events,
         )
         self._saved = None  # its tensors are in place
         plan = self._sync.machine.plan
@@ -152,6 +162,10 @@ class DiLoCoWorker:
         if self.config.handle_signals:
             self._interrupts.install()
         log.info("worker %s joined %s: %s", self.worker_id, self.config.place, _describe(plan))
+        state = self._sync.machine.state
+        versions = [progress.version for progress in state.fragments]
+        self._events(WorkerStarted(self.worker_id, self.config.place, state.work.steps, versions))
+        self._sync.report()
         if self.config.server.dylu and not plan.dylu:
             log.warning(
                 "this worker asked for dynamic local updates, but the run has none (start the server with --dylu)"
@@ -167,6 +181,7 @@ class DiLoCoWorker:
         self._interrupts.at_safe_point()
         try:
             self._sync.finish(keep_local=self.config.on_exit == "local", patience_s=self.config.exit_patience_s)
+            self._sync.report()
         finally:
             self.should_stop = self.should_stop or bool(self._interrupts.asked)
             self._detach(self._interrupts.reason or "done")
@@ -185,6 +200,7 @@ class DiLoCoWorker:
         if self._sync is not None:
             self._sync.cancel()
         self._topology.leave(reason)
+        self._events(WorkerLeft(self.worker_id, reason))
 
     def _unhook(self) -> None:
         """Not from within the hook: torch is walking over its hooks then. There it stays, and does nothing more; and
@@ -212,10 +228,16 @@ class DiLoCoWorker:
         self._in_exchange = True
         try:
             self._started.sync_all()
+            self._started.report()
         finally:
             self._in_exchange = False
             self._progress_at = time.monotonic()
             self._resumed_at = self._clock()
+
+    def on_round(self, observer: RoundObserver) -> None:
+        """Call `observer(report)` in the training thread whenever an agreement was adopted, or a round was missed. What
+        it raises is logged, and training goes on."""
+        self._events.add(lambda event: observer(event) if isinstance(event, RoundReport) else None)
 
     def count(self, *, samples: int = 0, tokens: int = 0) -> None:
         """Report what the last batch held, before `optimizer.step()`: for runs that weigh by it or have a token budget.
@@ -341,6 +363,7 @@ class DiLoCoWorker:
             self._progress_at = time.monotonic()
         if exchanged:
             sync.watching.inner_grad_norm = self._gradient_norm()
+            sync.report()
         orders = self._control.orders(at_exchange=exchanged) if self._control is not None else Orders()
         leaving = self._asked_to_leave(exchanged)
         obeyed = self._obey(dataclasses.replace(orders, drain=leaving) if leaving else orders)
