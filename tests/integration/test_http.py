@@ -335,7 +335,7 @@ def test_an_idle_server_does_not_spin(server: DiLoCoServer) -> None:
         ticks += 1
         tick(now)
 
-    server._monitor._tick = counting
+    server.service.monitor._tick = counting
     client = HandClient(transport_to(server))
     for _ in range(20):
         client.join()

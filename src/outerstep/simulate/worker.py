@@ -134,7 +134,7 @@ class SimWorker:
     ) -> None:
         self.worker_id = f"w{index}"
         self.index = index
-        self.steps_taken = first_step
+        self.first_step = self.steps_taken = first_step
         self.fragments = [SimFragment() for _ in range(scenario.fragments)]
         self.own: set[tuple[int, StepName]] = set()  # whose steps they are to account for: this process's
         self.discarded: set[tuple[int, StepName]] = set()  # too old, or overwritten by a delayed agreement
