@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,15 +10,9 @@ from contract.adapters import ADAPTERS, Adapter
 from contract.sentences import SENTENCES
 
 
-def marks(adapter: Adapter, sentence: str) -> tuple[Any, ...]:
-    if sentence in adapter.unproven:
-        return (*adapter.marks, pytest.mark.xfail(reason=adapter.unproven[sentence], run=False))
-    return adapter.marks
-
-
 def cases(*, possible: bool) -> list[object]:
     return [
-        pytest.param(adapter, sentence, id=f"{adapter.name} {sentence}", marks=marks(adapter, sentence))
+        pytest.param(adapter, sentence, id=f"{adapter.name} {sentence}", marks=adapter.marks)
         for adapter in ADAPTERS
         for sentence in SENTENCES
         if (sentence not in adapter.cannot) == possible
