@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from outerstep.coordination.server.pacing import local_steps
+from outerstep.coordination.server.membership import local_steps
 from outerstep.core.aggregate import weighted_mean
 from outerstep.core.delayed import DelayedNesterov
 from outerstep.core.outer import Nesterov

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
-from ..coordination.server.aggregation import Aggregation, RuleName
-from ..coordination.server.rounds import RoundRules
+from ..coordination.server.rounds import Aggregation, RoundRules, RuleName
 from ..coordination.weights import MAX_WEIGHT_RATIO
 from ..defaults import OUTER_LR, OUTER_MOMENTUM, PART_SIZE_BYTES
 from ..errors import ConfigError
@@ -60,7 +59,7 @@ class ServerConfig:
     norm_screen: float = (
         FACTOR  # leave out what is so many times as large as usual; 0 = off (docs/operating/screens.md)
     )
-    aggregation: RuleName = "mean"  # how the contributions of a round become one (coordination/server/aggregation.py)
+    aggregation: RuleName = "mean"  # how the contributions of a round become one (coordination/server/rounds.py)
     trim_fraction: float | None = None  # of trimmed_mean, at each end; None = a fifth, and at least one
     attackers: int | None = None  # f of krum and multi_krum; None = 1
     clip_radius: float | None = None  # ρ of centered_clipping; None = the median distance to the last aggregate

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..config import ServerConfig
-from ..coordination.server.commits import Commits
+from ..coordination.server.commits import Commits, is_news
 from ..coordination.server.coordinator import Coordinator
-from ..coordination.server.effects import DropUpload, StopServer, is_news
+from ..coordination.server.effects import DropUpload, StopServer
 from ..durable.run_folder import RunFolder
 from ..errors import (
     BadRequest,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from ..coordination.server.budget import TokenBudget
 from ..coordination.server.membership import KnownWorker
+from ..coordination.server.rounds import TokenBudget
 from ..core.delayed import DelayedNesterov
 from ..durable.journal import Journal
 from .intake import Intake

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..coordination.server.aggregation import Aggregation
+from ..coordination.server.rounds import Aggregation
 from ..core.aggregate import add_weighted, divide
 from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outerstep.coordination.server.aggregation import Aggregation
+from outerstep.coordination.server.rounds import Aggregation
 from outerstep.core.codecs.recipe import WHOLE, Recipe
 from outerstep.core.outer import Nesterov
 from outerstep.core.robust import RobustAggregator

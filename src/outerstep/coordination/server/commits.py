@@ -32,7 +32,7 @@ from typing import Literal, TypeVar
 from ...types import Answer, Control, Heartbeat, Join, Leave, Offer
 from ..backoff import Backoff
 from .coordinator import Coordinator
-from .effects import Accumulate, CloseRound, Effect
+from .effects import Accumulate, CloseRound, DropUpload, Effect
 from .remembered import Remembered
 
 DISK_RETRIES = Backoff(0.25, 5.0)  # of a disk that is full or broken
@@ -351,10 +351,21 @@ class Commits:
             return False
         if self._alone and sync_round > self._saved_round:
             return True
-        manifest = self.coordinator.manifest
-        model_bytes = 4 * sum(spec.numel for spec in manifest.parameters) if manifest is not None else 0
-        enough_bytes = max(MODELS_IN_JOURNAL * model_bytes, LEAST_JOURNAL_BYTES)
+        enough_bytes = max(MODELS_IN_JOURNAL * self.coordinator.model_bytes, LEAST_JOURNAL_BYTES)
         return self._last_record - self.base >= MOST_RECORDS or self._journal_bytes > enough_bytes
+
+
+def is_news(effect: Effect) -> bool:
+    """Does a waiting poll get another answer now? Hundreds may wait: to wake them all at every contribution would take
+    longer than the contribution does. A round's first one matters, because from then on the round wants the workers
+    that wait at other fragments; what a round made is announced when it is there."""
+    match effect:
+        case Accumulate():
+            return effect.first
+        case CloseRound() | DropUpload():
+            return False
+        case _:
+            return True
 
 
 # --- of the checkpoints in a folder -----------------------------------------------------------------------------------

@@ -83,13 +83,11 @@ from .admission import (
     check_same_part,
     check_sections,
 )
-from .budget import TokenBudget
 from .effects import Accumulate, CloseRound, DropUpload, Effect, StopServer
-from .membership import OFFENCE_KINDS, Accepted, Conduct, KnownWorker, Membership
-from .pacing import local_steps
+from .membership import OFFENCE_KINDS, Accepted, Conduct, KnownWorker, Membership, local_steps
 from .plan import Settled, changed, check_manifest, check_wishes
 from .remembered import LEAP, Remembered, WorkerRecord
-from .rounds import Closed, Fragment, RoundRules, RoundVerdict
+from .rounds import Closed, Fragment, RoundRules, RoundVerdict, TokenBudget
 from .uploads import Upload, Uploads
 
 ASK_AGAIN_S = 0.5
@@ -116,6 +114,7 @@ class Coordinator:
         self.fragments: list[Fragment] = []
         self.plan: Plan | None = None
         self.manifest: Manifest | None = None
+        self.model_bytes = 0
         self.settled: Settled | None = None
         self.started = False
         self.total_accepted = 0
@@ -156,6 +155,7 @@ class Coordinator:
     def fix(self, *, plan: Plan, settled: Settled, manifest: Manifest, fragments: Sequence[Fragment]) -> None:
         """The first accepted manifest and the plan made from it hold for the rest of the run."""
         self.plan, self.settled, self.manifest = plan, settled, manifest
+        self.model_bytes = 4 * sum(spec.numel for spec in manifest.parameters)
         self.fragments = list(fragments)
         self.budget.fix(len(self.fragments))
 

@@ -58,16 +58,3 @@ class StopServer:
 
 
 Effect = Accumulate | CloseRound | DropUpload | StopServer | Event
-
-
-def is_news(effect: Effect) -> bool:
-    """Does a waiting poll get another answer now? Hundreds may wait: to wake them all at every contribution would take
-    longer than the contribution does. A round's first one matters, because from then on the round wants the workers
-    that wait at other fragments; what a round made is announced when it is there."""
-    match effect:
-        case Accumulate():
-            return effect.first
-        case CloseRound() | DropUpload():
-            return False
-        case _:
-            return True

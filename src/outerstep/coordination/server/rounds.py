@@ -7,22 +7,169 @@ A round opens the moment the one before it is decided, with the workers live at 
 - `round_deadline_s` has passed since its first contribution,
 
 and never with fewer than `min_workers` contributors, nor than the run's rule for combining them needs
-(aggregation.py), nor before the run has started (coordinator.py). A worker that dies or leaves is no longer expected; a
+(`Aggregation`), nor before the run has started (coordinator.py). A worker that dies or leaves is no longer expected; a
 worker that joins is expected from the next round, and counted in this one if its contribution comes in time.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
 from msgspec.structs import replace
 
-from ...screens import FACTOR, NormScreen, Size
+from ...errors import ConfigError
+from ...screens import FACTOR, LEAST_FOR_COSINES, NormScreen, Size
 from ...types import Agreement, Mode, Participant, WeightBy
 from ..weights import MAX_WEIGHT_RATIO, UsualWeight
-from .aggregation import Aggregation
+
+RuleName = Literal["mean", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median", "centered_clipping"]
+
+LEAST = 3
+HAIR = 1e-9  # as in core/robust/coordinates.py: ⌊(1/49)·49⌋ is 0 in floating point
+
+_WHOSE: dict[str, tuple[RuleName, ...]] = {
+    "trim_fraction": ("trimmed_mean",),
+    "attackers": ("krum", "multi_krum"),
+    "clip_radius": ("centered_clipping",),
+    "aggregation_iterations": ("geometric_median", "centered_clipping"),
+}
+REMEMBERED = 64  # moments from which a rate of tokens is computed
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How the contributions of a round become one: the rule's settings by their names, and how many contributions it
+    needs. None = the rule's own default (docs/concepts/robust-aggregation.md). core/robust/ combines them.
+
+        rule                        is defined for
+        trimmed_mean                ⌈1/trim_fraction⌉ contributions: at least one is trimmed at each end
+        median, geometric_median    3
+        krum, multi_krum            2·attackers + 3
+        mean, centered_clipping     any number
+        over buckets of s           (as many − 1)·s + 1
+        with the cosine screen      5
+
+    None of them but the plain mean says anything about fewer than three: of two that differ, either may be wrong. A run
+    with a rule closes no round with fewer than that. It never falls back on the plain mean.
+
+    Those *offered* count. A worker that a screen turned away or that is in quarantine is one of the bad ones that the
+    rule was chosen to withstand: a minority of such counts as if it had been there. Otherwise one worker that sends a
+    NaN could stop a run of five."""
+
+    aggregation: RuleName = "mean"
+    trim_fraction: float | None = None
+    attackers: int | None = None
+    clip_radius: float | None = None
+    aggregation_iterations: int | None = None
+    bucket_size: int = 1
+    cosine_screen: bool = False
+
+    def __post_init__(self) -> None:
+        for name, rules in _WHOSE.items():
+            value = getattr(self, name)
+            if value is not None and self.aggregation not in rules:
+                raise ConfigError(
+                    f"{name} is for aggregation {' and '.join(map(repr, rules))}, got {value:g} with "
+                    f"{self.aggregation!r}; leave one of the two out"
+                )
+        if self.trim_fraction is not None and not 0.0 < self.trim_fraction < 0.5:
+            raise ConfigError(
+                f"trim_fraction must be above 0 and below 0.5 (it is cut off at both ends), got {self.trim_fraction:g}"
+            )
+        if self.clip_radius is not None and not self.clip_radius > 0.0:
+            raise ConfigError(
+                f"clip_radius must be above 0, got {self.clip_radius:g}; left out, it is the median distance"
+            )
+        if self.aggregation == "mean" and self.bucket_size > 1:
+            raise ConfigError(
+                f"bucket_size {self.bucket_size} averages some before a rule sees them, and aggregation is 'mean': the "
+                "mean of means is no other; choose a rule, or leave bucket_size out"
+            )
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """The weighted mean of all, which takes them one by one."""
+        return self.aggregation == "mean" and not self.cosine_screen
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        buckets = f" over buckets of {self.bucket_size}" if self.bucket_size > 1 else ""
+        return f"{self.aggregation}{buckets}{' with the cosine screen' if self.cosine_screen else ''}"
+
+    @cached_property
+    def fewest(self) -> int:
+        """Contributions of different workers that it takes to close a round; 1 for the plain mean."""
+        if self.is_plain:
+            return 1
+        least = 1
+        match self.aggregation:
+            case "trimmed_mean" if self.trim_fraction is not None:
+                least = max(LEAST, math.ceil(1.0 / self.trim_fraction - HAIR))
+            case "krum" | "multi_krum":
+                least = 2 * (self.attackers or 1) + 3
+            case "trimmed_mean" | "median" | "geometric_median":
+                least = LEAST
+        return max(LEAST, (least - 1) * self.bucket_size + 1, LEAST_FOR_COSINES if self.cosine_screen else LEAST)
+
+    def needed(self, turned_away: int) -> int:
+        """How many must be there beside those that were turned away."""
+        return self.fewest - min(turned_away, (self.fewest - 1) // 2)
+
+    def check_run(
+        self, *, num_workers: int, quorum: int | None, asynchronous: bool, weigh: str, norm_screen: float
+    ) -> None:
+        """Refuse a run in which it could never do what it says. `weigh`: what makes weights unequal, "" = nothing."""
+        if self.is_plain:
+            return
+        if asynchronous:
+            raise ConfigError(
+                f"aggregation {self.name!r} compares the contributions of a round, and async_mode has one in each; "
+                "leave async_mode out (quorum and grace_s let a round close without the slowest), or use 'mean'"
+            )
+        if self.cosine_screen and not norm_screen:
+            raise ConfigError(
+                "cosine_screen needs the norm screen in front of it, got norm_screen 0: what is long enough turns the "
+                "mean of the others around, and the honest ones would be left out; leave one of the two out"
+            )
+        if self.aggregation == "krum" and weigh:
+            raise ConfigError(
+                f"aggregation 'krum' takes one contribution as it is and cannot weigh them, got {weigh}; use "
+                "'multi_krum', or equal weights"
+            )
+        for name, count in (("num_workers", num_workers), ("quorum", quorum)):
+            if count is not None and count < self.fewest:
+                raise ConfigError(
+                    f"aggregation {self.name!r} needs at least {self.fewest} contributions in a round"
+                    f"{self._why(count)}, got {name} {count}; {self._remedy(name, count)}"
+                )
+
+    def _why(self, count: int) -> str:
+        if self.bucket_size > 1:
+            return f" ({count} are {-(-count // self.bucket_size)} buckets, bucket_size is {self.bucket_size})"
+        if self._trims_nothing(count):
+            return (
+                f": a trim_fraction of {self.trim_fraction:g} trims nothing of {count}, "
+                f"⌊{self.trim_fraction:g}·{count}⌋ = 0"
+            )
+        if self.aggregation in ("krum", "multi_krum"):
+            return f" (2·attackers + 3, attackers is {self.attackers or 1})"
+        return " (cosine_screen: among fewer it would refuse honest ones)" if self.cosine_screen else ""
+
+    def _remedy(self, name: str, count: int) -> str:
+        more = f"raise {name} to {self.fewest}"
+        if self.bucket_size == 1 and self._trims_nothing(count) and not self.cosine_screen:
+            return f"{more}, or trim_fraction to {math.ceil(1e4 / count) / 1e4:g}, the smallest that trims one"
+        return f"{more}, or use another rule"
+
+    def _trims_nothing(self, count: int) -> bool:
+        return self.trim_fraction is not None and count >= LEAST and self.trim_fraction * count + HAIR < 1.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +188,7 @@ class RoundRules:
     weight_by: WeightBy = "equal"
     max_weight_ratio: float = MAX_WEIGHT_RATIO
     norm_screen: float = FACTOR  # times the usual norm; 0 = off
-    aggregation: Aggregation = Aggregation()  # noqa: RUF009 (frozen)
+    aggregation: Aggregation = Aggregation()
     dylu: bool = False
     dylu_base: int | None = None
 
@@ -273,3 +420,45 @@ def _left_out(closing: OpenRound, i: int, facts: Mapping[str, object]) -> Outlie
 def _names(workers: AbstractSet[str]) -> str:
     shown = sorted(workers)
     return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+@dataclass
+class TokenBudget:
+    """How many tokens are in the model, how fast they come, and when there will be enough. Each fragment sees every
+    token once; a token is in the model when all fragments have it."""
+
+    limit: int | None = None  # None = no end
+    per_fragment: dict[int, int] = field(default_factory=dict)
+    announced: bool = False  # the workers have been told to finish
+    _moments: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def fix(self, fragments: int) -> None:
+        self.per_fragment = {i: self.per_fragment.get(i, 0) for i in range(fragments)}
+
+    @property
+    def total(self) -> int:
+        return min(self.per_fragment.values(), default=0)
+
+    @property
+    def is_spent(self) -> bool:
+        return self.limit is not None and self.total >= self.limit
+
+    def add(self, fragment: int, tokens: int, now: float) -> None:
+        self.per_fragment[fragment] = self.per_fragment.get(fragment, 0) + tokens
+        if not self._moments or self._moments[-1][1] != self.total:
+            self._moments.append((now, self.total))
+
+    @property
+    def per_second(self) -> float:
+        """Over the remembered moments; 0 while there are too few."""
+        if len(self._moments) < 2:
+            return 0.0
+        (first_at, first), (last_at, last) = self._moments[0], self._moments[-1]
+        return (last - first) / (last_at - first_at) if last_at > first_at else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """None = no end in sight: no limit, or no rate yet."""
+        if self.limit is None or self.per_second <= 0.0:
+            return None
+        return max(self.limit - self.total, 0) / self.per_second

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 
 from outerstep.config import ServerConfig
-from outerstep.coordination.server.aggregation import Aggregation, RuleName
 from outerstep.coordination.server.effects import Accumulate
+from outerstep.coordination.server.rounds import Aggregation, RuleName
 from outerstep.core.robust import RULES, RobustAggregator
 from outerstep.errors import Absurd, ConfigError, Conflict
 from outerstep.server.store import rule_of

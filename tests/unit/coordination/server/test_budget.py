@@ -2,7 +2,7 @@
 
 import pytest
 
-from outerstep.coordination.server.budget import REMEMBERED, TokenBudget
+from outerstep.coordination.server.rounds import REMEMBERED, TokenBudget
 
 
 def budget(limit: int | None = None, fragments: int = 1) -> TokenBudget:

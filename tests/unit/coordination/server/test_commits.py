@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from outerstep.coordination.server import commits as module
-from outerstep.coordination.server.aggregation import Aggregation
 from outerstep.coordination.server.commits import (
     AddContributions,
     AnnounceRound,
@@ -22,6 +21,7 @@ from outerstep.coordination.server.commits import (
     superseded,
 )
 from outerstep.coordination.server.effects import Accumulate, CloseRound
+from outerstep.coordination.server.rounds import Aggregation
 from outerstep.errors import Refused
 from outerstep.events import PlanChanged
 from outerstep.types import Control, Heartbeat, JoinAnswer, Leave, Wishes

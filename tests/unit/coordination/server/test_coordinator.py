@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from outerstep.coordination.server.effects import Accumulate, CloseRound, is_news
+from outerstep.coordination.server.commits import is_news
+from outerstep.coordination.server.effects import Accumulate, CloseRound
 from outerstep.errors import (
     BadRequest,
     Fenced,

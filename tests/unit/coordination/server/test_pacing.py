@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outerstep.coordination.server.pacing import local_steps
+from outerstep.coordination.server.membership import local_steps
 from outerstep.errors import ConfigError
 
 speeds = st.floats(min_value=1e-6, max_value=1e6)
