@@ -22,8 +22,6 @@ import os
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
 
@@ -80,25 +78,15 @@ def part_range(part: int, size_bytes: int, part_size_bytes: int) -> tuple[int, i
     return begin, min(begin + part_size_bytes, size_bytes)
 
 
-@dataclass(frozen=True)
 class Parts:
     """How a payload of several sections is cut into parts. Each section has its own parts, the last one shorter; parts
     are numbered across all sections in order. For one section: `part_count` and `part_range`."""
 
-    section_bytes: tuple[int, ...]
-    part_size_bytes: int
-
-    @cached_property
-    def _first_parts(self) -> list[int]:
-        return list(accumulate((part_count(size, self.part_size_bytes) for size in self.section_bytes), initial=0))
-
-    @cached_property
-    def _first_bytes(self) -> list[int]:
-        return list(accumulate(self.section_bytes, initial=0))
-
-    @property
-    def count(self) -> int:
-        return self._first_parts[-1]
+    def __init__(self, section_bytes: Sequence[int], part_size_bytes: int) -> None:
+        self.section_bytes, self.part_size_bytes = section_bytes, part_size_bytes
+        self._first_parts = list(accumulate((part_count(size, part_size_bytes) for size in section_bytes), initial=0))
+        self._first_bytes = list(accumulate(section_bytes, initial=0))
+        self.count = self._first_parts[-1]
 
     def section(self, part: int) -> int:
         return bisect_right(self._first_parts, part) - 1

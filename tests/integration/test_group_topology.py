@@ -135,7 +135,7 @@ class TestSharded:
             once = threading.Lock()
 
             def rank_1_is_done() -> bool:
-                (upload,) = server.service.coordinator.uploads.of_worker("group")
+                (upload,) = server.service.coordinator.uploads.of("group")
                 return upload.part_hashes.keys() >= set(upload.parts.of_section(1))
 
             def meddle(rank: int, request: Request) -> None:

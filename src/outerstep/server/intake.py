@@ -82,15 +82,14 @@ class Intake:
 
     def conclude(self, upload: Upload) -> Callable[[], float]:
         """With the lock held, all parts being in: what checks the rest, outside of it. That returns ‖Δ‖ or refuses."""
-        incoming, sections = self._incoming[upload.offer.key], upload.offer.sections
-        payload, seen = self.payload(upload.offer.key), [incoming.seen[part] for part in sorted(incoming.seen)]
-        decoder = self._find_decoder(upload.offer.fragment, sections)
+        incoming = self._incoming[upload.key]
+        payload, seen = self.payload(upload.key), [incoming.seen[part] for part in sorted(incoming.seen)]
+        decoder = self._find_decoder(upload.offer.fragment, upload.sections)
         return lambda: self._lookers.submit(decoder.conclude, payload, seen).result()
 
     def put(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
         """Read the part to its place. Only one connection at a time writes to a place, and none once the part is in:
         what was hashed is what will be added."""
-        place = (request.key, request.part)
         while True:
             with self._lock:
                 begun = self._coordinator.begin_part(request, self._clock())
@@ -99,9 +98,10 @@ class Intake:
                 begin, end = begun.parts.range(request.part)
                 if body.length != end - begin:
                     raise BadRequest(f"part {request.part} has {end - begin} bytes, got {body.length}")
+                place = (begun.key, request.part)
                 earlier = self.writing.get(place)
                 if earlier is None:
-                    incoming = self._incoming.setdefault(request.key, _Incoming())
+                    incoming = self._incoming.setdefault(begun.key, _Incoming())
                     writing = self.writing[place] = _Writing(body)
                     begun.under_way += 1
                     break
@@ -110,8 +110,8 @@ class Intake:
             earlier.done.wait()
         findings: Findings | None = None
         try:
-            room = self._room(request.key, incoming, begun.offer.size_bytes)
-            decoder = self._find_decoder(request.fragment, begun.offer.sections)
+            room = self._room(begun.key, incoming, begun.offer.size_bytes)
+            decoder = self._find_decoder(request.fragment, begun.sections)
             findings = self._read(room.view, begin, end, request, body, decoder)
         finally:
             with self._lock:
@@ -119,7 +119,7 @@ class Intake:
                 writing.done.set()
                 begun.under_way, begun.heard_at = begun.under_way - 1, self._clock()
                 if findings is not None:
-                    self._check_wanted(request.key, incoming)
+                    self._check_wanted(begun.key, incoming)
                     incoming.seen[request.part] = findings
                     answer = self._coordinator.part_arrived(request, self._clock())
                     self.bytes_received += end - begin

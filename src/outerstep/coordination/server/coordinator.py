@@ -229,20 +229,19 @@ class Coordinator:
         except Refused:
             self.uploads.unqueue(worker.worker_id, message.fragment)  # it will not come back under this key
             raise
-        upload = self.uploads.get(message.key)
+        upload = self.uploads.by_key.get(message.key)
         if upload is not None:
             with self._conflicts_noted(worker, now):
                 check_same_offer(message, upload.offer)
             upload.heard_at = now
         else:
-            for other in self.uploads.of_worker(worker.worker_id):
-                if other.offer.fragment == message.fragment:
-                    self.drop(other.offer.key)
+            for other in self.uploads.of(worker.worker_id, message.fragment):
+                self.drop(other.key)
             upload = self.uploads.request(message, now)
         if upload is None and (idle := self.uploads.standing_still(now)):
             for other in idle:  # it holds room and sends nothing; it will offer again when it wakes up
                 self._effects.append(UploadDropped(other.offer.worker_id, other.offer.fragment))
-                self.drop(other.offer.key)
+                self.drop(other.key)
             upload = self.uploads.request(message, now)
         if upload is None:
             soon = self.uploads.is_near(message.key)
@@ -311,10 +310,10 @@ class Coordinator:
         worker.enter(offer, Accepted(offer.sequence, message.payload_hash, round_.version), staleness, norm)
         round_.count(participant, rules, now, reported=raw, tokens=offer.tokens, size=size, kept=keep)
         self.total_accepted += 1
-        self.uploads.finish(offer.key)
+        self.uploads.finish(begun.key)
         scale = fragment.usual.relative(weight, rules.weight_by)
         first = len(round_.participants) == 1
-        added = Accumulate(offer.key, round_.version, weight, scale, offer.base_version, offer.sections, first, keep)
+        added = Accumulate(begun.key, round_.version, weight, scale, offer.base_version, begun.sections, first, keep)
         self._effects.append(added)
         answer = CommitAnswer(version=round_.version)
         self.close_if_ready(fragment, now)
@@ -322,7 +321,7 @@ class Coordinator:
 
     def reject(self, key: ContributionKey, refusal: Refused, now: float) -> None:
         """The driver looked inside and found it unfit: it will never be accepted."""
-        if self.uploads.get(key) is None:
+        if self.uploads.by_key.get(key) is None:
             return
         self._refuse(key, refusal)
         worker = self.members.find(key.worker_id)
@@ -337,7 +336,7 @@ class Coordinator:
     def _sending(self, worker: KnownWorker, message: OfContribution, now: float) -> Upload:
         """The contribution that this message is about, if its worker may send it."""
         worker.conduct.check(worker.worker_id, now)
-        upload = self.uploads.get(message.key)
+        upload = self.uploads.by_key.get(message.key)
         if upload is None:
             raise MissingParts(f"contribution {message.key} is not on offer", hint="offer it (again)")
         return upload
@@ -395,7 +394,7 @@ class Coordinator:
 
     def freed(self, key: ContributionKey) -> None:
         """The driver has freed the bytes of an accepted contribution."""
-        self.uploads.freed(key)
+        self.uploads.drop(key)
 
     # --- a round ends, an agreement begins ------------------------------------------------------------------------
 
@@ -413,11 +412,11 @@ class Coordinator:
         left_out = self._left_out(index, closed)
         remembered = self.remember() if self.remembers else None
         self._effects.append(CloseRound(index, closed.version, closed.participants, remembered, left_out, turned_away))
-        for upload in self.uploads.of_fragment(index):
+        for upload in self.uploads.of(fragment=index):
             try:
                 check_age(upload.offer, fragment, self.rules)
             except Refused:
-                self.drop(upload.offer.key)  # its worker will be told so at its next message; the room is free now
+                self.drop(upload.key)  # its worker will be told so at its next message; the room is free now
         self._check_budget(now)
 
     def _close_rounds(self, now: float) -> None:
@@ -736,8 +735,8 @@ class Coordinator:
 
     def _forget(self, worker: KnownWorker, *, still_expected: bool = False) -> None:
         """Keep nothing unfinished of this worker, and let no open round wait for it. What was accepted stays."""
-        for upload in self.uploads.of_worker(worker.worker_id):
-            self.drop(upload.offer.key)
+        for upload in self.uploads.of(worker.worker_id):
+            self.drop(upload.key)
         self.uploads.unqueue(worker.worker_id)
         for fragment in () if still_expected else self.fragments:
             fragment.round.expected.discard(worker.worker_id)

@@ -242,7 +242,7 @@ class OpenRound:
     participants: list[Participant] = field(default_factory=list)
     reported: list[float] = field(default_factory=list)  # what its contributions said they weigh
     tokens: list[float] = field(default_factory=list)  # and how many tokens they said are in them
-    sizes: list[Size | None] = field(default_factory=list)  # and how large they are; None = not to be screened
+    sizes: list[tuple[str, Size | None]] = field(default_factory=list)  # whose, and how large; None = not screened
     kept: list[bool] = field(default_factory=list)  # and whether they can still be left out
     first_at: float | None = None
     quorum_at: float | None = None
@@ -250,11 +250,6 @@ class OpenRound:
     @property
     def contributors(self) -> set[str]:
         return {p.worker_id for p in self.participants}
-
-    @property
-    def sized(self) -> list[tuple[str, Size | None]]:
-        """Of each contribution, whose and how large."""
-        return [(p.worker_id, size) for p, size in zip(self.participants, self.sizes, strict=True)]
 
     def count(
         self,
@@ -270,7 +265,7 @@ class OpenRound:
         self.participants.append(participant)
         self.reported.append(reported)
         self.tokens.append(float(tokens))
-        self.sizes.append(size)
+        self.sizes.append((participant.worker_id, size))
         self.kept.append(kept)
         if self.first_at is None:
             self.first_at = now
@@ -281,7 +276,7 @@ class OpenRound:
         """It was there, and counts nothing."""
         self.participants[i] = replace(self.participants[i], weight=0.0)
         self.reported[i] = self.tokens[i] = 0.0
-        self.sizes[i] = None
+        self.sizes[i] = self.sizes[i][0], None
 
     @property
     def trained(self) -> int:
@@ -379,12 +374,12 @@ class Fragment:
         if not rules.aggregation.is_plain:
             outliers = _too_few(closing, rules, needed) if too_few else _repeated(closing)
         if rules.norm_screen > 0.0:
-            for i, times in self.screen.left_out(closing.sized, rules.norm_screen).items():
-                size = closing.sizes[i]
+            for i, times in self.screen.left_out(closing.sizes, rules.norm_screen).items():
+                _, size = closing.sizes[i]
                 if closing.kept[i] and size is not None:
                     facts = {"norm": size.norm, "steps": size.steps, "times_usual": round(times, 2)}
                     outliers.append(_left_out(closing, i, facts))
-        self.screen.include(closing.sized)
+        self.screen.include(closing.sizes)
         self.usual.include(closing.reported, ratio)
         tokens = self.usual_tokens.include(closing.tokens, ratio)
         self.round = OpenRound(closing.version + 1, set(expected))

@@ -8,8 +8,7 @@ before it. (Not only the first one: it may take half a second to ask again, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import InitVar, dataclass, field
 from itertools import takewhile
 
 from ...digest import Parts, payload_hash
@@ -28,14 +27,14 @@ class Upload:
     """One contribution that was offered and granted room."""
 
     offer: Offer
-    part_size_bytes: int
+    part_size_bytes: InitVar[int]
     part_hashes: dict[int, str] = field(default_factory=dict)
     heard_at: float = 0.0
     under_way: int = 0  # parts that are being read right now, however long that takes
 
-    @cached_property
-    def parts(self) -> Parts:
-        return Parts(self.offer.section_bytes or (self.offer.size_bytes,), self.part_size_bytes)
+    def __post_init__(self, part_size_bytes: int) -> None:
+        self.key, self.sections = self.offer.key, self.offer.sections
+        self.parts = Parts(self.offer.section_bytes or (self.offer.size_bytes,), part_size_bytes)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -43,15 +42,14 @@ class Upload:
 
     def check_part(self, part: int) -> None:
         if part >= self.parts.count:
-            raise BadRequest(f"part {part} is out of range: contribution {self.offer.key} has {self.parts.count} parts")
+            raise BadRequest(f"part {part} is out of range: contribution {self.key} has {self.parts.count} parts")
 
     def payload_hash(self) -> str:
         """Over all parts; refuses while some are missing."""
         missing = self.missing
         if missing:
             raise MissingParts(
-                f"contribution {self.offer.key} misses {len(missing)} of {self.parts.count} parts: "
-                f"{list(missing[:16])}",
+                f"contribution {self.key} misses {len(missing)} of {self.parts.count} parts: {list(missing[:16])}",
                 hint="send them, then commit again",
             )
         return payload_hash([self.part_hashes[i] for i in range(self.parts.count)])
@@ -71,7 +69,7 @@ class Uploads:
     def __init__(self, *, capacity_bytes: int, part_size_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._part_size_bytes = part_size_bytes
-        self._by_key: dict[ContributionKey, Upload] = {}
+        self.by_key: dict[ContributionKey, Upload] = {}  # parts are taken for these
         self._held: dict[ContributionKey, int] = {}  # bytes of room per key, until the bytes are freed
         self._queue: dict[ContributionKey, Waiting] = {}  # a dict keeps the order of arrival
 
@@ -83,14 +81,13 @@ class Uploads:
     def queued(self) -> int:
         return len(self._queue)
 
-    def get(self, key: ContributionKey) -> Upload | None:
-        return self._by_key.get(key)
-
-    def of_fragment(self, fragment: int) -> list[Upload]:
-        return [u for u in self._by_key.values() if u.offer.fragment == fragment]
-
-    def of_worker(self, worker_id: str) -> list[Upload]:
-        return [u for u in self._by_key.values() if u.offer.worker_id == worker_id]
+    def of(self, worker_id: str | None = None, fragment: int | None = None) -> list[Upload]:
+        """Those of this worker, for this fragment. None = of any."""
+        return [
+            upload
+            for key, upload in self.by_key.items()
+            if worker_id in (None, key.worker_id) and fragment in (None, key.fragment)
+        ]
 
     def request(self, offer: Offer, now: float) -> Upload | None:
         """Room for this offer, or None: it stands in the queue."""
@@ -108,25 +105,21 @@ class Uploads:
             return None
         self._queue.pop(key, None)
         upload = Upload(offer, self._part_size_bytes, heard_at=now)
-        self._by_key[key] = upload
+        self.by_key[key] = upload
         self._held[key] = offer.size_bytes
         return upload
 
     def standing_still(self, now: float) -> list[Upload]:
         """Uploads that hold room which others could use, and of which nothing arrives."""
-        return [u for u in self._by_key.values() if not u.under_way and now - u.heard_at > ROOM_PATIENCE_S]
+        return [u for u in self.by_key.values() if not u.under_way and now - u.heard_at > ROOM_PATIENCE_S]
 
     def finish(self, key: ContributionKey) -> None:
-        """It was accepted: no more parts are taken. Its room is held until `freed`."""
-        del self._by_key[key]
+        """It was accepted: no more parts are taken. Its room is held until its bytes are gone (`drop`)."""
+        del self.by_key[key]
 
     def drop(self, key: ContributionKey) -> None:
-        """It will never be accepted."""
-        self._by_key.pop(key, None)
-        self._held.pop(key, None)
-
-    def freed(self, key: ContributionKey) -> None:
-        """Its bytes are gone from memory."""
+        """It will never be accepted, or its bytes are gone from memory."""
+        self.by_key.pop(key, None)
         self._held.pop(key, None)
 
     def unqueue(self, worker_id: str, fragment: int | None = None) -> None:

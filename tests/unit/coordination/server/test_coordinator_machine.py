@@ -354,7 +354,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @invariant()
     def the_pool_is_never_overfull(self) -> None:
         uploads = self.coordinator.uploads
-        held = [u.offer.size_bytes for i in range(2) for u in uploads.of_fragment(i)]
+        held = [u.offer.size_bytes for i in range(2) for u in uploads.of(fragment=i)]
         held += [self.sizes[effect.key] for effect in self.work if isinstance(effect, Accumulate)]
         assert uploads.held_bytes == sum(held)
         assert sum(held) <= self.capacity_bytes or len(held) == 1
@@ -362,7 +362,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_uploads_two_contributions_to_one_fragment(self) -> None:
         for fragment in range(2):
-            senders = [upload.offer.worker_id for upload in self.coordinator.uploads.of_fragment(fragment)]
+            senders = [upload.offer.worker_id for upload in self.coordinator.uploads.of(fragment=fragment)]
             assert len(senders) == len(set(senders))
 
     @invariant()

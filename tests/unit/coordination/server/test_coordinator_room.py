@@ -133,7 +133,7 @@ class TestPool:
     def test_a_part_that_takes_hours_is_not_standing_still(self) -> None:
         desk = Desk("ab", pool_bytes=SIZE_BYTES, heartbeat_timeout_s=0.0)
         desk.offer("a")
-        upload = desk.coordinator.uploads.get(make_key("a"))
+        upload = desk.coordinator.uploads.by_key.get(make_key("a"))
         assert upload is not None
         upload.under_way = 1
         desk.now += 100 * ROOM_PATIENCE_S

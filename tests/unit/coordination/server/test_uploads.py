@@ -67,14 +67,14 @@ class TestRoom:
     def test_an_accepted_contribution_holds_its_room_until_it_is_freed(self) -> None:
         uploads = pool(offer_of("a"))
         uploads.finish(make_key("a"))
-        assert (uploads.get(make_key("a")), uploads.held_bytes) == (None, 60)
-        uploads.freed(make_key("a"))
+        assert (uploads.by_key.get(make_key("a")), uploads.held_bytes) == (None, 60)
+        uploads.drop(make_key("a"))
         assert uploads.held_bytes == 0
 
     def test_a_dropped_contribution_frees_its_room_at_once(self) -> None:
         uploads = pool(offer_of("a"))
         uploads.drop(make_key("a"))
-        assert (uploads.get(make_key("a")), uploads.held_bytes) == (None, 0)
+        assert (uploads.by_key.get(make_key("a")), uploads.held_bytes) == (None, 0)
 
     def test_an_oversized_contribution_gets_in_when_it_is_alone(self) -> None:
         uploads = pool(offer_of("a", 1))
@@ -165,5 +165,5 @@ class TestLooking:
             make_offer("a", fragment=1, size_bytes=8),
             make_offer("b", fragment=1, size_bytes=8),
         )
-        assert [u.offer.key for u in uploads.of_fragment(1)] == [make_key("a", fragment=1), make_key("b", fragment=1)]
-        assert [u.offer.key for u in uploads.of_worker("a")] == [make_key("a"), make_key("a", fragment=1)]
+        assert [u.key for u in uploads.of(fragment=1)] == [make_key("a", fragment=1), make_key("b", fragment=1)]
+        assert [u.key for u in uploads.of("a")] == [make_key("a"), make_key("a", fragment=1)]
