@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "coordination": PLAIN,
     "wire": PLAIN | {"security"},
     "durable": PLAIN,
-    "topology/gossip/node": PLAIN | {"coordination", "durable", "pool", "security", "wire"},
+    "topology/gossip/node": PLAIN | {"coordination", "durable", "observe", "pool", "security", "wire"},
     "simulate": PLAIN | {"coordination", "durable"},
     "topology": PLAIN | {"core", "coordination", "wire"},
     "observe": PLAIN,
@@ -43,7 +43,8 @@ MAY_IMPORT = {
     "worker": PLAIN | {"config", "core", "coordination", "observe", "security", "topology", "wire"},
     "compat": PLAIN | {"config", "core", "coordination", "pool", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
-    "cli": PLAIN | {"compat", "config", "core", "demo", "durable", "model_folder", "security", "server", "wire"},
+    "cli": PLAIN
+    | {"compat", "config", "core", "demo", "durable", "model_folder", "observe", "security", "server", "wire"},
     "integrations": PLAIN | {"core"},  # optional, and imported by nobody
     "__main__": {"cli"},
     "": {"core", "errors", "model_folder", "server", "topology", "worker"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +14,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigError, TransportError
+from ..observe.status import (
+    MemberStatus,
+    PeerStatus,
+    PlanStatus,
+    ServerStatus,
+    TokensStatus,
+    WorkerStatus,
+    read_status,
+)
 from ..wire.http_transport import HttpTransport
 from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
@@ -53,143 +62,152 @@ def status(
                 live.update(Group(shown, f"[red]{escape(str(error))}[/red]"), refresh=True)
 
 
-def render(status: dict[str, Any], address: str) -> RenderableType:
+def render(said: Mapping[str, Any], address: str) -> RenderableType:
     """The status for people: a few lines of facts, the workers, and what each fragment waits for."""
-    if status["mode"] == "gossip":
+    status = read_status(said)
+    if isinstance(status, PeerStatus):
         return _peer(status, address)
     lines: list[RenderableType] = [
-        f"[bold]{address}[/bold]  run {status['run_id']}  {status['mode']}  up {duration(status['uptime_s'])}",
-        f"round [bold]{status['sync_round']}[/bold]  {status['total_submissions']} contribution(s)  "
-        f"received {size(status['bytes_received'])}, sent {size(status['bytes_sent'])}  "
-        f"deaths {status['total_worker_deaths']}",
-        f"plan: {_plan(status['plan'] or {})}",
+        f"[bold]{address}[/bold]  run {status.run_id}  {status.mode}  up {duration(status.uptime_s)}",
+        f"round [bold]{status.sync_round}[/bold]  {status.total_submissions} contribution(s)  "
+        f"received {size(status.bytes_received)}, sent {size(status.bytes_sent)}  deaths {status.total_worker_deaths}",
+        f"plan: {_plan(status.plan)}",
     ]
-    more = (_asynchronous(status), _aggregation(status), _tokens(status.get("tokens") or {}))
-    lines += [line for line in more if line]
-    lines.append(_workers(status["workers"]) if status["workers"] else "no workers at the moment")
-    if status["failure"]:
-        lines.append(f"[red]{escape(status['failure'])}[/red]")
-    if status.get("trouble"):
-        lines.append(f"[red]{escape(status['trouble'])}[/red]")
-    if status.get("last_save"):
-        lines.append(f"last save: {escape(status['last_save'])}")
-    if status.get("closing"):
-        lines.append(f"[yellow]shutting down: {escape(status['closing'])}[/yellow]")
-    for i, fragment in enumerate(status["fragments"]):
-        done = ", ".join(fragment["contributed"]) or "nobody yet"
+    lines += [line for line in (_asynchronous(status), _aggregation(status), _tokens(status.tokens)) if line]
+    lines.append(_workers(status.workers) if status.workers else "no workers at the moment")
+    lines += [f"[red]{escape(what)}[/red]" for what in (status.failure, status.trouble) if what]
+    if status.last_save:
+        lines.append(f"last save: {escape(status.last_save)}")
+    if status.closing:
+        lines.append(f"[yellow]shutting down: {escape(status.closing)}[/yellow]")
+    for i, fragment in enumerate(status.fragments):
+        done = ", ".join(fragment.contributed) or "nobody yet"
         lines.append(
-            f"fragment {i}: version {fragment['version']}{_watched(fragment.get('watched') or {})}; "
-            f"contributed: {escape(done)}; waiting for {escape(fragment['waiting_for'])}"
+            f"fragment {i}: version {fragment.version}{_watched(fragment.watched)}; "
+            f"contributed: {escape(done)}; waiting for {escape(fragment.waiting_for)}"
         )
     return Group(*lines)
 
 
-def _watched(round_: dict[str, float]) -> str:
+def _watched(round_: Mapping[str, float]) -> str:
     """Metrics of the round that made this version (docs/concepts/what-to-watch.md)."""
     shown = {"aggregated_grad_norm": "‖Δ̄‖", "peer_grad_similarity": "similarity", "weight_divergence": "divergence"}
     parts = [f"{word} {round_[name]:.3g}" for name, word in shown.items() if name in round_]
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _peer(status: dict[str, Any], address: str) -> RenderableType:
+def _peer(status: PeerStatus, address: str) -> RenderableType:
     """The status of a peer of a run without a server."""
-    head = f"[bold]{address}[/bold]  peer {escape(status['peer_id'])}  up {duration(status['uptime_s'])}"
-    if not status["begun"]:
+    head = f"[bold]{address}[/bold]  peer {escape(status.peer_id)}  up {duration(status.uptime_s)}"
+    if not status.begun:
         return f"{head}  has not joined a run yet"
     table = Table("peer", "address", "step", "steps/s", "loss", "seen", "trouble")
-    for member in status["members"]:
-        facts = {"step": "", "steps_per_second": 0.0, "loss": None, "last_seen_s": 0.0, "address": "", **member}
-        cells = [facts["address"], facts["step"], COLUMNS["steps/s"](facts), COLUMNS["loss"](facts)]
-        cells += ["itself" if facts.get("self") else COLUMNS["seen"](facts), facts.get("trouble", "")]
-        table.add_row(escape(member["peer_id"]), *(escape(str(cell)) for cell in cells))
+    for member in status.members:
+        seen = "itself" if member.is_self else _seen(member)
+        cells = [member.peer_id, member.address, _step(member), _speed(member), _loss(member), seen, member.trouble]
+        table.add_row(*map(escape, cells))
     lines: list[RenderableType] = [
-        f"{head}  run {status['run_id']}  block {status['height']}",
-        f"received {size(status['bytes_received'])}, sent {size(status['bytes_sent'])}",
+        f"{head}  run {status.run_id}  block {status.height}",
+        f"received {size(status.bytes_received)}, sent {size(status.bytes_sent)}",
         table,
     ]
-    if not status["is_member"]:
+    if not status.is_member:
         lines.append("[yellow]it is not a member of the run, or not yet[/yellow]")
-    for word, who in (("silent", status["silent"]), ("proven to lie, and expelled", status["expelled"])):
+    for word, who in (("silent", status.silent), ("proven to lie, and expelled", status.expelled)):
         lines += [f"[red]{word}: {escape(', '.join(who))}[/red]"] if who else []
-    lines += [f"[red]{escape(status[what])}[/red]" for what in ("failure", "trouble") if status[what]]
-    for i, fragment in enumerate(status["fragments"]):
-        lines.append(f"fragment {i}: version {fragment['version']}; waiting for {escape(fragment['waiting_for'])}")
+    lines += [f"[red]{escape(what)}[/red]" for what in (status.failure, status.trouble) if what]
+    for i, fragment in enumerate(status.fragments):
+        lines.append(f"fragment {i}: version {fragment.version}; waiting for {escape(fragment.waiting_for)}")
     return Group(*lines)
 
 
-def _plan(plan: dict[str, Any]) -> str:
-    if not plan:
+def _plan(plan: PlanStatus | None) -> str:
+    if plan is None:
         return "open until the first worker joins"
-    text = f"sync_every {plan['sync_every']}, {plan['codec']}, {plan['num_fragments']} fragment(s)"
-    if plan.get("fragment_delay"):
-        alpha = plan.get("fragment_alpha")
-        taken = "carried" if plan.get("fragment_carry") else f"mixed with α {alpha:g}" if alpha else "overwritten"
-        text += f", adopted {plan['fragment_delay']} step(s) later and {taken}"
-    return text + (f", revision {plan['revision']}" if plan.get("revision") else "")
+    text = f"sync_every {plan.sync_every}, {plan.codec}, {plan.num_fragments} fragment(s)"
+    if plan.fragment_delay:
+        alpha = plan.fragment_alpha
+        taken = "carried" if plan.fragment_carry else f"mixed with α {alpha:g}" if alpha else "overwritten"
+        text += f", adopted {plan.fragment_delay} step(s) later and {taken}"
+    return text + (f", revision {plan.revision}" if plan.revision else "")
 
 
-def _asynchronous(status: dict[str, Any]) -> str:
+def _asynchronous(status: ServerStatus) -> str:
     """Delayed Nesterov and dynamic local updates, if the run has them."""
     parts = []
-    if status.get("dn_buffer_size"):
-        parts.append(f"delayed Nesterov: {status['dn_buffered']} of {status['dn_buffer_size']} buffered")
-    if status.get("dylu_enabled"):
-        base = status.get("dylu_base_sync_every")
+    if status.dn_buffer_size:
+        parts.append(f"delayed Nesterov: {status.dn_buffered} of {status.dn_buffer_size} buffered")
+    if status.dylu_enabled:
+        base = status.dylu_base_sync_every
         parts.append(f"dynamic local updates: H {base} for the fastest" if base else "dynamic local updates")
     return "  ".join(parts)
 
 
-def _aggregation(status: dict[str, Any]) -> str:
+def _aggregation(status: ServerStatus) -> str:
     """The rule that combines contributions, if it is not the plain mean."""
-    rule, too_few = status.get("aggregation", "mean"), status.get("rounds_too_few")
-    if rule == "mean":
+    if status.aggregation == "mean":
         return ""
-    needs = f"aggregation: {rule}, at least {status['min_workers']} contributions"
+    needs = f"aggregation: {status.aggregation}, at least {status.min_workers} contributions"
+    too_few = status.rounds_too_few
     return needs + (f", {too_few} round(s) moved nothing because too few had trained" if too_few else "")
 
 
-def _tokens(tokens: dict[str, Any]) -> str:
-    if not tokens.get("total") and not tokens.get("budget"):
+def _tokens(tokens: TokensStatus) -> str:
+    if not tokens.total and not tokens.budget:
         return ""
-    text = f"tokens: {count(tokens['total'])}"
-    if tokens.get("budget"):
-        text += f" of {count(tokens['budget'])} ({tokens['total'] / tokens['budget']:.1%})"
-    if tokens.get("per_second"):
-        text += f", {count(tokens['per_second'])}/s"
-    if tokens.get("seconds_left") is not None:
-        text += f", about {duration(tokens['seconds_left'])} to go"
+    text = f"tokens: {count(tokens.total)}"
+    if tokens.budget:
+        text += f" of {count(tokens.budget)} ({tokens.total / tokens.budget:.1%})"
+    if tokens.per_second:
+        text += f", {count(tokens.per_second)}/s"
+    if tokens.seconds_left is not None:
+        text += f", about {duration(tokens.seconds_left)} to go"
     return text
 
 
+def _step(member: MemberStatus) -> str:
+    return "" if member.step is None else str(member.step)
+
+
+def _speed(member: MemberStatus) -> str:
+    return f"{member.steps_per_second:.2f}" if member.steps_per_second else ""
+
+
+def _loss(member: MemberStatus) -> str:
+    return "" if member.loss is None else f"{member.loss:.4f}"
+
+
+def _seen(member: MemberStatus) -> str:
+    return f"{member.last_seen_s or 0.0:.0f} s ago"
+
+
 # What each column shows of a worker; a column that is empty for all workers is left out.
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "host": lambda facts: facts["hostname"],
-    "step": lambda facts: str(facts["step"]),
-    "steps/s": lambda facts: f"{facts['steps_per_second']:.2f}" if facts["steps_per_second"] else "",
-    "H": lambda facts: str(facts.get("sync_every") or ""),
-    "loss": lambda facts: "" if facts["loss"] is None else f"{facts['loss']:.4f}",
-    "‖Δ‖": lambda facts: f"{facts['delta_norm']:.3g}" if facts.get("delta_norm") else "",
-    "sent": lambda facts: str(facts.get("contributions") or ""),
-    "bytes": lambda facts: size(facts["bytes_received"]) if facts.get("bytes_received") else "",
-    "tokens": lambda facts: count(facts["tokens"]) if facts.get("tokens") else "",
-    "staleness": lambda facts: str(facts.get("staleness") or ""),
-    "trouble": lambda facts: _trouble(facts),
-    "seen": lambda facts: f"{facts['last_seen_s']:.0f} s ago",
+COLUMNS: dict[str, Callable[[WorkerStatus], str]] = {
+    "host": lambda worker: worker.hostname,
+    "step": _step,
+    "steps/s": _speed,
+    "H": lambda worker: str(worker.sync_every or ""),
+    "loss": _loss,
+    "‖Δ‖": lambda worker: f"{worker.delta_norm:.3g}" if worker.delta_norm else "",
+    "sent": lambda worker: str(worker.contributions or ""),
+    "bytes": lambda worker: size(worker.bytes_received) if worker.bytes_received else "",
+    "tokens": lambda worker: count(worker.tokens) if worker.tokens else "",
+    "staleness": lambda worker: str(worker.staleness or ""),
+    "trouble": lambda worker: _trouble(worker),
+    "seen": _seen,
 }
 
 
-def _trouble(facts: dict[str, Any]) -> str:
-    if facts.get("quarantine"):
-        return f"quarantine, {duration(facts['quarantine']['left_s'])} left"
-    parts = [
-        f"{facts[key]} {what}" for key, what in (("offences", "offence(s)"), ("left_out", "left out")) if facts.get(key)
-    ]
-    return ", ".join(parts)
+def _trouble(worker: WorkerStatus) -> str:
+    if worker.quarantine is not None:
+        return f"quarantine, {duration(worker.quarantine.left_s)} left"
+    counts = ((worker.offences, "offence(s)"), (worker.left_out, "left out"))
+    return ", ".join(f"{number} {what}" for number, what in counts if number)
 
 
-def _workers(workers: dict[str, dict[str, Any]]) -> Table:
+def _workers(workers: Mapping[str, WorkerStatus]) -> Table:
     named = sorted(workers.items())
-    columns = {title: [show(facts) for _, facts in named] for title, show in COLUMNS.items()}
+    columns = {title: [show(worker) for _, worker in named] for title, show in COLUMNS.items()}
     kept = {title: cells for title, cells in columns.items() if any(cells)}
     table = Table("worker")
     for title in kept:

@@ -16,8 +16,9 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 from torch import Tensor
 
 from ..config import DEFAULT_PORT, ServerConfig, build
@@ -27,6 +28,7 @@ from ..core.outer import Nesterov, OptimizerFactory, TorchOuter, check_factory
 from ..durable.run_folder import RunFolder
 from ..errors import ConfigError
 from ..events import EventSink
+from ..observe.status import ServerStatus
 from ..security import Access, Credentials, ServerIdentity, TokenGuard, is_loopback, parse_address
 from ..security.access import write_address
 from ..security.credentials import outward_host
@@ -234,6 +236,10 @@ class DiLoCoServer:
                 log.info("nothing was saved (no save_dir); the workers hold the weights")
 
     def status(self) -> dict[str, object]:
+        """What `GET /status` answers, as a mapping; `typed_status` is the same as a value."""
+        return cast("dict[str, object]", msgspec.to_builtins(self.typed_status()))
+
+    def typed_status(self) -> ServerStatus:
         return self.service.status()
 
     def get_global_params(self) -> dict[str, Tensor]:

@@ -51,6 +51,7 @@ from ..events import (
     WorkerQuarantined,
 )
 from ..observe import EventLog, FanOut
+from ..observe.status import ServerStatus
 from ..types import (
     Answer,
     Commit,
@@ -317,7 +318,7 @@ class ParameterService:
             self.bytes_sent += len(data)
         return GetPartAnswer(hash=part_hash), data
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> ServerStatus:
         with self.changed:
             return build_status(
                 self.run,

@@ -1,4 +1,4 @@
-"""What `/status` says."""
+"""What a server says of itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from ..coordination.server.membership import KnownWorker
 from ..coordination.server.rounds import TokenBudget
 from ..core.delayed import DelayedNesterov
 from ..durable.journal import Journal
+from ..observe.status import (
+    PlanStatus,
+    QuarantineStatus,
+    ServerFragmentStatus,
+    ServerStatus,
+    TokensStatus,
+    WorkerStatus,
+)
 from .intake import Intake
 from .persistence import RunWriter
 from .run import Run
@@ -24,20 +32,20 @@ def _silence(run: Run, expected: set[str], now: float) -> str:
     )
 
 
-def _tokens(budget: TokenBudget) -> dict[str, object]:
+def _tokens(budget: TokenBudget) -> TokensStatus:
     left_s = budget.seconds_left
-    return {
-        "total": budget.total,
-        "budget": budget.limit,
-        "per_second": round(budget.per_second, 3),
-        "seconds_left": None if left_s is None else round(left_s, 1),
-    }
+    return TokensStatus(
+        total=budget.total,
+        budget=budget.limit,
+        per_second=round(budget.per_second, 3),
+        seconds_left=None if left_s is None else round(left_s, 1),
+    )
 
 
-def _quarantine(member: KnownWorker, now: float) -> dict[str, object] | None:
+def _quarantine(member: KnownWorker, now: float) -> QuarantineStatus | None:
     if not member.conduct.is_quarantined(now):
         return None
-    return {"left_s": round(member.conduct.until - now, 1), "reason": member.conduct.reason}
+    return QuarantineStatus(left_s=round(member.conduct.until - now, 1), reason=member.conduct.reason)
 
 
 def _journal(journal: Journal | None) -> dict[str, int] | None:
@@ -65,97 +73,97 @@ def build_status(
     failure: str,
     trouble: str,
     bytes_sent: int,
-) -> dict[str, object]:
+) -> ServerStatus:
     """Called with the service's lock held."""
     coordinator, config = run.coordinator, run.config
     plan, settled = coordinator.plan, coordinator.settled
     pending = sorted({p.worker_id for f in coordinator.fragments for p in f.round.participants})
-    return {
-        "outerstep": VERSION,
-        "run_id": coordinator.run_id,
-        "mode": coordinator.rules.mode,
-        "uptime_s": round(now - started_at, 1),
-        "failure": failure,
-        "trouble": trouble,
-        "durability": config.keeps,
-        "save_dir": config.save_dir,
-        "journal": _journal(writer.journal),
-        "last_save": writer.last_save,
-        "started": coordinator.started,
-        "closing": coordinator.closing,
-        "sync_round": coordinator.sync_round,
-        "num_workers": config.num_workers,
-        "min_workers": coordinator.rules.floor,
-        "heartbeat_timeout": config.heartbeat_timeout_s,
-        "total_worker_deaths": coordinator.members.total_deaths,
-        "total_submissions": coordinator.total_accepted,
-        "pending_submissions": pending,
-        "quorum": coordinator.rules.quorum,
-        "grace_period": config.grace_s,
-        "dn_buffer_size": config.delayed_nesterov,
-        "dn_buffered": _buffered_pushes(run),
-        "dylu_enabled": config.dylu,
-        "dylu_base_sync_every": config.dylu_base_sync_every or (plan.sync_every if plan else None),
-        "max_staleness": coordinator.rules.max_staleness,
-        "weight_by": config.weight_by,
-        "norm_screen": config.norm_screen,
-        "aggregation": coordinator.rules.aggregation.name,
-        "rounds_too_few": coordinator.total_too_few,
-        "tokens": _tokens(coordinator.budget),
-        "num_parameters": sum(spec.numel for spec in coordinator.manifest.parameters) if coordinator.manifest else None,
-        "bytes_received": intake.bytes_received,
-        "bytes_sent": bytes_sent,
-        "pool_held_bytes": coordinator.uploads.held_bytes,
-        "pool_memory_bytes": intake.pool.memory_bytes,
-        "pool_spooled_bytes": intake.pool.spooled_bytes,
-        "pool_queue": coordinator.uploads.queued,
-        "plan": None
+    return ServerStatus(
+        outerstep=VERSION,
+        run_id=coordinator.run_id,
+        mode=coordinator.rules.mode,
+        uptime_s=round(now - started_at, 1),
+        failure=failure,
+        trouble=trouble,
+        durability=config.keeps,
+        save_dir=config.save_dir,
+        journal=_journal(writer.journal),
+        last_save=writer.last_save,
+        started=coordinator.started,
+        closing=coordinator.closing,
+        sync_round=coordinator.sync_round,
+        num_workers=config.num_workers,
+        min_workers=coordinator.rules.floor,
+        heartbeat_timeout=config.heartbeat_timeout_s,
+        total_worker_deaths=coordinator.members.total_deaths,
+        total_submissions=coordinator.total_accepted,
+        pending_submissions=pending,
+        quorum=coordinator.rules.quorum,
+        grace_period=config.grace_s,
+        dn_buffer_size=config.delayed_nesterov,
+        dn_buffered=_buffered_pushes(run),
+        dylu_enabled=config.dylu,
+        dylu_base_sync_every=config.dylu_base_sync_every or (plan.sync_every if plan else None),
+        max_staleness=coordinator.rules.max_staleness,
+        weight_by=config.weight_by,
+        norm_screen=config.norm_screen,
+        aggregation=coordinator.rules.aggregation.name,
+        rounds_too_few=coordinator.total_too_few,
+        tokens=_tokens(coordinator.budget),
+        num_parameters=sum(spec.numel for spec in coordinator.manifest.parameters) if coordinator.manifest else None,
+        bytes_received=intake.bytes_received,
+        bytes_sent=bytes_sent,
+        pool_held_bytes=coordinator.uploads.held_bytes,
+        pool_memory_bytes=intake.pool.memory_bytes,
+        pool_spooled_bytes=intake.pool.spooled_bytes,
+        pool_queue=coordinator.uploads.queued,
+        plan=None
         if plan is None or settled is None
-        else {
-            "sync_every": plan.sync_every,
-            "codec": plan.codec,
-            "down_codec": plan.down_codec,
-            "num_fragments": len(plan.fragments),
-            "fragment_delay": plan.delay,
-            "fragment_alpha": plan.alpha,
-            "fragment_carry": plan.carry,
-            "revision": plan.revision,
-            "said_by": settled.said_by,
-        },
-        "workers": {
-            member.worker_id: {
-                "hostname": member.hostname,
-                "incarnation": member.incarnation,
-                "step": member.step,
-                "steps_per_second": member.steps_per_second,
-                "loss": member.loss,
-                "sync_every": coordinator.local_steps(member) or (plan.sync_every if plan else None),
-                "staleness": member.staleness,
-                "contributions": member.contributions,
-                "bytes_received": member.bytes_received,
-                "tokens": member.tokens,
-                "commands": [command.kind for command in member.commands.values()],
-                "delta_norm": member.delta_norm,
-                "left_out": member.left_out,
-                "offences": member.conduct.total,
-                "quarantine": _quarantine(member, now),
-                "last_seen_s": round(now - member.last_seen, 1),
-                "joined_s": round(now - member.joined_at, 1),
-            }
+        else PlanStatus(
+            sync_every=plan.sync_every,
+            codec=plan.codec,
+            down_codec=plan.down_codec,
+            num_fragments=len(plan.fragments),
+            fragment_delay=plan.delay,
+            fragment_alpha=plan.alpha,
+            fragment_carry=plan.carry,
+            revision=plan.revision,
+            said_by=settled.said_by,
+        ),
+        workers={
+            member.worker_id: WorkerStatus(
+                hostname=member.hostname,
+                incarnation=member.incarnation,
+                step=member.step,
+                steps_per_second=member.steps_per_second,
+                loss=member.loss,
+                sync_every=coordinator.local_steps(member) or (plan.sync_every if plan else None),
+                staleness=member.staleness,
+                contributions=member.contributions,
+                bytes_received=member.bytes_received,
+                tokens=member.tokens,
+                commands=[command.kind for command in member.commands.values()],
+                delta_norm=member.delta_norm,
+                left_out=member.left_out,
+                offences=member.conduct.total,
+                quarantine=_quarantine(member, now),
+                last_seen_s=round(now - member.last_seen, 1),
+                joined_s=round(now - member.joined_at, 1),
+            )
             for member in coordinator.members
             if member.live
         },
-        "fragments": [
-            {
-                "version": fragment.published.version,
-                "anchor_hash": fragment.published.anchor_hash,
-                "last_participants": [p.worker_id for p in fragment.published.participants],
-                "watched": fragment.published.watched.known if fragment.published.watched is not None else {},
-                "contributed": sorted(fragment.round.contributors),
-                "expected": sorted(fragment.round.expected),
-                "waiting_for": coordinator.verdict(fragment, now).waiting_for
+        fragments=[
+            ServerFragmentStatus(
+                version=fragment.published.version,
+                anchor_hash=fragment.published.anchor_hash,
+                last_participants=[p.worker_id for p in fragment.published.participants],
+                watched=fragment.published.watched.known if fragment.published.watched is not None else {},
+                contributed=sorted(fragment.round.contributors),
+                expected=sorted(fragment.round.expected),
+                waiting_for=coordinator.verdict(fragment, now).waiting_for
                 + _silence(run, fragment.round.expected, now),
-            }
+            )
             for fragment in coordinator.fragments
         ],
-    }
+    )

@@ -83,7 +83,7 @@ class MemoryTransport:
         raise ServerError("this route has no message")
 
     def status(self) -> dict[str, object]:
-        return self._service.status()
+        return cast("dict[str, object]", msgspec.to_builtins(self._service.status()))
 
     def close(self) -> None:
         """Nothing to close."""

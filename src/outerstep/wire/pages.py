@@ -17,6 +17,8 @@ import re
 import time
 from functools import cache
 
+from msgspec.structs import replace
+
 from ..errors import BadRequest, TooLarge
 from ..types import PROTOCOL_VERSION
 from .http_request import HttpRequest
@@ -36,7 +38,7 @@ def pages(service: Service) -> Routes:
         return Reply(encode_json({"status": state}), status=200 if state == "ok" else 503)
 
     def status(request: HttpRequest) -> Reply:
-        return Reply(encode_json({**service.status(), "connections": request.connections.summary()}))
+        return Reply(encode_json(replace(service.status(), connections=request.connections.summary())))
 
     return {
         ("GET", HEALTH_PATH): PlainRoute(health, is_public=True),

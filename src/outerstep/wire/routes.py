@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec import Struct
+
 from ..errors import MethodNotAllowed, NotFound, Refused
 from .messages import JSON_TYPE, MAX_JSON_BYTES
 
@@ -108,7 +110,8 @@ class Service(Protocol):
     def trouble(self) -> str:
         """Why it has to wait, until it can resume by itself; "" while nothing is wrong."""
 
-    def status(self) -> dict[str, object]: ...
+    def status(self) -> Struct:
+        """A value that is written as JSON; the port fills in its `connections`."""
 
 
 def no_route(routes: Routes, method: str, path: str) -> Refused:

@@ -34,7 +34,14 @@ ASYNC = {
     "dylu_enabled": True,
     "dylu_base_sync_every": 500,
     "workers": {
-        "left": {**WORKER, "sync_every": 500, "staleness": 2, "contributions": 5, "bytes_received": 1e6, "tokens": 7},
+        "left": {
+            **WORKER,
+            "sync_every": 500,
+            "staleness": 2,
+            "contributions": 5,
+            "bytes_received": 1_000_000,
+            "tokens": 7,
+        },
         "right": {**WORKER, "sync_every": 200, "staleness": 0, "contributions": 3, "bytes_received": 0, "tokens": 0},
     },
     "tokens": {"total": 2_500_000, "budget": 10_000_000, "per_second": 1500.0, "seconds_left": 5000.0},

@@ -31,6 +31,7 @@ from types import TracebackType
 from ....coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ....coordination.gossip.chain import found
 from ....errors import Busy, ConfigError, ExchangeFailed, ServerUnreachable
+from ....observe.status import PeerStatus
 from ....security.signing import make_key, verify
 from ....statements import Beat, ChainState, Converse, Decision, Member, Offered
 from ....wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
@@ -321,7 +322,7 @@ class Node:
             self.progress = (step, steps_per_second, loss)
             self.peer.note_progress(step, steps_per_second, loss)
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> PeerStatus:
         with self.lock:
             return build_status(self)
 

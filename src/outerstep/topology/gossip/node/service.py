@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from ....errors import BadRequest, Busy, NotFound, OtherRun, ProtocolMismatch, ServerFailed
+from ....observe.status import PEER_MODE, FragmentStatus, PeerMemberStatus, PeerStatus
 from ....statements import Converse
 from ....types import PROTOCOL_VERSION
 from ....wire.messages import MAX_JOIN_BYTES, place_of
@@ -81,7 +84,7 @@ class PeerService:
         self.bytes_sent += len(data)
         return HeldAnswer(hash=digest), data
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> PeerStatus:
         return self._node.status()
 
     def _converse(self, told: Converse) -> Converse:
@@ -133,65 +136,65 @@ class PeerService:
             raise Busy("this peer is stopping", retry_after_s=1.0)
 
 
-def build_status(node: Node) -> dict[str, object]:
+def build_status(node: Node) -> PeerStatus:
     """With the lock held."""
-    common: dict[str, object] = {
-        "mode": "gossip",
-        "peer_id": node.peer_id,
-        "address": node.address,
-        "uptime_s": node.clock() - node.started_at,
-        "failure": node.failure,
-        "trouble": node.shared.trouble,
-        "bytes_sent": node.service.bytes_sent,
-        "bytes_received": node.counts.get("fetched_bytes", 0),
-    }
+    status = PeerStatus(
+        mode=PEER_MODE,
+        peer_id=node.peer_id,
+        address=node.address,
+        uptime_s=node.clock() - node.started_at,
+        failure=node.failure,
+        trouble=node.shared.trouble,
+        bytes_sent=node.service.bytes_sent,
+        bytes_received=node.counts.get("fetched_bytes", 0),
+    )
     if not node.shared.has_begun:
-        return {**common, "run_id": "", "begun": False}
+        return status
     peer, now = node.peer, node.clock()
     members = {member.key: member.peer_id for member in peer.state.members}
-    return {
-        **common,
-        "begun": True,
-        "run_id": peer.run_id,
-        "height": peer.state.height,
-        "is_member": peer.is_member,
-        "versions": list(peer.state.versions),
-        "members": [_member(node, key, peer_id, now) for key, peer_id in members.items()],
-        "silent": [peer_id for key, peer_id in members.items() if peer.is_silent(key, now)],
-        "expelled": [member.peer_id for member in peer.state.expelled],
-        "proven_to_lie": sorted(members.get(key, key) for key in peer.book.proofs),
-        "is_short_of_peers": peer.is_short_of_peers(now),
-        "fragments": [
-            {"version": version, "waiting_for": peer.waiting_for(fragment, now)}
+    return replace(
+        status,
+        begun=True,
+        run_id=peer.run_id,
+        height=peer.state.height,
+        is_member=peer.is_member,
+        versions=list(peer.state.versions),
+        members=[_member(node, key, peer_id, now) for key, peer_id in members.items()],
+        silent=[peer_id for key, peer_id in members.items() if peer.is_silent(key, now)],
+        expelled=[member.peer_id for member in peer.state.expelled],
+        proven_to_lie=sorted(members.get(key, key) for key in peer.book.proofs),
+        is_short_of_peers=peer.is_short_of_peers(now),
+        fragments=[
+            FragmentStatus(version=version, waiting_for=peer.waiting_for(fragment, now))
             for fragment, version in enumerate(peer.state.versions)
         ],
-        "held_bytes": node.payloads.memory_bytes,
-        "spooled_bytes": node.payloads.spooled_bytes,
-        "fetches": node.counts,
-        "conversations": node.conversations.conversations,
-    }
+        held_bytes=node.payloads.memory_bytes,
+        spooled_bytes=node.payloads.spooled_bytes,
+        fetches=node.counts,
+        conversations=node.conversations.conversations,
+    )
 
 
-def _member(node: Node, key: str, peer_id: str, now: float) -> dict[str, object]:
+def _member(node: Node, key: str, peer_id: str, now: float) -> PeerMemberStatus:
     """One member, as this peer knows it."""
     if key == node.key:
-        step, steps_per_second, loss = node.progress
-        facts = {"step": step, "steps_per_second": steps_per_second, "loss": loss}
-        return {"peer_id": peer_id, "address": node.address, "height": node.peer.state.height, "self": True, **facts}
+        step, speed, loss = node.progress
+        known = PeerMemberStatus(peer_id=peer_id, step=step, steps_per_second=speed, loss=loss, is_self=True)
+        return replace(known, address=node.address, height=node.peer.state.height)
     beat = node.peer.contacts.get(key)
-    known: dict[str, object] = {"peer_id": peer_id, "trouble": node.conversations.troubles().get(key, "")}
+    known = PeerMemberStatus(peer_id=peer_id, trouble=node.conversations.troubles().get(key, ""))
     if beat is None:
         return known
-    return {
-        **known,
-        "address": beat.address,
-        "height": beat.height,
-        "wants": beat.wants,
-        "step": beat.step,
-        "steps_per_second": beat.steps_per_second,
-        "loss": beat.loss,
-        "last_seen_s": node.peer.silent_s(key, now),
-    }
+    return replace(
+        known,
+        address=beat.address,
+        height=beat.height,
+        wants=beat.wants,
+        step=beat.step,
+        steps_per_second=beat.steps_per_second,
+        loss=beat.loss,
+        last_seen_s=node.peer.silent_s(key, now),
+    )
 
 
 __all__ = ["PeerService", "build_status"]
