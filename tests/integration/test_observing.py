@@ -93,8 +93,8 @@ def test_a_function_sees_joins_rounds_and_refusals(tmp_path: Path) -> None:
     assert sorted(event.worker for event in of(WorkerJoined, at_server)) == ["w0", "w1"]
     assert sorted(event.worker for event in of(WorkerLeft, at_server)) == ["w0", "w1"]
     assert [event.agreement.version for event in of(VersionPublished, at_server)] == [1, 2]
-    [refused] = of(MessageRefused, at_server)
-    assert (refused.request, refused.worker) == ("Join", "other")
+    [refused] = [event for event in of(MessageRefused, at_server) if event.request == "Join"]  # a late beat may be, too
+    assert refused.worker == "other"
     assert at_server[0] == ServerStarted(server.run_id, 0, resumed=False)
     assert at_server[-1] == ServerStopped(2)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
