@@ -10,6 +10,7 @@ from typing import Any
 from outerstep.coordination.gossip import GossipRules
 from outerstep.coordination.gossip.ballot import TurnTimeouts
 from outerstep.digest import data_hash
+from outerstep.events import Event
 from outerstep.topology.gossip.node import DecidedRound, Node, NodeSettings, Terms
 from support import wait_until
 
@@ -56,7 +57,8 @@ class Peer:
         self.name, self.rules = name, rules
         self.topology = Adding()
         chosen = {"listen": "127.0.0.1:0", "beat_every_s": BEAT_S, "part_size_bytes": 16, **settings}
-        self.node = Node(NodeSettings(peer_id=name, join=join, **chosen))
+        self.events: list[Event] = []
+        self.node = Node(NodeSettings(peer_id=name, join=join, **chosen), event_sink=self.events.append)
 
     def found(self) -> Peer:
         assert self.node.ask_terms(SHORT) is None

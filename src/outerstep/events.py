@@ -64,6 +64,14 @@ class WorkerDied(Event):
 
 
 @dataclass(frozen=True)
+class PeerExpelled(Event):
+    """It is proven to have lied."""
+
+    kind = "expelled"
+    worker: str
+
+
+@dataclass(frozen=True)
 class WorkerKicked(Event):
     kind = "kick"
     worker: str
@@ -226,6 +234,16 @@ class VersionPublished(Event):
             "staleness": [p.staleness for p in taken],
             **norms,
         }
+
+
+@dataclass(frozen=True)
+class RoundDecided(Event):
+    """By peers without a server: whose contributions it is made of."""
+
+    kind = "round"
+    fragment: int
+    version: int
+    workers: list[str]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from outerstep.errors import (
     ServerUnreachable,
     Unauthorized,
 )
+from outerstep.events import ContributionRefused, RoundDecided, WorkerJoined, WorkerLeft
 from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.signing import make_key
 from outerstep.security.tokens import new_token
@@ -416,6 +417,24 @@ class TestTheDoor:
         assert "peer a" in shown
         assert "fragment 0: version 1; waiting for a, b" in shown
         assert re.search(r"│ b +│ 127\.0\.0\.1:\d+ │ 7 +│ 2\.00 +│ 0\.5000", shown)
+
+    def test_events_say_who_joins_what_is_decided_what_is_refused_and_who_leaves(self, started: Started) -> None:
+        peers = started(3)
+        a, b, c = peers
+        a.topology.refuse = lambda data: "it is the third's" if data[0] == 3 else ""
+        for i, peer in enumerate(peers):
+            peer.offer(0, i + 1)
+        for peer in peers:
+            peer.take(0)
+        wait_until(lambda: ContributionRefused("c", 0, "it is the third's") in a.events)
+        c.node.leave("done", SHORT)
+        wait_until(lambda: WorkerLeft("c", "it left the run") in a.events)
+        joined = [(event.worker, event.host) for event in a.events if isinstance(event, WorkerJoined)]
+        assert joined == [("b", b.node.address), ("c", c.node.address)]
+        [decided] = [event for event in a.events if isinstance(event, RoundDecided)]
+        assert (decided.fragment, decided.version) == (0, 1)
+        assert {"a", "b"} <= set(decided.workers)
+        assert [event for event in b.events if isinstance(event, RoundDecided)] == [decided]
 
     def test_the_status_of_a_peer_that_has_not_begun_can_be_asked_too(self) -> None:
         with Peer("a").node as node:

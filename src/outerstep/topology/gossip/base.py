@@ -46,7 +46,7 @@ class PeerTopology(ABC):
         """`tensors`: the model's by name, of which the founder's are what the run begins with; `anchors`: where the
         last agreed ones are found."""
         self._node, self._settings = node, settings
-        self._state, self._feedback = PeerState(tensors, anchors), ErrorFeedback()
+        self._state, self._feedback = PeerState(tensors, anchors, node.events), ErrorFeedback()
         self._begins: dict[int, Agreed] = {}  # what this peer has to catch up with
         self._begun = 0
         self._traffic = (0, 0)  # bytes sent and received that were told of

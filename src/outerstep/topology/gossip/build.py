@@ -19,7 +19,9 @@ def build(worker: LocalWorker, node: NodeSettings, settings: GossipSettings) -> 
             "with topology='gossip' every process is a peer; give each the whole model, or use a server"
         )
     topology = GossipTopology if settings.wishes.pattern in (None, "all") else PairsTopology
-    return topology(Node(node), tensors=worker.tensors, anchors=worker.anchors, settings=settings)
+    return topology(
+        Node(node, event_sink=worker.events), tensors=worker.tensors, anchors=worker.anchors, settings=settings
+    )
 
 
 __all__ = ["GossipSettings", "NodeSettings", "build"]

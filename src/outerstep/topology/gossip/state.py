@@ -33,6 +33,7 @@ from ...core.state import FragmentSnapshot, FragmentState
 from ...core.views import fp32_views
 from ...core.watch import sum_of_squares, watched
 from ...errors import ConfigError
+from ...events import ContributionLeftOut, EventSink, TooFewTrained
 from ...screens import History, remember
 from ...statements import Offered
 from ...types import Participant, Watched
@@ -71,8 +72,9 @@ class _Loaded:
 class PeerState:
     """Versions and hashes are those that were confirmed."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], events: EventSink) -> None:
         """`tensors`: the model's by name; `anchors`: where the last agreed ones are found, once they are."""
+        self._events = events
         self._tensors, self._anchors = tensors, anchors
         self._terms: GossipTerms | None = None
         self._outer: Nesterov | PairOuter = PairOuter(None)
@@ -185,6 +187,8 @@ class PeerState:
         ]
         if not _is_enough(aggregator, candidates):
             log.warning("fragment %d version %d: too few have trained for it; nothing moves", fragment, version)
+            needed, rule_name = aggregator.min_peers, aggregator.rule.name
+            self._events(TooFewTrained(fragment, version, len(candidates), needed, rule_name))
             return Combined(None, _participants(contributions, {}))
         layout, rule = self.forms[fragment].update, aggregator.rule
         frame = torch.zeros(layout.size_bytes, dtype=torch.uint8)
@@ -200,6 +204,7 @@ class PeerState:
         )
         for peer_id, why in verdict.refused.items():
             log.warning("fragment %d version %d: %s was left out: %s", fragment, version, peer_id, why)
+            self._events(ContributionLeftOut(peer_id, fragment, version, {"why": why}))
         by_id = {c.worker_id: c for c in candidates}
         counted = {peer_id: by_id[peer_id].weight for peer_id in verdict.accepted}
         norms = [rate * math.sqrt(by_id[p].steps) for p, rate in zip(verdict.accepted, verdict.rates, strict=True)]

@@ -34,7 +34,7 @@ class Around:
         self._founded = threading.Event()
         self._place = ""
 
-    def make_node(self, asked: NodeSettings) -> Node:
+    def make_node(self, asked: NodeSettings, **more: Any) -> Node:
         peer_id = asked.peer_id
         if peer_id != "a":
             assert self._founded.wait(60)
@@ -45,7 +45,7 @@ class Around:
             insecure=True,
             beat_every_s=0.5,
         )
-        node = self.nodes[peer_id] = Node(settings)
+        node = self.nodes[peer_id] = Node(settings, **more)
         if peer_id == "a":
             self._place = node.join_string
             self._founded.set()

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from ....coordination.backoff import Backoff
 from ....digest import part_count, part_digest, part_range
 from ....errors import NotFound, OuterstepError
+from ....events import ContributionRefused
 from ....pool import Pool, Room
 from ....statements import ChainState, Change, Decision, Member, Offered, Round, statement_of
 from ....wire.http_transport import HttpTransport
@@ -320,7 +321,7 @@ class Fetcher:
                 return
             held = self._fetch(job)
             if held is not None:
-                held.is_good = self._is_good(job.says, held)
+                held.is_good = self._is_good(job, held)
             with self._shared.lock:
                 job.under_way = False
                 if held is not None:
@@ -336,11 +337,14 @@ class Fetcher:
         if job.absent >= SWEEPS_UNTIL_LOST:
             self._rounds.lose(job.says.digest)
 
-    def _is_good(self, says: Offered, held: HeldPayload) -> bool:
+    def _is_good(self, job: _Job, held: HeldPayload) -> bool:
+        fragment = job.says.fragment
         with self._checking:
-            why = self._callbacks.check(says.fragment, held.data)
+            why = self._callbacks.check(fragment, held.data)
         if why:
-            log.warning("a contribution to fragment %d cannot be used: %s", says.fragment, why)
+            names = {member.key: member.peer_id for member in self._shared.peer.state.members}
+            log.warning("a contribution to fragment %d cannot be used: %s", fragment, why)
+            self._shared.events(ContributionRefused(names.get(job.author, job.author), fragment, why))
         return not why
 
     def _fetch(self, job: _Job) -> HeldPayload | None:

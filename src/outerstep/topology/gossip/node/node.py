@@ -31,9 +31,11 @@ from types import TracebackType
 from ....coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ....coordination.gossip.chain import found
 from ....errors import Busy, ConfigError, ExchangeFailed, ServerUnreachable
+from ....events import Event, EventSink, PeerExpelled, RoundDecided, WorkerDied, WorkerJoined, WorkerLeft
+from ....observe import FanOut
 from ....observe.status import PeerStatus
 from ....security.signing import make_key, verify
-from ....statements import Beat, ChainState, Converse, Decision, Member, Offered
+from ....statements import Beat, ChainState, Converse, Decision, Member, Offered, Round
 from ....wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
 from .contributions import DecidedRounds, Fetcher, Payloads
 from .conversations import Conversations, Survey
@@ -55,9 +57,15 @@ LONGEST_SILENCE_S = 10.0  # of another peer in the middle of an answer
 class Node:
     """Listens from the start; says something from `begin` on. `peer` may be used by others under `lock`."""
 
-    def __init__(self, settings: NodeSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        clock: Callable[[], float] = time.monotonic,
+        event_sink: EventSink | None = None,
+    ) -> None:
         self.settings, self.clock = settings, clock
-        self.shared = Shared(clock)
+        self.events = FanOut(event_sink)
+        self.shared = Shared(clock, self.events)
         self.lock = self.shared.lock
         self._folder = PeerFolder(settings.folder) if settings.folder is not None else None
         try:
@@ -386,6 +394,11 @@ class Node:
 
     def _on_decided(self, decision: Decision) -> None:
         self.rounds.add(decision)
+        if isinstance(decision.block, Round):
+            fragment, version = decision.block.fragment, decision.block.version
+            taken = self.rounds.find(fragment, version)
+            workers = [peer_id for peer_id, _, _ in taken.offers] if taken is not None else []
+            self.events(RoundDecided(fragment, version, workers))
         if self.peer.state.members != self._members:
             self._after_members()
 
@@ -395,13 +408,27 @@ class Node:
 
     def _after_members(self) -> None:
         """With the lock held: others belong to the run now."""
-        before = {member.peer_id for member in self._members}
-        self._members = self.peer.state.members
-        now = {member.peer_id for member in self._members}
-        if now != before:
-            log.info("members: %s", ", ".join(sorted(now)))
+        before, self._members = self._members, self.peer.state.members
+        if before != self._members:
+            log.info("members: %s", ", ".join(member.peer_id for member in self._members))
+        for member in self._members:
+            if member not in before:
+                beat = self.peer.contacts.get(member.key)
+                where, started = (beat.address, beat.incarnation) if beat is not None else ("", 0)
+                self.events(WorkerJoined(member.peer_id, where, started))
+        for member in before:
+            if member not in self._members:
+                self.events(self._why_gone(member))
         self.recorder.remember(self.peer.beats())
         self.conversations.ensure()
+
+    def _why_gone(self, member: Member) -> Event:
+        beat, key = self.peer.contacts.get(member.key), member.key
+        if any(expelled.key == key for expelled in self.peer.state.expelled):
+            return PeerExpelled(member.peer_id)
+        if key == self.key or (beat is not None and beat.wants == "leave"):
+            return WorkerLeft(member.peer_id, "it left the run")
+        return WorkerDied(member.peer_id, round(self.peer.silent_s(key, self.clock()), 1))
 
     def _find_beat(self, key: str) -> Beat | None:
         with self.lock:

@@ -32,6 +32,7 @@ from ....coordination.gossip.ballot import Ballots
 from ....durable.disk import replace_synced
 from ....durable.lock import lock
 from ....errors import ConfigError
+from ....events import DiskFails, DiskWorks
 from ....security.secret_files import make_folder, read_secret, write_secret
 from ....security.signing import SigningKey, open_key
 from ....statements import ChainState, Decision, PeerId, Signed
@@ -130,6 +131,8 @@ class Recorder:
                     return
                 continue
             with shared.lock:
+                if shared.trouble:
+                    shared.events(DiskWorks())
                 shared.trouble = ""
                 self._written = number
                 if keepsake is not None:
@@ -144,6 +147,7 @@ class Recorder:
         with shared.lock:
             if shared.trouble != why:
                 log.error("this peer %s; it says nothing until it can", why)
+                shared.events(DiskFails(why))
             shared.trouble = why
             shared.wait(lambda: False, RETRY_S)
 

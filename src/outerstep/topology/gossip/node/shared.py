@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ....coordination.gossip import GossipPeer
 from ....errors import ExchangeFailed
+from ....events import EventSink
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +21,9 @@ log = logging.getLogger(__name__)
 class Shared:
     """`lock` guards everything in here, the peer above all."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], events: EventSink = lambda event: None) -> None:
         self.lock = threading.Condition()
-        self.clock = clock
+        self.clock, self.events = clock, events
         self.changes = 0
         self.news = 0
         self.failure = ""  # why the node has stopped
