@@ -170,3 +170,20 @@ def test_observers_and_sinks_that_raise_stop_nobody(tmp_path: Path, caplog: pyte
     assert [line["event"] for line in lines] == ["worker", "report", "report", "report", "leave"]
     assert lines[1]["participants"] == ["w"]
     server.service.stop()
+
+
+def test_the_sink_and_the_observer_of_the_page_work_as_they_stand_there() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    code: dict[str, Any] = {}
+    exec(page.split("## An event sink of your own")[1].split("```python\n")[1].split("```")[0], code)
+    tally, said = code["Tally"](), list[str]()
+    server = DiLoCoServer(Ledger().state_dict(), 1, sync_every=2, event_sink=tally, **PLAIN)
+    server.service.start()
+    model = Ledger()
+    optimizer = sgd(model)
+    with memory_worker(server, "w", model, optimizer, on_round=lambda report: said.append(code["describe"](report))):
+        count(model, optimizer, 0, 4)
+    server.service.stop()
+    assert tally.kinds == {"server": 1, "join": 1, "start": 1, "round": 2, "leave": 1, "stop": 1}
+    assert tally.dead == []
+    assert said == [f"version {i} adopted at step {2 * i}: 2 steps, with w" for i in (1, 2)]
