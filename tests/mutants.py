@@ -2,14 +2,15 @@
 
     make mutants                                              # coordination/, then core/: an hour or two
     python tests/mutants.py "outerstep.coordination.worker.*"  # some of it
-    python tests/mutants.py --survivors                       # only what the last run let live, after new tests
+    python tests/mutants.py --again                           # also those that were killed before
     python tests/mutants.py --report -v                       # what the last run found, without running
 
 mutmut changes one operator, constant, argument or name at a time and runs the unit tests that reach the changed
-function. This script gives it one folder per room (mutants/worker, mutants/core …), each with the tests of that
-room, and reads what it found, module by module. A *survivor* is a change that no test noticed. It is either
-killed by a new test, or explained in tests/mutants.toml by the change itself (not by mutmut's numbers, which shift
-with every edit). Changes to the wording of messages are no decisions and are left out of the count.
+function. This script gives it one folder per room (mutants/worker, mutants/core …), each with the tests of that room,
+and reads what it found, module by module. A *survivor* is a change that no test noticed. It is either killed by a new
+test, or explained in tests/mutants.toml by the change itself (not by mutmut's numbers, which shift with every edit).
+After new tests, a run tries only what is not dead yet. Changes to the wording of messages are no decisions: they are
+left out of the count.
 
 The run fails if a module named there under `strict` has a survivor without an explanation, or kills less than it
 promises.
@@ -150,11 +151,12 @@ def prepare(room: str) -> Path:
     return folder
 
 
-def run(room: str, names: list[str], jobs: int) -> int:
+def run(room: str, names: list[str], *, jobs: int, again: bool) -> int:
     folder = prepare(room)
-    for copy in (folder / "mutants" / "tests",):  # mutmut adds to it, and would keep tests that are gone
-        shutil.rmtree(copy, ignore_errors=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # mutmut adds to what it has: it would keep tests that are gone, and think that moved functions have none.
+    shutil.rmtree(folder / "mutants" / "tests", ignore_errors=True)
+    (folder / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MUTANTS_AGAIN": str(int(again))}
     command = [sys.executable, str(RUNNER), "run", "--max-children", str(jobs), *names]
     return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 
@@ -319,7 +321,7 @@ def write_page(path: Path, findings: Findings) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("patterns", nargs="*", help="modules, or functions in them; all if none is given")
-    parser.add_argument("--survivors", action="store_true", help="run only those that the last run let live")
+    parser.add_argument("--again", action="store_true", help="run those too that a test has killed before")
     parser.add_argument("--report", action="store_true", help="only show what the last run found")
     parser.add_argument("--page", action="store_true", help=f"and write it into {PAGE.relative_to(ROOT)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
@@ -328,11 +330,9 @@ def main() -> int:
     patterns = args.patterns or [pattern for room in ROOMS.values() for pattern in room.modules]
     for name, room in {} if args.report else ROOMS.items():
         roots = [module.rstrip("*") for module in room.modules]
-        names = [pattern for pattern in patterns if any(pattern.startswith(root) for root in roots)]
-        if args.survivors:
-            found = read_results(names)
-            names = [mutant.key for module in found.values() for mutant in module.survivors]
-        if names and (code := run(name, names, args.jobs)):
+        stems = {pattern: pattern.rstrip("*") for pattern in patterns}
+        names = [p for p, stem in stems.items() if any(stem.startswith(r) or r.startswith(stem) for r in roots)]
+        if names and (code := run(name, names, jobs=args.jobs, again=args.again)):
             return code
     findings = Findings.of(patterns)
     findings.show(verbose=args.verbose)
