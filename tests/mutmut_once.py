@@ -22,7 +22,8 @@ from mutmut.configuration import config
 from mutmut.runners.harness import PytestRunner
 from mutmut.state import state
 
-SURVIVED, KILLED = 0, 1
+SURVIVED, KILLED, NO_TESTS = 0, 1, 33
+UNDECIDED = (None, SURVIVED, NO_TESTS)
 OPTIONS = ["--rootdir=.", "-s", "--tb=native", "--assert=plain", "-p", "no:cacheprovider"]
 
 
@@ -55,7 +56,7 @@ class CollectedOnce(PytestRunner):
 
 def without_killed(**names: Any) -> Any:
     mutants, by_path = collect(**names)
-    return [mutant for mutant in mutants if mutant[2] in (None, SURVIVED)], by_path
+    return [mutant for mutant in mutants if mutant[2] in UNDECIDED], by_path
 
 
 collect = program.collect_source_file_mutation_data

@@ -257,10 +257,10 @@ class OpenRound:
         rules: RoundRules,
         now: float,
         *,
-        reported: float = 1.0,
-        tokens: int = 0,
-        size: Size | None = None,
-        kept: bool = False,
+        reported: float,
+        tokens: int,
+        size: Size | None,
+        kept: bool,
     ) -> None:
         self.participants.append(participant)
         self.reported.append(reported)
@@ -373,12 +373,11 @@ class Fragment:
         too_few = trained < needed
         if not rules.aggregation.is_plain:
             outliers = _too_few(closing, rules, needed) if too_few else _repeated(closing)
-        if rules.norm_screen > 0.0:
-            for i, times in self.screen.left_out(closing.sizes, rules.norm_screen).items():
-                _, size = closing.sizes[i]
-                if closing.kept[i] and size is not None:
-                    facts = {"norm": size.norm, "steps": size.steps, "times_usual": round(times, 2)}
-                    outliers.append(_left_out(closing, i, facts))
+        for i, times in self.screen.left_out(closing.sizes, rules.norm_screen).items():  # without a screen no sizes
+            _, size = closing.sizes[i]
+            if closing.kept[i] and size is not None:
+                facts = {"norm": size.norm, "steps": size.steps, "times_usual": round(times, 2)}
+                outliers.append(_left_out(closing, i, facts))
         self.screen.include(closing.sizes)
         self.usual.include(closing.reported, ratio)
         tokens = self.usual_tokens.include(closing.tokens, ratio)

@@ -15,7 +15,8 @@ def open_round(expected: str, contributions: str = "", **rules: Any) -> tuple[Op
     """One letter per worker; contribution number i came at moment i."""
     round_, fixed = OpenRound(1, set(expected)), RoundRules(**{"num_workers": len(expected), **rules})
     for moment, worker in enumerate(contributions):
-        round_.count(Participant(worker_id=worker, sequence=moment + 1, weight=1.0), fixed, float(moment))
+        participant = Participant(worker_id=worker, sequence=moment + 1, weight=1.0)
+        round_.count(participant, fixed, float(moment), reported=1.0, tokens=0, size=None, kept=False)
     return round_, fixed
 
 
