@@ -72,7 +72,22 @@ class TestSettings:
                 {"num_workers": 4, "aggregation": "median", "bucket_size": 2},
                 r"'median over buckets of 2' needs at least 5 .*\(4 are 2 buckets, bucket_size is 2\), got num_wor",
             ),
-            ({"num_workers": 2, "aggregation": "median"}, r"'median' needs at least 3 .*got num_workers 2"),
+            (
+                {"num_workers": 6, "aggregation": "multi_krum", "attackers": 2},
+                r"'multi_krum' needs at least 7 contributions .*\(2·attackers \+ 3, attackers is 2\), got num_worker",
+            ),
+            (
+                {"num_workers": 3, "aggregation": "trimmed_mean", "trim_fraction": 0.3},
+                r"trims nothing of 3, ⌊0.3·3⌋ = 0, got num_workers 3; raise num_workers to 4, or trim_fraction to 0.33",
+            ),
+            (
+                {"num_workers": 4, "aggregation": "trimmed_mean", "trim_fraction": 0.25, "cosine_screen": True},
+                r"needs at least 5 contributions in a round \(cosine_screen: .*; raise num_workers to 5, or use an",
+            ),
+            (
+                {"num_workers": 2, "aggregation": "median"},
+                r"'median' needs at least 3 contributions in a round, got num_workers 2; raise num_workers to 3, or ",
+            ),
             (
                 {"num_workers": 4, "cosine_screen": True},
                 r"'mean with the cosine screen' needs at least 5 .*refuse honest ones\), got num_workers 4",

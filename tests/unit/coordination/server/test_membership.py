@@ -4,10 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from outerstep.coordination.server.membership import MAX_KNOWN_WORKERS, RETURN_S, KnownWorker, Membership
+from outerstep.coordination.server import membership
+from outerstep.coordination.server.membership import RETURN_S, Accepted, KnownWorker, Membership
 from outerstep.errors import Busy, Fenced, IdInUse, UnknownWorker
 from outerstep.types import JoinAnswer
-from unit.coordination.builders import TIMEOUT_S, Desk, make_heartbeat, make_join
+from unit.coordination.builders import TIMEOUT_S, Desk, make_heartbeat, make_join, make_offer
+
+LIMIT = 12  # of ids known, in place of many thousands
 
 
 def members_with(*ids: str, heartbeat_timeout_s: float = TIMEOUT_S, now: float = 0.0) -> Membership:
@@ -198,6 +201,34 @@ class TestLedger:
         assert desk.join("b").fragments[0].last_sequence == 0
 
 
+class TestWhatWasAccepted:
+    """A worker's line in the status: it adds up over its contributions."""
+
+    def test_contributions_bytes_and_tokens_add_up(self) -> None:
+        worker = KnownWorker("a", "a-start-1", "home", 1, 0.0, 0.0)
+        worker.enter(make_offer("a", 1, size_bytes=16, tokens=5), Accepted(1, "ab", 1), 0, 1.5)
+        assert (worker.contributions, worker.bytes_received, worker.tokens) == (1, 16, 5)
+        worker.enter(make_offer("a", 2, size_bytes=24, tokens=6), Accepted(2, "cd", 4), 2, 0.5)
+        assert (worker.contributions, worker.bytes_received, worker.tokens) == (2, 40, 11)
+        assert (worker.staleness, worker.delta_norm) == (2, 0.5)
+        assert worker.accepted == {0: Accepted(2, "cd", 4)}
+
+    def test_tokens_are_counted_with_one_fragment_since_all_see_the_same(self) -> None:
+        worker = KnownWorker("a", "a-start-1", "home", 1, 0.0, 0.0)
+        for fragment in (0, 1, 2):
+            worker.enter(make_offer("a", 1, fragment=fragment, tokens=5), Accepted(1, "ab", 1), 0, None)
+        assert (worker.contributions, worker.tokens) == (3, 5)
+        assert worker.accepted == dict.fromkeys(range(3), Accepted(1, "ab", 1))
+
+    def test_a_round_that_closes_takes_the_last_of_its_contributors_alone(self) -> None:
+        members = members_with("a", "b")
+        entry = Accepted(1, "ab", 1)
+        for worker in members:
+            worker.enter(make_offer(worker.worker_id, 1), entry, 0, None)
+        members.round_closed(0, ["a", "forgotten"])
+        assert {worker.worker_id: worker.closed for worker in members} == {"a": {0: entry}, "b": {}}
+
+
 class TestSilence:
     @pytest.mark.parametrize(("silent_s", "dead"), [(TIMEOUT_S, False), (TIMEOUT_S + 0.01, True)])
     def test_silence_beyond_the_timeout_kills(self, silent_s: float, dead: bool) -> None:
@@ -251,8 +282,9 @@ class TestSilence:
 
 class TestLimit:
     @pytest.fixture
-    def full(self) -> Membership:
-        return members_with(*(f"w{i}" for i in range(MAX_KNOWN_WORKERS)))
+    def full(self, monkeypatch: pytest.MonkeyPatch) -> Membership:
+        monkeypatch.setattr(membership, "MAX_KNOWN_WORKERS", LIMIT)
+        return members_with(*(f"w{i}" for i in range(LIMIT)))
 
     def test_the_longest_gone_is_forgotten_first(self, full: Membership) -> None:
         for worker_id in ("w7", "w3", "w5"):
@@ -260,7 +292,7 @@ class TestLimit:
         full.join(make_join("new"), 1.0)
         assert "w7" not in known(full)
         assert {"w3", "w5", "new"} <= known(full)
-        assert len(known(full)) == MAX_KNOWN_WORKERS
+        assert len(known(full)) == LIMIT
 
     def test_who_came_back_and_went_again_counts_from_the_last_time(self, full: Membership) -> None:
         go(full, "w7")
@@ -272,9 +304,9 @@ class TestLimit:
         assert "w7" in known(full)
 
     def test_a_live_one_is_never_forgotten_a_newcomer_waits_instead(self, full: Membership) -> None:
-        with pytest.raises(Busy, match=str(MAX_KNOWN_WORKERS)) as refusal:
+        with pytest.raises(Busy, match=f"{LIMIT} workers are live") as refusal:
             full.join(make_join("new"), 1.0)
-        assert refusal.value.retry_after_s > 0
+        assert refusal.value.retry_after_s == 60.0
         assert "new" not in known(full)
 
     def test_a_known_worker_returns_at_the_limit_and_nobody_is_forgotten(self, full: Membership) -> None:

@@ -145,6 +145,7 @@ def test_nothing_is_taken_from_who_is_in_quarantine_and_nobody_waits_for_it() ->
                        r"not_finite; the last time because tensor 'wte'") as told:  # fmt: skip
         desk.offer("c", 4, base_version=1)
     assert "outerstep control pardon c" in told.value.hint
+    assert told.value.retry_after_s == FIRST_S
     desk.heartbeat("c")
     assert desk.poll("c", after=0).agreement is not None
     desk.get_part("c", 1)
@@ -238,8 +239,9 @@ def test_it_outlives_the_server_and_the_time_goes_on_where_it_was() -> None:
     assert again.expected() == {"a", "b"}
     assert again.coordinator.fragments[0].screen.rounds == desk.coordinator.fragments[0].screen.rounds
     again.join("c")
-    with pytest.raises(Quarantined, match="for 500 s more"):
+    with pytest.raises(Quarantined, match="for 500 s more") as told:
         again.offer("c", 4, base_version=0)
+    assert told.value.retry_after_s == FIRST_S - 100.0
     again.later(FIRST_S - 100.0)
     again.join("c")
     again.offer("c", 4, base_version=0)

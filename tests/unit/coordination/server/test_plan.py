@@ -159,9 +159,48 @@ class TestManifests:
         assert refusal.value.message == f"this worker's model is not the run's: {difference}"
         assert "build the same model, in the same dtype" in refusal.value.hint
 
+    @pytest.mark.parametrize("what", ["buffers", "frozen"])
+    @pytest.mark.parametrize(("ours", "theirs"), [(("a", "b"), ("a",)), (("a",), ("a", "b"))])
+    def test_a_buffer_or_a_frozen_parameter_of_only_one_of_them_is_named(
+        self, what: str, ours: tuple[str, ...], theirs: tuple[str, ...]
+    ) -> None:
+        run, offered = (replace(MANIFEST, **{what: names}) for names in (ours, theirs))
+        check_manifest(run, run)
+        with pytest.raises(ManifestMismatch, match=f"'b' is among the {what} of only one of them"):
+            check_manifest(run, offered)
+
+    def test_they_are_named_after_what_else_differs(self) -> None:
+        run = replace(MANIFEST, buffers=("mean",))
+        with pytest.raises(ManifestMismatch, match="'head' is missing; 'mean' is among the buffers of only one of"):
+            check_manifest(run, with_parameters(WTE))
+
+    def test_where_the_run_knows_of_neither_they_make_no_difference(self) -> None:
+        check_manifest(MANIFEST, replace(MANIFEST, buffers=("mean",), frozen=("bias",)))
+
+    @pytest.mark.parametrize(
+        ("run", "offered", "difference"),
+        [
+            (MANIFEST, replace(with_parameters(WTE), buffers=("head",)), "'head' is kept local"),
+            (replace(with_parameters(WTE), buffers=("head",)), MANIFEST, "'head' is exchanged, and local in the run"),
+            (MANIFEST, with_parameters(WTE, replace(HEAD, role="buffer")), "'head': got the role 'buffer', run has"),
+        ],
+    )
+    def test_where_a_setting_makes_the_difference_it_is_named(
+        self, run: Manifest, offered: Manifest, difference: str
+    ) -> None:
+        with pytest.raises(ManifestMismatch) as refusal:
+            check_manifest(run, offered)
+        assert difference in refusal.value.message
+        assert "(the workers' `buffers` setting)" in refusal.value.message
+
     def test_three_differences_are_named_and_the_rest_is_counted(self) -> None:
         run = with_parameters(*(replace(HEAD, name=f"p{i}") for i in range(5)))
         with pytest.raises(ManifestMismatch, match="'p0' is missing; 'p1' is missing; 'p2' is missing; and 2 more"):
+            check_manifest(run, with_parameters())
+
+    def test_four_differences_leave_one_to_count(self) -> None:
+        run = with_parameters(*(replace(HEAD, name=f"p{i}") for i in range(4)))
+        with pytest.raises(ManifestMismatch, match="; and 1 more"):
             check_manifest(run, with_parameters())
 
     def test_three_differences_leave_nothing_to_count(self) -> None:
