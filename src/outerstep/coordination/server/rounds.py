@@ -213,8 +213,8 @@ class RoundRules:
 
     def may_start(self, live: int, first_join_at: float | None, now: float) -> bool:
         """When all announced workers are live, or at the start deadline with enough of them for a round."""
-        waited_s = 0.0 if first_join_at is None else now - first_join_at
-        overdue = self.start_deadline_s is not None and first_join_at is not None and waited_s >= self.start_deadline_s
+        deadline_s = self.start_deadline_s
+        overdue = deadline_s is not None and first_join_at is not None and now - first_join_at >= deadline_s
         enough = live >= self.num_workers or (self.asynchronous and live > 0)
         return enough or (overdue and live >= self.floor)
 
@@ -291,7 +291,7 @@ class OpenRound:
         return worker_id in self.expected or len(contributors | self.expected) < rules.floor
 
     def verdict(
-        self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str], turned_away: int = 0
+        self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str], turned_away: int
     ) -> RoundVerdict:
         """`live`: from whom something would be taken. `turned_away`: how many were here, and were refused."""
         contributors = self.contributors
