@@ -41,6 +41,10 @@ class TestItsForm:
         with pytest.raises(BadRequest, match="4 sections are too many: fragment 0 has fewer rows"):
             check(section_bytes=(15, 15, 15, 15))
 
+    def test_a_fragment_that_is_not_said_to_have_rows_comes_in_one_section(self) -> None:
+        fragment = Fragment.at(make_agreement(0), LEAST_BYTES)
+        assert (fragment.max_sections, fragment.max_payload_bytes(7)) == (1, LEAST_BYTES)
+
     @pytest.mark.parametrize(("sections", "limit"), [((), 100), ((1,), 200), ((1, 1), 300)])
     def test_each_section_adds_what_it_may_be_large(self, sections: tuple[int, ...], limit: int) -> None:
         def sized(size: int) -> dict[str, Any]:

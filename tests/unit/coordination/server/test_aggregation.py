@@ -192,6 +192,15 @@ def test_who_has_not_trained_does_not_make_up_the_number() -> None:
     assert desk.coordinator.total_too_few == 0
 
 
+@pytest.mark.parametrize(("trained", "closes"), [("", True), ("a", False), ("ab", False), ("abc", True)])
+def test_some_training_is_worth_waiting_for_more_and_none_is_not(trained: str, closes: bool) -> None:
+    desk = Desk("abcd", aggregation=MEDIAN, round_deadline_s=5.0)
+    for worker in "abc":
+        desk.contribute(worker, steps=1 if worker in trained else 0)
+    desk.later(6.0, alive="abcd")
+    assert bool(desk.closings) is closes
+
+
 def test_if_nobody_else_can_come_the_round_moves_nothing_and_says_so() -> None:
     desk = Desk("abc", aggregation=MEDIAN)
     contribute(desk, "ab", norm=1.0, tokens=100)

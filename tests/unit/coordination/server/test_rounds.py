@@ -21,11 +21,19 @@ def open_round(expected: str, contributions: str = "", **rules: Any) -> tuple[Op
 
 
 def verdict(
-    expected: str, contributions: str, now: float = SOON, *, started: bool = True, live: str | None = None, **rules: Any
+    expected: str,
+    contributions: str,
+    now: float = SOON,
+    *,
+    started: bool = True,
+    live: str | None = None,
+    turned_away: int = 0,
+    **rules: Any,
 ) -> RoundVerdict:
     """`live`: who is alive, if it is not just those expected."""
     round_, fixed = open_round(expected, contributions, **rules)
-    return round_.verdict(fixed, now, started=started, live=frozenset(expected if live is None else live))
+    alive = frozenset(expected if live is None else live)
+    return round_.verdict(fixed, now, started=started, live=alive, turned_away=turned_away)
 
 
 class TestSynchronous:
@@ -41,6 +49,14 @@ class TestSynchronous:
 
     def test_it_names_four_and_counts_the_rest(self) -> None:
         assert verdict("abcdefg", "a").waiting_for == "contributions of b, c, d, e and 2 more"
+
+    @pytest.mark.parametrize(("expected", "named"), [("abcde", "b, c, d, e"), ("abcdef", "b, c, d, e and 1 more")])
+    def test_up_to_four_are_named_alone(self, expected: str, named: str) -> None:
+        assert verdict(expected, "a").waiting_for == f"contributions of {named}"
+
+    def test_an_asynchronous_one_waits_for_whoever_comes_next(self) -> None:
+        waiting = RoundVerdict(False, None, "the next contribution")
+        assert verdict("abc", "", quorum=1, asynchronous=True) == waiting
 
     def test_without_a_deadline_there_is_nothing_to_wake_for(self) -> None:
         assert verdict("ab", "a").wake_at is None
@@ -116,9 +132,8 @@ class TestFloor:
 
     @pytest.mark.row("F13")
     def test_a_stuck_round_says_how_many_it_needs_and_has(self) -> None:
-        assert verdict("ab", "a", min_workers=3).waiting_for == (
-            "at least 3 (min_workers): 1 contributed, 1 more alive"
-        )
+        why = "at least 3 (min_workers): 1 contributed, 1 more alive"
+        assert verdict("ab", "a", min_workers=3) == RoundVerdict(False, None, why, stuck=True)
 
     def test_the_dead_who_contributed_count_towards_min_workers(self) -> None:
         assert verdict("a", "ab", min_workers=2).close
@@ -143,6 +158,19 @@ class TestWants:
 
 
 class TestStart:
+    @pytest.mark.parametrize(
+        ("live", "asynchronous", "start"), [(3, False, True), (2, False, False), (1, True, True), (0, True, False)]
+    )
+    def test_all_are_needed_or_any_if_nobody_waits_for_anybody(
+        self, live: int, asynchronous: bool, start: bool
+    ) -> None:
+        assert RoundRules(3, asynchronous=asynchronous).may_start(live, 0.0, NEVER) is start
+
+    def test_before_the_first_join_no_deadline_passes(self) -> None:
+        rules = RoundRules(3, min_workers=1, start_deadline_s=5.0)
+        assert not rules.may_start(1, None, NEVER)
+        assert [rules.may_start(1, 10.0, now) for now in (14.9, 15.0)] == [False, True]
+
     def test_one_of_two_configured_workers_waits_for_the_second(self) -> None:
         desk = Desk("a", num_workers=2, heartbeat_timeout_s=0.0)
         desk.contribute("a")
