@@ -125,8 +125,8 @@ class World:
         return worker
 
     def _inject(self, fault: Fault) -> Callable[[], None]:
-        def restart() -> None:
-            self.current[fault.worker] = self._start(fault.worker, self.current[fault.worker].saved)
+        def restart(saved: SimSaved | None = None) -> None:
+            self.current[fault.worker] = self._start(fault.worker, saved)
 
         def act() -> None:
             worker = self.current[fault.worker]
@@ -144,12 +144,14 @@ class World:
                 case "crash":
                     worker.kill()
                     self.agenda.after(
-                        fault.lasts_s, lambda: restart() if not self.current[fault.worker].alive else None
+                        fault.lasts_s,
+                        lambda: restart(worker.saved) if not self.current[fault.worker].alive else None,
                     )
                 case "pause":
                     worker.pause(fault.lasts_s)
                 case "replace":
-                    worker.pause(fault.lasts_s)  # the old one wakes up after its replacement has started
+                    # The old one wakes up after its replacement has started, so that has none of its steps.
+                    worker.pause(fault.lasts_s)
                     restart()
                 case "kick" | "drain" | "sync" | "new_plan":
                     self._order(fault)

@@ -628,7 +628,8 @@ class WorkerMachine:
         effects: list[Effect] = []
         for fragment, progress in enumerate(self.state.fragments):
             # What counts in a round to come is worth waiting for, where nothing more is to be sent anyway.
-            if progress.late_in and self.unsent(fragment).steps == 0:
+            # (It goes along with what is in flight after it.)
+            if progress.late_in and progress.in_flight is None and self.unsent(fragment).steps == 0:
                 progress.in_flight = InFlight(self.work, self.work.steps)
                 self.metrics.sync_count -= 1  # it was counted before
                 effects.append(Recall(fragment))

@@ -86,6 +86,17 @@ class TestLeaving:
         assert acts(bench.machine.finish()) == [send(base=1, steps=1, last=True)]
         assert bench.metrics.sync_count == 1
 
+    def test_nor_is_it_recalled_while_another_is_in_flight(self) -> None:
+        bench = Bench([0, 0])
+        bench.train(2)
+        bench.land(0, 1, counted_in=2)
+        bench.do(bench.machine.sync_all())
+        bench.look({1: Sight(done=False, wanted=frozenset({(0, 2)}))})
+        bench.look(asked_to_leave=True)
+        assert bench.unsent(0) == 0
+        effects = bench.do(bench.machine.finish())
+        assert acts(effects) == [Resume(0, last=True), Resume(1, last=True)]
+
     def test_a_silent_server_is_waited_for(self) -> None:
         bench = Bench()
         bench.train(2)
