@@ -65,11 +65,13 @@ def test_five_thousand_schedules_keep_every_promise(first: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
+        406,  # a server that had lost a contribution had taken its number from another start, and said that it has it
         709,  # the server died between the confirmation of a late contribution and the acceptance of the next
         1336,  # with a delay, two workers waited for each other with each other's agreement in hand
         1399,  # a server that went back gave two starts of a worker the same number
         2154,  # a worker was fenced by its own re-join
         2724,  # a late contribution that was too old was believed to be counted
+        3775,  # a worker that left recalled a late contribution while another was in flight
     ],
 )
 def test_what_was_found_once_stays_mended(seed: int) -> None:
