@@ -352,7 +352,8 @@ class SimWorker:
         result, sent = fragment.result, fragment.in_flight
         assert result is not None
         if isinstance(move, Adopt | Carry | Mix) and result.counted:
-            # (Without a contribution a saved state was overtaken: the steps in it are in the model.)
+            if sent is None:  # a saved state was overtaken: its steps are in the model, or lost to another start
+                self.discarded |= {(move.fragment, step) for step in fragment.unsent}
             counted = set(sent.steps if sent is not None else fragment.unsent)
             fragment.unsent = {step: on for step, on in fragment.unsent.items() if step not in counted}
         if isinstance(move, Adopt):

@@ -125,9 +125,6 @@ class World:
         return worker
 
     def _inject(self, fault: Fault) -> Callable[[], None]:
-        def restart(saved: SimSaved | None = None) -> None:
-            self.current[fault.worker] = self._start(fault.worker, saved)
-
         def act() -> None:
             worker = self.current[fault.worker]
             link = f"w{fault.worker}"
@@ -143,16 +140,13 @@ class World:
                     self._strike_server(fault)
                 case "crash":
                     worker.kill()
-                    self.agenda.after(
-                        fault.lasts_s,
-                        lambda: restart(worker.saved) if not self.current[fault.worker].alive else None,
-                    )
+                    self.agenda.after(fault.lasts_s, lambda: self._restart_crashed(fault.worker, worker))
                 case "pause":
                     worker.pause(fault.lasts_s)
                 case "replace":
                     # The old one wakes up after its replacement has started, so that has none of its steps.
                     worker.pause(fault.lasts_s)
-                    restart()
+                    self.current[fault.worker] = self._start(fault.worker)
                 case "kick" | "drain" | "sync" | "new_plan":
                     self._order(fault)
                 case "bad_weather":
@@ -198,6 +192,11 @@ class World:
         if kind in ("kick", "drain"):
             told = self.current[fault.worker]
             self.agenda.after(fault.lasts_s, lambda: self._restart_when_gone(fault.worker, told))
+
+    def _restart_crashed(self, index: int, crashed: SimWorker) -> None:
+        """From its saved state, unless another start came between: what that sent holds none of the state's steps."""
+        if not self.current[index].alive:
+            self.current[index] = self._start(index, crashed.saved if self.current[index] is crashed else None)
 
     def _restart_when_gone(self, index: int, told: SimWorker) -> None:
         """It goes when the order reaches it or it finds itself kicked; unless a later start replaced it anyway."""
