@@ -352,7 +352,7 @@ class TestNormScreen:
         assert history == tuple((float(n),) for n in range(20 - ROUNDS, 20))
 
     def test_a_saved_history_is_checked(self) -> None:
-        check_history({"0": ((1.0, 2.0), (0.0,))})
-        for wrong in (((math.nan,),), ((-1.0,),), ((),), ((1.0,),) * 9):
+        check_history({"0": ((1.0, 2.0), (0.0,)), "1": ((1.0,),) * ROUNDS})
+        for wrong in (((math.nan,),), ((math.inf,),), ((-1.0,),), ((),), ((1.0,),) * (ROUNDS + 1)):
             with pytest.raises(ConfigError, match="norm history of fragment 0 must be"):
                 check_history({"0": wrong})

@@ -126,6 +126,7 @@ def test_what_peers_say_of_themselves_weighs_within_a_factor_of_the_median() -> 
     assert peer_weights(said, "equal") == [1.0, 1.0, 1.0, 1.0, 0.0]
     assert peer_weights(said, "tokens") == [100.0, 120.0, 1200.0, 12.0, 0.0]
     assert peer_weights([offered(5, 0), offered(0, 0)], "tokens") == [1.0, 0.0]
+    assert peer_weights([offered(5, 1), offered(5, 0)], "tokens") == [1.0, 0.1]
 
 
 def test_ranks_are_believed_and_must_report() -> None:

@@ -225,3 +225,33 @@ class TestShutdown:
 def test_saving_is_the_drivers_own_business() -> None:
     with pytest.raises(BadRequest, match="carried out by the server itself"):
         ask(Desk("a"), "save")
+
+
+class TestWhoIsMeant:
+    @pytest.mark.parametrize("kind", ["kick", "drain", "sync"])
+    def test_a_worker_that_is_not_here_cannot_be_told_anything(self, kind: str) -> None:
+        desk = Desk("ab")
+        desk.leave("b")
+        for worker_id in ("b", "nobody"):
+            with pytest.raises(UnknownWorker, match=f"no live worker '{worker_id}'; live: a"):
+                ask(desk, kind, worker_id=worker_id)
+        assert not desk.events(kind)
+
+    def test_where_nobody_is_live_that_is_said(self) -> None:
+        with pytest.raises(BadRequest, match="kick needs a worker id; live: none"):
+            ask(Desk(), "kick")
+
+    def test_what_was_done_is_answered_and_told_with_its_reason(self) -> None:
+        desk = Desk("ab")
+        assert ask(desk, "kick", worker_id="b") == "b is out of the run; a new start of it may join again"
+        assert ask(desk, "sync") == "a will contribute at the next step after the next heartbeat"
+        assert ask(desk, "drain", reason="new disks") == (
+            "a will contribute and leave at the next step after the next heartbeat"
+        )
+        assert desk.events("sync") == [{"workers": ["a"], "reason": "an operator asked for it"}]
+        assert desk.events("drain") == [{"workers": ["a"], "reason": "new disks"}]
+
+    def test_at_the_end_everybody_is_told_why(self) -> None:
+        desk = Desk("ab")
+        ask(desk, "shutdown", reason="the disks are full")
+        assert [beat(desk, worker).commands[0].reason for worker in "ab"] == ["the disks are full"] * 2

@@ -249,11 +249,11 @@ class TestSilence:
         desk.later(TIMEOUT_S + 1.0)
         assert desk.coordinator.members.total_deaths == 1
 
-    @pytest.mark.parametrize("sign", ["poll", "offer", "heartbeat"])
+    @pytest.mark.parametrize("sign", ["poll", "offer", "heartbeat", "get_part"])
     def test_every_message_is_a_sign_of_life(self, sign: str) -> None:
         desk = Desk("a")
         desk.later(TIMEOUT_S - 1.0)
-        getattr(desk, sign)("a")
+        getattr(desk, sign)("a", *((0,) if sign == "get_part" else ()))
         desk.later(TIMEOUT_S - 1.0)
         assert desk.live == {"a"}
 

@@ -122,6 +122,9 @@ class TestChanges:
         with pytest.raises(PlanMismatch):
             changed(self.plan, Wishes(**changes))
 
+    def test_each_fragment_needs_one_step_and_no_more(self) -> None:
+        assert changed(self.plan, Wishes(sync_every=2, delay=1)).sync_every == 2
+
     def test_who_asks_for_the_old_value_or_the_new_one_may_come(self) -> None:
         settled = settle(Wishes(sync_every=40), Wishes(), "a")
         now = changed(plan_of(settled), Wishes(sync_every=60))

@@ -322,6 +322,20 @@ class TestWaking:
         desk.later(6.0)
         assert desk.coordinator.next_wake(desk.now) is None
 
+    def test_what_is_due_now_needs_no_waking(self) -> None:
+        desk = Desk("a")
+        assert desk.coordinator.next_wake(desk.now + TIMEOUT_S) is None
+        assert desk.coordinator.next_wake(desk.now + TIMEOUT_S - 0.5) == desk.now + TIMEOUT_S
+
+    def test_a_run_that_has_started_or_that_nobody_has_joined_waits_for_no_start_deadline(self) -> None:
+        for workers in ("", "ab"):
+            desk = Desk(workers, num_workers=2, start_deadline_s=5.0, heartbeat_timeout_s=0.0)
+            assert desk.coordinator.next_wake(desk.now) is None
+
+    def test_without_a_start_deadline_the_others_are_waited_for_as_long_as_it_takes(self) -> None:
+        desk = Desk("a", num_workers=2, heartbeat_timeout_s=0.0)
+        assert desk.coordinator.next_wake(desk.now) is None
+
     def test_with_nothing_to_decide_it_sleeps(self) -> None:
         desk = Desk("a", heartbeat_timeout_s=0.0)
         assert desk.coordinator.next_wake(desk.now) is None

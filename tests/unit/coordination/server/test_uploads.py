@@ -167,3 +167,13 @@ class TestLooking:
         )
         assert [u.key for u in uploads.of(fragment=1)] == [make_key("a", fragment=1), make_key("b", fragment=1)]
         assert [u.key for u in uploads.of("a")] == [make_key("a"), make_key("a", fragment=1)]
+
+
+@pytest.mark.parametrize(("ahead", "near"), [(40, True), (41, False)])
+def test_its_turn_is_near_if_it_fits_beside_those_before_it_once_the_pool_is_empty(ahead: int, near: bool) -> None:
+    uploads = pool(offer_of("holder", CAPACITY))
+    for worker_id, size_bytes in (("first", ahead), ("second", 60)):
+        assert uploads.request(offer_of(worker_id, size_bytes), 0.0) is None
+    assert uploads.is_near(make_key("first"))
+    assert uploads.is_near(make_key("second")) is near
+    assert not uploads.is_near(make_key("nobody"))
