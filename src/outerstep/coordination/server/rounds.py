@@ -199,7 +199,7 @@ class RoundRules:
 
     def needed(self, turned_away: int) -> int:
         """Contributors without whom no round closes, if so many others were turned away."""
-        return max(1, self.min_workers, self.aggregation.needed(turned_away))
+        return max(self.min_workers, self.aggregation.needed(turned_away))
 
     @property
     def floor_is(self) -> str:
