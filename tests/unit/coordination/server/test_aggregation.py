@@ -86,7 +86,7 @@ class TestSettings:
             ),
             (
                 {"num_workers": 2, "aggregation": "median"},
-                r"'median' needs at least 3 contributions in a round, got num_workers 2; raise num_workers to 3, or ",
+                r"'median' needs at least 3 contributions in a round, got num_workers 2; raise .* to 3, or use another",
             ),
             (
                 {"num_workers": 4, "cosine_screen": True},
@@ -97,6 +97,7 @@ class TestSettings:
             ({"aggregation": "krum", "clip_radius": 1.0}, r"clip_radius is for aggregation 'centered_clipping'"),
             ({"aggregation": "median", "aggregation_iterations": 3}, r"aggregation_iterations is for aggregation"),
             ({"aggregation": "trimmed_mean", "trim_fraction": 0.5}, r"above 0 and below 0.5 .*got 0.5"),
+            ({"aggregation": "trimmed_mean", "trim_fraction": 0.0}, r"above 0 and below 0.5 .*got 0"),
             ({"aggregation": "centered_clipping", "clip_radius": 0.0}, r"clip_radius must be above 0, got 0"),
             ({"bucket_size": 2}, r"bucket_size 2 averages some before a rule sees them, and aggregation is 'mean'"),
             ({"aggregation": "krum", "attackers": 0}, r"attackers must be ≥ 1, got 0"),
@@ -120,6 +121,7 @@ class TestSettings:
             {"aggregation": "krum", "quorum": 6, "staleness_policy": "log"},
             {"aggregation": "multi_krum", "weight_by": "tokens", "quorum": 6},
             {"aggregation": "mean"},
+            {"aggregation": "centered_clipping", "clip_radius": 0.5},
             {"aggregation": "centered_clipping", "clip_radius": 1.5, "bucket_size": 2, "cosine_screen": True},
         ],
         ids=str,

@@ -63,6 +63,27 @@ class TestStarts:
         member, arrived = members.join(make_join("a"), 1.0)
         assert (arrived, member.incarnation, member.live) == (False, 1, True)
 
+    def test_a_start_is_dated(self) -> None:
+        members = members_with("a", now=3.0)
+        worker, _ = members.join(make_join("a"), 5.0)
+        assert (worker.joined_at, worker.last_seen) == (3.0, 5.0)
+        worker, _ = members.join(make_join("a", start=2), 7.0)
+        assert (worker.joined_at, worker.last_seen) == (7.0, 7.0)
+
+    @pytest.mark.parametrize("start", [1, 2])
+    def test_a_worker_that_is_back_is_not_expected_back(self, start: int) -> None:
+        members = Membership(heartbeat_timeout_s=TIMEOUT_S)
+        members.restore(KnownWorker("a", "a-start-1", "home", 1, 0.0, 0.0))
+        worker, _ = members.join(make_join("a", start=start), 1.0)
+        assert worker.expected_back is False
+
+    def test_a_new_start_of_a_worker_that_was_removed_is_welcome(self) -> None:
+        members = members_with("a")
+        worker, _ = members.join(make_join("a"), 0.0)
+        worker.kicked = "it is needed elsewhere"
+        worker, arrived = members.join(make_join("a", start=2), 1.0)
+        assert (worker.kicked, arrived) == ("", True)
+
     def test_a_repeated_join_gets_the_same_answer_and_causes_nothing(self) -> None:
         desk = Desk("ab")
         desk.contribute("a")

@@ -116,10 +116,11 @@ class TestAProcessOfAGroup:
     @pytest.mark.parametrize(("speaks", "wait_s"), [(True, 8.0), (False, 0.0)])
     def test_only_the_one_that_speaks_keeps_the_server_waiting(self, speaks: bool, wait_s: float) -> None:
         process = Process(range(2), speaks=speaks)
+        process.session.answer = replace(joined(), plan=replace(make_plan(), revision=3))
         process.ask(OfferAnswer(state="accepted", version=1))
         poll = process.ask(nothing_yet(retry_after_s=1.0))
         assert isinstance(poll, Poll)
-        assert (poll.wait_s, poll.sections, poll.plan_revision) == (wait_s, 2, 0)
+        assert (poll.wait_s, poll.sections, poll.plan_revision) == (wait_s, 2, 3)
         pause_s = 1.0 if speaks else 8.0
         assert 0.5 * pause_s <= process.exchange.wake_at - process.now <= 1.5 * pause_s
 
@@ -197,6 +198,35 @@ class TestOverdue:
         assert [talk.exchange.silent_s(talk.now + passed) for passed in (0.0, 4.0, 5.0, 7.5)] == [0.0, 0.0, 0.0, 2.5]
 
 
+class TestPauses:
+    def test_before_the_first_answer_nothing_is_known(self) -> None:
+        exchange = Talk().exchange
+        assert (exchange.waiting_for, exchange.wanted, exchange.retries) == ("", frozenset(), 0)
+
+    @pytest.mark.parametrize("at", [Step.OFFER, Step.POLL])
+    def test_workers_that_are_told_to_wait_as_long_come_back_at_different_moments(self, at: Step) -> None:
+        later = {Step.OFFER: OfferAnswer(state="wait", retry_after_s=1.0), Step.POLL: nothing_yet(retry_after_s=1.0)}
+        pauses = []
+        for seed in range(40):
+            talk = Talk(seed=seed).brought_to(at)
+            talk.say(later[at])
+            pauses.append(talk.waits_s)
+        assert 0.5 <= min(pauses) < 0.65
+        assert 1.35 < max(pauses) <= 1.5
+
+    def test_without_dice_of_its_own_it_throws_some(self) -> None:
+        session = Session(make_join("a"))
+        exchange = Exchange(session, fragment=0, after=-1, now=0.0)
+        [call] = exchange.calls(0.0)
+        exchange.failed(call, LOST, 0.0)
+        assert exchange.wake_at > 0.0
+
+    def test_a_poll_that_is_lost_after_a_fetch_was_given_up_is_asked_again(self) -> None:
+        talk = Talk().brought_to(Step.FETCH)
+        talk.say(Superseded("not kept any more"), LOST)
+        assert isinstance(talk.say(agreed(2)), Poll)
+
+
 class TestWhatIsCounted:
     def test_every_attempt_that_was_repeated(self) -> None:
         talk = Talk().brought_to(Step.FETCH)
@@ -243,6 +273,15 @@ def test_a_server_that_is_behind_us_hands_out_whatever_it_has() -> None:
     assert isinstance(poll, Poll)
     assert poll.after == -1
     assert talk.exchange.step is Step.FETCH
+
+
+@pytest.mark.parametrize(("stays", "after"), [(True, 6), (False, 0)])
+def test_a_worker_that_leaves_waits_for_its_own_round_and_others_for_any(stays: bool, after: int) -> None:
+    talk = Talk(stay_for_own_round=stays).brought_to(Step.COMMIT)
+    talk.say(CommitAnswer(version=7))
+    poll = talk.say(nothing_yet())
+    assert isinstance(poll, Poll)
+    assert poll.after == after
 
 
 def test_a_late_contribution_is_waited_for_in_asynchronous_rounds() -> None:
