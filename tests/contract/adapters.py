@@ -30,7 +30,7 @@ from outerstep.topology.gossip.terms import GossipWishes
 from outerstep.topology.gossip.topology import GossipSettings, GossipTopology
 from outerstep.topology.group.sharded import ShardedTopology, Shards
 from outerstep.topology.group.topology import GroupTopology
-from outerstep.topology.memory import Memory, Rooms
+from outerstep.topology.payload import Memory, Rooms
 from outerstep.topology.protocol import Topology
 from outerstep.topology.server.topology import ServerTopology
 from outerstep.wire.http_transport import HttpTransport

@@ -14,12 +14,11 @@ from outerstep.core.feedback import ErrorFeedback
 from outerstep.server import DiLoCoServer
 from outerstep.topology.encode import Sender, encode_frame, write_frame
 from outerstep.topology.forms import Form, forms_of
-from outerstep.topology.memory import Memory
-from outerstep.topology.payload import OutgoingFrame
+from outerstep.topology.payload import Memory, OutgoingFrame
 from outerstep.topology.update import UpdateChain, WholeAnchor, anchor_hash, read_update
 from outerstep.types import Plan
 from outerstep.worker import DiLoCoWorker
-from outerstep.worker.replica import Replica
+from outerstep.worker.replica import Differences, Replica
 from support import assert_same, in_threads, params_of, tiny_model, train_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -147,7 +146,14 @@ class Pair:
         write_frame(
             payload,
             self.form.up,
-            Sender(0, replica.differences(), self.form.rules, feedback, lambda n: Dither.of("r", 0, sequence, n), {}),
+            Sender(
+                0,
+                Differences(replica.anchors, replica.tensors),
+                self.form.rules,
+                feedback,
+                lambda n: Dither.of("r", 0, sequence, n),
+                {},
+            ),
         )
         with torch.no_grad():  # training goes on at once
             for param in replica.tensors.values():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.core.manifest import describe
-from outerstep.core.views import bytes_of, fp32_views
+from outerstep.core.state import bytes_of, fp32_views
 from outerstep.digest import data_hash, part_hash
 from outerstep.errors import Superseded
 from outerstep.server import DiLoCoServer

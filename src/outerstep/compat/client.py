@@ -116,7 +116,7 @@ class FragmentSubmission:
     def wait(self, timeout_s: float) -> bool:
         """Is it settled? The thread that waits also takes the next step."""
         with self._lock:
-            if self._ticket is not None and self._ticket.wait(timeout_s):
+            if self._ticket is not None and self._ticket.over.wait(timeout_s):
                 self._adopt(self._ticket)
             return self.settled
 

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 
 from ..core.fragments import FragmentManager
 from ..core.outer import Nesterov, OptimizerFactory, portable_step
-from ..core.views import bytes_of
+from ..core.state import bytes_of
 from ..defaults import OUTER_LR, OUTER_MOMENTUM
 from ..digest import data_hash
 from ..errors import AnchorsDiffer

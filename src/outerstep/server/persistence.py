@@ -29,7 +29,7 @@ from ..config import ServerConfig
 from ..coordination.server.commits import WriteCheckpoint
 from ..coordination.server.remembered import Remembered
 from ..core.robust import ScreenVerdict
-from ..core.views import bytes_of
+from ..core.state import bytes_of
 from ..durable.disk import FolderDisk
 from ..durable.journal import Journal, Record
 from ..durable.run_folder import RunFolder, has_journal

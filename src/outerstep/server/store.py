@@ -19,8 +19,7 @@ from ..core.aggregate import add_weighted, divide
 from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov
 from ..core.robust import Candidate, Rule, Screening, ScreenVerdict, Tensors, TensorSpan, Zeros, combine, make_rule
-from ..core.state import FragmentState, Outer
-from ..core.views import bytes_of
+from ..core.state import FragmentState, Outer, bytes_of
 from ..core.watch import sum_of_squares
 from ..digest import data_hash
 from ..errors import ModelError

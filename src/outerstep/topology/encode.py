@@ -18,8 +18,7 @@ from ..core.watch import sum_of_squares
 from ..wire.frames import Entry, Layout
 from .device import Ferry
 from .forms import Form
-from .memory import Memory
-from .payload import OutgoingFrame
+from .payload import Memory, OutgoingFrame
 from .protocol import Deltas
 from .update import cuts
 
@@ -193,7 +192,7 @@ Encoded = OutgoingFrame | OnDevice
 
 
 class Place(Protocol):
-    """Where a frame is to lie; `memory.Rooms`, or what bytes travel by (allreduce/peers.py)."""
+    """Where a frame is to lie; `payload.Rooms`, or what bytes travel by (allreduce/peers.py)."""
 
     device: torch.device
     memory: Memory

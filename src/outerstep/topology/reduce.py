@@ -53,7 +53,7 @@ class ByteCarrier(Protocol):
 
 
 class Circle(Protocol):
-    """Who reduces: how many, which of them this process is, and what to call each (peers.py)."""
+    """Who reduces: how many, which of them this process is, and what to call each (allreduce/peers.py)."""
 
     rank: int
     size: int

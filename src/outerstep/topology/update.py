@@ -25,15 +25,14 @@ from torch import Tensor
 
 from ..coordination.worker.exchange import Held
 from ..core.codecs import Codec
-from ..core.state import FragmentState
-from ..core.views import bytes_of, fp32_views
+from ..core.state import FragmentState, bytes_of, fp32_views
 from ..digest import data_hash
 from ..errors import ExchangeFailed, Refused
 from ..types import Agreement
 from ..wire.frames import Layout, check_frame
 from .device import HostCopies
 from .forms import Form
-from .memory import Memory
+from .payload import Memory
 
 Kind = Literal["full", "update"]
 
@@ -81,23 +80,25 @@ class AnchorProof:
     def __init__(self, expected: str) -> None:
         self.expected = expected
         self._state = xxhash.xxh3_128()
-        self._copies = HostCopies(self._update)
+        self._copies: HostCopies | None = None  # from the first block that is on a GPU
 
     def feed(self, values: Tensor) -> None:
+        if not values.numel():
+            return
         if values.device.type != "cpu":
+            if self._copies is None:
+                self._copies = HostCopies(lambda copied: self._state.update(bytes_of(copied)))
             self._copies.put(values)
-        else:
+            return
+        if self._copies is not None:
             self._copies.flush()
-            self._update(values)
-
-    def _update(self, values: Tensor) -> None:
-        if values.numel():
-            self._state.update(bytes_of(values))
+        self._state.update(bytes_of(values))
 
     @property
     def digest(self) -> str:
         """Of all blocks so far."""
-        self._copies.flush()
+        if self._copies is not None:
+            self._copies.flush()
         return self._state.hexdigest()
 
 

@@ -50,8 +50,9 @@ class Differences:
         self._anchor = self._local = self._scratch = torch.empty(0)
 
     def block(self, name: str, start: int, stop: int) -> Tensor:
-        if name != self._name:
-            self._open(name)
+        if name != self._name:  # flat views; of a tensor in another order of its dimensions (channels_last), a copy
+            self._name = name
+            self._anchor, self._local = self._anchors[name].view(-1), self._locals[name].detach().reshape(-1)
         local = self._local[start:stop]
         anchor = self._anchor[start:stop].to(local.device, non_blocking=True)
         if self._scratch.numel() < stop - start or self._scratch.device != local.device:
@@ -63,11 +64,6 @@ class Differences:
 
     def home(self, name: str) -> torch.device:
         return self._anchors[name].device
-
-    def _open(self, name: str) -> None:
-        """Flat views; a copy of a tensor in another order of its dimensions (channels_last)."""
-        self._name = name
-        self._anchor, self._local = self._anchors[name].view(-1), self._locals[name].detach().reshape(-1)
 
 
 class Replica:
@@ -115,21 +111,18 @@ class Replica:
         anchor, local = self.anchors[name], self.tensors[name]
         if anchor.device == local.device:
             return pseudo_gradient(anchor, local)
-        delta, blocks = _beside(anchor), self.differences()
+        delta = torch.empty(anchor.shape, device=anchor.device, pin_memory=anchor.is_pinned())
+        blocks = Differences(self.anchors, self.tensors)
         for start, stop in cuts(anchor.numel(), local.device):
             delta.view(-1)[start:stop].copy_(blocks.block(name, start, stop))
         return delta
-
-    def differences(self) -> Differences:
-        """The same, block by block, while the weights stay as they are."""
-        return Differences(self.anchors, self.tensors)
 
     def to_send(
         self, names: Iterable[str], *, keep: bool
     ) -> tuple[Deltas | dict[str, Tensor], dict[str, Tensor] | None]:
         """What a contribution is made of; and, to `keep`, all of it."""
         kept = self.deltas(names) if keep else None
-        return (self.differences() if kept is None or self._on_host else kept), kept
+        return (Differences(self.anchors, self.tensors) if kept is None or self._on_host else kept), kept
 
     # Each of these applies the update of an anchor: it moves the local weights, then the anchor, θ ← θ′. True: that
     # made it the agreed one.
@@ -222,11 +215,6 @@ class Replica:
         for name, tensor in self.tensors.items():
             adopt(tensor, own[name])
         self._reshard()
-
-
-def _beside(anchor: Tensor) -> Tensor:
-    """Memory of the same kind."""
-    return torch.empty(anchor.shape, device=anchor.device, pin_memory=anchor.is_pinned())
 
 
 def _adopt(block: AnchorBlock) -> None:

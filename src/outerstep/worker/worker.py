@@ -343,7 +343,10 @@ class DiLoCoWorker:
         if self._ending.is_set():
             self._interrupts.insist()
             return
-        if _was_skipped(optimizer):
+        # A GradScaler that found an overflow leaves `step` out; but a fused optimizer it calls all the same, with what
+        # it found, and lets it do nothing.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
             return
         self._in_hook = True
         try:
@@ -362,7 +365,10 @@ class DiLoCoWorker:
             self._in_exchange = False
             self._progress_at = time.monotonic()
         if exchanged:
-            sync.watching.inner_grad_norm = self._gradient_norm()
+            # Of the step that was just taken: its gradients are still there.
+            ranks, sections = self._ranks, self._replica.shards.sections
+            gather = None if ranks is None or sections == 1 else lambda own: ranks.gather(lambda: own, float)
+            sync.watching.inner_grad_norm = gradient_norm(self.optimizer, gather, sections)
             sync.report()
         orders = self._control.orders(at_exchange=exchanged) if self._control is not None else Orders()
         leaving = self._asked_to_leave(exchanged)
@@ -372,13 +378,6 @@ class DiLoCoWorker:
             self._beat_now.set()  # the server's status shows where we are
         else:
             self._resumed_at = now
-
-    def _gradient_norm(self) -> float | None:
-        """Of the step that was just taken: its gradients are still there."""
-        ranks, sections = self._ranks, self._replica.shards.sections
-        if ranks is None or sections == 1:
-            return gradient_norm(self.optimizer)
-        return gradient_norm(self.optimizer, lambda own: ranks.gather(lambda: own, float), sections)
 
     def _obey(self, orders: Orders) -> bool:
         """What the server asks of this worker. True: it took time."""
@@ -441,13 +440,6 @@ class DiLoCoWorker:
             )
         self._said_stalled = stalled
         return stalled
-
-
-def _was_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """A GradScaler that found an overflow leaves `step` out; but a fused optimizer it calls all the same, with what it
-    found, and lets it do nothing."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amounts import cases
-from outerstep.core.views import bytes_of, fp32_views
+from outerstep.core.state import bytes_of, fp32_views
 from outerstep.wire.frames import layout
 
 Place = tuple[str, tuple[int, ...], int]

@@ -12,7 +12,7 @@ from torch import Tensor
 from outerstep.core.codecs.recipe import WHOLE, Recipe
 from outerstep.core.delayed import DelayedNesterov
 from outerstep.core.outer import Nesterov, OuterOptimizer, TorchOuter
-from outerstep.core.views import bytes_of, fp32_views
+from outerstep.core.state import bytes_of, fp32_views
 from outerstep.digest import data_hash, part_count, part_hash, payload_hash
 from outerstep.errors import BadRequest, ServerFailed, Superseded
 from outerstep.server.publish import READING_S

@@ -11,8 +11,7 @@ from outerstep.core.codecs import BF16, Dither
 from outerstep.core.codecs.recipe import CodecRule
 from outerstep.core.feedback import ErrorFeedback
 from outerstep.topology.encode import ReadyDeltas, Sender, write_frame
-from outerstep.topology.memory import SMALL_BYTES, Memory
-from outerstep.topology.payload import OutgoingFrame
+from outerstep.topology.payload import SMALL_BYTES, Memory, OutgoingFrame
 from outerstep.wire.frames import layout
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is kept")

@@ -19,8 +19,7 @@ from outerstep.digest import part_count, part_hash, part_range
 from outerstep.topology import device as device_module
 from outerstep.topology.device import SLOTS
 from outerstep.topology.encode import Excerpt, ReadyDeltas, Sender, write_frame
-from outerstep.topology.memory import Memory
-from outerstep.topology.payload import OutgoingFrame
+from outerstep.topology.payload import Memory, OutgoingFrame
 from outerstep.wire.frames import Layout, check_frame, layout
 
 TENSORS = {"c": torch.randn(300_001), "a": torch.randn(3, 100), "none": torch.empty(0, 2), "b": torch.randn(7)}

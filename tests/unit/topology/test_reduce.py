@@ -20,7 +20,7 @@ from outerstep.errors import WorkerError
 from outerstep.topology.allreduce.peers import Peers
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
-from outerstep.topology.memory import Memory, Rooms
+from outerstep.topology.payload import Memory, Rooms
 from outerstep.topology.reduce import ReducedMean, Reducer, slices_of
 from outerstep.types import Manifest, ParameterSpec, Plan
 from support import in_threads

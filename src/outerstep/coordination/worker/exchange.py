@@ -25,7 +25,7 @@ and each process fetches the parts it needs with a machine that begins at FETCH.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypedDict
@@ -152,15 +152,6 @@ class Sending:
     refused: bool = False  # it will not count
     too_old: bool = False  # because of its age
 
-    @property
-    def is_open(self) -> bool:
-        """Is it still to be sent, or to be asked about?"""
-        return not self.counted_in and not self.refused
-
-    def accepted(self, version: int, incarnation: int) -> None:
-        """By a server that knows us by this number."""
-        self.counted_in, self.offer = version, replace(self.offer, incarnation=incarnation)
-
     def ask_again(self) -> None:
         """Whether it counts is not known any more."""
         self.counted_in = 0
@@ -189,8 +180,8 @@ class Outbox:
 
     @property
     def current(self) -> Sending | None:
-        """The one that we are at; None = of each it is known whether it counts."""
-        return next((sending for sending in self._all if sending.is_open), None)
+        """The one that is still to be sent, or to be asked about; None = of each it is known whether it counts."""
+        return next((sending for sending in self._all if not sending.counted_in and not sending.refused), None)
 
     @property
     def at(self) -> Sending:
@@ -413,6 +404,7 @@ class Exchange:
         own = Sending(offer, dict(enumerate(part_hashes))) if offer is not None else None
         self.outbox = Outbox(earlier, own, claim)
         self._share = share
+        self._speaks = share is None or share.speaks
         self._wanted_pieces = fetch
         self._held = held
         self._patience = patience
@@ -432,23 +424,20 @@ class Exchange:
         self._failures = 0
         self._damaged = 0
         self._asked = 0  # times that only the others' parts were missing
-        self._not_before = now
+        self.wake_at = now  # nothing is worth sending before this moment
         self._last_answer_at = now
         self._stuck_since: float | None = None
         self.step = Step.JOIN
         if session.answer is not None:
-            self._begin()
-
-    def _begin(self) -> None:
-        if self._wanted_pieces is not None:
-            self._begin_fetch(Fetch(self._wanted_pieces.agreement, self._wanted_pieces.pieces))
-        else:
             self._go_on()
 
     def _go_on(self) -> None:
         """To what is next of our contributions; when the server has said of each whether it counts, to the agreement.
-        Asynchronous rounds close at once, so there everybody waits for the one it is in; so does who is leaving."""
-        if self.outbox.current is not None:
+        Asynchronous rounds close at once, so there everybody waits for the one it is in; so does a worker that leaves.
+        """
+        if self._wanted_pieces is not None:
+            self._begin_fetch(Fetch(self._wanted_pieces.agreement, self._wanted_pieces.pieces))
+        elif self.outbox.current is not None:
             self._go(Step.OFFER)
         else:
             stays = self._stays or self._session.joined.plan.mode == "async"
@@ -475,16 +464,11 @@ class Exchange:
         allowed_s = self._patience.poll_wait_s if self.step is Step.POLL else 0.0
         return max(now - self._last_answer_at - allowed_s, 0.0)
 
-    @property
-    def wake_at(self) -> float:
-        """Nothing is worth sending before this moment."""
-        return self._not_before
-
     # --- what to send ---------------------------------------------------------------------------------------------
 
     def calls(self, now: float) -> list[Call]:
         """What to send now. Empty: wait for an answer, or until `wake_at`."""
-        if self.done or now < self._not_before:
+        if self.done or now < self.wake_at:
             return []
         made: list[Call] = []
         room = self._patience.calls_in_flight if self.step in (Step.SEND, Step.FETCH) else 1
@@ -505,9 +489,19 @@ class Exchange:
             case Step.OFFER:
                 return self.outbox.offer(self._session.joined.incarnation)
             case Step.SEND:
-                return self._next_part_to_send()
+                hashes, sequence = self.outbox.at.part_hashes, self.outbox.at.offer.sequence
+                part = next((part for part in self._to_send if part in hashes), None)
+                if part is None:
+                    return None
+                self._to_send.remove(part)
+                return PutPart(
+                    **self._session.head, fragment=self._fragment, sequence=sequence, part=part, hash=hashes[part]
+                )
             case Step.COMMIT:
-                return self._commit()
+                proof, sequence = self.outbox.at.proof(self._part_size_bytes), self.outbox.at.offer.sequence
+                if proof is None:
+                    return None
+                return Commit(**self._session.head, fragment=self._fragment, sequence=sequence, payload_hash=proof)
             case Step.POLL:
                 return Poll(
                     **self._session.head,
@@ -526,27 +520,6 @@ class Exchange:
     def _part_size_bytes(self) -> int:
         return self._session.joined.plan.part_size_bytes
 
-    def _commit(self) -> Commit | None:
-        proof = self.outbox.at.proof(self._part_size_bytes)
-        if proof is None:
-            return None
-        sequence = self.outbox.at.offer.sequence
-        return Commit(**self._session.head, fragment=self._fragment, sequence=sequence, payload_hash=proof)
-
-    def _next_part_to_send(self) -> Request | None:
-        hashes = self.outbox.at.part_hashes
-        part = next((part for part in self._to_send if part in hashes), None)
-        if part is None:
-            return None
-        self._to_send.remove(part)
-        return PutPart(
-            **self._session.head,
-            fragment=self._fragment,
-            sequence=self.outbox.at.offer.sequence,
-            part=part,
-            hash=hashes[part],
-        )
-
     # --- what came back -------------------------------------------------------------------------------------------
 
     def answered(self, call: Call, answer: Answer, now: float, *, received_hash: str | None = None) -> None:
@@ -558,7 +531,7 @@ class Exchange:
         match call.request, answer:
             case Join(), JoinAnswer():
                 self._session.answer = answer
-                self._begin()
+                self._go_on()
             case Offer(), OfferAnswer():
                 self._offered(self.outbox.of(call.request), answer, now)
             case PutPart(), PutPartAnswer():
@@ -619,28 +592,18 @@ class Exchange:
         elif answer.state == "accepted":
             self._accepted(sending, answer.version)
         elif answer.state == "wait":
-            self._not_before = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
+            self.wake_at = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
         elif any(part >= sending.part_count(self._part_size_bytes) for part in answer.missing):
             self._fail(TransportError(f"the server misses parts that do not exist: {answer.missing[-1]}"))
-        else:
-            self._send(answer.missing, now)
-
-    def _send(self, missing: Sequence[int], now: float) -> None:
-        """What is missing and ours to send; then commit, or wait until the others have sent theirs."""
-        ours = [part for part in missing if self._share is None or part in self._share.parts]
-        if ours:
+        elif ours := [part for part in answer.missing if self._share is None or part in self._share.parts]:
             self._go(Step.SEND)
             self._to_send = ours
-        elif missing or not self._speaks:
+        elif answer.missing or not self._speaks:
             self.waiting_for = "the other processes of this group to send their rows"
-            self._not_before = now + ASKING.pause_s(self._asked, self._rng)
+            self.wake_at = now + ASKING.pause_s(self._asked, self._rng)
             self._asked = min(self._asked + 1, 16)
         else:
             self._go(Step.COMMIT)
-
-    @property
-    def _speaks(self) -> bool:
-        return self._share is None or self._share.speaks
 
     def _is_renamed(self, request: OfContribution) -> bool:
         """The server knows this start of the worker by another number than when the contribution was begun: it was
@@ -648,7 +611,9 @@ class Exchange:
         return self.outbox.of(request).offer.incarnation != self._session.joined.incarnation
 
     def _accepted(self, sending: Sending, version: int) -> None:
-        sending.accepted(version, self._session.joined.incarnation)
+        """By a server that knows us by this number."""
+        sending.counted_in = version
+        sending.offer = replace(sending.offer, incarnation=self._session.joined.incarnation)
         self._go_on()
 
     def _will_not_count(self, sending: Sending, error: Refused) -> None:
@@ -670,7 +635,7 @@ class Exchange:
             self.wanted = frozenset(answer.wanted)
             self.waiting_for = answer.waiting_for
             pause_s = answer.retry_after_s if self._speaks else self._patience.poll_wait_s
-            self._not_before = now + pause_s * self._rng.uniform(0.5, 1.5)
+            self.wake_at = now + pause_s * self._rng.uniform(0.5, 1.5)
             if self.outbox.try_again():
                 self._go_on()
         else:
@@ -730,7 +695,7 @@ class Exchange:
     def _again(self, request: Request, error: OuterstepError, now: float) -> None:
         self._put_back(request)
         if isinstance(error, Busy):
-            self._not_before = now + max(error.retry_after_s, 0.05) * self._rng.uniform(1.0, 1.5)
+            self.wake_at = now + max(error.retry_after_s, 0.05) * self._rng.uniform(1.0, 1.5)
             return
         silent_s = now - self._last_answer_at
         if silent_s > self._patience.give_up_after_s:
@@ -746,7 +711,7 @@ class Exchange:
     def _back_off(self, now: float) -> None:
         self._failures += 1
         self.retries += 1
-        self._not_before = now + self._patience.backoff_s(self._failures, self._rng)
+        self.wake_at = now + self._patience.backoff_s(self._failures, self._rng)
 
     def _fail(self, error: OuterstepError) -> None:
         self.failure = error

@@ -133,10 +133,6 @@ class Cycle:
         """Go where the others are: the fragment with the lowest version is the next to be sent."""
         self.step = send_step(versions.index(min(versions)) - 1, plan.sync_every, len(versions))
 
-    def delay(self, plan: Plan) -> int:
-        """τ. A worker with few steps of its own must still adopt a fragment before it is sent again."""
-        return min(plan.delay, self.sync_every - 1)
-
 
 @dataclass
 class Metrics:
@@ -243,7 +239,7 @@ class WorkerMachine:
         """Without a state of its own: begin with the newest anchor of every fragment, where the others are in their
         cycle."""
         self.state.fragments = [Progress(anchor.version, self.work, anchor.version) for anchor in anchors]
-        self._landing.extend(partial(self._move, Adopt(anchor.fragment)) for anchor in anchors)
+        self._landing.extend(partial(list[Effect], (Adopt(anchor.fragment),)) for anchor in anchors)
         self._landing.append(self._fall_in)
         return self._land()
 
@@ -307,19 +303,20 @@ class WorkerMachine:
         if due is None:
             return []
         deferred = self.state.fragments[due].in_flight is not None
-        delay = self.state.cycle.delay(self.plan)
+        # A worker with few steps of its own must still adopt a fragment before it is sent again.
+        delay = min(self.plan.delay, self.state.cycle.sync_every - 1)
         if delay == 0:
             # A worker that missed the only fragment's round sends again at once; with several, the next slot comes
             # soon enough. What was deferred is settled first, which is no try of this exchange.
             tries = (TRIES if len(self.state.fragments) == 1 else 1) + deferred
-            return self._wait_for([due], _nothing, tries=tries, may_defer=True)
+            return self._wait_for([due], list[Effect], tries=tries, may_defer=True)
         then = partial(self._send, due, land_at=self.work.steps + delay)
         return self._wait_for([due], then, tries=1, may_defer=True) if deferred else then()
 
     def sync_all(self) -> list[Effect]:
         """Every fragment that holds unsent steps, now; a new cycle begins."""
         self.state.cycle.begin(self.plan)
-        return self._wait_for(self._open_fragments(), _nothing, tries=TRIES)
+        return self._wait_for(self._open_fragments(), list[Effect], tries=TRIES)
 
     def _send(self, fragment: int, *, land_at: int | None = None, last: bool = False) -> list[Effect]:
         """What is unsent, unless something is in flight there. Its agreement is adopted at step `land_at`; None =
@@ -489,9 +486,6 @@ class WorkerMachine:
             effects += self._landing.popleft()()
         return effects
 
-    def _move(self, move: Move) -> list[Effect]:
-        return [move]
-
     def _heard(self, result: Result) -> list[Effect]:
         """What comes with an agreement, whatever is made of it. A new H holds from the next cycle on."""
         notes: list[Effect] = []
@@ -642,8 +636,3 @@ class WorkerMachine:
         self._wait, self.has_left = None, True
         self.metrics.steps_discarded += max((self.unsent(f).steps for f in self._open_fragments()), default=0)
         return [Depart("own" if self._keep_local else "as they are" if gone else "agreed")]
-
-
-def _nothing() -> list[Effect]:
-    """Nothing comes after this wait: training goes on."""
-    return []

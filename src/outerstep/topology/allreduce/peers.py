@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...errors import PeerLost, RoundStuck
-from ..memory import KEPT, Memory, Rooms
+from ..payload import KEPT, Memory, Rooms
 
 PULSE_S = 1.0
 SILENT_S = 30.0  # a pulse that stands still for so long is a dead process; compiling or loading may take a few

@@ -27,8 +27,7 @@ from ...coordination.weights import rank_weights
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...core.outer import Nesterov, OuterRule
-from ...core.state import FragmentState
-from ...core.views import fp32_views
+from ...core.state import FragmentState, fp32_views
 from ...core.watch import watched
 from ...errors import AnchorsDiffer, WorkerError
 from ...types import Manifest, Participant, Plan, WeightBy, Wishes

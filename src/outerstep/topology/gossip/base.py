@@ -1,4 +1,4 @@
-"""What is the same however the peers of a run exchange: all with all (gossip.py), or in pairs (pairs.py)."""
+"""What is the same however the peers of a run exchange: all with all (topology.py), or in pairs (pairs.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...core.state import FragmentSnapshot
 from ...types import Manifest, Participant, Watched, Wishes
 from ..carrying import CarryingThread
 from ..encode import CPU, Encoded, as_deltas, encode_frame, sender_to_peers, write_at
-from ..memory import Memory, Rooms
+from ..payload import Memory, Rooms
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders
 from ..update import AnchorUpdate, WholeAnchor
 from .node import Node, Terms

@@ -26,10 +26,9 @@ from ...errors import ModelError, NotFinite, OutOfStep, PeerLost
 from ...types import Manifest, ParameterSpec, Wishes
 from ..encode import ReadyDeltas, Sender, write_frame
 from ..forms import Form, forms_of
-from ..memory import Memory
-from ..payload import OutgoingFrame
-from .contents import Contents
+from ..payload import Memory, OutgoingFrame
 from .node import DecidedRound, Node, NodeSettings
+from .state import Contents
 from .terms import GossipTerms, GossipWishes, check_joiner, found
 
 LOOK_S = 1.0

@@ -32,9 +32,9 @@ from ..forms import Form
 from ..protocol import Agreed, Contribution, Joined, Sight
 from ..update import OwnStep, anchor_hash
 from .base import LOOK_S, GossipSettings, PeerTopology
-from .contents import Contents
 from .node import Node
 from .snapshot import read_snapshot, write_snapshot
+from .state import Contents
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from ...core.state import FragmentSnapshot
-from ...core.views import bytes_of, fp32_views
+from ...core.state import FragmentSnapshot, bytes_of, fp32_views
 from ...errors import BadFrame, ConfigError
 from ...screens import History, check_history
 from ...types import Count, Hash, Plain

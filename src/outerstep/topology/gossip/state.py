@@ -29,23 +29,90 @@ from ...coordination.weights import peer_weights
 from ...core.gossip import NoLoCo, PairOuter
 from ...core.outer import Nesterov
 from ...core.robust import Candidate, RobustAggregator, Screening, Tensors, TensorSpan, combine
-from ...core.state import FragmentSnapshot, FragmentState
-from ...core.views import fp32_views
+from ...core.state import FragmentSnapshot, FragmentState, fp32_views
 from ...core.watch import sum_of_squares, watched
-from ...errors import ConfigError
+from ...errors import ConfigError, Refused
 from ...events import ContributionLeftOut, EventSink, TooFewTrained
 from ...screens import History, remember
 from ...statements import Offered
 from ...types import Participant, Watched
+from ...wire.frames import check_frame
 from ..forms import Form, forms_of
 from ..terms import check_loaded
-from ..update import MeanStep, anchor_hash
-from .contents import Contents
+from ..update import MeanStep, anchor_hash, cuts
 from .node import DecidedRound
 from .snapshot import on_host, read_snapshot, write_snapshot
 from .terms import GossipTerms
 
 log = logging.getLogger(__name__)
+
+ABSURD = 1e18  # a norm that no honest difference of weights has; sums and momentum of values below it stay finite
+CPU = torch.device("cpu")
+
+
+class Contents:
+    """Reads the contributions to one fragment, and says whether they are fit to be used. A server looks at each
+    contribution before it accepts it. Without one every peer looks for itself: NaN, absurd values or bytes that mean
+    nothing are not voted for."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self.codecs = {name: rule.codec for name, rule in form.rules.items()}
+        self.begins = {entry.name: form.up.data_begin + entry.begin for entry in form.up.entries}
+        self.sizes: Mapping[str, int] = {entry.name: math.prod(entry.shape) for entry in form.up.entries}
+
+    def check(self, data: memoryview) -> str:
+        """Why it cannot be used, naming the tensor; "" if it can."""
+        try:
+            check_frame(data, self._form.up)
+        except Refused as refusal:
+            return refusal.message
+        reader = self.reader(data)
+        for name, numel in self.sizes.items():
+            for start, stop in cuts(numel, CPU):
+                wrong = self._wrong_with(reader, TensorSpan(name, start, stop))
+                if wrong:
+                    return f"tensor {name!r} {wrong}"
+        return ""
+
+    def _wrong_with(self, reader: Reading, block: TensorSpan) -> str:
+        encoded, codec = reader.encoded(block), self.codecs[block.name]
+        wrong = codec.check(encoded, block.count)
+        if wrong:
+            return f"cannot be decoded: {wrong}"
+        values = torch.empty(block.count)
+        codec.decode(encoded, values)
+        norm = math.sqrt(square) if math.isfinite(square := sum_of_squares(values)) else math.inf
+        if norm <= ABSURD:
+            return ""
+        if values.isfinite().all():
+            return f"holds values of about {float(values.abs().max()):.0e}, which is absurd"
+        return "holds NaN or Inf"
+
+    def reader(self, data: memoryview) -> Reading:
+        return Reading(self, torch.frombuffer(data, dtype=torch.uint8))
+
+
+class Reading:
+    """The values of one contribution: a `core.robust.Reader`."""
+
+    def __init__(self, contents: Contents, data: Tensor) -> None:
+        self._contents, self._data = contents, data
+
+    def encoded(self, block: TensorSpan) -> Tensor:
+        """Its bytes; blocks begin at multiples of 4096 values, as the blocks of every codec do."""
+        codec, first = self._contents.codecs[block.name], self._contents.begins[block.name]
+        return self._data[first + codec.encoded_bytes(block.start) : first + codec.encoded_bytes(block.stop)]
+
+    def read(self, block: TensorSpan, out: Tensor) -> None:
+        self._contents.codecs[block.name].decode(self.encoded(block), out)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it, by name, flat fp32."""
+        found = {name: torch.empty(numel) for name, numel in self._contents.sizes.items()}
+        for name, values in found.items():
+            self.read(TensorSpan(name, 0, values.numel()), values)
+        return found
 
 
 @dataclass(frozen=True)
@@ -268,4 +335,4 @@ def _participants(
     )
 
 
-__all__ = ["Combined", "PeerState"]
+__all__ = ["Combined", "Contents", "PeerState", "Reading"]

@@ -279,7 +279,7 @@ class ShardedTopology:
             return None
         if self.ranks.rank == 0 and not ticket.failed:
             own.join()
-        if not own.wait(0.0):
+        if not own.over.is_set():
             own.cancel()
             return None
         outcome = own.outcome()

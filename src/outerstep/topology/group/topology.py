@@ -18,7 +18,7 @@ from ...digest import data_hash
 from ...errors import ModelError
 from ...types import Manifest, Participant, Plan, Watched, Wishes
 from ..forms import Form, forms_of
-from ..memory import KEPT, Memory
+from ..payload import KEPT, Memory
 from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology, WorkerControl
 from ..update import AnchorUpdate, Kind, read_update, release
 from .ranks import Ranks

@@ -10,7 +10,7 @@ from ...wire.http_transport import HttpTransport
 from ..group.sharded import ShardedTopology
 from ..group.topology import GroupTopology
 from ..local_worker import LocalWorker
-from ..memory import KEPT, Memory
+from ..payload import KEPT, Memory
 from ..protocol import Topology
 from .topology import ServerTopology
 

@@ -20,14 +20,12 @@ from ...errors import (
     NotFinite,
     OuterstepError,
     Quarantined,
-    Refused,
     ServerError,
     TransportError,
     WorkerError,
 )
 from ...types import Answer, GetPart, Offer, PutPart, Request
-from ..memory import Memory
-from ..payload import OutgoingFrame
+from ..payload import Memory, OutgoingFrame
 from ..protocol import Agreed, Sight
 from .link import ServerLink
 from .saved import pack
@@ -71,7 +69,7 @@ class ServerTicket:
     """Carried by a thread of its own. `offer` and `payload`: the contribution, if there is one; `earlier`: the bytes of
     the one before it, which may have to be sent again; `claim`: the sequence of one that an earlier start of this
     worker made; `held`: the anchor that the server was told of. `again`: the same exchange from the beginning, with
-    this stuck_after_s."""
+    this stuck_after_s. `over`: it has an outcome or a failure, or was cancelled."""
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class ServerTicket:
         self._received: list[memoryview] = []
         self._deliveries: queue.SimpleQueue[Delivery | PartReady | BaseException | None] = queue.SimpleQueue()
         self._cancelled = False
-        self._done = threading.Event()
+        self.over = threading.Event()
         self._crash: BaseException | None = None
         if payload is not None:
             payload.listen(self)
@@ -108,7 +106,7 @@ class ServerTicket:
     # --- for the training thread ----------------------------------------------------------------------------------
 
     def look(self, timeout_s: float) -> Sight:
-        done, exchange = self.wait(timeout_s), self.exchange
+        done, exchange = self.over.wait(timeout_s), self.exchange
         outcome, crashed = exchange.outcome, self._crash is not None
         return Sight(
             done,
@@ -141,11 +139,8 @@ class ServerTicket:
 
     # --- what it came to ------------------------------------------------------------------------------------------
 
-    def wait(self, timeout_s: float) -> bool:
-        return self._done.wait(timeout_s)
-
     def join(self) -> None:
-        while not self.wait(1.0):  # in slices, so that Ctrl-C gets through
+        while not self.over.wait(1.0):  # in slices, so that Ctrl-C gets through
             pass
 
     def outcome(self) -> Outcome:
@@ -158,12 +153,6 @@ class ServerTicket:
         if self.exchange.outcome is None:
             raise ExchangeFailed(f"the exchange of fragment {self.fragment} was cancelled")
         return self.exchange.outcome
-
-    @property
-    def useless(self) -> Refused | None:
-        """Why the server has no use for the contribution, if that is how it ended."""
-        failure = self.exchange.failure
-        return failure if isinstance(failure, USELESS) else None
 
     @property
     def sending(self) -> Sending | None:
@@ -181,11 +170,6 @@ class ServerTicket:
         part, within = divmod(offset, self._part_size_bytes)
         parts = [piece.part for piece in self._fetch.pieces if piece.payload == payload]
         return bisect_left(parts, part) * self._part_size_bytes + within
-
-    def let_go(self) -> None:
-        """The contribution will not be sent any more."""
-        if self.payload is not None:
-            self.payload.release()
 
     # --- carrying it: a thread, and one per call ------------------------------------------------------------------
 
@@ -222,7 +206,7 @@ class ServerTicket:
         except BaseException as error:  # noqa: BLE001 - it surfaces in outcome(), in the training thread
             self._crash = error
         finally:
-            self._done.set()
+            self.over.set()
 
     def _failed(self, call: Call, error: OuterstepError) -> None:
         now = time.monotonic()
@@ -288,4 +272,4 @@ class ServerTicket:
         self._deliveries.put(Delivery(call, answer, received_hash, error))
 
 
-__all__ = ["ServerTicket"]
+__all__ = ["USELESS", "ServerTicket"]

@@ -16,8 +16,7 @@ from ...coordination.worker.exchange import Held, MemberFields
 from ...errors import ConfigError
 from ...types import Count, Hash, Offer, Plain, RunId, WorkerId
 from ...wire.frames import Layout
-from ..memory import Memory
-from ..payload import OutgoingFrame
+from ..payload import Memory, OutgoingFrame
 
 FACTS = ("incarnation", "sequence", "base_version", "oldest_base", "steps", "samples", "tokens", "codec", "size_bytes")
 NOT_PROVEN = Held(0, "")

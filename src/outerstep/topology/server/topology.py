@@ -29,11 +29,10 @@ from ...wire.frames import Layout
 from ...wire.transport import Transport
 from ..encode import Excerpt, Sender, as_deltas, write_frame
 from ..forms import Form
-from ..memory import Memory
-from ..payload import OutgoingFrame
+from ..payload import Memory, OutgoingFrame
 from ..protocol import Agreed, Contribution, Deltas, Joined, Orders
 from ..update import leads_on, read_update, release
-from .exchange import ServerTicket
+from .exchange import USELESS, ServerTicket
 from .link import ServerLink
 from .saved import SavedTopology, unpack_offer, unpack_payload, write_fragments
 
@@ -334,8 +333,9 @@ class ServerTopology:
 
     def settle(self, ticket: ServerTicket, *, reload: bool) -> Agreed:
         """What an exchange came to that is over."""
-        if reload and ticket.useless is not None:
-            return self._reload(ticket, ticket.useless)
+        failure = ticket.exchange.failure
+        if reload and isinstance(failure, USELESS):
+            return self._reload(ticket, failure)
         outcome, steps_lost = ticket.outcome(), self.steps_lost(ticket)
         agreed = self._agreed(ticket)
         if agreed is None:
@@ -363,12 +363,12 @@ class ServerTopology:
         elif ticket.claim is not None and agreed.counted:
             self.owe_nothing(fragment)
         before = self._late.pop(fragment, None)
-        if before is not None and before.payload is not ticket.payload:
-            before.let_go()
+        if before is not None and before.payload is not None and before.payload is not ticket.payload:
+            before.payload.release()
         if agreed.counted_in > agreed.version:
             self._late[fragment] = ticket
-        else:
-            ticket.let_go()
+        elif ticket.payload is not None:
+            ticket.payload.release()
 
     def owe_nothing(self, fragment: int) -> None:
         """What was owed went with contributions of which nothing is known here."""
@@ -387,7 +387,8 @@ class ServerTopology:
         if ticket.offer is not None:
             self._feedback.settle(ticket.fragment, ticket.offer.sequence, counted=False)
         self.told(ticket.fragment)
-        ticket.let_go()
+        if ticket.payload is not None:
+            ticket.payload.release()
         return replace(self._whole(ticket.fragment), refused=str(refusal), bytes_sent=ticket.bytes_sent)
 
     def told(self, fragment: int) -> Held | None:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     Work,
 )
 
-from ..memory import KEPT, Memory, Rooms
+from ..payload import KEPT, Memory, Rooms
 
 Backend = Literal["gloo", "nccl"]
 TAG = 0

@@ -30,8 +30,7 @@ from torch import Tensor
 from ...coordination.weights import rank_weights
 from ...core.codecs import Dither
 from ...core.outer import Nesterov
-from ...core.state import FragmentState
-from ...core.views import fp32_views
+from ...core.state import FragmentState, fp32_views
 from ...core.watch import watched
 from ...digest import data_hash
 from ...errors import AnchorsDiffer, ModelError, WorkerError

@@ -9,8 +9,8 @@ from outerstep.core.state import FragmentSnapshot
 from outerstep.errors import BadFrame
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
-from outerstep.topology.gossip.contents import Contents
 from outerstep.topology.gossip.snapshot import read_snapshot, write_snapshot
+from outerstep.topology.gossip.state import Contents
 from outerstep.topology.update import anchor_hash
 from outerstep.types import Manifest, ParameterSpec, Plan
 
