@@ -21,8 +21,8 @@ from torchft.coordination import LighthouseServer
 from faults.proxy import Proxy
 from outerstep import DiLoCoWorker
 from outerstep.errors import AnchorsDiffer, ConfigError, OuterstepError, PlanMismatch
-from outerstep.topology.torchft.process_groups import Lines
-from outerstep.topology.torchft.quorum import Crew
+from outerstep.topology.torchft.process_groups import ProcessGroups
+from outerstep.topology.torchft.quorum import Quorums
 from outerstep.topology.torchft.rounds import RoundOutcome, Rounds, VotedRound
 from outerstep.topology.update import MeanStep, anchor_hash
 from support import Ledger, count, in_threads, tiny_model, train_steps
@@ -142,15 +142,15 @@ def test_votes_that_keep_failing_leave_the_steps_for_a_later_round(
     lighthouse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accounts = Accounts(monkeypatch)
-    vote, votes = Crew.vote, []
+    vote, votes = Quorums.vote, []
 
-    def stubborn(crew: Crew) -> bool:
+    def stubborn(quorums: Quorums) -> bool:
         votes.append(1)
         if 2 <= len(votes) <= 4:  # the first is that of joining
-            crew.report(RuntimeError("no"))
-        return vote(crew)
+            quorums.report(RuntimeError("no"))
+        return vote(quorums)
 
-    monkeypatch.setattr(Crew, "vote", stubborn)
+    monkeypatch.setattr(Quorums, "vote", stubborn)
     model = Ledger(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings = {"codec": "int8+feedback", "outer_lr": 1.0, "outer_momentum": 0.0, "min_replicas": 1}
@@ -314,7 +314,7 @@ def test_all_at_once_carries_the_same_bytes_as_one_by_one() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def work(rank: int) -> list[list[int]]:
-        lines = Lines("gloo", torch.device("cpu"), 20.0)
+        lines = ProcessGroups("gloo", torch.device("cpu"), 20.0)
         lines.configure(f"127.0.0.1:{store.port}/test", "x", rank, 3)
         lines.members = [0, 2]
         if rank == 1:

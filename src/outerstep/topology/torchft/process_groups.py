@@ -25,7 +25,7 @@ Backend = Literal["gloo", "nccl"]
 TAG = 0
 
 
-class Lines:
+class ProcessGroups:
     """In the shape that torchft.Manager configures. `members`: the ranks of the quorum that `swap` counts in."""
 
     def __init__(self, backend: Backend, device: torch.device, timeout_s: float) -> None:
@@ -70,7 +70,7 @@ class Lines:
         return error
 
     def drop(self) -> None:
-        """Whoever waits for this replica there is not to wait any longer; the next quorum brings new lines."""
+        """Whoever waits for this replica there is not to wait any longer; the next quorum brings new groups."""
         for group in {self._words, self._values}:
             group.abort(errored=False)
 
@@ -128,4 +128,4 @@ class Lines:
         return sorted(((self.members[r], data) for r, data in side), key=lambda one: one[0])
 
 
-__all__ = ["Backend", "Lines"]
+__all__ = ["Backend", "ProcessGroups"]

@@ -4,8 +4,8 @@ torchft 0.2.0 elects the quorum, carries the state that a replica heals from, an
 
     a quorum that does not come about    is asked for again; the Manager would repeat its first error for ever
     a lighthouse that was restarted      numbers its quorums anew, and the Manager takes equal numbers for equal
-                                         lines: so every quorum gets lines of its own. (A firewall may forget lines on
-                                         which nothing has moved for an hour of training, too.)
+                                         connections: so every quorum gets process groups of its own. (A firewall may
+                                         forget connections that were idle for an hour of training, too.)
     a state on its way to be healed from is read without running any code that it may hold
     the own address                      is the one that the lighthouse is reached from; a host name need not resolve
     the end of the process               does not wait for a quorum that was asked for
@@ -44,7 +44,7 @@ from ...errors import ServerUnreachable
 from ...types import WeightBy
 from ..carrying import CarryingThread
 from ..group.ranks import Ranks
-from .process_groups import Backend, Lines
+from .process_groups import Backend, ProcessGroups
 
 log = logging.getLogger(__name__)
 
@@ -76,21 +76,21 @@ class TorchftSettings:
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who meets. `healed`: the state this replica was given, because it was behind."""
+    """This replica's rank among those that meet. `healed`: the state it was given, because it was behind."""
 
     rank: int
     size: int
     healed: dict[str, Any] | None
 
 
-class Crew:
-    """One replica's place among the others; of a replica of several processes, one of its ranks."""
+class Quorums:
+    """The quorums of one replica, by torchft's Manager; of a replica of several processes, those of one rank."""
 
     def __init__(
         self,
         replica_id: str,
         settings: TorchftSettings,
-        lines: Lines,
+        groups: ProcessGroups,
         ranks: Ranks | None,
         *,
         state: Callable[[], dict[str, Any]],
@@ -106,7 +106,7 @@ class Crew:
         host = host if ranks is None else ranks.tell(lambda: host, str)
         timeout = timedelta(seconds=settings.transfer_timeout_s)
         self._manager = Manager(
-            pg=lines,
+            pg=groups,
             load_state_dict=self._keep,
             state_dict=state,
             min_replica_size=settings.min_replicas,
@@ -134,7 +134,7 @@ class Crew:
 
     def meet(self, look: Callable[[], None]) -> Quorum:
         """Wait until there is a quorum with this replica in it. `look` is called after each try in vain, and may raise.
-        Who lags behind the others has their state afterwards."""
+        A replica that lags behind the others has their state afterwards."""
         began_at, said = time.monotonic(), False
         self._given = None
         while True:
@@ -184,7 +184,7 @@ class Crew:
 
     @property
     def step(self) -> int:
-        """Votes that were carried, of all replicas; who has fewer is healed."""
+        """Votes that were carried, of all replicas; a replica with fewer is healed."""
         return int(self._manager.current_step())
 
     @step.setter
@@ -314,4 +314,4 @@ class PlainTransport(HTTPTransport[dict[str, Any]]):  # type: ignore[misc]
             return _streaming_load(body, weights_only=True)
 
 
-__all__ = ["Crew", "Quorum", "TorchftSettings"]
+__all__ = ["Quorum", "Quorums", "TorchftSettings"]

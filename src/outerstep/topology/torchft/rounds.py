@@ -1,9 +1,9 @@
 """A round of a torchft run, as one replica goes through it in its carrying thread:
 
-    meet       the Manager's quorum; who is behind comes out of it healed, with the state of one who is not
-    tell       everybody says what it brings, and the digest of where it stands
+    meet       the Manager's quorum; a replica that is behind comes out of it healed, with the state of another
+    tell       each replica says what it brings, and the digest of its snapshot
     reduce     the contributions to the fragment whose turn it is, to one mean with the same bytes everywhere
-               (reduce.py); who brings none (it joins, or was just healed) is sent the mean
+               (reduce.py); a replica that brings none (it joins, or was just healed) is sent the mean
     vote       the Manager's: a round counts for a replica when all its processes hold the mean
 
 A vote that fails leaves everything as it was, and the same bytes are offered to the next quorum. Votes are taken by
@@ -38,10 +38,10 @@ from ...types import Participant, Watched
 from ..encode import Encoded
 from ..forms import forms_of
 from ..reduce import ReducedMean, Reducer, down_rules, runs_of
-from ..terms import ExchangeHeader, Rank, check_pair
+from ..terms import Rank, check_pair
 from ..update import AnchorUpdate, MeanStep, UpdateChain, WholeAnchor, anchor_hash, cuts
-from .process_groups import Lines
-from .quorum import Crew, Quorum, TorchftSettings
+from .process_groups import ProcessGroups
+from .quorum import Quorum, Quorums, TorchftSettings
 from .state import NOTHING, ReplicaOffer, RunSnapshot, copies, held_here, odd_ones, read_snapshot
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ CHUNK_BYTES = 64 << 20  # of the first weights, on their way through a GPU
 
 @dataclass
 class Brought:
-    """What a replica comes to a quorum with; who joins, with nothing. The payload is encoded while the quorum forms:
-    `fill` says that it is there, or why its values are worthless (`refused`), or that there will be none."""
+    """What a replica comes to a quorum with; one that joins, with nothing. The payload is encoded while the quorum
+    forms: `fill` says that it is there, or why its values are worthless (`refused`), or that there will be none."""
 
     fragment: int
     sequence: int
@@ -129,12 +129,12 @@ class Rounds:
         own: Rank,
         instance: str,
         settings: TorchftSettings,
-        lines: Lines,
+        groups: ProcessGroups,
         tensors: Mapping[str, Tensor],
         anchors: Mapping[str, Tensor],
     ) -> None:
         manifest = held_here(own.manifest, tensors)
-        self.own, self.plan = own, own.plan
+        self.own, self.plan, self._label = own, own.plan, own.label
         self.forms = forms_of(own.plan, manifest)
         self.ahead: dict[str, Tensor] | None = None  # anchors in host memory that the replica has not adopted yet
         self.outer = Nesterov.everywhere(settings.outer)
@@ -147,7 +147,7 @@ class Rounds:
         self._counted: list[dict[str, int]] = [{} for _ in self.states]
         self.healed_from: dict[str, Any] | None = None  # the worker's part of a state
         self._instance, self._settings = instance, settings
-        self._lines, self._tensors, self._anchors = lines, tensors, anchors
+        self._groups, self._tensors, self._anchors = groups, tensors, anchors
         self._down = down_rules(own.plan, manifest)
         self._reducers: dict[int, tuple[tuple[object, ...], Reducer]] = {}  # and who reduces there
         run = [own.manifest, own.plan, own.outer]
@@ -172,62 +172,63 @@ class Rounds:
 
     # --- one exchange ---------------------------------------------------------------------------------------------
 
-    def run(self, brought: Brought, crew: Crew, look: Callable[[], None]) -> RoundOutcome:
+    def run(self, brought: Brought, quorums: Quorums, look: Callable[[], None]) -> RoundOutcome:
         """Until it counted or was left out. A few votes may fail; who joins asks until it is in."""
         failed = 0
         while True:
-            quorum = crew.meet(look)
+            quorum = quorums.meet(look)
             brought.wait()
             owed = self._owed()
-            made = self._attempt(brought, crew, quorum)
-            if crew.vote() and made is not None:
+            made = self._attempt(brought, quorums, quorum)
+            if quorums.vote() and made is not None:
                 return self._agree(brought, made)
             self._put_back(owed)
             if made is not None and made.founds:
                 self._be_at(RunSnapshot.fresh(len(self.forms)), None)
-            self._lines.drop()  # the others must not wait for us there
+            self._groups.drop()  # the others must not wait for us there
             failed += 1
             if failed >= VOTES and not brought.joins:
                 log.warning(
                     "%d votes on fragment %d failed; its steps go into the next round", failed, brought.fragment
                 )
                 return self._left_out(brought)
-            crew.rest()
+            quorums.rest()
 
-    def _attempt(self, brought: Brought, crew: Crew, quorum: Quorum) -> VotedRound | None:
+    def _attempt(self, brought: Brought, quorums: Quorums, quorum: Quorum) -> VotedRound | None:
         """None: something broke, which the vote will say."""
         counted = False
         try:
-            if quorum.healed is not None and not crew.errored:
+            if quorum.healed is not None and not quorums.errored:
                 self._heal(quorum.healed)
             counted = not brought.joins and self.snapshot.counts(brought.fragment, self._instance, brought.sequence)
-            return self._meet(brought, crew, counted)
-        except (RuntimeError, OSError, AssertionError) as error:  # torch's and torchft's, of lines that broke
+            return self._meet(brought, quorums, counted)
+        except (RuntimeError, OSError, AssertionError) as error:  # torch's and torchft's, of broken connections
             log.info("the round failed: %s", error)
-            crew.report(error)
+            quorums.report(error)
             return None
 
-    def _meet(self, brought: Brought, crew: Crew, counted: bool) -> VotedRound:
-        self._offers = offers = self._tell(brought, crew, counted)
+    def _meet(self, brought: Brought, quorums: Quorums, counted: bool) -> VotedRound:
+        self._offers = offers = self._tell(brought, quorums, counted)
         self._check_terms(offers)
-        self._check_snapshots(offers, crew)
         founds = all(offer.fresh for offer in offers)
         if founds:
             self._found()
+        else:
+            self._judge([offer.digest for offer in offers], quorums)
         turn = self.snapshot.turn
         active = [rank for rank, offer in enumerate(offers) if offer.fragment == turn]
         if not active:
             return VotedRound(turn, None, counted=counted, founds=founds)
-        weights = rank_weights([_header(offers[rank]) for rank in active], self._settings.weight_by)
+        weights = rank_weights([offers[rank] for rank in active], self._settings.weight_by)
         mean = self._reduce(turn, active, weights, brought)
-        counted = counted or self._lines.rank in active
+        counted = counted or self._groups.rank in active
         return VotedRound(turn, mean, tuple(offers[rank] for rank in active), weights, counted)
 
-    def _tell(self, brought: Brought, crew: Crew, counted: bool) -> list[ReplicaOffer]:
+    def _tell(self, brought: Brought, quorums: Quorums, counted: bool) -> list[ReplicaOffer]:
         idle = counted or bool(brought.refused) or brought.joins
         own = ReplicaOffer(
             worker_id=self.own.worker_id,
-            label=self.own.label,
+            label=self._label,
             instance=self._instance,
             run_id=self.own.run_id,
             terms=self._terms,
@@ -239,9 +240,9 @@ class Rounds:
             steps=brought.steps,
             samples=brought.samples,
             tokens=brought.tokens,
-            trouble=crew.errored,
+            trouble=quorums.errored,
         )
-        heard = self._lines.exchange(msgspec.msgpack.encode(own), self._settings.transfer_timeout_s)
+        heard = self._groups.exchange(msgspec.msgpack.encode(own), self._settings.transfer_timeout_s)
         offers = [msgspec.msgpack.decode(one, type=ReplicaOffer) for one in heard]
         for offer in offers:
             if offer.trouble:
@@ -249,11 +250,11 @@ class Rounds:
         return offers
 
     def _check_terms(self, offers: Sequence[ReplicaOffer]) -> None:
-        """Does everybody mean the same run? Who differs from those who were there before says why and ends; they go on
-        without it."""
+        """Does everybody mean the same run? A replica that differs from those that were there before says why and ends;
+        they go on without it."""
         if len({offer.terms for offer in offers}) == 1:
             return
-        heard = self._lines.exchange(msgspec.msgpack.encode(self.own), self._settings.transfer_timeout_s)
+        heard = self._groups.exchange(msgspec.msgpack.encode(self.own), self._settings.transfer_timeout_s)
         judge = next((rank for rank, offer in enumerate(offers) if not offer.joins), 0)
         first = msgspec.msgpack.decode(heard[judge], type=Rank)
         check_pair(first, self.own, "two replicas", (f"replica {first.label}", f"replica {self.own.label}"))
@@ -262,24 +263,20 @@ class Rounds:
 
     # --- is it the same everywhere? -------------------------------------------------------------------------------
 
-    def _check_snapshots(self, offers: Sequence[ReplicaOffer], crew: Crew) -> None:
-        if not all(offer.fresh for offer in offers):
-            self._judge([offer.digest for offer in offers], crew)
-
-    def compare(self, crew: Crew) -> None:
+    def compare(self, quorums: Quorums) -> None:
         """After a round was adopted: has everybody the same anchors now? Whoever died meanwhile is not waited for;
         the next meeting compares again."""
         try:
-            heard = self._lines.exchange(self.snapshot.digest.encode(), self._settings.quorum_timeout_s)
+            heard = self._groups.exchange(self.snapshot.digest.encode(), self._settings.quorum_timeout_s)
         except (RuntimeError, OSError, AssertionError) as error:
             log.info("the anchors were not compared: %s", error)
             return
         try:
-            self._judge([one.decode() for one in heard], crew)
+            self._judge([one.decode() for one in heard], quorums)
         except RuntimeError as error:
             log.info("%s", error)
 
-    def _judge(self, digests: Sequence[str], crew: Crew) -> None:
+    def _judge(self, digests: Sequence[str], quorums: Quorums) -> None:
         odd = odd_ones(digests)
         if not odd:
             return
@@ -288,8 +285,8 @@ class Rounds:
         if self._settings.on_divergence == "stop":
             raise AnchorsDiffer(f"{message}; on_divergence='repair' goes on with what most of them hold")
         log.warning("%s; healing", message)
-        if self._lines.rank in odd:
-            crew.fall_behind()
+        if self._groups.rank in odd:
+            quorums.fall_behind()
         raise RuntimeError(message)
 
     @property
@@ -299,10 +296,10 @@ class Rounds:
     # --- the mean -------------------------------------------------------------------------------------------------
 
     def _reduce(self, turn: int, active: list[int], weights: tuple[float, ...], brought: Brought) -> ReducedMean | None:
-        lines = self._lines
-        lines.members = active
+        groups = self._groups
+        groups.members = active
         mean: ReducedMean | None = None
-        if lines.rank in active:
+        if groups.rank in active:
             assert brought.payload is not None
             brought.payload.wait()
             version = self.states[turn].version + 1
@@ -312,27 +309,28 @@ class Rounds:
             )
         else:
             for _ in range(runs_of(self.forms[turn], len(active)) + 1):
-                lines.swap([], [])
-        lines.members = range(lines.size)
-        idle = [rank for rank in lines.members if rank not in active]
+                groups.swap([], [])
+        groups.members = range(groups.size)
+        idle = [rank for rank in groups.members if rank not in active]
         if not idle:
             return mean
         if mean is None:
             size_bytes = self.forms[turn].update.size_bytes
-            mean = ReducedMean(lines.take(size_bytes), 0, size_bytes, norm=0.0, norms=())
-            lines.swap([], [(active[0], mean.frame)])
+            mean = ReducedMean(groups.take(size_bytes), 0, size_bytes, norm=0.0, norms=())
+            groups.swap([], [(active[0], mean.frame)])
         else:
-            lines.swap([(rank, mean.frame) for rank in idle] if lines.rank == active[0] else [], [])
+            groups.swap([(rank, mean.frame) for rank in idle] if groups.rank == active[0] else [], [])
         return mean
 
     def _reducer(self, fragment: int, active: Sequence[int]) -> Reducer:
         """What its codec owed of the mean is lost when others reduce than before: each holds another slice then."""
-        circle = (self._lines.rank, *(self._offers[rank].instance for rank in active))
+        circle = (self._groups.rank, *(self._offers[rank].instance for rank in active))
         kept = self._reducers.get(fragment)
         if kept is not None and kept[0] == circle:
             return kept[1]
-        seat = ReducingRank(active.index(self._lines.rank), len(active), [self._offers[rank].label for rank in active])
-        reducer = Reducer(fragment, self.forms[fragment], self._down, self._lines, seat)
+        labels = [self._offers[rank].label for rank in active]
+        own = ReducingRank(active.index(self._groups.rank), len(active), labels)
+        reducer = Reducer(fragment, self.forms[fragment], self._down, self._groups, own)
         self._reducers[fragment] = circle, reducer
         return reducer
 
@@ -361,7 +359,7 @@ class Rounds:
         if self.ahead is not None:
             if stepped is not None:
                 self._step_ahead(turn, stepped)
-                self._lines.give_back(stepped.frame)
+                self._groups.give_back(stepped.frame)
             updates = self._all_ahead(brought.fragment)
         elif stepped is not None:
             updates = {turn: stepped}
@@ -422,7 +420,7 @@ class Rounds:
         for form in self.forms:
             data = torch.empty(form.full.size_bytes, dtype=torch.uint8)
             views = fp32_views(data.numpy().data, form.full.places, form.full.data_begin)
-            for name, view in views.items() if self._lines.rank == 0 else ():
+            for name, view in views.items() if self._groups.rank == 0 else ():
                 view.copy_(self._tensors[name].detach())
             self._spread(data)
             anchors |= views
@@ -432,22 +430,18 @@ class Rounds:
         self.begin_at(begin, anchors, {})
 
     def _spread(self, data: Tensor) -> None:
-        lines = self._lines
+        groups = self._groups
         for begin in range(0, data.numel(), CHUNK_BYTES):
             here = data[begin : begin + CHUNK_BYTES]
-            there = here.to(lines.device)
-            first = lines.rank == 0
-            others = [(rank, there) for rank in range(1, lines.size)]
-            lines.swap(others if first else [], [] if first else [(0, there)])
+            there = here.to(groups.device)
+            first = groups.rank == 0
+            others = [(rank, there) for rank in range(1, groups.size)]
+            groups.swap(others if first else [], [] if first else [(0, there)])
             if there is not here:
                 here.copy_(there)
 
     def _values(self, anchors: Mapping[str, Tensor], fragment: int) -> dict[str, Tensor]:
         return {name: anchors[name] for name in self.plan.fragments[fragment]}
-
-
-def _header(offer: ReplicaOffer) -> ExchangeHeader:
-    return ExchangeHeader(offer.fragment, 0, offer.steps, offer.samples, offer.tokens, last=False)
 
 
 __all__ = ["Brought", "RoundOutcome", "Rounds"]

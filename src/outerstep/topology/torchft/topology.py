@@ -1,6 +1,6 @@
 """Contributions become agreements among replicas that torchft holds together: a lighthouse, a Manager each.
 
-torchft elects the quorum of every exchange, brings who was away up to the others, and takes the vote on each commit.
+torchft elects the quorum of every exchange, heals a replica that was away, and takes the vote on each commit.
 What travels and what is done with it is ours, as in every other topology: fragments, codecs and error feedback, one
 mean with the same bits everywhere, a portable outer step in fp32 on everybody's own copy, hashes that are compared.
 
@@ -9,7 +9,8 @@ before was adopted, so that there is one state to heal from at any time. (A dela
 fragment to the next therefore hides nothing more.) Replicas meet only there: they need not take the same number of
 steps in between.
 
-torchft_rounds.py is one such exchange, torchft_crew.py the Manager, torchft_lines.py what bytes travel by.
+rounds.py is one such exchange, quorum.py the Manager, process_groups.py what bytes travel by, state.py what the
+replicas have in common.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from ..local_worker import Inner
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
 from ..terms import Rank, check_loaded, draw_up, introduction
 from ..update import MeanStep
-from .process_groups import Lines
-from .quorum import Crew, TorchftSettings
+from .process_groups import ProcessGroups
+from .quorum import Quorums, TorchftSettings
 from .rounds import Brought, RoundOutcome, Rounds
 from .state import NOTHING, Measured, RunSnapshot, Snapshots, copies, write_state
 
@@ -57,15 +58,11 @@ class TorchftTicket:
     """An exchange in its turn."""
 
     def __init__(self, brought: Brought, stuck_after_s: float | None, topology: TorchftTopology) -> None:
-        self.brought, self.stuck_after_s = brought, stuck_after_s
+        self.brought, self.fragment, self.stuck_after_s = brought, brought.fragment, stuck_after_s
         self.begun_at = time.monotonic()
         self.outcome: RoundOutcome | None = None
         self.error: BaseException | None = None
         self._topology = topology
-
-    @property
-    def fragment(self) -> int:
-        return self.brought.fragment
 
     @property
     def done(self) -> bool:
@@ -115,7 +112,7 @@ class TorchftTopology:
         self._tensors, self._anchors = tensors, anchors
         self._settings, self._inner, self._ranks, self._sections = settings, inner, ranks, sections
         device = next(iter(tensors.values())).device
-        self._lines = Lines(settings.backend, device, settings.transfer_timeout_s)
+        self._groups = ProcessGroups(settings.backend, device, settings.transfer_timeout_s)
         self._feedback = ErrorFeedback()
         self._changed = threading.Condition()
         self._snapshots = Snapshots(inner.state, self._changed)
@@ -128,7 +125,7 @@ class TorchftTopology:
         self._begins: dict[int, Agreed] = {}  # what this replica has to catch up with
         self._landed = RunSnapshot.fresh(0)  # as the replica holds it, and
         self._landed_step = 0  # the votes until then
-        self._joined: tuple[Rounds, Crew] | None = None
+        self._joined: tuple[Rounds, Quorums] | None = None
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -144,9 +141,9 @@ class TorchftTopology:
         assert manifest is not None
         plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
         own = self._introduction(manifest, plan)
-        rounds = Rounds(own, self._instance, self._settings, self._lines, self._tensors, self._anchors)
-        crew = Crew(self._worker_id, self._settings, self._lines, self._ranks, state=self._state)
-        self._joined = rounds, crew
+        rounds = Rounds(own, self._instance, self._settings, self._groups, self._tensors, self._anchors)
+        quorums = Quorums(self._worker_id, self._settings, self._groups, self._ranks, state=self._state)
+        self._joined = rounds, quorums
         if self._saved is not None:
             self._go_on_from(self._saved, plan)
         before = list(rounds.snapshot.versions)
@@ -177,11 +174,11 @@ class TorchftTopology:
         )
         anchors = {name: tensor.reshape(self._tensors[name].shape) for name, tensor in copies(saved["anchors"]).items()}
         self._rounds.begin_at(snapshot, anchors, copies(saved["momentum"]))
-        self._crew.step = saved["step"]
+        self._quorums.step = saved["step"]
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         """The Manager's own tell the lighthouse."""
-        self._lines.memory.rest()
+        self._groups.memory.rest()
 
     def orders(self, *, at_exchange: bool) -> Orders:
         self._snapshots.serve()
@@ -195,8 +192,8 @@ class TorchftTopology:
             self._ended = True
             self._changed.notify_all()
         if self._joined is not None:
-            self._crew.close()
-            self._lines.drop()
+            self._quorums.close()
+            self._groups.drop()
         failure, self._failure = self._failure, None
         if failure is not None and reason == "done":
             raise failure
@@ -207,7 +204,7 @@ class TorchftTopology:
         return self._joined[0]
 
     @property
-    def _crew(self) -> Crew:
+    def _quorums(self) -> Quorums:
         assert self._joined is not None
         return self._joined[1]
 
@@ -237,7 +234,7 @@ class TorchftTopology:
         sender = sender_to_peers(
             form, fragment, deltas, self._feedback, run_id=run_id, worker_id=self._worker_id, sequence=sequence
         )
-        return write_at(self._lines, form.up, sender)
+        return write_at(self._groups, form.up, sender)
 
     def _put(self, brought: Brought, stuck_after_s: float | None) -> TorchftTicket:
         ticket = TorchftTicket(brought, stuck_after_s, self)
@@ -254,7 +251,7 @@ class TorchftTopology:
         self._raise_failure()
         if ticket.done:
             return Sight(done=True, failed=ticket.error is not None)
-        return Sight(False, self._wanted(), "the other replicas", self._crew.silent_s)
+        return Sight(False, self._wanted(), "the other replicas", self._quorums.silent_s)
 
     def _wanted(self) -> frozenset[tuple[int, int]]:
         with self._changed:
@@ -311,7 +308,7 @@ class TorchftTopology:
         """It was adopted; when all that came with it was, the carrying thread compares the anchors and goes on."""
         self._rounds.states[agreed.fragment].arrive(agreed.version, agreed.update.digest)  # they will be compared
         if isinstance(agreed.update, MeanStep):
-            self._lines.give_back(agreed.update.frame)
+            self._groups.give_back(agreed.update.frame)
         with self._changed:
             self._unconfirmed.discard(agreed.fragment)
             if self._unconfirmed:
@@ -321,14 +318,14 @@ class TorchftTopology:
     def _all_adopted(self) -> None:
         with self._changed:
             self._rounds.caught_up()
-            self._landed, self._landed_step = self._rounds.snapshot, self._crew.step
+            self._landed, self._landed_step = self._rounds.snapshot, self._quorums.step
             self._unconfirmed.clear()
             self._changed.notify_all()
 
     # --- the carrying thread --------------------------------------------------------------------------------------
 
     def _carry(self) -> None:
-        step_aside(self._lines.device)
+        step_aside(self._groups.device)
         while (ticket := self._next()) is not None:
             self._exchange(ticket)
 
@@ -345,10 +342,10 @@ class TorchftTopology:
     def _exchange(self, ticket: TorchftTicket) -> None:
         outcome, error = None, None
         try:
-            outcome = self._rounds.run(ticket.brought, self._crew, lambda: self._lose_patience(ticket))
+            outcome = self._rounds.run(ticket.brought, self._quorums, lambda: self._lose_patience(ticket))
         except BaseException as caught:  # noqa: BLE001 - it surfaces in finish(), in the training thread
             error = caught
-            self._lines.drop()
+            self._groups.drop()
         if ticket.brought.payload is not None:
             ticket.brought.payload.release()
         with self._changed:
@@ -358,12 +355,10 @@ class TorchftTopology:
             ticket.outcome, ticket.error = outcome, error
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ended or not self._unconfirmed)
-        if outcome is not None and not self._ended:
-            self._compare()
-
-    def _compare(self) -> None:
+        if outcome is None or self._ended:
+            return
         try:
-            self._rounds.compare(self._crew)
+            self._rounds.compare(self._quorums)
         except AnchorsDiffer as error:
             self._failure = error
         with self._changed:
