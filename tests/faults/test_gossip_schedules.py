@@ -68,7 +68,7 @@ def test_rubbish_and_withheld_bytes_stop_nobody() -> None:
 def plant_small_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half is enough."""
 
-    def half(count: int, liars: int) -> int:
+    def half(count: int, attackers: int) -> int:
         return max(1, count // 2)
 
     monkeypatch.setattr(chain, "quorum_of", half)

@@ -295,8 +295,7 @@ class SimPeer:
             return
         heard = self._answers.setdefault(fragment, {})
         heard[giver.name] = (version, anchor)
-        others = sum(member.peer_id != self.name for member in self.machine.state.members)
-        needed = min(self.world.rules.liars + 1, others)
+        needed = chains.witnesses(len(self.machine.state.members), self.world.rules.attackers)
         believed = [said for said, count in Counter(heard.values()).items() if count >= needed]
         if believed and max(believed)[0] >= self.machine.state.versions[fragment] - 1:
             self._answers.pop(fragment)
@@ -317,7 +316,7 @@ class GossipWorld:
         self._lost_keys: set[str] = set()
         self.rules = GossipRules(
             min_peers=scenario.min_peers,
-            liars=scenario.liars,
+            attackers=scenario.attackers,
             heartbeat_timeout_s=15.0,
             round_deadline_s=scenario.round_deadline_s,
             pace=TurnTimeouts(first_s=2.0, more_s=1.0, most_s=20.0),
@@ -370,7 +369,7 @@ class GossipWorld:
         down = sum(not p.alive or bool(p._lost) for p in self.peers)
         spare = 1 if self.scenario.liar is not None else 0
         lost = fault.kind == "disk_lost"
-        too_many = down + 1 + spare >= chains.quorum_of(self.scenario.peers, self.rules.liars)
+        too_many = down + 1 + spare >= chains.quorum_of(self.scenario.peers, self.rules.attackers)
         if not peer.alive or too_many or (lost and not self._can_spare(peer)):
             self.history.faults[fault.kind] -= 1
             return
@@ -384,7 +383,7 @@ class GossipWorld:
         for state in [p.machine.state for p in self.honest if p.identities]:
             keys = {p.machine.member.key for p in self.honest if p.identities and p is not peer}
             voters = sum(member.key in keys - self._lost_keys for member in state.members)
-            if voters < chains.quorum_of(len(state.members), self.rules.liars):
+            if voters < chains.quorum_of(len(state.members), self.rules.attackers):
                 return False
         return True
 

@@ -27,7 +27,7 @@ class GossipScenario:
     peers: int = 4
     fragments: int = 1
     min_peers: int = 2
-    liars: int = 1
+    attackers: int = 1
     liar: int | None = None
     lie: str = ""
     round_s: tuple[float, ...] = (6.0, 6.0, 6.0, 6.0)
@@ -52,7 +52,6 @@ class GossipScenario:
             peers=peers,
             fragments=rng.choice([1, 1, 2, 3]),
             min_peers=rng.choice([1, 2, 2, min(3, peers - 1)]) or 1,
-            liars=1,
             liar=rng.randrange(1, peers) if lies else None,
             lie=rng.choice(LIES) if lies else "",
             round_s=tuple(rng.choice([4.0, 6.0, 6.0, 15.0]) for _ in range(peers)),

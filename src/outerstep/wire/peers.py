@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from ..digest import digest_of_parts, part_count
 from ..statements import ChainState, Converse, Digest, PeerId, Signed
@@ -37,13 +37,13 @@ class AskTerms(FromPeer, frozen=True):
 
 
 class Terms(Plain, frozen=True):
-    """`document`: what the topology has the peers agree on before they begin, in its own form. `liars`: as in the run's
-    rules. `beats`: of the members, as far as they were heard; they say where those are."""
+    """`document`: what the topology has the peers agree on before they begin, in its own form. `attackers`: as in the
+    run's rules. `beats`: of the members, as far as they were heard; they say where those are."""
 
     run_id: RunId
     document: Annotated[bytes, Meta(max_length=MOST_DOCUMENT_BYTES)]
     state: ChainState
-    liars: Count = 1
+    attackers: Count = field(default=1, name="liars")  # as earlier versions write it
     beats: Annotated[tuple[Signed, ...], Meta(max_length=MOST_BEATS)] = ()
 
 

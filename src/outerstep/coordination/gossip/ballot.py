@@ -27,7 +27,7 @@ from ...statements import (
 )
 from ...types import Plain
 from .book import Book
-from .chain import follows, liars_among, quorum_of
+from .chain import attackers_among, follows, quorum_of
 
 Verdict = Literal["good", "bad", "unknown"]
 MOST_TURNS_AHEAD = 256  # of others' statements that are kept
@@ -85,7 +85,7 @@ class Ballot:
         book: Book,
         run_id: str,
         key: str | None,
-        liars: int,
+        attackers: int,
         pace: TurnTimeouts,
         judge: Judge,
         kept: Ballots = Ballots(),  # noqa: B008 - frozen
@@ -94,8 +94,8 @@ class Ballot:
         self._state, self._book, self._run_id = state, book, run_id
         self._keys = [member.key for member in state.members]
         self._key = key if key in self._keys else None
-        self._liars = liars_among(len(self._keys), liars)
-        self._quorum = quorum_of(len(self._keys), liars)
+        self._attackers = attackers_among(len(self._keys), attackers)
+        self._quorum = quorum_of(len(self._keys), attackers)
         self._pace, self._judge, self._on_said = pace, judge, on_said
         self.height = state.height + 1
         self.turn = 0
@@ -321,7 +321,7 @@ class Ballot:
         for turn, author in self._presences():
             latest[author] = max(turn, latest.get(author, 0))
         turns = sorted(latest.values(), reverse=True)
-        return turns[self._liars] if len(turns) > self._liars else 0
+        return turns[self._attackers] if len(turns) > self._attackers else 0
 
     def _presences(self) -> Iterator[tuple[int, str]]:
         for turn in self._proposals:

@@ -58,13 +58,13 @@ class Blocks:
         members = chain.in_order(stay.values())
         if members == self.peer.state.members or not members:
             return None
-        liars = [key for key in sorted(gone) if key in self.book.proofs]
+        proven = [key for key in sorted(gone) if key in self.book.proofs]
         return Change(
             height=self.peer.state.height + 1,
             parent=self.peer.state.tip,
             members=members,
             applied=tuple(applied),
-            proofs=tuple(self.book.proofs[key] for key in liars),
+            proofs=tuple(self.book.proofs[key] for key in proven),
         )
 
     def _should_go(self, member: Member, now: float) -> bool:
@@ -172,16 +172,16 @@ class Blocks:
         ids, keys = [m.peer_id for m in members], {m.key for m in members}
         if ids != sorted(set(ids)) or len(keys) != len(members) or members == self.peer.state.members:
             return "bad"
-        liars = set()
+        proven = set()
         for proof in block.proofs:
             if not self.book.proves(proof):
                 return "bad"
-            liars.add(proof.first.author)
+            proven.add(proof.first.author)
         applied = {signed.author: self.book.read(signed) for signed in block.applied}
         for member in members:
             if member.key not in self._member_keys and not self._may_be_let_in(member, applied.get(member.key)):
                 return "bad"
-        leaving = [m for m in self.peer.state.members if m.key not in keys and m.key not in liars]
+        leaving = [m for m in self.peer.state.members if m.key not in keys and m.key not in proven]
         return "good" if all(self._may_be_let_go(m) for m in leaving) else "unknown"
 
     def _may_be_let_in(self, member: Member, beat: object) -> bool:
@@ -216,7 +216,7 @@ class Blocks:
     def is_short_of_peers(self, now: float) -> bool:
         """Can nothing be decided, because too few are there?"""
         members = len(self.peer.state.members)
-        quorum = chain.quorum_of(members, self.rules.liars)
+        quorum = chain.quorum_of(members, self.rules.attackers)
         return len(self.heard_from(now)) < quorum or members < self.rules.min_peers
 
 

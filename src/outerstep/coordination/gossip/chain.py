@@ -2,7 +2,7 @@
 
 How many must agree, of n members of whom f may lie:
 
-    f = min(liars, ⌊(n − 1)/3⌋)          quorum = ⌊(n + f)/2⌋ + 1
+    f = min(attackers, ⌊(n − 1)/3⌋)          quorum = ⌊(n + f)/2⌋ + 1
 
 Two quorums share more than f members, so at least one honest one, which is for one block only; and the n − f honest
 ones are a quorum by themselves, as n > 3f. It is always more than half, so no two parts of a divided run both continue.
@@ -29,12 +29,17 @@ from .book import Book
 GENESIS = "0" * 64
 
 
-def liars_among(count: int, liars: int) -> int:
-    return min(liars, (count - 1) // 3)
+def attackers_among(count: int, attackers: int) -> int:
+    return min(attackers, (count - 1) // 3)
 
 
-def quorum_of(count: int, liars: int) -> int:
-    return (count + liars_among(count, liars)) // 2 + 1
+def witnesses(count: int, attackers: int) -> int:
+    """So many members that say the same cannot all lie."""
+    return attackers_among(count, attackers) + 1
+
+
+def quorum_of(count: int, attackers: int) -> int:
+    return (count + attackers_among(count, attackers)) // 2 + 1
 
 
 def found(founder: Member, fragments: int, versions: tuple[int, ...] = ()) -> ChainState:
@@ -61,8 +66,8 @@ def after(block: Block, state: ChainState) -> ChainState:
     if isinstance(block, Round):
         versions = tuple(block.version if f == block.fragment else v for f, v in enumerate(versions))
     else:
-        liars = {proof.first.author for proof in block.proofs}
-        expelled = in_order({*expelled, *(member for member in members if member.key in liars)})
+        proven = {proof.first.author for proof in block.proofs}
+        expelled = in_order({*expelled, *(member for member in members if member.key in proven)})
         members = block.members
     return msgspec.structs.replace(
         state,
@@ -74,7 +79,7 @@ def after(block: Block, state: ChainState) -> ChainState:
     )
 
 
-def is_decided(decision: Decision, state: ChainState, book: Book, liars: int) -> bool:
+def is_decided(decision: Decision, state: ChainState, book: Book, attackers: int) -> bool:
     """Is it the next block, and did a quorum of the members precommit it in one turn?"""
     if not follows(decision.block, state):
         return False
@@ -90,4 +95,4 @@ def is_decided(decision: Decision, state: ChainState, book: Book, liars: int) ->
         ):
             voters.add(signed.author)
             turns.add(vote.turn)
-    return len(turns) == 1 and len(voters) >= quorum_of(len(keys), liars)
+    return len(turns) == 1 and len(voters) >= quorum_of(len(keys), attackers)

@@ -338,7 +338,7 @@ class GossipPeer:
     def waiting_for(self, fragment: int, now: float) -> str:
         """What the open round of a fragment waits for, in words."""
         members, heard = self.state.members, self._blocks.heard_from(now)
-        quorum = chain.quorum_of(len(members), self.rules.liars)
+        quorum = chain.quorum_of(len(members), self.rules.attackers)
         if not self.is_member:
             return "the other peers, to take this one in"
         if len(members) < self.rules.min_peers:
@@ -370,7 +370,7 @@ class GossipPeer:
             self.book,
             self.run_id,
             self.member.key,
-            self.rules.liars,
+            self.rules.attackers,
             self.rules.pace,
             self._blocks,
             kept,
@@ -387,7 +387,7 @@ class GossipPeer:
 
     def _settle(self, decision: Decision, now: float, *, check: bool) -> None:
         """One more block is decided."""
-        if check and not chain.is_decided(decision, self.state, self.book, self.rules.liars):
+        if check and not chain.is_decided(decision, self.state, self.book, self.rules.attackers):
             return
         self.state = chain.after(decision.block, self.state)
         self._decisions.append(decision)
@@ -395,7 +395,7 @@ class GossipPeer:
         self._others.changed(self.state.members, now)
         if isinstance(decision.block, Round):
             self._rounds = [*self._rounds, decision.block][-2 * len(self.state.versions) :]
-            passed_on = self.state.height - 2 * (self.rules.liars + 1)  # a round and a change at each
+            passed_on = self.state.height - 2 * (self.rules.attackers + 1)  # a round and a change at each
             for key in [k for k, height in self._convicted_at.items() if height < passed_on and k not in self._keys]:
                 del self._convicted_at[key]
         self._ballot = self._open_ballot()

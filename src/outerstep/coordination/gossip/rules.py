@@ -13,13 +13,13 @@ from .ballot import TurnTimeouts
 class GossipRules:
     """What all peers of a run must have in common.
 
-    `liars`: how many may say what they like (chain.py says how many must then agree). `min_peers`: contributions that a
-    round needs at least, beside more than half of the members. `round_deadline_s`: how long after its first
+    `attackers`: how many may say what they like (chain.py says how many must then agree). `min_peers`: contributions
+    that a round needs at least, beside more than half of the members. `round_deadline_s`: how long after its first
     contribution a round waits for members that are alive; None: as long as they are. `heartbeat_timeout_s`: how long a
     member may be silent."""
 
     min_peers: int = 2
-    liars: int = 1
+    attackers: int = 1
     heartbeat_timeout_s: float = PEER_HEARTBEAT_TIMEOUT_S
     round_deadline_s: float | None = None
     pace: TurnTimeouts = field(default_factory=TurnTimeouts)
@@ -27,8 +27,8 @@ class GossipRules:
     def __post_init__(self) -> None:
         if self.min_peers < 1:
             raise ConfigError(f"min_peers must be at least 1, got {self.min_peers}")
-        if self.liars < 0:
-            raise ConfigError(f"liars must be at least 0, got {self.liars}")
+        if self.attackers < 0:
+            raise ConfigError(f"attackers must be at least 0, got {self.attackers}")
         if self.heartbeat_timeout_s <= 0.0:
             raise ConfigError(f"heartbeat_timeout_s must be > 0 s, got {self.heartbeat_timeout_s:g}")
 

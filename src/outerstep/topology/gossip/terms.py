@@ -110,7 +110,7 @@ class GossipTerms(Plain, frozen=True):
     def rules(self) -> GossipRules:
         return GossipRules(
             min_peers=self.min_peers,
-            liars=self.attackers,
+            attackers=self.attackers,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
             round_deadline_s=self.round_deadline_s,
         )
@@ -140,7 +140,7 @@ def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str, *
         cosine_screen=screened,
         bucket_size=bucket_size,
         min_peers=_min_peers(own, aggregation, bucket_size, cosine_screen=screened),
-        attackers=_attackers(own, rules.liars),
+        attackers=_attackers(own, rules.attackers),
         round_deadline_s=own.round_deadline_s,
         heartbeat_timeout_s=timeout_s,
         pattern=own.pattern or "all",

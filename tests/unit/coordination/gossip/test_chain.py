@@ -15,8 +15,8 @@ def member(name: str) -> Member:
 
 
 @given(st.integers(1, 64), st.integers(0, 5))
-def test_two_quorums_share_an_honest_member_and_the_honest_are_one(count: int, liars: int) -> None:
-    f, quorum = chain.liars_among(count, liars), chain.quorum_of(count, liars)
+def test_two_quorums_share_an_honest_member_and_the_honest_are_one(count: int, attackers: int) -> None:
+    f, quorum = chain.attackers_among(count, attackers), chain.quorum_of(count, attackers)
     assert 2 * quorum - count > f
     assert count - f >= quorum
     assert 2 * quorum > count

@@ -247,7 +247,7 @@ class _Job:
     not_before: float = 0.0
     tries: int = 0
     absent: int = 0  # sweeps in which nobody had it
-    liars: set[str] = field(default_factory=set)  # keys of those whose bytes were not what they should be
+    wrong: set[str] = field(default_factory=set)  # keys of members whose bytes were not what they should be
     under_way: bool = False
 
 
@@ -376,7 +376,7 @@ class Fetcher:
             own = peer.member.key
         self._draw.shuffle(keys)
         first = [job.author] if job.author != own else []
-        return sorted(first + keys, key=lambda key: (key in job.liars, key in silent))
+        return sorted(first + keys, key=lambda key: (key in job.wrong, key in silent))
 
     def _fetch_from(self, transport: HttpTransport, key: str, job: _Job) -> str:
         """ "here", "absent" (it says that it has it not), "wrong", or "failed"."""
@@ -384,7 +384,7 @@ class Fetcher:
             arrival = self._payloads.arrival(job.says.digest) or self._expect(transport, job)
             if arrival is None or not self._fetch_parts(transport, arrival, job):
                 self.counts["wrong"] += 1
-                job.liars.add(key)
+                job.wrong.add(key)
                 return "wrong"
         except NotFound:
             return "absent"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ....coordination.backoff import Backoff
 from ....coordination.gossip.book import Book
-from ....coordination.gossip.chain import liars_among
+from ....coordination.gossip.chain import witnesses
 from ....errors import Busy, OuterstepError, Refused, ServerUnreachable, TransportError
 from ....security import Access
 from ....security.signing import SigningKey, verify
@@ -235,7 +235,7 @@ class Survey:
 
     def _confirm(self, terms: Terms) -> Terms | None:
         """The same from more than f members, counting the one that we were sent to."""
-        needed = liars_among(len(terms.state.members), terms.liars) + 1
+        needed = witnesses(len(terms.state.members), terms.attackers)
         if needed == 1:
             return terms
         same: Counter[ChainState] = Counter()
@@ -248,7 +248,7 @@ class Survey:
             except OuterstepError as error:
                 log.debug("%s does not say where the run stands: %s", access.address, error)
                 continue
-            if (answer.run_id, answer.document, answer.liars) != (terms.run_id, terms.document, terms.liars):
+            if (answer.run_id, answer.document, answer.attackers) != (terms.run_id, terms.document, terms.attackers):
                 continue
             same[answer.state] += 1
             if same[answer.state] >= needed:

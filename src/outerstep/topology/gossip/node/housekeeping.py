@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ....coordination.gossip.chain import liars_among
+from ....coordination.gossip.chain import witnesses
 from ....statements import Converse
 from .conversations import Survey
 from .listener import Contacts
@@ -57,7 +57,7 @@ class Housekeeping:
         with node.lock:
             peer, height = node.peer, node.peer.state.height
             keys = [member.key for member in peer.state.members if member.key != node.key]
-            needed = liars_among(len(peer.state.members), peer.rules.liars) + 1
+            needed = witnesses(len(peer.state.members), peer.rules.attackers)
         found = self._survey.newest_state(self._contacts, keys, peer.run_id, needed)
         if found is None:
             return

@@ -144,7 +144,7 @@ class Node:
             run_id=folder.facts.run_id,
             document=folder.document,
             state=folder.keepsake.state,
-            liars=folder.facts.liars,
+            attackers=folder.facts.attackers,
             beats=folder.beats,
         )
 
@@ -167,7 +167,7 @@ class Node:
         member = Member(peer_id=self.peer_id, key=self.key)
         if terms is None:
             state = found(member, len(sizes), tuple(versions))
-            terms = Terms(run_id=secrets.token_hex(8), document=document, state=state, liars=rules.liars)
+            terms = Terms(run_id=secrets.token_hex(8), document=document, state=state, attackers=rules.attackers)
         if len(terms.state.versions) != len(sizes):
             raise ConfigError(f"the run has {len(terms.state.versions)} fragments, got sizes for {len(sizes)}")
         self._document, self._sizes = document, tuple(sizes)
@@ -200,7 +200,9 @@ class Node:
         """What this peer must not forget; with a folder, what the folder holds."""
         if self._folder is None:
             return Keepsake(run_id=terms.run_id, state=terms.state)
-        facts = PeerRunFacts(run_id=terms.run_id, peer_id=self.peer_id, token=self._listener.token, liars=rules.liars)
+        facts = PeerRunFacts(
+            run_id=terms.run_id, peer_id=self.peer_id, token=self._listener.token, attackers=rules.attackers
+        )
         try:
             return self._folder.take_up(facts, document, terms.state, terms.beats)
         except OSError as error:
@@ -230,7 +232,7 @@ class Node:
                 run_id=peer.run_id,
                 document=self._document,
                 state=peer.state,
-                liars=peer.rules.liars,
+                attackers=peer.rules.attackers,
                 beats=peer.beats(),
             )
 

@@ -163,7 +163,7 @@ class PeerRunFacts(Plain, frozen=True):
     run_id: RunId
     peer_id: PeerId
     token: str = ""
-    liars: int = 1
+    attackers: int = msgspec.field(default=1, name="liars")  # as earlier versions wrote it
     format: str = FORMAT
     version: Positive = VERSION
 

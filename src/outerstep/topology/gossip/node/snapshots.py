@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ....coordination.gossip.chain import liars_among
+from ....coordination.gossip.chain import witnesses
 from ....errors import NotFound, OuterstepError, ServerUnreachable
 from ....pool import Room, private_memory
 from ....wire.peers import SNAPSHOT_PART_BYTES, AskSnapshot, OfferedSnapshot, about_snapshot
@@ -123,7 +123,7 @@ class SnapshotExchange:
             peer = self._shared.peer
             now = self._shared.clock()
             silent = {m.key: peer.is_silent(m.key, now) for m in peer.state.members if m.key != peer.member.key}
-            needed = liars_among(len(peer.state.members), peer.rules.liars) + 1
+            needed = witnesses(len(peer.state.members), peer.rules.attackers)
             request = AskSnapshot(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
         keys = sorted(silent, key=lambda key: (silent[key], self._draw.random()))
         named: dict[tuple[int, str], list[tuple[str, OfferedSnapshot]]] = defaultdict(list)
