@@ -14,17 +14,10 @@ from .options import ConfigFile, Found, takes_settings
 from .worker import become
 
 PEER_DIR = "outerstep-peer"
-NOT_FOR_PEERS = {
-    *("topology", "server_addr", "down_codec", "group", "give_up_after_s", "on_divergence"),
-    *(
-        name
-        for section in (WorkerConfig.server, WorkerConfig.allreduce, WorkerConfig.torchft)
-        for name in settings_of(type(section))
-    ),
-}
-PEER = dataclasses.replace(
-    WORKER, settings=tuple(setting for setting in WORKER.settings if setting.field not in NOT_FOR_PEERS)
+NOT_FOR_PEERS = frozenset(("topology", "server_addr", "down_codec", "group", "give_up_after_s", "on_divergence")).union(
+    *(settings_of(type(section)) for section in (WorkerConfig.server, WorkerConfig.allreduce, WorkerConfig.torchft))
 )
+PEER = dataclasses.replace(WORKER, without=NOT_FOR_PEERS)
 
 
 @takes_settings(PEER)

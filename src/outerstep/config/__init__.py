@@ -2,10 +2,11 @@
 
     server.py     ServerConfig
     worker.py     WorkerConfig, with one section for each topology
-    checks.py     the checks of single values, which both use
+    setting.py    a field that also says its flags, its panel in --help, and a sentence
+    kinds.py      what a field's type says: its range, and how the text of a flag or a variable becomes a value
+    checks.py     every value against its kind
     keywords.py   a config from flat keywords, with an answer to a misspelt one
-    table.py      every setting once: its flags, its panel in --help, and a sentence
-    kinds.py      how the text of a flag or a variable becomes a value
+    table.py      the two roles, with all that is derived from their settings
     sources.py    a flag, else an environment variable, else a TOML file (toml_file.py), else the default
     reference.py  the tables of docs/reference/configuration.md
 
@@ -17,9 +18,9 @@ found["heartbeat_timeout_s"].source              # "outerstep.toml:12"
 from __future__ import annotations
 
 from ..security import DEFAULT_PORT
-from .checks import check_one_of, check_text
 from .keywords import build, settings_of, unknown, values_of, with_current_names
-from .server import DEFAULT_HOST, ServerConfig
+from .server import DEFAULT_HOST, ServerCommand, ServerConfig
+from .setting import Setting
 from .sources import (
     CONFIG_VARIABLE,
     NOT_SET,
@@ -30,11 +31,12 @@ from .sources import (
     naming_sources,
     resolve,
 )
-from .table import ROLES, SERVER, WORKER, Role, ServerCommand, Setting, WorkerCommand
+from .table import ROLES, SERVER, WORKER, Role
 from .worker import (
     LIGHTHOUSE_VARIABLE,
     TOPOLOGIES,
     WITHOUT_SERVER,
+    WorkerCommand,
     WorkerConfig,
     check_topology_name,
     parse_lighthouse,
@@ -59,8 +61,6 @@ __all__ = [
     "WorkerCommand",
     "WorkerConfig",
     "build",
-    "check_one_of",
-    "check_text",
     "check_topology_name",
     "environment_for",
     "make_command",

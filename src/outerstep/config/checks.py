@@ -1,33 +1,42 @@
-"""The checks that settings share: of one value each, naming field, value and range; and of the one pair in both."""
+"""The checks that settings share: each value against its type and range; and what a server and a worker both have."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from ..errors import ConfigError
+from ..types import Wishes
+from .kinds import Kind, kinds_of
 
 LABEL = 256  # characters: what a message carries of a name
 MOST = 1 << 53  # no setting is larger; JSON numbers are exact up to here
 
 
-def check_whole(config: object, least: int, *names: str, optional: bool = False) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is None and optional:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{name} must be a whole number ≥ {least}, got {value!r}")
-        if not least <= value <= MOST:
-            raise ConfigError(f"{name} must be ≥ {least}, got {_shown(value)}")
+@dataclass(frozen=True)
+class Checked:
+    """A config class whose values fit their types and ranges. An error names the field, the value and the range."""
+
+    def __post_init__(self) -> None:
+        for name, kind in kinds_of(type(self)).items():
+            if hasattr(self, name):  # else it is a section's, which has checked it
+                _check(name, getattr(self, name), kind)
 
 
-def check_number(config: object, least: float, *names: str, optional: bool = False) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is None and optional:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{name} must be a number ≥ {least:g}, got {value!r}")
-        if not least <= value <= MOST:  # also false for nan
-            raise ConfigError(f"{name} must be ≥ {least:g}, got {_shown(value)}")
+def _check(name: str, value: Any, kind: Kind) -> None:
+    if value is None and kind.optional:
+        return
+    if kind.words:
+        if not any(value is word or (isinstance(value, str) and value == word) for word in kind.words):
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, kind.words))}, got {value!r}")
+    elif kind.base is str:
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} must be text, got {value!r}")
+    elif isinstance(value, bool) or not isinstance(value, int if kind.base is int else int | float):
+        number = "a whole number" if kind.base is int else "a number"
+        raise ConfigError(f"{name} must be {number} ≥ {kind.least:g}, got {value!r}")
+    elif not kind.least <= value <= MOST:  # also false for nan
+        raise ConfigError(f"{name} must be ≥ {kind.least:g}, got {_shown(value)}")
 
 
 def _shown(value: float) -> str:
@@ -37,24 +46,10 @@ def _shown(value: float) -> str:
     return f"{value}, which is too large" if value > MOST else f"{value}"
 
 
-def check_text(config: object, *names: str, optional: bool = True) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, str) and not (value is None and optional):
-            raise ConfigError(f"{name} must be text, got {value!r}")
-
-
 def check_label(config: object, name: str) -> None:
     value = getattr(config, name)
     if value is not None and not 1 <= len(value) <= LABEL:
         raise ConfigError(f"{name} must be 1 to {LABEL} characters, got {len(value)}; a hash of it will do")
-
-
-def check_one_of(config: object, allowed: tuple[object, ...], *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
-            raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def check_mixing(alpha: float | None, carry: bool | None) -> None:
@@ -65,3 +60,17 @@ def check_mixing(alpha: float | None, carry: bool | None) -> None:
         raise ConfigError(
             f"fragment_carry keeps the local steps whole, fragment_alpha={alpha:g} mixes them: choose one"
         )
+
+
+def wishes_of(config: Any, *, codec: str | None = None) -> Wishes:
+    """What a server or a worker wants of the plan."""
+    return Wishes(
+        sync_every=config.sync_every,
+        codec=codec or config.codec,
+        down_codec=config.down_codec,
+        num_fragments=config.num_fragments,
+        delay=config.fragment_delay,
+        alpha=config.fragment_alpha,
+        carry=config.fragment_carry,
+        tokenizer=config.tokenizer,
+    )

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from msgspec import Meta
 
 from .keywords import settings_of
+
+NotNegative = Annotated[float, Meta(ge=0.0)]
+AtLeastOne = Annotated[float, Meta(ge=1.0)]
 
 LONGEST_METAVAR = 40
 _TRUTH = {"1": True, "true": True, "0": False, "false": False}
@@ -14,11 +19,19 @@ _TRUTH = {"1": True, "true": True, "0": False, "false": False}
 
 @dataclass(frozen=True)
 class Kind:
-    """`optional`: None is a value, written "none" or as nothing. `choices`: the words that are allowed."""
+    """`optional`: None is a value, written "none" or as nothing. `choices`: the words that are allowed. `least`: the
+    smallest number."""
 
     base: type
     optional: bool = False
     choices: tuple[str, ...] = ()
+    least: float = 0
+
+    @property
+    def words(self) -> tuple[str | bool | None, ...]:
+        """The values of a switch or a choice."""
+        values: tuple[str | bool, ...] = (True, False) if self.base is bool else self.choices
+        return (*values, None) if values and self.optional else values
 
     @property
     def metavar(self) -> str:
@@ -62,8 +75,8 @@ def shown(value: object) -> str:
 
 
 def kinds_of(config: type) -> dict[str, Kind]:
-    """The kind of each setting of a config dataclass."""
-    hints = get_type_hints(config)
+    """The kind of each setting of a config dataclass, those of its sections included."""
+    hints = get_type_hints(config, include_extras=True)
     found: dict[str, Kind] = {}
     for field in fields(config):
         section = is_dataclass(field.default)
@@ -78,10 +91,11 @@ def defaults_of(config: type) -> dict[str, Any]:
 
 def _kind(annotation: Any) -> Kind:
     arms = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    stated = [arm for arm in arms if arm is not NoneType]
-    assert len(stated) == 1, f"a setting has one type: {annotation}"
+    stated, *more = [arm for arm in arms if arm is not NoneType]
+    assert not more, f"a setting has one type: {annotation}"
     optional = NoneType in arms
-    if get_origin(stated[0]) is Literal:
-        return Kind(str, optional, tuple(map(str, get_args(stated[0]))))
-    assert stated[0] in (int, float, bool, str), f"not a type for a setting: {annotation}"
-    return Kind(stated[0], optional)
+    if get_origin(stated) is Literal:
+        return Kind(str, optional, tuple(map(str, get_args(stated))))
+    base, *bounds = get_args(stated) if get_origin(stated) is Annotated else (stated,)
+    assert base in (bool, str) or (base in (int, float) and bounds), f"not a type for a setting: {annotation}"
+    return Kind(base, optional, least=bounds[0].ge if bounds else 0)

@@ -9,7 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from .table import ROLES, Role, Setting
+from .setting import Setting
+from .table import ROLES, Role
 from .toml_file import FILE_NAME
 
 EXAMPLES = {"num_workers": 2, "server_addr": "127.0.0.1:8512"}  # for what must be said

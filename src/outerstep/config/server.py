@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from ..coordination.server.rounds import Aggregation, RoundRules, RuleName
 from ..coordination.weights import MAX_WEIGHT_RATIO
-from ..defaults import OUTER_LR, OUTER_MOMENTUM, PART_SIZE_BYTES
+from ..defaults import OUTER_LR, OUTER_MOMENTUM, PART_SIZE_BYTES, SYNC_EVERY
 from ..errors import ConfigError
 from ..screens import FACTOR
 from ..security import DEFAULT_PORT, parse_address
-from ..types import Wishes
-from .checks import check_label, check_mixing, check_number, check_one_of, check_text, check_whole
+from ..types import Count, Positive, Wishes
+from .checks import Checked, check_label, check_mixing, wishes_of
+from .kinds import AtLeastOne, NotNegative
+from .setting import (
+    AGGREGATION,
+    ASYNC,
+    LIMITS,
+    MODEL,
+    NETWORK,
+    OUTER,
+    ROUNDS,
+    SAVING,
+    SECURITY,
+    STREAMING,
+    row,
+    setting,
+)
 
 DEFAULT_HOST = "127.0.0.1"
+FIRST_WORKER = "the first worker's wish, else"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Everything a server can be told. None for sync_every, num_fragments, codec, down_codec, fragment_delay,
-    fragment_alpha or fragment_carry = the first worker decides."""
+class ServerCommand(Checked):
+    """What `outerstep server` is told beside a ServerConfig."""
+
+    # fmt: off
+    model: str | None = setting(None, MODEL,
+        "Folder with model.safetensors, or shards and their index; outerstep.save_model writes one.",
+        "none; --save-dir or --resume must then hold a run", flags="-m --model")
+    from_checkpoint: bool = setting(False, MODEL, "The model is a training checkpoint.", flags="-c --from-checkpoint")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(Checked):
+    """Everything a server can be told."""
 
     OLD_NAMES: ClassVar = {
         "heartbeat_timeout": "heartbeat_timeout_s",
@@ -29,86 +56,131 @@ class ServerConfig:
         "dylu_enabled": "dylu",
     }
 
-    num_workers: int
-    host: str = DEFAULT_HOST
-    port: int | None = DEFAULT_PORT  # None = the first free one from 8512 on, 0 = any free one
-    min_workers: int = RoundRules.min_workers
-    heartbeat_timeout_s: float = 120.0  # of silence until a worker counts as dead; 0 = never
-    sync_every: int | None = None
-    num_fragments: int | None = None
-    codec: str | None = None  # of contributions; core/codecs/recipe.py
-    down_codec: str | None = None  # of agreements; None or "same" = the one that goes with `codec`
-    deterministic: bool = False  # add contributions in the order of their workers' names, whenever they came
-    fragment_strategy: Literal["contiguous", "strided", "counted"] = "contiguous"
-    embeddings_apart: bool = False
-    fragment_delay: int | None = None  # τ: steps between sending a fragment and taking its agreement over
-    fragment_alpha: float | None = None  # α: how much of the local copy is kept then
-    fragment_carry: bool | None = None  # or keep the steps taken meanwhile
-    async_mode: bool = False  # every contribution is a round of its own
-    dn_buffer_size: int | None = None  # N of Delayed Nesterov; None = num_workers if asynchronous; 0 = off
-    dylu: bool = False  # give slower workers fewer steps between exchanges
-    dylu_base_sync_every: int | None = None  # H of the fastest worker; None = sync_every
-    quorum: int | None = None  # None = all expected workers
-    grace_s: float = RoundRules.grace_s  # to wait for more once the quorum is in
-    round_deadline_s: float | None = None
-    start_deadline_s: float | None = None
-    staleness_policy: Literal["log", "weight"] | None = None  # None = log if asynchronous, else weight
-    max_staleness: int | None = None  # refuse older ones; None = 4 rounds, asynchronous: 16 per worker
-    weight_by: Literal["equal", "samples", "tokens"] = "equal"
-    max_weight_ratio: float = MAX_WEIGHT_RATIO  # no weight further than this factor from the usual one
-    norm_screen: float = (
-        FACTOR  # leave out what is so many times as large as usual; 0 = off (docs/operating/screens.md)
-    )
-    aggregation: RuleName = "mean"  # how the contributions of a round become one (coordination/server/rounds.py)
-    trim_fraction: float | None = None  # of trimmed_mean, at each end; None = a fifth, and at least one
-    attackers: int | None = None  # f of krum and multi_krum; None = 1
-    clip_radius: float | None = None  # ρ of centered_clipping; None = the median distance to the last aggregate
-    aggregation_iterations: int | None = None  # None = 32 for geometric_median, 3 for centered_clipping
-    bucket_size: int = 1  # 2 = random pairs are averaged before the rule sees them
-    cosine_screen: bool = False  # leave out what points away from the mean of the others
-    tokenizer: str | None = None  # its name or hash, which every worker that names one must share
-    token_budget: int | None = None  # when so many tokens are in the model, the workers are told to finish
-    model_files: str | None = None  # the model's folder: its configuration and tokenizer go with every saved model
-    save_dir: str | None = None  # the run's folder; what lies there is gone on with
-    durability: Literal["round", "checkpoint", "none"] = "round"  # without a save_dir nothing is kept
-    save_every: int = 0  # rounds; 0 = only when asked to
-    keep_saves: int = 3
-    resume: str | None = None  # a saved state, or a folder of them; save_dir itself = there must be a run
-    event_log: str | None = None  # a file of JSON lines
-    drain_timeout_s: float = 600.0  # how long a shutdown waits for the workers to finish
-    compat_port: int | None = None  # `outerstep server` serves the documented torch.save endpoints there
-    compat_host: str | None = None  # where that port listens; None = host if insecure, else 127.0.0.1
-    insecure: bool = False  # plain HTTP without tokens
-    credentials: str | None = None  # the folder with certificate and tokens; None = ~/.config/outerstep
-    tls_cert: str | None = None  # a certificate of one's own choice, PEM; None = the one in `credentials`
-    tls_key: str | None = None
-    advertise: str | None = None  # the host, or host:port, that the join string names; None = host, or found out
-    remote_control: bool = False  # take control from other machines than the server's own
-    pool_bytes: int = 512 << 20  # of memory for contributions on their way in
-    spool_bytes: int = 16 << 30  # and of disk, when that is full; 0 = none
-    spool_dir: str | None = None  # None = /var/tmp
-    part_size_bytes: int = PART_SIZE_BYTES
-    max_connections: int = 1024
-    outer_lr: float = OUTER_LR
-    outer_momentum: float = OUTER_MOMENTUM
-    nesterov: bool = True
+    # fmt: off
+    num_workers: Positive = field(
+        metadata=row(ROUNDS, "Workers that the first round waits for.", flags="-n --num-workers"))
+    sync_every: Positive | None = setting(None, ROUNDS,
+        "H: local steps between two exchanges.", f"{FIRST_WORKER} {SYNC_EVERY}")
+    min_workers: Positive = setting(RoundRules.min_workers, ROUNDS, "No round closes with fewer contributions.")
+    quorum: Positive | None = setting(None, ROUNDS, "Contributions that close a round.", "all expected workers")
+    grace_s: NotNegative = setting(RoundRules.grace_s, ROUNDS,
+        "Seconds to wait for more once the quorum is in.", flags="--grace --grace-period")
+    round_deadline_s: NotNegative | None = setting(None, ROUNDS,
+        "Close a round so many seconds after its first contribution.", "wait for all that are alive")
+    start_deadline_s: NotNegative | None = setting(None, ROUNDS,
+        "Start without the missing workers after so many seconds.", "wait for num_workers")
+    heartbeat_timeout_s: NotNegative = setting(120.0, ROUNDS,
+        "Seconds of silence until a worker counts as dead; 0 = never.")
+    tokenizer: str | None = setting(None, ROUNDS,
+        "The tokenizer's name or hash: a worker that names another is refused.",
+        "the first worker's, else not checked")
+    weight_by: Literal["equal", "samples", "tokens"] = setting("equal", ROUNDS,
+        "What a contribution's weight is: equal for all, or its size.")
+    max_weight_ratio: AtLeastOne = setting(MAX_WEIGHT_RATIO, ROUNDS,
+        "No weight is further than this factor from the usual one.")
+    norm_screen: NotNegative = setting(FACTOR, ROUNDS,
+        "Leave out contributions that are so many times as large as usual; 0 = none.")
+    token_budget: Positive | None = setting(None, ROUNDS,
+        "When so many tokens are in the model, the workers are told to finish.", "no end")
+    aggregation: RuleName = setting("mean", AGGREGATION,
+        "How the contributions of a round become one: mean, or to withstand bad ones trimmed_mean, median, krum, "
+        "multi_krum, geometric_median or centered_clipping.")
+    trim_fraction: NotNegative | None = setting(None, AGGREGATION,
+        "Of trimmed_mean: the fraction of values left out at each end.",
+        "0.2, and at least one")
+    attackers: Positive | None = setting(None, AGGREGATION,
+        "f of krum and multi_krum: how many bad ones to withstand.", "1")
+    clip_radius: NotNegative | None = setting(None, AGGREGATION,
+        "Of centered_clipping: no contribution pulls farther than this from the last aggregate.",
+        "the median distance to it")
+    aggregation_iterations: Positive | None = setting(None, AGGREGATION,
+        "Of geometric_median and centered_clipping.", "32 and 3")
+    bucket_size: Positive = setting(1, AGGREGATION,
+        "Average random groups of so many contributions before the rule; 1 = do not, 2 is usual.")
+    cosine_screen: bool = setting(False, AGGREGATION,
+        "Leave out contributions that point away from the mean of the others; needs five contributions.")
+    async_mode: bool = setting(False, ASYNC, "Every contribution is a round of its own: nobody waits.", flags="--async")
+    dn_buffer_size: Count | None = setting(None, ASYNC,
+        "N of Delayed Nesterov: momentum takes part at every Nth contribution; 0 = off, which diverged in our "
+        "measurement.", "num_workers if asynchronous")
+    dylu: bool = setting(False, ASYNC, "Dynamic local updates: slower workers take fewer steps between exchanges.")
+    dylu_base_sync_every: Positive | None = setting(None, ASYNC, "H of the fastest worker.", "sync_every")
+    staleness_policy: Literal["log", "weight"] | None = setting(None, ASYNC,
+        "weight: late contributions count less; log: they are only noted.", "log if asynchronous, else weight")
+    max_staleness: Count | None = setting(None, ASYNC,
+        "Refuse contributions that are more rounds old.", "4, asynchronous: 16 per worker")
+    num_fragments: Positive | None = setting(None, STREAMING,
+        "Exchange the model in so many pieces.", f"{FIRST_WORKER} 1", flags="--num-fragments --fragments")
+    fragment_strategy: Literal["contiguous", "strided", "counted"] = setting("contiguous", STREAMING,
+        "contiguous: neighbouring layers together; strided: layer i in fragment i mod P; counted: as many tensors "
+        "in each, as clients of the older protocol cut.")
+    embeddings_apart: bool = setting(False, STREAMING, "Give the embedding tables a fragment of their own.")
+    fragment_delay: Count | None = setting(None, STREAMING,
+        "τ: steps between sending a fragment and adopting its agreement.",
+        f"{FIRST_WORKER} 0 for one fragment and up to 5 for several")
+    fragment_alpha: NotNegative | None = setting(None, STREAMING,
+        "α: how much of the local copy is kept then.", f"{FIRST_WORKER} 0")
+    fragment_carry: bool | None = setting(None, STREAMING,
+        "Keep the steps taken in between instead of mixing.", f"{FIRST_WORKER} only if τ is above a tenth of H")
+    codec: str | None = setting(None, STREAMING,
+        "How contributions travel: fp32, bf16, int8, int4, e3m0 or sparse64, with +feedback or +stochastic if you "
+        "like; \"int4,embeddings=int8,norms=fp32\" sets some tensors apart.", f"{FIRST_WORKER} bf16")
+    down_codec: str | None = setting(None, STREAMING,
+        "How agreements travel: the same, but not sparse; fp32 sends the weights, any other the change.",
+        "the one that goes with --codec")
+    deterministic: bool = setting(False, OUTER,
+        "Add contributions in the order of their workers' names, so that a repeated run has the same bits.")
+    outer_lr: NotNegative = setting(OUTER_LR, OUTER, "η of the outer step.")
+    outer_momentum: NotNegative = setting(OUTER_MOMENTUM, OUTER, "μ of the outer step.")
+    nesterov: bool = setting(True, OUTER, "Nesterov or plain momentum.")
+    save_dir: str | None = setting(None, SAVING,
+        "Folder that keeps the run; a run found there is resumed.",
+        "outerstep-run; from Python, or with --durability none: nothing is kept")
+    durability: Literal["round", "checkpoint", "none"] = setting("round", SAVING,
+        "round: every round is on disk before a worker hears of it; checkpoint: only saved states are; none: only "
+        "those that you ask for.")
+    model_files: str | None = setting(None, SAVING,
+        "Folder whose configuration and tokenizer go with every saved model.", "the model's own")
+    save_every: Count = setting(0, SAVING,
+        "Save a state every so many rounds too; 0 = when asked to, at the end, and when the journal is long.")
+    keep_saves: Positive = setting(3, SAVING, "Saved states to keep; older ones are deleted.")
+    resume: str | None = setting(None, SAVING,
+        "Resume from a saved state, or the newest in a folder; without a value: the run in --save-dir, which must "
+        "exist.", "the run in --save-dir, else a new one")
+    event_log: str | None = setting(None, SAVING, "File to append events to, as JSON lines.", "none")
+    host: str = setting(DEFAULT_HOST, NETWORK,
+        "Address to listen on; 0.0.0.0 = all of this machine's, so that other machines can join.")
+    port: Count | None = setting(DEFAULT_PORT, NETWORK,
+        "Port to listen on; 0 = any free one, none = the first from 8512 on.", "the first free one from 8512 on")
+    compat_port: Count | None = setting(None, NETWORK,
+        "Serve the documented torch.save endpoints on this port too, in plain HTTP without tokens.", "off")
+    compat_host: str | None = setting(None, NETWORK,
+        "Where that port listens; anyone who reaches it can change the model.", "127.0.0.1, with --insecure as --host")
+    advertise: str | None = setting(None, NETWORK,
+        "Host, or host:port, that the join string names.", "--host, for 0.0.0.0 this machine's address")
+    credentials: str | None = setting(None, SECURITY,
+        "Folder with the server's certificate and tokens.", "~/.config/outerstep")
+    tls_cert: str | None = setting(None, SECURITY, "Certificate to show, as a PEM file.", "one made at the first start")
+    tls_key: str | None = setting(None, SECURITY, "Its private key, as a PEM file.", "one made at the first start")
+    insecure: bool = setting(False, SECURITY,
+        "Plain HTTP without tokens: anyone who reaches the port can join, and read and change the model.")
+    remote_control: bool = setting(False, SECURITY, "Take control from other machines too, with the admin token.")
+    max_connections: Positive = setting(1024, LIMITS, "Connections open at the same time.")
+    pool_bytes: Positive = setting(512 << 20, LIMITS, "Memory for contributions on their way in, in bytes.")
+    spool_bytes: Count = setting(16 << 30, LIMITS, "Disk for them when that is full, in bytes; 0 = none.")
+    spool_dir: str | None = setting(None, LIMITS, "Where on disk.", "/var/tmp")
+    part_size_bytes: Positive = setting(PART_SIZE_BYTES, LIMITS, "Size of the parts that payloads travel in.")
+    drain_timeout_s: NotNegative = setting(600.0, LIMITS, "Seconds that a shutdown waits for the workers to finish.")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        _check_values(self)
+        super().__post_init__()
+        check_label(self, "tokenizer")
         _check_together(self)
 
     @property
     def wishes(self) -> Wishes:
-        return Wishes(
-            sync_every=self.sync_every,
-            codec=self.codec,
-            down_codec=self.down_codec,
-            num_fragments=self.num_fragments,
-            delay=self.fragment_delay,
-            alpha=self.fragment_alpha,
-            carry=self.fragment_carry,
-            tokenizer=self.tokenizer,
-        )
+        return wishes_of(self)
 
     @property
     def keeps(self) -> Literal["round", "checkpoint", "none"]:
@@ -156,37 +228,6 @@ class ServerConfig:
         if self.max_staleness is not None:
             return self.max_staleness
         return 16 * self.num_workers if self.async_mode else RoundRules.max_staleness
-
-
-def _check_values(config: ServerConfig) -> None:
-    """Each by itself: what it may be, and in which range."""
-    check_whole(
-        config, 1, "num_workers", "min_workers", "pool_bytes", "max_connections", "part_size_bytes", "keep_saves"
-    )
-    check_whole(config, 1, "bucket_size")
-    check_whole(config, 1, "attackers", "aggregation_iterations", optional=True)
-    check_whole(config, 0, "spool_bytes", "save_every")
-    check_whole(
-        config, 1, "sync_every", "num_fragments", "quorum", "dylu_base_sync_every", "token_budget", optional=True
-    )
-    check_whole(config, 0, "port", "compat_port", "fragment_delay", "dn_buffer_size", "max_staleness", optional=True)
-    check_number(config, 0.0, "heartbeat_timeout_s", "grace_s", "outer_lr", "outer_momentum", "drain_timeout_s")
-    check_number(config, 1.0, "max_weight_ratio")
-    check_number(config, 0.0, "norm_screen")
-    check_number(config, 0.0, "round_deadline_s", "start_deadline_s", optional=True)
-    check_number(config, 0.0, "fragment_alpha", "trim_fraction", "clip_radius", optional=True)
-    check_text(config, "host", optional=False)
-    check_text(config, "codec", "down_codec", "spool_dir", "save_dir", "resume", "model_files", "event_log")
-    check_text(config, "compat_host", "credentials", "tls_cert", "tls_key", "advertise", "tokenizer")
-    check_label(config, "tokenizer")
-    check_one_of(config, (True, False), "embeddings_apart", "nesterov", "async_mode", "dylu")
-    check_one_of(config, (True, False), "insecure", "remote_control", "deterministic", "cosine_screen")
-    check_one_of(config, get_args(RuleName), "aggregation")
-    check_one_of(config, (True, False, None), "fragment_carry")
-    check_one_of(config, ("log", "weight", None), "staleness_policy")
-    check_one_of(config, ("round", "checkpoint", "none"), "durability")
-    check_one_of(config, ("equal", "samples", "tokens"), "weight_by")
-    check_one_of(config, ("contiguous", "strided", "counted"), "fragment_strategy")
 
 
 def _check_together(config: ServerConfig) -> None:

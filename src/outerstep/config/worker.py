@@ -5,126 +5,146 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from ..coordination.worker.exchange import Patience
-from ..defaults import JOIN_TIMEOUT_S
+from ..defaults import JOIN_TIMEOUT_S, OUTER_LR, OUTER_MOMENTUM, PEER_HEARTBEAT_TIMEOUT_S
 from ..errors import ConfigError
 from ..security import redact
-from ..types import Wishes, WorkerId
-from .checks import check_label, check_mixing, check_number, check_one_of, check_text, check_whole
+from ..types import Count, Positive, Wishes, WorkerId
+from .checks import Checked, check_label, check_mixing, wishes_of
 from .keywords import unknown, values_of
+from .kinds import AtLeastOne, NotNegative
+from .setting import EXCHANGES, JOINING, NO_SERVER, PATIENCE, PEERS, REPLICAS, row, setting
 
 WITHOUT_SERVER = ("allreduce", "gossip", "torchft")
 TOPOLOGIES = ("server", *WITHOUT_SERVER)
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"  # where torchft itself looks for it
+AS_THE_RUN = "as the run has it"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 TYPO_RATIO = 0.75  # a name this similar to one of ours is a slip; any other may be the user's own topology
 
 
+# fmt: off
 @dataclass(frozen=True, kw_only=True)
-class ServerLinkConfig:
+class WorkerCommand(Checked):
+    """What `outerstep worker` is told beside a WorkerConfig."""
+
+    devices: str | None = setting(None, JOINING,
+        "CUDA_VISIBLE_DEVICES for the script.", "as it is", flags="-d --devices")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLinkConfig(Checked):
     """topology="server": how this worker deals with its server."""
 
-    connections: int = Patience.calls_in_flight  # parts of one exchange that travel at the same time
-    offline_after_s: float = 30.0  # without an answer from the server: train on, and contribute when it is back
-    offline_rounds: int = 4  # so many exchanges may stay open like that; then the worker waits
-    dylu: bool | None = None  # let the server set this worker's sync_every by its speed; None = if the run does so
-
-    def __post_init__(self) -> None:
-        check_whole(self, 1, "connections")
-        check_number(self, 0.0, "offline_after_s")
-        check_whole(self, 0, "offline_rounds")
-        check_one_of(self, (True, False, None), "dylu")
+    dylu: bool | None = setting(None, EXCHANGES,
+        "Let the server set this worker's sync_every by its speed.", "if the run does so")
+    connections: Positive = setting(Patience.calls_in_flight, EXCHANGES,
+        "Parts of one exchange that travel at the same time, each on a connection of its own.")
+    offline_after_s: NotNegative = setting(30.0, PATIENCE,
+        "After so many seconds without an answer: train on, and contribute when the server is back.")
+    offline_rounds: Count = setting(4, PATIENCE, "How many exchanges may stay open like that.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerlessConfig:
+class ServerlessConfig(Checked):
     """Every topology without a server: what a server would decide. All workers must say the same."""
 
-    outer_lr: float | None = None  # None from here on: the usual, which a server has as its default
-    outer_momentum: float | None = None
-    nesterov: bool | None = None
-    weight_by: Literal["equal", "samples", "tokens"] | None = None
-    on_divergence: Literal["stop", "repair"] = "stop"  # anchors that differ end the run, or one of them is taken
-
-    def __post_init__(self) -> None:
-        check_number(self, 0.0, "outer_lr", "outer_momentum", optional=True)
-        check_one_of(self, (True, False, None), "nesterov")
-        check_one_of(self, ("equal", "samples", "tokens", None), "weight_by")
-        check_one_of(self, ("stop", "repair"), "on_divergence")
+    outer_lr: NotNegative | None = setting(None, NO_SERVER,
+        "η of the outer step.", f"{OUTER_LR}, with a server as it says")
+    outer_momentum: NotNegative | None = setting(None, NO_SERVER,
+        "μ of the outer step.", f"{OUTER_MOMENTUM}, with a server as it says")
+    nesterov: bool | None = setting(None, NO_SERVER,
+        "Nesterov or plain momentum.", "Nesterov, with a server as it says")
+    weight_by: Literal["equal", "samples", "tokens"] | None = setting(None, NO_SERVER,
+        "What a contribution's weight is: equal for all, or its size.", "equal, with a server as it says")
+    on_divergence: Literal["stop", "repair"] = setting("stop", NO_SERVER,
+        "If anchors differ that should be the same: stop, or continue with rank 0's (torchft: what most hold).")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduceConfig:
+class AllReduceConfig(Checked):
     """topology="allreduce" (docs/concepts/allreduce.md)."""
 
-    peer_timeout_s: float = 1800.0  # how long to wait for a rank that is alive and does not exchange
-
-    def __post_init__(self) -> None:
-        check_number(self, 1.0, "peer_timeout_s")
+    peer_timeout_s: AtLeastOne = setting(1800.0, NO_SERVER,
+        "Seconds to wait for a rank that is alive and does not exchange.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchftConfig:
+class TorchftConfig(Checked):
     """topology="torchft": replicas that meet at a lighthouse (docs/concepts/torchft.md)."""
 
-    lighthouse: str | None = None  # host:port; None = TORCHFT_LIGHTHOUSE
-    min_replicas: int = 1  # fewer agree on nothing, and wait
-    quorum_timeout_s: float = 300.0  # of one try to meet the others; then the worker tries again
-    transfer_timeout_s: float = 60.0  # of what a quorum does together: a slower replica is left out
-    replica_backend: Literal["gloo", "nccl"] = "gloo"  # what values travel by, from host memory or from GPU to GPU
+    lighthouse: str | None = setting(None, REPLICAS,
+        "host:port of the lighthouse (`outerstep lighthouse`) that torchft's replicas meet at.", "TORCHFT_LIGHTHOUSE")
+    min_replicas: Positive = setting(1, REPLICAS, "How many replicas must take part for an exchange to count.")
+    quorum_timeout_s: AtLeastOne = setting(300.0, REPLICAS,
+        "Seconds that one attempt to meet the other replicas waits; then the worker tries again.")
+    transfer_timeout_s: AtLeastOne = setting(60.0, REPLICAS,
+        "Seconds for what the replicas of a quorum do together; a slower replica is left out.")
+    replica_backend: Literal["gloo", "nccl"] = setting("gloo", REPLICAS,
+        "What values travel by between replicas: gloo from host memory, or nccl from GPU to GPU.")
 
     def __post_init__(self) -> None:
-        check_text(self, "lighthouse")
-        check_whole(self, 1, "min_replicas")
-        check_number(self, 1.0, "quorum_timeout_s", "transfer_timeout_s")
-        check_one_of(self, ("gloo", "nccl"), "replica_backend")
+        super().__post_init__()
         if self.lighthouse is not None:
             parse_lighthouse(self.lighthouse)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GossipConfig:
+class GossipConfig(Checked):
     """topology="gossip" (docs/concepts/gossip.md). None from `aggregation` on = as the run has it; a founder: the
     usual."""
 
-    peers: str | None = None  # addresses or join strings to join through, with spaces between; None = found a run
-    listen: str = "0.0.0.0:0"  # host:port for the other peers; port 0 = any free one
-    advertise: str | None = None  # host, or host:port, that others should call; None = found out
-    peer_dir: str | None = None  # keeps who this peer is and what it has said; None = a restart is another peer
-    insecure: bool = False  # plain HTTP without tokens
-    announce: bool = False  # print the join string, and what to type on the next machine
-    aggregation: str | None = None  # core/robust
-    trim_fraction: float | None = None
-    cosine_screen: bool | None = None
-    bucket_size: int | None = None
-    min_peers: int | None = None
-    attackers: int | None = None  # so many peers may say what they like, of more than three times as many
-    round_deadline_s: float | None = None
-    heartbeat_timeout_s: float | None = None  # of silence until a peer counts as dead
-    pattern: Literal["all", "pairs", "exponential"] | None = None  # who exchanges with whom
+    peers: str | None = setting(None, PEERS,
+        "Peers to join through: addresses or join strings, several with spaces between.",
+        "none: found a run", flags="--join")
+    listen: str = setting("0.0.0.0:0", PEERS,
+        "host:port on which the other peers reach this one; port 0 = any free one.")
+    advertise: str | None = setting(None, PEERS, "Host, or host:port, that the others should call.", "found out")
+    peer_dir: str | None = setting(None, PEERS,
+        "Folder that keeps this peer's identity and what it has said.",
+        "none, a restart is then another peer; `outerstep peer`: outerstep-peer")
+    insecure: bool = setting(False, PEERS,
+        "Plain HTTP without tokens: anyone who reaches a peer's port can join, and read and change the model.")
+    announce: bool = setting(False, PEERS,
+        "Print the join string and what to type on the next machine; `outerstep peer` does unless told not to.")
+    aggregation: str | None = setting(None, PEERS,
+        "How contributions become one: mean, trimmed_mean, median, krum, multi_krum, geometric_median or "
+        "centered_clipping.", "as the run has it, founder: mean")
+    trim_fraction: NotNegative | None = setting(None, PEERS,
+        "Of trimmed_mean: how much is cut off at each end.", "a fifth, and at least one")
+    cosine_screen: bool | None = setting(None, PEERS,
+        "Leave out contributions that point away from the mean of the others (five peers or more).",
+        "as the run has it, founder: off")
+    bucket_size: Positive | None = setting(None, PEERS,
+        "2 averages random pairs before the rule.", "as the run has it, founder: 1")
+    min_peers: Positive | None = setting(None, PEERS,
+        "No round is made of fewer contributions.", "as the run has it, founder: 2, or what the rule needs")
+    attackers: Count | None = setting(None, PEERS,
+        "How many peers may lie; a run withstands fewer than a third.",
+        "as the run has it, founder: 1", flags="--attackers --liars")
+    round_deadline_s: NotNegative | None = setting(None, PEERS,
+        "A round waits so many seconds after its first contribution.", "as the run has it, founder: for all alive")
+    heartbeat_timeout_s: NotNegative | None = setting(None, PEERS,
+        "Seconds of silence until a peer counts as dead.", f"{AS_THE_RUN}, founder: {PEER_HEARTBEAT_TIMEOUT_S:g}")
+    pattern: Literal["all", "pairs", "exponential"] | None = setting(None, PEERS,
+        "Who exchanges with whom: all with all, or each round with one other, drawn at random or in turn.",
+        "as the run has it, founder: all")
 
     def __post_init__(self) -> None:
-        check_text(self, "listen", optional=False)
-        check_text(self, "peers", "advertise", "peer_dir", "aggregation")
+        super().__post_init__()
         if self.peers is not None and not self.peers.split():
             raise ConfigError(
                 "peers (--join) is empty: give the join string or the address of a peer, or leave it out to found a run"
             )
-        check_one_of(self, (True, False), "insecure", "announce")
-        check_number(self, 0.0, "trim_fraction", "round_deadline_s", "heartbeat_timeout_s", optional=True)
-        check_one_of(self, (True, False, None), "cosine_screen")
-        check_whole(self, 1, "bucket_size", "min_peers", optional=True)
-        check_whole(self, 0, "attackers", optional=True)
-        check_one_of(self, ("all", "pairs", "exponential", None), "pattern")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(Checked):
     """Everything a worker can be told. None = follow the plan of the run, or without a server the usual.
 
     `build(WorkerConfig, {"topology": "gossip", "min_peers": 3})` takes every setting by its name, wherever it stands.
@@ -136,30 +156,53 @@ class WorkerConfig:
         "liars": "attackers",
     }
 
-    topology: str = "server"  # one of TOPOLOGIES, or the name of one's own (worker/connect.py)
-    server_addr: str | None  # host:port, a join string, or http://host:port for an insecure server
-    credentials: str | None = None  # the folder that `outerstep join` fills; None = ~/.config/outerstep
-    worker_id: str | None = None  # None = made from host name and process
-    sync_every: int | None = None
-    num_fragments: int | None = None
-    bf16_comm: bool | None = None  # True = bf16, False = fp32 on the wire
-    codec: str | None = None  # of contributions, for more than those two; core/codecs/recipe.py
-    down_codec: str | None = None  # of agreements
-    fragment_delay: int | None = None  # τ, as in ServerConfig
-    fragment_alpha: float | None = None
-    fragment_carry: bool | None = None
-    tokenizer: str | None = None  # its name or hash, which must be the run's
-    buffers: Literal["average", "local", "server"] = "average"  # persistent floating-point buffers (BatchNorm's, …)
-    anchor: Literal["device", "host"] = "device"  # where the anchor is kept: beside the model, or in host memory
-    group: Literal["auto", "off"] = "auto"  # the processes of a torchrun job are one worker; off = each is its own
-    heartbeat_interval_s: float = 30.0
-    on_exit: Literal["global", "local"] = "global"  # what `model` holds afterwards: the agreed weights, or its own
-    join_timeout_s: float = JOIN_TIMEOUT_S
-    give_up_after_s: float = 7200.0  # without any answer from the others: one clear error
-    stalled_after_s: float = 900.0  # without an optimizer step: stop beating, so that the others go on; 0 = never
-    exit_patience_s: float = 60.0  # how long a clean exit waits for a round that cannot close; ten times for no server
-    handle_signals: bool = True  # on SIGTERM, SIGUSR1 or Ctrl-C: contribute and leave
-    preempt_patience_s: float = 20.0  # after such a signal: be gone within so many seconds, or at the next step
+    topology: str = setting("server", JOINING,
+        "With whom to agree: server = through a server; allreduce = the ranks of the job among themselves; gossip "
+        "= peers that join and leave; torchft = replicas that meet at a lighthouse; or the name of a topology "
+        "that the script registers.")
+    server_addr: str | None = field(metadata=row(JOINING,
+        "The server's host:port, or its whole join string; http://host:port for a server started with --insecure.",
+        "none; topology server needs it", flags="--server"))
+    credentials: str | None = setting(None, JOINING,
+        "Folder in which `outerstep join` stores tokens and fingerprints.", "~/.config/outerstep")
+    worker_id: str | None = setting(None, JOINING, "A name that survives restarts.", "made from host and process")
+    heartbeat_interval_s: NotNegative = setting(30.0, JOINING, "Seconds between signs of life.")
+    join_timeout_s: NotNegative = setting(JOIN_TIMEOUT_S, JOINING,
+        "Seconds to wait for a server that does not answer yet.")
+    sync_every: Positive | None = setting(None, EXCHANGES, "H: local steps between two exchanges.", AS_THE_RUN)
+    num_fragments: Positive | None = setting(None, EXCHANGES,
+        "Exchange the model in so many pieces.", AS_THE_RUN, flags="--num-fragments --fragments")
+    bf16_comm: bool | None = setting(None, EXCHANGES, "Send bf16, or with --no-bf16 fp32.", AS_THE_RUN, flags="--bf16")
+    codec: str | None = setting(None, EXCHANGES,
+        "How contributions travel; says more than --bf16 can.", AS_THE_RUN)
+    down_codec: str | None = setting(None, EXCHANGES, "How agreements travel.", AS_THE_RUN)
+    fragment_delay: Count | None = setting(None, EXCHANGES,
+        "τ: steps between sending a fragment and adopting its agreement.", AS_THE_RUN)
+    fragment_alpha: NotNegative | None = setting(None, EXCHANGES,
+        "α: how much of the local copy is kept then.", AS_THE_RUN)
+    fragment_carry: bool | None = setting(None, EXCHANGES,
+        "Keep the steps taken in between instead of mixing.", AS_THE_RUN)
+    tokenizer: str | None = setting(None, EXCHANGES,
+        "The tokenizer's name or hash, which must be the run's.", "not checked")
+    buffers: Literal["average", "local", "server"] = setting("average", EXCHANGES,
+        "Persistent floating-point buffers (BatchNorm's): the workers' mean, each its own, or the server's.")
+    anchor: Literal["device", "host"] = setting("device", EXCHANGES,
+        "Keep the last agreed weights beside the model, or in host memory if a GPU has no room for them.")
+    group: Literal["auto", "off"] = setting("auto", EXCHANGES,
+        "Be one worker together with the other ranks of a torchrun job, or each rank its own.")
+    on_exit: Literal["global", "local"] = setting("global", EXCHANGES,
+        "What the model holds afterwards: the agreed weights or its own.")
+    give_up_after_s: NotNegative = setting(7200.0, PATIENCE,
+        "End with an error after so many seconds without an answer.")
+    stalled_after_s: NotNegative = setting(900.0, PATIENCE,
+        "Without an optimizer step for so many seconds: stop the heartbeats, so that the others continue; 0 = never.")
+    exit_patience_s: NotNegative = setting(60.0, PATIENCE,
+        "Seconds that a clean exit waits for a round that cannot close.")
+    handle_signals: bool = setting(True, PATIENCE,
+        "On SIGTERM, SIGUSR1 or Ctrl-C: contribute what is left at the next step, and leave.")
+    preempt_patience_s: NotNegative = setting(20.0, PATIENCE,
+        "Be gone within so many seconds of such a signal, or at the next step if that is later.")
+    # fmt: on
     server: ServerLinkConfig = ServerLinkConfig()
     serverless: ServerlessConfig = ServerlessConfig()
     allreduce: AllReduceConfig = AllReduceConfig()
@@ -167,27 +210,6 @@ class WorkerConfig:
     gossip: GossipConfig = GossipConfig()
 
     def __post_init__(self) -> None:
-        check_whole(self, 1, "sync_every", "num_fragments", optional=True)
-        check_whole(self, 0, "fragment_delay", optional=True)
-        check_number(self, 0.0, "heartbeat_interval_s", "join_timeout_s", "give_up_after_s")
-        check_number(self, 0.0, "exit_patience_s", "stalled_after_s", "preempt_patience_s")
-        check_number(self, 0.0, "fragment_alpha", optional=True)
-        check_one_of(self, (True, False, None), "fragment_carry")
-        check_one_of(self, ("average", "local", "server"), "buffers")
-        check_mixing(self.fragment_alpha, self.fragment_carry)
-        check_text(self, "topology", optional=False)
-        check_text(self, "server_addr", "credentials", "tokenizer", "codec", "down_codec")
-        check_label(self, "tokenizer")
-        check_one_of(self, (None, True, False), "bf16_comm")
-        check_one_of(self, (True, False), "handle_signals")
-        check_one_of(self, ("global", "local"), "on_exit")
-        check_one_of(self, ("auto", "off"), "group")
-        check_one_of(self, ("device", "host"), "anchor")
-        if self.codec is not None and self.bf16_comm is not None:
-            raise ConfigError(
-                f"bf16_comm is short for codec, got both (codec={self.codec!r}): leave one of the two out"
-            )
-        _check_topology(self)
         if self.worker_id is not None:
             try:
                 msgspec.convert(self.worker_id, WorkerId)
@@ -196,6 +218,14 @@ class WorkerConfig:
                     f"worker_id must be 1 to 128 letters, digits, '.', ':', '-' or '_', beginning with a letter, digit "
                     f"or '_'; got {self.worker_id!r}"
                 ) from error
+        super().__post_init__()
+        check_mixing(self.fragment_alpha, self.fragment_carry)
+        check_label(self, "tokenizer")
+        if self.codec is not None and self.bf16_comm is not None:
+            raise ConfigError(
+                f"bf16_comm is short for codec, got both (codec={self.codec!r}): leave one of the two out"
+            )
+        _check_topology(self)
 
     def __repr__(self) -> str:
         """Without the token that a join string holds."""
@@ -211,16 +241,7 @@ class WorkerConfig:
     @property
     def wishes(self) -> Wishes:
         cast = None if self.bf16_comm is None else ("bf16" if self.bf16_comm else "fp32")
-        return Wishes(
-            sync_every=self.sync_every,
-            codec=self.codec or cast,
-            down_codec=self.down_codec,
-            num_fragments=self.num_fragments,
-            delay=self.fragment_delay,
-            alpha=self.fragment_alpha,
-            carry=self.fragment_carry,
-            tokenizer=self.tokenizer,
-        )
+        return wishes_of(self, codec=self.codec or cast)
 
     @staticmethod
     def current_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:

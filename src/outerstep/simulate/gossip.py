@@ -290,8 +290,8 @@ class SimPeer:
             self.world.send(self, asker, lambda: asker.given_whole(self, fragment, version, anchor))
 
     def given_whole(self, giver: SimPeer, fragment: int, version: int, anchor: str) -> None:
-        """The newest that more than f say the same of, if there are so many others."""
-        if fragment not in self._lost:
+        """The newest that enough members name. (A node asks members only.)"""
+        if fragment not in self._lost or all(member.peer_id != giver.name for member in self.machine.state.members):
             return
         heard = self._answers.setdefault(fragment, {})
         heard[giver.name] = (version, anchor)

@@ -296,7 +296,7 @@ class TestWorker:
 
     @pytest.mark.parametrize("bf16_comm", ["no", "", 0, 1, 1.0, []], ids=repr)
     def test_bf16_comm_is_true_false_or_open_and_nothing_like_it(self, bf16_comm: object) -> None:
-        message = f"bf16_comm must be one of None, True, False, got {bf16_comm!r}"
+        message = f"bf16_comm must be one of True, False, None, got {bf16_comm!r}"
         with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
             worker(bf16_comm=bf16_comm)
 
