@@ -29,7 +29,7 @@ def check_seeds(seeds: range) -> Counter[str]:
         history = run_gossip(GossipScenario.drawn(seed), seed)
         violations += [f"python -m outerstep.simulate --gossip {seed}: {line}" for line in history.violations]
         faults += history.faults
-        rounds += history.rounds
+        rounds += history.round_count
     assert not violations, "\n".join(violations[:10])
     assert rounds > 2 * len(seeds)
     return faults
@@ -62,7 +62,7 @@ def test_rubbish_and_withheld_bytes_stop_nobody() -> None:
     for lie in ("rubbish", "withholds", "frames"):
         history = run_gossip(GossipScenario(liar=1, lie=lie, round_deadline_s=20.0, calm_after_s=120.0), 1)
         assert not history.violations
-        assert history.rounds > 3
+        assert history.round_count > 3
 
 
 def plant_small_quorum(monkeypatch: pytest.MonkeyPatch) -> None:

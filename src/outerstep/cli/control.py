@@ -22,6 +22,7 @@ app = typer.Typer(
     "only, unless started with --remote-control.",
 )
 
+OneWorker = Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `outerstep status` shows it.")]
 Worker = Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Its id. Left out: all workers.")]
 Reason = Annotated[str, typer.Option(help="Shown in logs, and to the workers.")]
 
@@ -38,21 +39,13 @@ def save(context: typer.Context) -> None:
 
 
 @app.command()
-def kick(
-    context: typer.Context,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `outerstep status` shows it.")],
-    reason: Reason = "",
-) -> None:
+def kick(context: typer.Context, worker: OneWorker, reason: Reason = "") -> None:
     """Remove a worker; it must be restarted to rejoin."""
     _send(context, kind="kick", worker_id=worker, reason=reason)
 
 
 @app.command()
-def pardon(
-    context: typer.Context,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `outerstep status` shows it.")],
-    reason: Reason = "",
-) -> None:
+def pardon(context: typer.Context, worker: OneWorker, reason: Reason = "") -> None:
     """End a worker's quarantine and clear its offences."""
     _send(context, kind="pardon", worker_id=worker, reason=reason)
 

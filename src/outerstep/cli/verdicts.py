@@ -35,6 +35,18 @@ class Finding:
     remedy: str = ""
 
 
+def ok(check: str, found: str, remedy: str = "") -> Finding:
+    return Finding(check, "ok", found, remedy)
+
+
+def warn(check: str, found: str, remedy: str) -> Finding:
+    return Finding(check, "warn", found, remedy)
+
+
+def fail(check: str, found: str, remedy: str) -> Finding:
+    return Finding(check, "fail", found, remedy)
+
+
 # --- this machine ---------------------------------------------------------------------------------------------------
 
 
@@ -42,8 +54,8 @@ def software(python: str, outerstep: str, torch: str, error: str = "") -> Findin
     """`torch`: its version, "" if it cannot be imported, and why."""
     here = f"Python {python}, outerstep {outerstep}"
     if not torch:
-        return Finding("software", "fail", f"{here}; torch cannot be imported: {error}", "pip install torch")
-    return Finding("software", "ok", f"{here}, torch {torch}")
+        return fail("software", f"{here}; torch cannot be imported: {error}", "pip install torch")
+    return ok("software", f"{here}, torch {torch}")
 
 
 @dataclass(frozen=True)
@@ -69,20 +81,16 @@ def gpus(facts: Gpus) -> Finding:
     if facts.devices:
         return _usable(facts)
     if not facts.driver:
-        return Finding("GPU", "ok", "none: training here runs on the CPU; a server needs none")
+        return ok("GPU", "none: training here runs on the CPU; a server needs none")
     there = f"NVIDIA driver {facts.driver} is here, but torch uses no GPU"
     if facts.visible is not None and facts.visible.strip() in ("", "-1"):
-        return Finding("GPU", "warn", f"{there}: CUDA_VISIBLE_DEVICES={facts.visible!r} hides them", "unset it")
+        return warn("GPU", f"{there}: CUDA_VISIBLE_DEVICES={facts.visible!r} hides them", "unset it")
     if not facts.built_for:
-        return Finding(
-            "GPU",
-            "warn",
-            f"{there}: this torch is built without CUDA",
-            "install a CUDA build: pytorch.org, Get Started",
+        return warn(
+            "GPU", f"{there}: this torch is built without CUDA", "install a CUDA build: pytorch.org, Get Started"
         )
-    return Finding(
+    return warn(
         "GPU",
-        "warn",
         f"{there}: it is built for {facts.built_for}" + (f"; {facts.error}" if facts.error else ""),
         "update the driver, or install a torch that is built for what `nvidia-smi` shows",
     )
@@ -95,18 +103,15 @@ def _usable(facts: Gpus) -> Finding:
     crowded = [i for i, gpu in enumerate(facts.devices) if gpu.free_bytes < gpu.total_bytes / 2]
     if crowded:
         which = ", ".join(map(str, crowded))
-        return Finding(
-            "GPU", "warn", found, f"another program uses GPU {which}: choose others with `outerstep worker -d`"
-        )
-    return Finding("GPU", "ok", found)
+        return warn("GPU", found, f"another program uses GPU {which}: choose others with `outerstep worker -d`")
+    return ok("GPU", found)
 
 
 def threads(cores: int, seen: int, omp: str | None) -> Finding:
     """`cores`: available to this process (a container may have fewer than the machine); `seen`: torch's default."""
     if omp is None and cores < seen:
-        return Finding(
+        return warn(
             "CPU",
-            "warn",
             f"{cores} core(s) may be used, {seen} are seen, and OMP_NUM_THREADS is not set",
             f"set OMP_NUM_THREADS={cores}: more threads than cores stall each other",
         )
@@ -114,19 +119,17 @@ def threads(cores: int, seen: int, omp: str | None) -> Finding:
         several = (
             f"with several workers on this machine give each its share: OMP_NUM_THREADS={max(cores // 2, 1)} for two"
         )
-        return Finding("CPU", "ok", f"{cores} core(s); OMP_NUM_THREADS is not set, so each process uses all", several)
+        return ok("CPU", f"{cores} core(s); OMP_NUM_THREADS is not set, so each process uses all", several)
     if omp.isdecimal() and int(omp) > cores:
-        return Finding("CPU", "warn", f"OMP_NUM_THREADS={omp}, but {cores} core(s)", f"set it to {cores} or less")
-    return Finding("CPU", "ok", f"{cores} core(s), OMP_NUM_THREADS={omp}")
+        return warn("CPU", f"OMP_NUM_THREADS={omp}, but {cores} core(s)", f"set it to {cores} or less")
+    return ok("CPU", f"{cores} core(s), OMP_NUM_THREADS={omp}")
 
 
 def open_files(soft: int, hard: int) -> Finding:
     if soft < FEW_FILES:
-        return Finding(
-            "open files", "warn", f"at most {soft}", f"`ulimit -n {min(4096, hard)}`; for a service LimitNOFILE=4096"
-        )
+        return warn("open files", f"at most {soft}", f"`ulimit -n {min(4096, hard)}`; for a service LimitNOFILE=4096")
     room = soft - FILES_BESIDE_CONNECTIONS
-    return Finding("open files", "ok", f"at most {soft}: enough for a worker, and for a server's {room} connections")
+    return ok("open files", f"at most {soft}: enough for a worker, and for a server's {room} connections")
 
 
 @dataclass(frozen=True)
@@ -144,22 +147,17 @@ class DiskProbe:
 def disk(facts: DiskProbe, needed_bytes: int = LITTLE_DISK_BYTES) -> Finding:
     where = facts.folder if facts.folder == facts.tried else f"{facts.folder} (to be made in {facts.tried})"
     if facts.error is not None:
-        return Finding(
+        return fail(
             facts.what,
-            "fail",
             f"{where} cannot be written: {facts.error.strerror or facts.error}",
             _disk_remedy(facts.error.errno, facts.tried),
         )
     found = f"{where}: {size(facts.free_bytes)} free, a synced write takes {_seconds(facts.fsync_s)}"
     if facts.free_bytes < needed_bytes:
-        return Finding(
-            facts.what, "warn", found, f"make room: {size(needed_bytes)} should be free, or choose another folder"
-        )
+        return warn(facts.what, found, f"make room: {size(needed_bytes)} should be free, or choose another folder")
     if facts.fsync_s > SLOW_FSYNC_S:
-        return Finding(
-            facts.what, "warn", found, "each round is synced to it: choose a faster disk, not a network folder"
-        )
-    return Finding(facts.what, "ok", found)
+        return warn(facts.what, found, "each round is synced to it: choose a faster disk, not a network folder")
+    return ok(facts.what, found)
 
 
 def _disk_remedy(number: int | None, folder: str) -> str:
@@ -176,20 +174,17 @@ def secrets(folder: str, exists: bool, open_to_others: Sequence[tuple[str, int, 
     """`open_to_others`: path, mode, and whether it is a folder, of everything that others can read or change there."""
     if not exists:
         found = f"nothing is stored in {folder} yet; `outerstep join` or a server's first start stores them there"
-        return Finding("secrets", "ok", found)
+        return ok("secrets", found)
     if open_to_others:
         path, mode, is_folder = open_to_others[0]
         found = f"{path} is open to others (mode {mode:04o}), and will be refused"
-        return Finding("secrets", "fail", found, f"chmod {'700' if is_folder else '600'} {path}")
-    return Finding("secrets", "ok", f"{folder} is yours alone")
+        return fail("secrets", found, f"chmod {'700' if is_folder else '600'} {path}")
+    return ok("secrets", f"{folder} is yours alone")
 
 
 def unreadable(folder: str, error: OSError) -> Finding:
-    return Finding(
-        "secrets",
-        "fail",
-        f"{error.filename or folder} cannot be read: {error.strerror}",
-        f"chown it to yourself: {folder}",
+    return fail(
+        "secrets", f"{error.filename or folder} cannot be read: {error.strerror}", f"chown it to yourself: {folder}"
     )
 
 
@@ -198,42 +193,34 @@ def unreadable(folder: str, error: OSError) -> Finding:
 
 def name(host: str, addresses: Sequence[str], error: str = "") -> Finding:
     if not addresses:
-        return Finding(
-            "address",
-            "fail",
-            f"{host} has no address: {error}",
-            "check the name for a typo, or use the numeric address",
+        return fail(
+            "address", f"{host} has no address: {error}", "check the name for a typo, or use the numeric address"
         )
-    return Finding("address", "ok", host if [host] == list(addresses) else f"{host} is {', '.join(addresses)}")
+    return ok("address", host if [host] == list(addresses) else f"{host} is {', '.join(addresses)}")
 
 
 def port(host: str, number: int, error: OSError | None, took_s: float) -> Finding:
     """Refused, swallowed and unreachable have different causes."""
     address = write_address(host, number)
     if error is None:
-        return Finding("port", "ok", f"{address} takes connections ({_seconds(took_s)})")
+        return ok("port", f"{address} takes connections ({_seconds(took_s)})")
     if isinstance(error, ConnectionRefusedError):
         there = (
             "start it, or check which port it listens on"
             if is_loopback(host)
             else "does it run, and on this port? Without --host 0.0.0.0 it listens for its own machine only (127.0.0.1)"
         )
-        return Finding("port", "fail", f"{address} refuses: nobody listens there", there)
+        return fail("port", f"{address} refuses: nobody listens there", there)
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return Finding(
+        return fail(
             "port",
-            "fail",
             f"{address} does not answer at all",
             f"a firewall drops it, or the address is wrong: allow TCP port {number} on the server's machine "
             f"(`ufw allow {number}/tcp`), and behind a router or in a cloud forward or allow it there too",
         )
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return Finding(
-            "port", "fail", f"there is no route to {address}: {error.strerror}", "check the network, VPN or tunnel"
-        )
-    return Finding(
-        "port", "fail", f"{address}: {error.strerror or error}", "check whether this machine reaches others at all"
-    )
+        return fail("port", f"there is no route to {address}: {error.strerror}", "check the network, VPN or tunnel")
+    return fail("port", f"{address}: {error.strerror or error}", "check whether this machine reaches others at all")
 
 
 @dataclass(frozen=True)
@@ -251,9 +238,8 @@ def certificate(address: str, expected: str | None, pinned: bool, shown: ShownCe
     if shown.error is not None:
         return _no_handshake(address, shown.error)
     if expected is not None and shown.fingerprint != expected:
-        return Finding(
+        return fail(
             "certificate",
-            "fail",
             f"{address} shows another certificate than the one known here: expected sha256 {expected}, "
             f"got {shown.fingerprint}",
             "if the server was moved or its credentials were recreated: `outerstep join -` with its new join string. "
@@ -262,13 +248,12 @@ def certificate(address: str, expected: str | None, pinned: bool, shown: ShownCe
     how = "is the one known here" if pinned else "is not known here, so not checked"
     found = f"sha256 {shown.fingerprint[:16]}… {how}"
     if (shown.begins is not None and now < shown.begins) or (shown.ends is not None and now > shown.ends):
-        return Finding(
+        return warn(
             "certificate",
-            "warn",
             f"{found}; by this machine's clock it is not valid now ({_day(shown.begins)} to {_day(shown.ends)})",
             "outerstep checks only the fingerprint, but browsers and proxies check the date; check the clock",
         )
-    return Finding("certificate", "ok", f"{found}; TLS 1.3, valid until {_day(shown.ends)}")
+    return ok("certificate", f"{found}; TLS 1.3, valid until {_day(shown.ends)}")
 
 
 def _no_handshake(address: str, error: Exception) -> Finding:
@@ -276,19 +261,15 @@ def _no_handshake(address: str, error: Exception) -> Finding:
         remedy = f"if it was started with --insecure, and you trust the network: http://{address}"
         if isinstance(error.__cause__, ssl.SSLCertVerificationError):
             remedy = "use its whole join string, with #sha256=… at the end"
-        return Finding("certificate", "fail", str(error).split(". ")[0], remedy)
-    return Finding(
-        "certificate",
-        "fail",
-        f"no TLS with {address}: {error}",
-        "something on the path (a proxy?) may end the connection",
+        return fail("certificate", str(error).split(". ")[0], remedy)
+    return fail(
+        "certificate", f"no TLS with {address}: {error}", "something on the path (a proxy?) may end the connection"
     )
 
 
 def unencrypted(address: str) -> Finding:
-    return Finding(
+    return warn(
         "certificate",
-        "warn",
         f"http://{address} has neither encryption nor tokens: anyone who reaches the port can change the model",
         "start the server without --insecure, unless only you can reach it",
     )
@@ -304,12 +285,12 @@ def token(kind: str, status: Mapping[str, Any] | None, error: OuterstepError | N
         }.get(kind, "none is needed")
         return Finding("token", "warn" if kind == "admin" else "ok", may, _ADMIN_REMEDY if kind == "admin" else "")
     if isinstance(error, Unauthorized):
-        return Finding("token", "fail", error.message, error.hint)
+        return fail("token", error.message, error.hint)
     if isinstance(error, TlsRequired):
-        return Finding("token", "fail", "the server requires TLS, but the address says http://", "leave http:// out")
+        return fail("token", "the server requires TLS, but the address says http://", "leave http:// out")
     if isinstance(error, Refused):
-        return Finding("token", "fail", error.message, error.hint)
-    return Finding("token", "fail", str(error), "")
+        return fail("token", error.message, error.hint)
+    return fail("token", str(error), "")
 
 
 _ADMIN_REMEDY = "for workers use the join string that `outerstep token show` prints"
@@ -317,7 +298,7 @@ _ADMIN_REMEDY = "for workers use the join string that `outerstep token show` pri
 
 def no_credentials(message: str) -> Finding:
     rule, _, remedy = message.partition(": ")
-    return Finding("token", "fail", rule, remedy)
+    return fail("token", rule, remedy)
 
 
 def server(status: Mapping[str, Any], outerstep: str, protocol: int, theirs: int | None) -> Finding:
@@ -326,57 +307,46 @@ def server(status: Mapping[str, Any], outerstep: str, protocol: int, theirs: int
         f"outerstep {status.get('outerstep', '?')}, run {status.get('run_id', '?')}, round {status.get('sync_round')}"
     )
     if status.get("failure"):
-        return Finding(
-            "server", "fail", f"{found}; it has stopped: {status['failure']}", "restart it; its log has the cause"
-        )
+        return fail("server", f"{found}; it has stopped: {status['failure']}", "restart it; its log has the cause")
     if theirs is not None and theirs != protocol:
         older = "here" if theirs > protocol else "there"
-        return Finding(
-            "server", "fail", f"{found}; protocol {theirs}, here it is {protocol}", f"update outerstep {older}"
-        )
+        return fail("server", f"{found}; protocol {theirs}, here it is {protocol}", f"update outerstep {older}")
     if status.get("closing"):
-        return Finding(
-            "server", "warn", f"{found}; shutting down: {status['closing']}", "no worker can join it any more"
-        )
+        return warn("server", f"{found}; shutting down: {status['closing']}", "no worker can join it any more")
     if status.get("outerstep") != outerstep:
-        return Finding(
-            "server", "warn", f"{found}, here it is {outerstep}", "the versions are compatible; update when you can"
-        )
-    return Finding("server", "ok", f"{found}, {len(status.get('workers') or {})} worker(s)")
+        return warn("server", f"{found}, here it is {outerstep}", "the versions are compatible; update when you can")
+    return ok("server", f"{found}, {len(status.get('workers') or {})} worker(s)")
 
 
 def clock(ahead_s: float) -> Finding:
     """`ahead_s`: the server's clock minus this machine's."""
     if abs(ahead_s) > CLOCKS_APART_S:
         which = "ahead of" if ahead_s > 0 else "behind"
-        return Finding(
+        return warn(
             "clock",
-            "warn",
             f"the server's is {duration(abs(ahead_s))} {which} this one",
             "no round depends on it, but logs are hard to compare: `timedatectl set-ntp true`",
         )
-    return Finding("clock", "ok", f"{abs(ahead_s):.1f} s apart")
+    return ok("clock", f"{abs(ahead_s):.1f} s apart")
 
 
 def latency(samples_s: Sequence[float]) -> Finding:
     middle = median(samples_s)
     found = f"{_seconds(middle)} there and back (median of {len(samples_s)})"
     if middle > FAR_AWAY_S:
-        return Finding(
-            "latency", "warn", found, "slow even for another continent: check for a saturated link or a busy server"
-        )
-    return Finding("latency", "ok", found)
+        return warn("latency", found, "slow even for another continent: check for a saturated link or a busy server")
+    return ok("latency", found)
 
 
 def bandwidth(up_bytes_per_s: float, down_bytes_per_s: float, connections: int) -> Finding:
     lanes = f"over {connections} connection(s)"
-    return Finding("bandwidth", "ok", f"up {_rate(up_bytes_per_s)}, down {_rate(down_bytes_per_s)}, {lanes}")
+    return ok("bandwidth", f"up {_rate(up_bytes_per_s)}, down {_rate(down_bytes_per_s)}, {lanes}")
 
 
 def unmeasured(error: OuterstepError) -> Finding:
     if isinstance(error, NotFound):
-        return Finding("bandwidth", "warn", "the server is older than this check", "update outerstep there")
-    return Finding("bandwidth", "fail", f"it could not be measured: {error}", "the connection breaks under load: retry")
+        return warn("bandwidth", "the server is older than this check", "update outerstep there")
+    return fail("bandwidth", f"it could not be measured: {error}", "the connection breaks under load: retry")
 
 
 @dataclass(frozen=True)
@@ -400,18 +370,17 @@ def exchange(up_bytes: int, down_bytes: int, line: LinkSpeed, plan: Mapping[str,
         cycle_s = plan["sync_every"] / steps_per_s
         found += f", which take about {_seconds(cycle_s)}"
         if takes_s > MUCH_OF_A_CYCLE * cycle_s:
-            return Finding(
+            return warn(
                 "exchange",
-                "warn",
                 found,
                 "the link is slow for this run: raise --sync-every, use a smaller --codec (int8, int4), or fragments "
                 "that travel while training continues (--num-fragments, --fragment-delay)",
             )
-    return Finding("exchange", "ok", found)
+    return ok("exchange", found)
 
 
 def no_model_yet() -> Finding:
-    return Finding("exchange", "ok", "unknown until the first worker has joined and described its model")
+    return ok("exchange", "unknown until the first worker has joined and described its model")
 
 
 def _seconds(value: float) -> str:

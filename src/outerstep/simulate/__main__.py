@@ -15,27 +15,14 @@ def main() -> int:
     parser.add_argument("seed", type=int)
     parser.add_argument("--gossip", action="store_true", help="peers without a server instead of workers with one")
     given = parser.parse_args()
-    violations = _replay_gossip(given.seed) if given.gossip else _replay(given.seed)
-    print("\n".join(f"violated: {rule}" for rule in violations) or "every promise was kept")
-    return 1 if violations else 0
-
-
-def _replay(seed: int) -> list[str]:
-    scenario, log = Scenario.drawn(seed), list[str]()
-    print(scenario)
-    history = run(scenario, seed, log=log)
+    drawn, log = (GossipScenario if given.gossip else Scenario).drawn(given.seed), list[str]()
+    print(drawn)
+    play = run_gossip if isinstance(drawn, GossipScenario) else run
+    history = play(drawn, given.seed, log=log)  # type: ignore[arg-type]  # each takes its own kind of scenario
     print("\n".join(log))
     print(f"{history.round_count} rounds in {history.virtual_s:.0f} virtual seconds; {dict(history.faults)}")
-    return history.violations
-
-
-def _replay_gossip(seed: int) -> list[str]:
-    scenario, log = GossipScenario.drawn(seed), list[str]()
-    print(scenario)
-    history = run_gossip(scenario, seed, log=log)
-    print("\n".join(log))
-    print(f"{history.rounds} rounds in {history.virtual_s:.0f} virtual seconds; {dict(history.faults)}")
-    return history.violations
+    print("\n".join(f"violated: {rule}" for rule in history.violations) or "every promise was kept")
+    return 1 if history.violations else 0
 
 
 if __name__ == "__main__":

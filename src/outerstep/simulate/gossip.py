@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b, sha256
 
+from msgspec.structs import replace
+
 from ..coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ..coordination.gossip import chain as chains
 from ..coordination.gossip.ballot import TurnTimeouts
@@ -26,6 +28,7 @@ from ..coordination.gossip.heard import digests_of
 from ..statements import ChainState, Converse, Decision, Member, Round, digest_of_block
 from .agenda import Agenda
 from .gossip_scenario import GossipFault, GossipScenario
+from .history import Told
 from .network import Network
 
 RUN = "simulated"
@@ -59,33 +62,20 @@ class Registry:
 
 
 @dataclass
-class GossipHistory:
-    """What happened, and whether it was allowed to."""
+class GossipHistory(Told):
+    """Of peers: one block per height, one anchor per version."""
 
-    faults: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-    rounds: int = 0
+    round_count: int = 0
     changes: int = 0
     expelled: int = 0
-    virtual_s: float = 0.0
-    log: list[str] | None = None
-    clock: Callable[[], float] = lambda: 0.0
     _blocks: dict[int, str] = field(default_factory=dict)
     _anchors: dict[tuple[int, int], str] = field(default_factory=dict)
-
-    def say(self, what: str) -> None:
-        if self.log is not None:
-            self.log.append(f"{self.clock():9.2f}  {what}")
-
-    def violated(self, rule: str) -> None:
-        self.violations.append(rule)
-        self.say(f"VIOLATION: {rule}")
 
     def decided(self, who: str, decision: Decision) -> None:
         block = decision.block
         digest = digest_of_block(block)
         if block.height not in self._blocks:
-            self.rounds += isinstance(block, Round)
+            self.round_count += isinstance(block, Round)
             self.changes += not isinstance(block, Round)
             what = (
                 f"round {block.fragment}/{block.version}"
@@ -137,13 +127,7 @@ class SimPeer:
             state = world.known_state() or chains.found(member, world.scenario.fragments)
             kept = Keepsake(run_id=RUN, state=state)
         else:
-            kept = Keepsake(
-                run_id=RUN,
-                state=kept.state,
-                incarnation=kept.incarnation + 1,
-                ballots=kept.ballots,
-                sequences=kept.sequences,
-            )
+            kept = replace(kept, incarnation=kept.incarnation + 1)
         self.alive = True
         self._life += 1
         self._held, self._asking, self._answers = set(), set(), {}
@@ -305,7 +289,7 @@ class SimPeer:
 
 class GossipWorld:
     def __init__(self, scenario: GossipScenario, seed: int, log: list[str] | None = None) -> None:
-        from .gossip_liars import make_liar
+        from .gossip_liars import Liar
 
         self.scenario = scenario
         self.rng = random.Random(f"gossip world {seed}")
@@ -323,8 +307,7 @@ class GossipWorld:
         )
         self.history = GossipHistory(log=log, clock=lambda: self.agenda.now)
         self.peers: list[SimPeer] = [
-            make_liar(self, number) if number == scenario.liar else SimPeer(self, number)
-            for number in range(scenario.peers)
+            (Liar if number == scenario.liar else SimPeer)(self, number) for number in range(scenario.peers)
         ]
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hashlib import sha256
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,10 +20,6 @@ from ..statements import (
     statement_of,
 )
 from .gossip import SimPeer
-
-if TYPE_CHECKING:
-    from .gossip import GossipWorld
-
 
 LEAST_TO_BEAR_ONE = 4
 
@@ -105,10 +100,3 @@ class Liar(SimPeer):
         elif fragment in self._anchors:
             version = self._anchors[fragment][0]
             self.world.send(self, asker, lambda: asker.given_whole(self, fragment, version + 5, "f" * 32))
-
-
-def make_liar(world: GossipWorld, number: int) -> Liar:
-    return Liar(world, number)
-
-
-__all__ = ["Liar", "make_liar"]

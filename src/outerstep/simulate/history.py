@@ -26,21 +26,15 @@ class RoundMade:
     contents: Contents
 
 
-@dataclass
-class History:
-    may_go_back: bool = False  # the run does not keep every round: a restarted server may have older versions
-    rounds: dict[int, list[RoundMade]] = field(default_factory=dict)  # of each fragment, version 1 first
-    applied: dict[tuple[int, StepName], ContributionKey] = field(default_factory=dict)  # (fragment, step) -> by which
-    gone: set[tuple[int, StepName]] = field(default_factory=set)  # went with versions that a restarted server gave up
+@dataclass(kw_only=True)
+class Told:
+    """What happened, in words if anybody wants to know, and which promises were broken."""
+
     faults: Counter[str] = field(default_factory=Counter)  # which kinds fired
     violations: list[str] = field(default_factory=list)
-    log: list[str] | None = None  # what happened, in words, if anybody wants to know
+    log: list[str] | None = None
     clock: Callable[[], float] = lambda: 0.0
     virtual_s: float = 0.0
-    sent: Counter[tuple[object, ...]] = field(default_factory=Counter)  # how often each part was sent, arrived or not
-    requests: list[float] = field(default_factory=list)  # when the server was asked something
-    _held: dict[tuple[int, int], str] = field(default_factory=dict)  # (fragment, version) -> the hash any holder saw
-    _beliefs: list[tuple[ContributionKey, list[StepName], bool]] = field(default_factory=list)
 
     def say(self, what: str) -> None:
         if self.log is not None:
@@ -49,6 +43,18 @@ class History:
     def violated(self, rule: str) -> None:
         self.violations.append(rule)
         self.say(f"VIOLATION: {rule}")
+
+
+@dataclass
+class History(Told):
+    may_go_back: bool = False  # the run does not keep every round: a restarted server may have older versions
+    rounds: dict[int, list[RoundMade]] = field(default_factory=dict)  # of each fragment, version 1 first
+    applied: dict[tuple[int, StepName], ContributionKey] = field(default_factory=dict)  # (fragment, step) -> by which
+    gone: set[tuple[int, StepName]] = field(default_factory=set)  # went with versions that a restarted server gave up
+    sent: Counter[tuple[object, ...]] = field(default_factory=Counter)  # how often each part was sent, arrived or not
+    requests: list[float] = field(default_factory=list)  # when the server was asked something
+    _held: dict[tuple[int, int], str] = field(default_factory=dict)  # (fragment, version) -> the hash any holder saw
+    _beliefs: list[tuple[ContributionKey, list[StepName], bool]] = field(default_factory=list)
 
     @property
     def round_count(self) -> int:
