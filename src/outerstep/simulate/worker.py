@@ -384,8 +384,7 @@ class SimWorker:
 
     def _send(self, send: Send) -> None:
         fragment = self.fragments[send.fragment]
-        known = self._session.joined.fragments[send.fragment].last_sequence
-        fragment.sequence = max(fragment.sequence, known) + 1
+        fragment.sequence = self._session.next_sequence(send.fragment, fragment.sequence)
         offer = Offer(
             **self._session.head,
             fragment=send.fragment,
@@ -422,9 +421,9 @@ class SimWorker:
 
     def _catch_up(self, index: int) -> None:
         assert self._saved is not None
-        state = self._session.joined.fragments[index]
-        overtaken = state.last_sequence > self._saved.fragments[index].sequence
-        claim, after = (state.last_sequence, state.counted_in - 1) if overtaken else (None, -1)
+        last_sequence = self._session.joined.fragments[index].last_sequence
+        overtaken = last_sequence > self._saved.fragments[index].sequence
+        claim, after = self._session.catching_up(index, overtaken=overtaken)
         self._ask(index, after=after, claim=claim)
 
     def _reopen(self, index: int, *, late: bool) -> None:
@@ -520,17 +519,13 @@ class SimWorker:
             # (One that an earlier start sent may be called lost though it counts: to the server it is somebody else's.)
             self._history.told(late.offer.key, late.steps, counted=not outcome.earlier_lost)
         if outcome.counted_in > outcome.agreement.version:
-            self._keep(fragment, sent)
+            self._history.faults["late"] += 1  # kept until it is confirmed: a restarted server has forgotten it
+            fragment.late = sent
         else:
             self._history.told(sent.offer.key, sent.steps, counted=outcome.counted)
-        is_lost = not outcome.counted if is_this else outcome.earlier_lost
+        is_lost = outcome.late_is_lost(is_own=is_this)
         self._history.faults["lost_late"] += late is not None and is_lost
         return late.steps if late is not None and is_lost else []
-
-    def _keep(self, fragment: SimFragment, late: SimSent) -> None:
-        """Until it is confirmed: a server that is restarted has forgotten it."""
-        self._history.faults["late"] += 1
-        fragment.late = late
 
     def _check_update(self, fragment: SimFragment, made: Agreement) -> None:
         """It leads on from what we hold, or is everything."""

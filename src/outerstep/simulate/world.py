@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable
-from typing import Literal
+from typing import Any
+
+from msgspec import convert
 
 from ..types import Control, Wishes
 from .agenda import Agenda
@@ -20,19 +22,14 @@ CALM_LIMIT_S = 3_000.0
 """Virtual seconds after the last fault within which every worker must have been counted in another round."""
 
 
-def run(
-    scenario: Scenario,
-    seed: int,
-    *,
-    server_type: type[SimServer] = SimServer,
-    worker_type: type[SimWorker] = SimWorker,
-    log: list[str] | None = None,
-) -> History:
-    """`log`: filled with what happens, in words."""
-    return World(scenario, seed, server_type=server_type, worker_type=worker_type, log=log).run()
+def run(scenario: Scenario, seed: int, **options: Any) -> History:
+    """Options: those of `World`."""
+    return World(scenario, seed, **options).run()
 
 
 class World:
+    """`log`: filled with what happens, in words."""
+
     def __init__(
         self,
         scenario: Scenario,
@@ -109,18 +106,8 @@ class World:
     def _start(self, index: int, saved: SimSaved | None = None) -> SimWorker:
         self._starts += 1
         first_step = 1_000_000 * self._starts  # steps are named for ever
-        worker = self._worker_type(
-            index,
-            self._starts,
-            first_step,
-            self.scenario,
-            self.agenda,
-            self.network,
-            self.server,
-            self.history,
-            self.rng,
-            saved,
-        )
+        place = (self.scenario, self.agenda, self.network, self.server, self.history, self.rng)
+        worker = self._worker_type(index, self._starts, first_step, *place, saved)
         self.everyone.append(worker)
         return worker
 
@@ -175,21 +162,17 @@ class World:
                 self.agenda.after(fault.lasts_s, lambda: setattr(power, "trouble", 0))
 
     def _order(self, fault: Fault) -> None:
-        """An operator speaks up. Whoever had to go for it is started again."""
+        """An operator speaks up. A worker that leaves for it is started again."""
         coordinator = self.server.coordinator
         worker_id = f"w{fault.worker}"
-        kind: Literal["kick", "drain", "sync", "plan"]
-        match fault.kind:
-            case "kick" | "drain" | "sync":
-                kind = fault.kind
-            case _:
-                kind = "plan"
-        changes = Wishes(sync_every=self.scenario.sync_every + 1) if kind == "plan" else Wishes()
-        order = Control(kind=kind, worker_id=None if kind == "plan" else worker_id, changes=changes)
-        if not self.server.is_up or (kind != "plan" and worker_id not in coordinator.members.live_ids):
+        if fault.kind == "new_plan":
+            order = Control(kind="plan", changes=Wishes(sync_every=self.scenario.sync_every + 1))
+        else:
+            order = convert({"kind": fault.kind, "worker_id": worker_id}, Control)
+        if not self.server.is_up or (order.worker_id and worker_id not in coordinator.members.live_ids):
             return
         self.server.handle(order, [], lambda answer: None)
-        if kind in ("kick", "drain"):
+        if fault.kind in ("kick", "drain"):
             told = self.current[fault.worker]
             self.agenda.after(fault.lasts_s, lambda: self._restart_when_gone(fault.worker, told))
 

@@ -103,6 +103,17 @@ class Session:
     def head(self) -> MemberFields:
         return MemberFields(run_id=self.joined.run_id, worker_id=self.worker_id, incarnation=self.joined.incarnation)
 
+    def next_sequence(self, fragment: int, used: int) -> int:
+        """Of a new contribution. (A resumed server that had forgotten us may have taken later ones from another start
+        of this worker; it said so when we joined again.)"""
+        return max(used, self.joined.fragments[fragment].last_sequence) + 1
+
+    def catching_up(self, fragment: int, *, overtaken: bool) -> tuple[int | None, int]:
+        """What to claim and after which version to ask, with a saved state: what has been agreed since; if the server
+        has accepted later contributions than the state knows of (`overtaken`), the agreement that holds the last."""
+        state = self.joined.fragments[fragment]
+        return (state.last_sequence, state.counted_in - 1) if overtaken else (None, -1)
+
 
 class MemberFields(TypedDict):
     """The fields of `FromMember`."""
@@ -271,6 +282,10 @@ class Outcome:
     too_old: bool = False
     counted_in: int = 0
     earlier_lost: bool = False
+
+    def late_is_lost(self, *, is_own: bool) -> bool:
+        """Does a late contribution that was said to count not do so? It is the exchange's own, or the earlier one."""
+        return not self.counted if is_own else self.earlier_lost
 
 
 # --- what comes down --------------------------------------------------------------------------------------------------

@@ -160,12 +160,10 @@ class ServerTopology:
         return ticket
 
     def make_offer(self, contribution: Contribution, section_bytes: tuple[int, ...]) -> Offer:
-        """The next one of its fragment: its key is fixed here. (A resumed server that had forgotten us may have taken
-        later ones from another start of this worker; it said so when we joined again.)"""
+        """The next one of its fragment: its key is fixed here."""
         session, fragment = self._link.session, contribution.fragment
         check_reported(contribution, session.joined.plan.weight_by)
-        known = session.joined.fragments[fragment].last_sequence
-        self.sequences[fragment] = max(self.sequences[fragment], known) + 1
+        self.sequences[fragment] = session.next_sequence(fragment, self.sequences[fragment])
         return Offer(
             **session.head,
             fragment=fragment,
@@ -236,16 +234,14 @@ class ServerTopology:
         )
 
     def catch_up(self, fragment: int, share: Share | None = None) -> ServerTicket:
-        """The newest anchor, which was asked for on joining. With a loaded state, what has been agreed since; if the
-        server has accepted later contributions than that knows of, the agreement that holds the last of them."""
+        """The newest anchor, which was asked for on joining. With a loaded state, what has been agreed since."""
         asked = self._asked.pop(fragment, None)
         if asked is not None:
             return asked
-        state = self.session.joined.fragments[fragment]
-        claim = state.last_sequence if fragment in self.overtaken else None
+        claim, after = self.session.catching_up(fragment, overtaken=fragment in self.overtaken)
         return self._start(
             fragment,
-            after=-1 if claim is None else state.counted_in - 1,
+            after=after,
             patience=self._patience,
             again=lambda _: self.catch_up(fragment, share),
             share=share,
@@ -379,8 +375,7 @@ class ServerTopology:
         late, outcome = self._late.get(ticket.fragment), ticket.outcome()
         if late is None or late.sending is None or ticket.sending is None:
             return 0
-        is_this = late.sending.offer.key == ticket.sending.offer.key
-        lost = not outcome.counted if is_this else outcome.earlier_lost
+        lost = outcome.late_is_lost(is_own=late.sending.offer.key == ticket.sending.offer.key)
         return late.sending.offer.steps if lost else 0
 
     def _reload(self, ticket: ServerTicket, refusal: Refused) -> Agreed:
