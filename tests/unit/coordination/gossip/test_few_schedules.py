@@ -15,7 +15,7 @@ from outerstep.simulate.gossip_scenario import GossipScenario
 def test_through_faults_and_lies_every_promise_is_kept(seed: int) -> None:
     history = run_gossip(GossipScenario.drawn(seed), seed)
     assert history.violations == []
-    assert history.rounds >= 5
+    assert history.round_count >= 5
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_through_faults_and_lies_every_promise_is_kept(seed: int) -> None:
 def test_a_liar_in_a_calm_run_costs_no_rounds_and_is_expelled_where_it_can_be_proven(lie: str, expelled: int) -> None:
     history = run_gossip(GossipScenario(liar=2, lie=lie, round_deadline_s=20.0, calm_after_s=120.0), 0)
     assert history.violations == []
-    assert (history.expelled, history.rounds >= 20) == (expelled, True)
+    assert (history.expelled, history.round_count >= 20) == (expelled, True)
