@@ -35,7 +35,7 @@ def lighthouse(
             "--join-timeout",
             min=0.0,
             help="Seconds that a quorum waits for a replica that is alive and does not come; then more than half of "
-            "all go on without it.",
+            "all continue without it.",
         ),
     ] = 60.0,
     heartbeat_timeout_s: Annotated[
@@ -47,8 +47,8 @@ def lighthouse(
 ) -> None:
     """Start torchft's lighthouse, at which the replicas of a run meet.
 
-    It holds no model and remembers nothing: it can be started anew at any time, on the same port. Who reaches it can
-    join the run, in plain text and without a token: for trusted networks only.
+    It holds no model and remembers nothing: it can be restarted at any time, on the same port. Anyone who reaches it
+    can join the run, in plain text and without a token: for trusted networks only.
     """
     made = _start(_place(host, port), min_replicas, join_timeout_s, heartbeat_timeout_s, tick_s)
     address = _place(socket.gethostname() if host in EVERYWHERE else host, int(made.address().rpartition(":")[2]))

@@ -72,7 +72,7 @@ def with_run_folder(found: Found) -> Found:
         place = Sourced(DEFAULT_PLACE, place.source)
     if resume.value == RESUME_HERE:
         if place.value is None:
-            raise ConfigError("--resume by itself goes on with the run in save_dir, and there is none: name the state")
+            raise ConfigError("--resume without a value resumes the run in save_dir, and there is none: name the state")
         resume = Sourced(place.value, resume.source)
     return {**found, "save_dir": place, "resume": resume}
 
@@ -134,7 +134,7 @@ def _say(text: str) -> None:
 
 def _expects(made: DiLoCoServer, config: ServerConfig) -> str:
     if made.is_resumed:
-        return f"going on at round {made.sync_round}"
+        return f"resuming at round {made.sync_round}"
     return f"waiting for {config.num_workers} worker(s)"
 
 
@@ -142,9 +142,7 @@ def _make(found: Found, config: ServerConfig, command: ServerCommand) -> DiLoCoS
     from ..server import DiLoCoServer
 
     settings = values_of(config)
-    settings["compat_port"] = settings["compat_host"] = (
-        None  # opened here, around the server, which knows nothing of it
-    )
+    settings |= {"compat_port": None, "compat_host": None}  # opened here, around the server
     state, folder = _load(command.model, checkpoint=command.from_checkpoint)
     if settings["model_files"] is None and folder is not None:
         settings["model_files"] = str(folder)
