@@ -130,13 +130,13 @@ class FanOut:
     """Tells each sink. One that raises is logged the first time, counted in `failures`, and called again."""
 
     def __init__(self, *sinks: EventSink | None) -> None:
-        self._sinks = [sink for sink in sinks if sink is not None]
+        self.sinks = [sink for sink in sinks if sink is not None]
         self._said: set[int] = set()
         self.failures = 0
-        self.add = self._sinks.append
+        self.add = self.sinks.append
 
     def __call__(self, event: Event) -> None:
-        for place, sink in enumerate(self._sinks):
+        for place, sink in enumerate(self.sinks):
             try:
                 sink(event)
             except Exception:

@@ -51,23 +51,23 @@ class Contribution:
     deltas: Deltas | Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Agreed:
     """What it gets back: the update to the newest anchor, and whether the contribution counts in it or in a round still
     open."""
 
     fragment: int
     version: int
-    counted: bool
-    too_old: bool
     update: AnchorUpdate
-    anchor_hash: str
-    participants: tuple[Participant, ...]
-    bytes_sent: int
-    bytes_received: int
-    retries: int
-    rejoins: int
     plan: Plan  # of the run, as it is now
+    counted: bool = False
+    too_old: bool = False
+    anchor_hash: str = ""  # "" if it is known only when the update was applied
+    participants: tuple[Participant, ...] = ()
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    retries: int = 0
+    rejoins: int = 0
     counted_in: int = 0  # the version that holds the contribution; above `version` if it was late
     refused: str = ""  # why the contribution never will: what it was made of is to be given up for the anchor
     steps_lost: int = 0  # of a late contribution that a restarted server had forgotten, and would not have again

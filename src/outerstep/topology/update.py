@@ -203,21 +203,17 @@ class UpdateChain:
         extent = self._extents.get(name, ALL)
         theta = held
         room = held if in_place else self._room("theta", stop - start, held.device)
+        entry, codec = self._entries[name], self._codecs[name]
+        begin, end = extent.first + start, extent.first + stop  # in the whole tensor
+        first, last = covering(codec, begin, end, math.prod(entry.shape))
+        offset = self._data_begin + entry.begin
         for cutter in self._cutters:
-            d = self._decoded(cutter, name, extent.first + start, extent.first + stop, held.device)
-            theta = torch.add(theta, d, out=room)
+            data = cutter(offset + codec.encoded_bytes(first), offset + codec.encoded_bytes(last))
+            d = self._room("d", last - first, held.device)
+            codec.decode(data.to(held.device, non_blocking=True), d)
+            theta = torch.add(theta, d[begin - first : end - first], out=room)
         extent.feed(self._proof, start, theta)
         return theta
-
-    def _decoded(self, cutter: Cutter, name: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """Values [start, stop) of the whole tensor's difference, by way of the codec's blocks that cover them."""
-        entry, codec = self._entries[name], self._codecs[name]
-        first, last = covering(codec, start, stop, math.prod(entry.shape))
-        offset = self._data_begin + entry.begin
-        data = cutter(offset + codec.encoded_bytes(first), offset + codec.encoded_bytes(last))
-        d = self._room("d", last - first, device)
-        codec.decode(data.to(device, non_blocking=True), d)
-        return d[start - first : stop - first]
 
     def _room(self, name: str, numel: int, device: torch.device) -> Tensor:
         kept = self._scratch.get(name)

@@ -40,7 +40,8 @@ from ..coordination.worker.effects import (
 )
 from ..coordination.worker.machine import LOOK_EVERY_S, Offline, Work, WorkerMachine
 from ..errors import ExchangeFailed
-from ..events import Adoption, EventSink, ExchangeDeferred, PlanChanged, RoundReport
+from ..events import Adoption, ExchangeDeferred, PlanChanged, RoundReport
+from ..observe import FanOut
 from ..topology.protocol import Agreed, Contribution, Joined, Ticket, Topology, anchors_of
 from . import saved as states
 from .replica import Replica
@@ -111,10 +112,10 @@ class Synchronizer:
         interrupts: Interrupts | None = None,
         on_reload: Callable[[], None] = lambda: None,
         saved: states.SavedWorker | None = None,
-        events: EventSink = lambda event: None,
+        events: FanOut | None = None,
     ) -> None:
         """`on_reload`: the local weights were given up for the agreed ones. `saved`: resume from there."""
-        self._topology, self._replica, self._on_reload, self._events = topology, replica, on_reload, events
+        self._topology, self._replica, self._on_reload, self._events = topology, replica, on_reload, events or FanOut()
         self._worker_id = joined.worker_id
         self._reports: list[Callable[..., RoundReport]] = []
         self._driven_at: float | None = None  # None: it is still joining
@@ -194,7 +195,7 @@ class Synchronizer:
     def report(self) -> None:
         """Tell what was adopted since the last report."""
         made, self._reports = self._reports, []
-        for make in made:
+        for make in made if self._events.sinks else ():
             self._events(make(metrics=self.watching.metrics))
 
     def _look(self) -> dict[int, Sight]:

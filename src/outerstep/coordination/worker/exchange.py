@@ -101,7 +101,8 @@ class Session:
 
     @property
     def head(self) -> MemberFields:
-        return MemberFields(run_id=self.joined.run_id, worker_id=self.worker_id, incarnation=self.joined.incarnation)
+        joined = self.joined
+        return MemberFields(run_id=joined.run_id, worker_id=self._join.worker_id, incarnation=joined.incarnation)
 
     def next_sequence(self, fragment: int, used: int) -> int:
         """Of a new contribution. (A resumed server that had forgotten us may have taken later ones from another start
@@ -194,22 +195,17 @@ class Outbox:
         """The one that is still to be sent, or to be asked about; None = of each it is known whether it counts."""
         return next((sending for sending in self._all if not sending.counted_in and not sending.refused), None)
 
-    @property
-    def at(self) -> Sending:
-        current = self.current
-        assert current is not None
-        return current
-
     def of(self, request: OfContribution) -> Sending:
         return next(sending for sending in self._all if sending.offer.sequence == request.sequence)
 
     def offer(self, incarnation: int) -> Offer:
         """Of the current one. The key stays for ever; only the incarnation that speaks for it may be another after a
         re-join."""
-        follows = 0
-        if self.earlier is not None and self.earlier.counted_in and self.at is self.own:
+        current, follows = self.current, 0
+        assert current is not None
+        if self.earlier is not None and self.earlier.counted_in and current is self.own:
             follows = self.earlier.offer.sequence
-        return replace(self.at.offer, incarnation=incarnation, follows=follows)
+        return replace(current.offer, incarnation=incarnation, follows=follows)
 
     def awaited(self, after: int, *, stays: bool) -> int:
         """Wait for an agreement newer than this one.
@@ -498,13 +494,15 @@ class Exchange:
         return made
 
     def _next_request(self) -> Request | None:
+        sending = self.outbox.current
         match self.step:
             case Step.JOIN:
                 return self._session.join_request
             case Step.OFFER:
                 return self.outbox.offer(self._session.joined.incarnation)
             case Step.SEND:
-                hashes, sequence = self.outbox.at.part_hashes, self.outbox.at.offer.sequence
+                assert sending is not None
+                hashes, sequence = sending.part_hashes, sending.offer.sequence
                 part = next((part for part in self._to_send if part in hashes), None)
                 if part is None:
                     return None
@@ -513,7 +511,8 @@ class Exchange:
                     **self._session.head, fragment=self._fragment, sequence=sequence, part=part, hash=hashes[part]
                 )
             case Step.COMMIT:
-                proof, sequence = self.outbox.at.proof(self._part_size_bytes), self.outbox.at.offer.sequence
+                assert sending is not None
+                proof, sequence = sending.proof(self._session.joined.plan.part_size_bytes), sending.offer.sequence
                 if proof is None:
                     return None
                 return Commit(**self._session.head, fragment=self._fragment, sequence=sequence, payload_hash=proof)
@@ -530,10 +529,6 @@ class Exchange:
                 )
             case Step.FETCH:
                 return self.fetch.next(self._fragment, self._session) if self.fetch else None
-
-    @property
-    def _part_size_bytes(self) -> int:
-        return self._session.joined.plan.part_size_bytes
 
     # --- what came back -------------------------------------------------------------------------------------------
 
@@ -608,7 +603,7 @@ class Exchange:
             self._accepted(sending, answer.version)
         elif answer.state == "wait":
             self.wake_at = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
-        elif any(part >= sending.part_count(self._part_size_bytes) for part in answer.missing):
+        elif any(part >= sending.part_count(self._session.joined.plan.part_size_bytes) for part in answer.missing):
             self._fail(TransportError(f"the server misses parts that do not exist: {answer.missing[-1]}"))
         elif ours := [part for part in answer.missing if self._share is None or part in self._share.parts]:
             self._go(Step.SEND)

@@ -129,10 +129,6 @@ class Cycle:
         self.step = 0
         self.sync_every = self.assigned or plan.sync_every
 
-    def fall_in(self, plan: Plan, versions: Sequence[int]) -> None:
-        """Go where the others are: the fragment with the lowest version is the next to be sent."""
-        self.step = send_step(versions.index(min(versions)) - 1, plan.sync_every, len(versions))
-
 
 @dataclass
 class Metrics:
@@ -244,7 +240,9 @@ class WorkerMachine:
         return self._land()
 
     def _fall_in(self) -> list[Effect]:
-        self.state.cycle.fall_in(self.plan, [progress.version for progress in self.state.fragments])
+        """Go where the others are: the fragment with the lowest version is the next to be sent."""
+        versions = [progress.version for progress in self.state.fragments]
+        self.state.cycle.step = send_step(versions.index(min(versions)) - 1, self.plan.sync_every, len(versions))
         return []
 
     def resumed(self, saved: WorkerState, overtaken: Collection[int]) -> list[Effect]:

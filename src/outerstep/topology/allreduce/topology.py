@@ -272,14 +272,10 @@ class AllReduceTopology:
             fragment=ticket.fragment,
             version=version,
             counted=True,
-            too_old=False,
             update=update,
-            anchor_hash="",  # known when the update was applied
             participants=participants,
             bytes_sent=mean.bytes_sent,
             bytes_received=mean.bytes_received,
-            retries=0,
-            rejoins=0,
             plan=self._ranks[self._peers.rank].plan,
             counted_in=version,
             watched=watched(mean.norms[self._peers.rank], mean.norms, ticket.weights, mean.norm),
@@ -338,15 +334,8 @@ class AllReduceTopology:
         return Agreed(
             fragment=fragment,
             version=self._states[fragment].version,
-            counted=False,
-            too_old=False,
             update=WholeAnchor(views, digest),
             anchor_hash=digest,
-            participants=(),
-            bytes_sent=0,
-            bytes_received=0,
-            retries=0,
-            rejoins=0,
             plan=plan,
         )
 

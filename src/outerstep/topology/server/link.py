@@ -102,19 +102,16 @@ class ServerLink:
         )
         try:
             answer = self.call(message, timeout_s=HEARTBEAT_TIMEOUT_S)
-            assert isinstance(answer, HeartbeatAnswer)
-            self._heard(answer, acknowledged)
         except UnknownWorker:
             if self.is_shut:  # it arrived after our own goodbye
                 return
-            log.warning("the server had given this worker up; joining again, local progress is kept")
+            log.warning("the server had evicted this worker; rejoining, local progress is kept")
             joined = self.call(session.join_request, timeout_s=HEARTBEAT_TIMEOUT_S)
             assert isinstance(joined, JoinAnswer)
             session.answer = joined
-
-    def _heard(self, answer: HeartbeatAnswer, acknowledged: tuple[int, ...]) -> None:
-        """A command comes again until our "got it" arrives, and is obeyed once."""
-        with self._lock:
+            return
+        assert isinstance(answer, HeartbeatAnswer)
+        with self._lock:  # a command comes again until our "got it" arrives, and is obeyed once
             self._asked = dataclasses.replace(self._asked, sync_every=answer.sync_every)
             self._obeyed -= set(acknowledged)
             for command in answer.commands:

@@ -191,10 +191,6 @@ class Quorums:
     def step(self, step: int) -> None:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
-    def fall_behind(self) -> None:
-        """So that the next quorum heals this replica."""
-        self.step = 0
-
     @property
     def silent_s(self) -> float:
         """For how long the lighthouse has not answered. (Processes of one replica must not decide by their clocks.)"""

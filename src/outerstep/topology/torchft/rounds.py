@@ -286,7 +286,7 @@ class Rounds:
             raise AnchorsDiffer(f"{message}; on_divergence='repair' goes on with what most of them hold")
         log.warning("%s; healing", message)
         if self._groups.rank in odd:
-            quorums.fall_behind()
+            quorums.step = 0  # so that the next quorum heals this replica
         raise RuntimeError(message)
 
     @property
