@@ -99,7 +99,7 @@ class Listener(Protocol):
 
 
 class OutgoingFrame:
-    """A frame that is written from front to back. Who listens hears of every part when it is complete, and of its hash,
+    """A frame that is written from front to back. A listener hears of every part when it is complete, and of its hash,
     which is computed while the bytes are in the cache.
 
     `first_part` is the number of its first part, if others send the rest of the contribution; of their parts it only

@@ -69,7 +69,7 @@ class Agreed:
     retries: int = 0
     rejoins: int = 0
     counted_in: int = 0  # the version that holds the contribution; above `version` if it was late
-    refused: str = ""  # why the contribution never will: what it was made of is to be given up for the anchor
+    refused: str = ""  # why the contribution never will: the local weights are to be replaced by the anchor
     steps_lost: int = 0  # of a late contribution that a restarted server had forgotten, and would not have again
     watched: Watched | None = None  # how the round went (core/watch.py)
     also: tuple[Agreed, ...] = ()  # of other fragments, which a healed replica gets all at once: to be adopted first
@@ -81,7 +81,7 @@ class Agreed:
 
     @property
     def anchor(self) -> Mapping[str, Tensor]:
-        """By name, fp32 in host memory. For who confirms nothing, and therefore is always sent the whole."""
+        """By name, fp32 in host memory. For a caller that confirms nothing, and therefore is always sent the whole."""
         assert isinstance(self.update, WholeAnchor), "only what changed was sent"
         return self.update.checked()
 

@@ -1,4 +1,4 @@
-"""What is to be forgotten when the local weights are given up for the agreed ones."""
+"""What the optimizer must forget when the agreed weights replace the local ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 def forget_non_finite(optimizer: torch.optim.Optimizer) -> None:
     """A NaN in the weights is one in Adam's moments too, and from there it would be back at the next step. What the
-    optimizer knows of such a parameter is forgotten; it begins anew there, as at the first step."""
+    optimizer knows of such a parameter is forgotten; it starts there as at the first step."""
     spoiled = [parameter for parameter, state in optimizer.state.items() if not all(map(_is_finite, state.values()))]
     for parameter in spoiled:
         optimizer.state[parameter].clear()

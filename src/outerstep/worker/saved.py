@@ -210,7 +210,7 @@ def check_local(saved: SavedWorker, replica: Replica) -> None:
     if replica.local_hash() != saved.local_hash:
         raise ModelError(
             "the model does not hold the weights that it had when this worker's state was saved; load model, optimizer "
-            "and worker from the same checkpoint, all before the start (or none: then the worker joins anew)"
+            "and worker from the same checkpoint, all before the start (or none: then the worker joins as a new one)"
         )
 
 

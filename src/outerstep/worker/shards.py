@@ -20,7 +20,7 @@ from ..wire.frames import rows_of
 
 
 class Locals(Mapping[str, Tensor]):
-    """What of each tensor is in this process. Asked anew each time: FSDP2 may move a shard to other memory."""
+    """What of each tensor is in this process. Looked up each time: FSDP2 may move a shard to other memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

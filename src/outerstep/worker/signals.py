@@ -112,7 +112,7 @@ class Interrupts:
 
     @property
     def is_late(self) -> bool:
-        """Was this worker to be gone by now?"""
+        """Should this worker have left by now?"""
         return bool(self.asked) and self._clock() > self._leave_by
 
     def at_safe_point(self) -> None:

@@ -114,7 +114,7 @@ class Synchronizer:
         saved: states.SavedWorker | None = None,
         events: FanOut | None = None,
     ) -> None:
-        """`on_reload`: the local weights were given up for the agreed ones. `saved`: resume from there."""
+        """`on_reload`: the agreed weights have replaced the local ones. `saved`: resume from there."""
         self._topology, self._replica, self._on_reload, self._events = topology, replica, on_reload, events or FanOut()
         self._worker_id = joined.worker_id
         self._reports: list[Callable[..., RoundReport]] = []

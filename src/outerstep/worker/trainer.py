@@ -107,7 +107,7 @@ class DiLoCoTrainer:
         return self._rounds.replica.deltas(self._rounds.replica.anchors)
 
     async def sync_with_peers(self, aggregator: RobustAggregator, peers: Gossip | Sequence[Peer]) -> bool:
-        """Exchange Δ, aggregate what came, take the outer step from the anchor, begin anew from there.
+        """Exchange Δ, aggregate what came, take the outer step from the anchor, continue from there.
 
         `peers`: one object with `async gossip_round(Δ)` that returns everybody's, one's own included and in the same
         order for everybody (GradientGossip); or a list of objects with `async exchange_gradients(Δ)`. Who fails is left

@@ -1,7 +1,7 @@
 """What to watch in a worker: its loss and gradients, and how its rounds went (docs/concepts/what-to-watch.md).
 
     inner_loss         running mean of the reported losses          loss_before_sync, loss_after_sync: around the last
-    inner_grad_norm    ‖∇‖ at the last step that exchanged          agreement that was taken over
+    inner_grad_norm    ‖∇‖ at the last step that exchanged          agreement that was adopted
     pseudo_grad_norm, peer_grad_similarity, aggregated_grad_norm, weight_divergence:     core/watch.py
 
 Always on, because nothing here costs a step that exchanges nothing anything: what a topology knows is added up when an
@@ -51,7 +51,7 @@ class Watching:
         self.inner_loss = loss if before is None else LOSS_MEMORY * before + (1.0 - LOSS_MEMORY) * loss
 
     def adopted(self, fragment: int, watched: Watched | None, steps: int) -> None:
-        """An agreement is taken over, after so many steps."""
+        """An agreement is adopted, after so many steps."""
         self._adopted, last = (steps, self.inner_loss), self._rounds.get(fragment)
         if watched is None:
             return

@@ -429,8 +429,8 @@ class DiLoCoWorker:
                 log.debug("heartbeat: %s", error)
 
     def _is_stalled(self) -> bool:
-        """Alive is who trains, not who has a thread: a hung loop stops beating, so that the others can go on without
-        it. If it wakes up, it joins again by itself."""
+        """A worker is alive if it trains, not if it has a thread: a hung loop stops beating, so that the others
+        continue without it. If it wakes up, it rejoins by itself."""
         limit_s = self.config.stalled_after_s
         idle_s = time.monotonic() - self._progress_at
         stalled = limit_s > 0 and not self._in_exchange and idle_s > limit_s

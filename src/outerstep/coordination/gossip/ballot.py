@@ -41,7 +41,7 @@ class Judge(Protocol):
         """Is this peer for it? "unknown": not yet."""
 
     def has_all_of(self, block: Block) -> bool:
-        """Are its contributions here? Who prevotes a block can be asked for them."""
+        """Are its contributions here? A member that prevotes a block can be asked for them."""
 
     def make(self, now: float) -> Block | None:
         """What this peer would propose; None: nothing is due."""
@@ -148,8 +148,9 @@ class Ballot:
     def hear(self, signed: Signed, statement: Proposed | Voted) -> bool:
         """Of a member. False: it is of no use, or not yet.
 
-        Who votes for two things is counted for both, once for each block that is known. Some have heard only the one
-        vote and some only the other; if one of them is locked because of it, all must come to see what it saw."""
+        A member that votes for two things is counted for both, once for each block that is known. Some have heard only
+        the one vote and some only the other; if one of them is locked because of it, all must come to see what it saw.
+        """
         if statement.height != self.height or statement.turn > self.turn + MOST_TURNS_AHEAD:
             return False
         if isinstance(statement, Proposed):

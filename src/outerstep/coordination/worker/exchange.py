@@ -79,7 +79,7 @@ ASKING = Backoff(0.02, 0.5)  # how often a process of a group asks whether the o
 
 
 class Session:
-    """Who we are to the server. A re-join may change the incarnation for everybody who holds the session."""
+    """Who we are to the server. A re-join may change the incarnation for every holder of the session."""
 
     def __init__(self, join: Join) -> None:
         self._join = join

@@ -368,7 +368,7 @@ class WorkerMachine:
     def looked(
         self, sights: Mapping[int, Sight], *, asked_to_leave: bool = False, out_of_time: bool = False
     ) -> list[Effect]:
-        """How the exchanges `in_sight` stand. `asked_to_leave`: by a signal; `out_of_time`: and it should be gone."""
+        """How the exchanges `in_sight` stand. `asked_to_leave`: by a signal; `out_of_time`: and it should have left."""
         wait = self._wait
         assert wait is not None, "nothing is waited for"
         wait.looks += 1

@@ -60,7 +60,7 @@ class Peers:
         self.labels = [f"rank {r}" for r in range(size)]
         self._store = PrefixStore(f"outerstep/{name}", store)
         self._timeout_s = timeout_s
-        self._silent_s = min(SILENT_S, max(timeout_s / 2, 2 * PULSE_S))  # who is dead is not called slow
+        self._silent_s = min(SILENT_S, max(timeout_s / 2, 2 * PULSE_S))  # a dead rank is not called slow
         self._meetings: dict[str, int] = {}
         self._seen: dict[int, tuple[RankPulse, float]] = {}  # of each rank the last beat, and when it was new
         self._looked_at = 0.0
@@ -158,8 +158,8 @@ class Peers:
         self._end("failed", f"{type(error).__name__}: {error}")
 
     def leave(self, reason: str) -> None:
-        """Nothing more is to come from here. Who holds the store waits a while for the others to say so too: they may
-        still have to hear the last words."""
+        """Nothing more is to come from here. The rank that holds the store waits a while for the others to say so too:
+        they may still have to hear the last words."""
         self._end("left", reason)
         atexit.unregister(self._still)
         self._still()

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NOT_YET_S = 0.001  # so that nobody waits in a tight loop for an exchange whose turn has not come
-LOOK_S = 1.0  # how often who waits for an exchange looks whether everybody is still there
+LOOK_S = 1.0  # how often a thread that waits looks whether everybody is still there
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class AllReduceTicket:
         return self._topology.compare(agreed, intact)
 
     def resume(self, *, stuck_after_s: float | None = None) -> AllReduceTicket:
-        """It goes on by itself, or it has failed for good."""
+        """It continues by itself, or it has failed for good."""
         return self
 
     def pack(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from .node import Node, Terms
 from .state import PeerState
 from .terms import GossipTerms, GossipWishes, check_joiner, found
 
-LOOK_S = 1.0  # who waits looks at least so often, so that Ctrl-C gets through
+LOOK_S = 1.0  # a thread that waits looks at least so often, so that Ctrl-C gets through
 WHOLE_PATIENCE_S = 60.0  # for one try to get a whole fragment; it is tried as long as somebody may have it
 
 

@@ -6,8 +6,8 @@ In turn t a peer publishes its anchor φ and what it learned Δ, waits for its p
     pairs          NoLoCo: m ← α·m − β·mean(Δ) − γ·(φ − mean φ);  φ ← φ + m
     exponential    φ ← the mean of both φ − Δ: after log2 n turns the mean of all
 
-Who has no partner, or whose partner does not come (it is silent, or the deadline is over), steps alone. Anchors differ
-from peer to peer; how far they are apart is told as `weight_divergence`.
+A peer without a partner, or whose partner does not come (it is silent, or the deadline is over), steps alone. Anchors
+differ from peer to peer; how far they are apart is told as `weight_divergence`.
 """
 
 from __future__ import annotations

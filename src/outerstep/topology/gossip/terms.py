@@ -1,4 +1,4 @@
-"""What the peers of a run must have in common. Who founds the run draws it up; who joins it gets it and follows it.
+"""What the peers of a run must have in common. The founder draws it up; a peer that joins gets it and follows it.
 
 A joiner may leave everything out. What it does state must be what the run has: the first difference is refused, showing
 both.
@@ -169,7 +169,7 @@ def _attackers(own: GossipWishes, usual: int) -> int:
 
 
 def _min_peers(own: GossipWishes, aggregation: str, bucket_size: int, *, cosine_screen: bool) -> int:
-    """Two for the mean: who is alone agrees with nobody. A rule needs as many as it is defined for, and three."""
+    """Two for the mean: a peer alone agrees with nobody. A rule needs as many as it is defined for, and three."""
     if own.min_peers is not None:
         return own.min_peers
     if aggregation == "mean" and not cosine_screen:

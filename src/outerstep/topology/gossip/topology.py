@@ -55,7 +55,7 @@ class GossipTicket:
         return self._topology.adopted(agreed, intact)
 
     def resume(self, *, stuck_after_s: float | None = None) -> GossipTicket:
-        """It goes on by itself, whatever became of the wait for it."""
+        """It continues by itself, whatever became of the wait for it."""
         self.stuck_after_s, self.short_since = stuck_after_s, None
         if isinstance(self.error, RoundStuck):
             self.error = None

@@ -39,7 +39,7 @@ from ..update import AnchorUpdate, Cutter, Extent, UpdateChain, WholeAnchor, cov
 from .ranks import Ranks
 from .topology import AgreedFacts, Amount, GroupTopology, check_same_model, look_together, of_all
 
-VERSIONS_TRIED = 8  # who is overtaken so often is too slow to ever catch up
+VERSIONS_TRIED = 8  # a group that is overtaken so often is too slow to ever catch up
 
 
 @dataclass(frozen=True)

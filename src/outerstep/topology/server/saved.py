@@ -81,7 +81,7 @@ def pack(offer: Offer, payload: OutgoingFrame) -> dict[str, Any]:
 
 
 def unpack_offer(packed: Mapping[str, Any], head: MemberFields, fragment: int) -> Offer:
-    """As it was made, by the incarnation that made it. (Who sends it now says so itself.)"""
+    """As it was made, by the incarnation that made it. (The exchange that sends it now says so itself.)"""
     facts = {name: packed[name] for name in (*FACTS, "section_bytes") if name in packed}
     try:
         return msgspec.convert({**head, **facts, "fragment": fragment}, Offer)

@@ -1,6 +1,6 @@
 """What carries bytes between the replicas of a torchft run: process groups that its Manager sets up for each quorum.
 
-Words (who brings what, hashes) always travel over gloo in host memory; values over the same gloo group, or over NCCL
+Words (what each brings, hashes) always travel over gloo in host memory; values over the same gloo group, or over NCCL
 from GPU to GPU. Whatever breaks here raises RuntimeError, and is a round that failed: the Manager's vote says so.
 """
 

@@ -3,9 +3,9 @@
 torchft 0.2.0 elects the quorum, carries the state that a replica heals from, and takes the vote. Around it:
 
     a quorum that does not come about    is asked for again; the Manager would repeat its first error for ever
-    a lighthouse that was restarted      numbers its quorums anew, and the Manager takes equal numbers for equal
-                                         connections: so every quorum gets process groups of its own. (A firewall may
-                                         forget connections that were idle for an hour of training, too.)
+    a lighthouse that was restarted      counts its quorums from 1 again, and the Manager takes equal numbers for
+                                         equal connections: so every quorum gets process groups of its own. (A firewall
+                                         may forget connections that were idle for an hour of training, too.)
     a state on its way to be healed from is read without running any code that it may hold
     the own address                      is the one that the lighthouse is reached from; a host name need not resolve
     the end of the process               does not wait for a quorum that was asked for

@@ -173,7 +173,7 @@ class Rounds:
     # --- one exchange ---------------------------------------------------------------------------------------------
 
     def run(self, brought: Brought, quorums: Quorums, look: Callable[[], None]) -> RoundOutcome:
-        """Until it counted or was left out. A few votes may fail; who joins asks until it is in."""
+        """Until it counted or was left out. A few votes may fail; a replica that joins asks until it is in."""
         failed = 0
         while True:
             quorum = quorums.meet(look)
@@ -403,7 +403,7 @@ class Rounds:
         snapshot = read_snapshot(state)
         anchors, momentum, worker = state["anchors"], state["momentum"], state["worker"]
         log.warning("healed: from versions %s to %s", self.snapshot.versions, snapshot.versions)
-        self.healed_from = None if self.run_id else worker  # who has an optimizer's state keeps it
+        self.healed_from = None if self.run_id else worker  # a replica with an optimizer's state keeps it
         self.begin_at(snapshot, copies(anchors), copies(momentum))  # into memory that may be written to
 
     def begin_at(self, snapshot: RunSnapshot, anchors: dict[str, Tensor], momentum: dict[str, Tensor]) -> None:

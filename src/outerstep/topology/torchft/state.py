@@ -23,7 +23,7 @@ from ...types import Manifest
 from ..protocol import Deltas
 
 FORMAT = 1
-NOTHING = -1  # instead of a fragment: who joins, and who has nothing to contribute, only takes the mean
+NOTHING = -1  # instead of a fragment: a replica that joins, or has nothing to contribute, only gets the mean
 
 
 class RunSnapshot(msgspec.Struct):
@@ -72,7 +72,7 @@ class ReplicaOffer(msgspec.Struct, frozen=True):
 
 
 def odd_ones(digests: Sequence[str]) -> list[int]:
-    """Who differs from most; of two that differ, the second."""
+    """The ranks that differ from most; of two that differ, the second."""
     usual = Counter(digests).most_common(1)[0][0]  # of equally many, the first that was met
     return [rank for rank, digest in enumerate(digests) if digest != usual]
 

@@ -78,7 +78,7 @@ class TorchftTicket:
         self._topology.adopted(agreed, intact)
 
     def resume(self, *, stuck_after_s: float | None = None) -> TorchftTicket:
-        """It goes on by itself, or it has failed for good."""
+        """It continues by itself, or it has failed for good."""
         if stuck_after_s is not None:
             self.stuck_after_s, self.begun_at = stuck_after_s, time.monotonic()
         return self
