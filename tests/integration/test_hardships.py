@@ -65,12 +65,12 @@ def test_steps_are_counted_once_when_the_wait_for_their_round_is_interrupted(mon
     b = memory_worker(server, "b", second, optimizers[1]).start()
     count(first, optimizers[0], 0, 3)
 
-    def interrupted(self: object, timeout_s: float) -> bool:
+    def interrupted(self: object, timeout_s: float) -> None:
         wait_until(lambda: server.status()["pending_submissions"] == ["a"])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("outerstep.topology.server.exchange.ServerTicket.wait", interrupted)
+        patched.setattr("outerstep.topology.server.exchange.ServerTicket.look", interrupted)
         with pytest.raises(KeyboardInterrupt):
             count(first, optimizers[0], 0, 1)
     count(second, optimizers[1], 1, 4)  # closes round 1: the mean of (4, 0) and (0, 4)

@@ -291,10 +291,13 @@ class WorkerMachine:
 
     def stepped(self) -> list[Effect]:
         """One optimizer step was taken: adopt what is to be adopted now, then send what is due."""
-        self.state.work += Work(steps=1)
-        due = self.state.cycle.advance(self.plan)
-        flights, steps = self.in_flight, self.work.steps
-        ready = [f for f, flight in flights.items() if not flight.deferred and steps >= flight.land_at]
+        state, work = self.state, self.state.work
+        state.work = work = Work(work.steps + 1, work.samples, work.tokens)
+        due = state.cycle.advance(self.plan)
+        flights = enumerate(progress.in_flight for progress in state.fragments)
+        ready = [f for f, flight in flights if flight and not flight.deferred and work.steps >= flight.land_at]
+        if due is None and not ready:  # most steps
+            return []
         return self._wait_for(ready, partial(self._send_due, due), tries=1, may_defer=True)
 
     def _send_due(self, due: int | None) -> list[Effect]:
