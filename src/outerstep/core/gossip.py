@@ -108,6 +108,3 @@ def exponential_partner(ids: Sequence[str], own: str, turn: int) -> str | None:
     levels = (len(ordered) - 1).bit_length()
     other = ordered.index(own) ^ (1 << turn % levels)
     return ordered[other] if other < len(ordered) else None
-
-
-__all__ = ["NoLoCo", "PairOuter", "average_step", "exponential_partner", "noloco_step", "random_partner"]

@@ -189,6 +189,3 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The values in host memory (copied there if they are elsewhere)."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-__all__ = ["FragmentSnapshot", "FragmentState", "FragmentStep", "Outer", "bytes_of", "fp32_views"]

@@ -109,6 +109,3 @@ def sum_of_squares(values: Tensor) -> float:
     """Σ x² of flat fp32 values. Squares of honest numbers can overflow fp32; then it is computed again in fp64."""
     squares = float(torch.dot(values, values))
     return squares if math.isfinite(squares) else float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-__all__ = ["as_seen_by", "norm_of", "sum_of_squares", "watched", "whole_model"]

@@ -49,6 +49,3 @@ def step_aside(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-__all__ = ["CarryingThread", "step_aside"]

@@ -39,6 +39,3 @@ class LocalWorker:
     ranks: Ranks | None
     inner: Inner
     events: EventSink = lambda event: None
-
-
-__all__ = ["Inner", "LocalWorker"]

@@ -327,16 +327,3 @@ def _pieces(layout: Layout, begin: Cut, end: Cut) -> tuple[ValueRange, ...]:
         if begin[0] <= number <= end[0] and start < stop:
             found.append(ValueRange(entry.name, start, stop))
     return tuple(found)
-
-
-__all__ = [
-    "ByteCarrier",
-    "Circle",
-    "ReducedMean",
-    "Reducer",
-    "Slice",
-    "ValueRange",
-    "down_rules",
-    "runs_of",
-    "slices_of",
-]

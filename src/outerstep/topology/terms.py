@@ -163,14 +163,3 @@ def _subject(header: ExchangeHeader) -> tuple[object, ...]:
 def _shown(header: ExchangeHeader) -> str:
     end = " at the end of its training" if header.last else ""
     return f"fragment {header.fragment} after {header.steps} steps on version {header.base_version}{end}"
-
-
-__all__ = [
-    "ExchangeHeader",
-    "Rank",
-    "check_headers",
-    "check_loaded",
-    "check_pair",
-    "check_terms",
-    "draw_up",
-]

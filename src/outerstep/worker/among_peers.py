@@ -206,6 +206,3 @@ def _lone_replica(model: nn.Module, buffers: Literal["average", "local"]) -> Rep
         )
     replica.load_anchors({name: tensor.detach() for name, tensor in replica.tensors.items()})
     return replica
-
-
-__all__ = ["AmongPeers"]

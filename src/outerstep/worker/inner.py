@@ -111,6 +111,3 @@ def _copied(value: Any, what: str) -> Any:
         f"{what} must be tensors, numbers, text and lists or dicts of them to travel to another worker, "
         f"got a {type(value).__name__}"
     )
-
-
-__all__ = ["InnerState", "Stateful"]

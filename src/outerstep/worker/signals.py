@@ -156,6 +156,3 @@ def _say(text: str) -> None:
     """Not through logging or print: the signal may have come in the middle of one of their lines."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nouterstep: {text}\n".encode())
-
-
-__all__ = ["Interrupts", "deferred"]

@@ -264,6 +264,3 @@ class _ByWorker:
 
     async def sync(self, aggregator: RobustAggregator, peers: Gossip | Sequence[Peer]) -> bool:
         raise WorkerError("with server_addr the exchange takes place inside train_step; there are no peers to ask")
-
-
-__all__ = ["DiLoCoTrainer"]

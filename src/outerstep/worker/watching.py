@@ -96,6 +96,3 @@ def _squares(grads: list[Tensor]) -> float:
         values = grad.coalesce().values() if grad.is_sparse else grad
         norms.setdefault(values.device, []).append(torch.linalg.vector_norm(values, dtype=torch.float32))
     return sum(float(torch.linalg.vector_norm(torch.stack(each))) ** 2 for each in norms.values())
-
-
-__all__ = ["Watching", "gradient_norm"]

@@ -354,6 +354,3 @@ class Ballot:
 
 def _tally(votes: Mapping[str, Mapping[str, Signed]]) -> Counter[str]:
     return Counter(block for said in votes.values() for block in said)
-
-
-__all__ = ["Ballot", "Ballots", "Bound", "Judge", "TurnTimeouts", "Verdict"]

@@ -218,6 +218,3 @@ class Blocks:
         members = len(self.peer.state.members)
         quorum = chain.quorum_of(members, self.rules.attackers)
         return len(self.heard_from(now)) < quorum or members < self.rules.min_peers
-
-
-__all__ = ["Blocks"]

@@ -441,6 +441,3 @@ def _as_many_as_fit(statements: list[Signed]) -> tuple[Signed, ...]:
 
 def _start_alike(one: HeardOffer, other: HeardOffer) -> bool:
     return one.says.base_hash == other.says.base_hash
-
-
-__all__ = ["GossipPeer", "Keepsake"]

@@ -31,6 +31,3 @@ class GossipRules:
             raise ConfigError(f"attackers must be at least 0, got {self.attackers}")
         if self.heartbeat_timeout_s <= 0.0:
             raise ConfigError(f"heartbeat_timeout_s must be > 0 s, got {self.heartbeat_timeout_s:g}")
-
-
-__all__ = ["GossipRules"]

@@ -274,6 +274,3 @@ def peers_of_job(timeout_s: float) -> Peers:
     """All ranks of the default process group."""
     store = dist.distributed_c10d._get_default_store()  # there is no public way to it
     return Peers(store, dist.get_rank(), dist.get_world_size(), name=str(next(_names)), timeout_s=timeout_s)
-
-
-__all__ = ["Links", "Peers", "RankPulse", "make_links", "peers_of_job"]

@@ -396,6 +396,3 @@ class AllReduceTopology:
         except BaseException as error:
             self._peers.fail(error)
             raise
-
-
-__all__ = ["AllReduceSettings", "AllReduceTicket", "AllReduceTopology"]

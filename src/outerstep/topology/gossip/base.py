@@ -173,6 +173,3 @@ class PeerTopology(ABC):
         self._node.hold_anchor(fragment, version, digest)
         if self._state.are_complete and self._node.peer.wants == "watch":
             self._node.belong()
-
-
-__all__ = ["LOOK_S", "GossipSettings", "PeerTopology"]

@@ -231,6 +231,3 @@ def _check_same(form: Form, wanted: Mapping[str, Tensor]) -> None:
             f"a peer contributes the same tensors in every round: {odd!r} was {shapes.get(odd, 'missing')}, is now "
             f"{given.get(odd, 'missing')}"
         )
-
-
-__all__ = ["GradientGossip"]

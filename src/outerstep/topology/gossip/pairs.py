@@ -277,6 +277,3 @@ class PairsTopology(PeerTopology):
             raise ConfigError("the state was not saved with this pattern: load it where it was saved")
         self._state.load_state_dict(state)
         self._feedback.load_state_dict(state["feedback"])
-
-
-__all__ = ["PairsTopology"]

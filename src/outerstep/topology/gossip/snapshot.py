@@ -94,6 +94,3 @@ def _section_bytes(form: Form) -> int:
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors.items()}
-
-
-__all__ = ["on_host", "read_snapshot", "write_snapshot"]

@@ -333,6 +333,3 @@ def _participants(
         Participant(worker_id=peer_id, sequence=offered.sequence, weight=counted.get(peer_id, 0.0))
         for peer_id, offered, _ in contributions
     )
-
-
-__all__ = ["Combined", "Contents", "PeerState", "Reading"]

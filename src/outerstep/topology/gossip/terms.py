@@ -227,6 +227,3 @@ def _wished(plan: Plan, wishes: Wishes) -> list[tuple[str, Any, Any]]:
 def _own(terms: GossipTerms, own: GossipWishes) -> list[tuple[str, Any, Any]]:
     has = {**msgspec.structs.asdict(terms), "weight_by": terms.plan.weight_by}
     return [(field.name, has[field.name], getattr(own, field.name)) for field in fields(GossipWishes)]
-
-
-__all__ = ["GossipTerms", "GossipWishes", "Pattern", "check_joiner", "check_mean_alone", "found"]

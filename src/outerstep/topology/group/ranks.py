@@ -153,6 +153,3 @@ def _family(of: type[OuterstepError]) -> dict[str, type[OuterstepError]]:
 
 def _room(size_bytes: int) -> Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8)
-
-
-__all__ = ["Failure", "Ranks", "describe", "rebuild"]

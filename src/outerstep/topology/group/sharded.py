@@ -434,6 +434,3 @@ def _find_owners(ranks: Ranks, shards: Shards) -> list[int]:
             "this job must hold all of the model"
         )
     return [held.index(section) for section in range(shards.sections)]
-
-
-__all__ = ["ShardedTopology", "Shards"]

@@ -229,6 +229,3 @@ def of_all(contribution: Contribution, amounts: Sequence[Amount]) -> Contributio
     """The same contribution with every rank's samples and tokens."""
     samples, tokens = sum(a.samples for a in amounts), sum(a.tokens for a in amounts)
     return dataclasses.replace(contribution, samples=samples, tokens=tokens)
-
-
-__all__ = ["AgreedFacts", "Amount", "GroupTicket", "GroupTopology", "check_same_model", "look_together", "of_all"]

@@ -57,6 +57,3 @@ def _connect(worker: LocalWorker, settings: ServerLinkSettings) -> ServerTopolog
         join_timeout_s=settings.join_timeout_s,
         memory=Memory(KEPT),
     )
-
-
-__all__ = ["ServerLinkSettings", "build"]

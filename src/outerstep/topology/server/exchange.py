@@ -270,6 +270,3 @@ class ServerTicket:
         if source is not None:
             source.done_reading()
         self._deliveries.put(Delivery(call, answer, received_hash, error))
-
-
-__all__ = ["USELESS", "ServerTicket"]

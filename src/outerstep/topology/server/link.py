@@ -141,6 +141,3 @@ class ServerLink:
     def sync_every(self, assigned: int | None) -> None:
         with self._lock:
             self._asked = dataclasses.replace(self._asked, sync_every=assigned)
-
-
-__all__ = ["ServerLink"]

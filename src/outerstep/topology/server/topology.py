@@ -466,6 +466,3 @@ class ServerTopology:
 
     def unpack_payload(self, packed: Mapping[str, Any], layout: Layout | None, first_part: int = 0) -> OutgoingFrame:
         return unpack_payload(packed, layout, self.session.joined.plan.part_size_bytes, first_part, self._memory)
-
-
-__all__ = ["ServerTopology"]

@@ -126,6 +126,3 @@ class ProcessGroups:
     def _by_rank(self, side: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
         """By rank of the quorum, what belongs to one in its order."""
         return sorted(((self.members[r], data) for r, data in side), key=lambda one: one[0])
-
-
-__all__ = ["Backend", "ProcessGroups"]

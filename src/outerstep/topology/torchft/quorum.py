@@ -308,6 +308,3 @@ class PlainTransport(HTTPTransport[dict[str, Any]]):  # type: ignore[misc]
                 "ignore", "The given buffer is not writable"
             )  # it is copied before it is written to
             return _streaming_load(body, weights_only=True)
-
-
-__all__ = ["Quorum", "Quorums", "TorchftSettings"]

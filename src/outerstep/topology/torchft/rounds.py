@@ -442,6 +442,3 @@ class Rounds:
 
     def _values(self, anchors: Mapping[str, Tensor], fragment: int) -> dict[str, Tensor]:
         return {name: anchors[name] for name in self.plan.fragments[fragment]}
-
-
-__all__ = ["Brought", "RoundOutcome", "Rounds"]

@@ -176,17 +176,3 @@ def held_here(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
         msgspec.structs.replace(spec, shape=tuple(tensors[spec.name].shape)) for spec in manifest.parameters
     )
     return msgspec.structs.replace(manifest, parameters=parameters)
-
-
-__all__ = [
-    "NOTHING",
-    "Measured",
-    "ReplicaOffer",
-    "RunSnapshot",
-    "Snapshots",
-    "copies",
-    "held_here",
-    "odd_ones",
-    "read_snapshot",
-    "write_state",
-]

@@ -430,6 +430,3 @@ def fetch_parts(
         del arrival.missing[0]
         progressed()
     return True
-
-
-__all__ = ["Arrival", "DecidedRounds", "Fetcher", "HeldPayload", "Payloads", "cut", "fetch_parts"]

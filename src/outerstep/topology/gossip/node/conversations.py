@@ -281,6 +281,3 @@ class Survey:
                 beats += terms.beats
         enough = [state for state, count in named.items() if count >= needed]
         return (max(enough, key=lambda state: state.height), beats) if enough else None
-
-
-__all__ = ["Conversations", "Survey"]

@@ -68,6 +68,3 @@ class Housekeeping:
                 node.recorder.leap(state)
                 peer.hear(Converse(run_id=peer.run_id, sender=node.peer_id, height=0, statements=beats), node.clock())
                 node.recorder.note()
-
-
-__all__ = ["Housekeeping"]

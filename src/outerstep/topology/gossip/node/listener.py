@@ -213,6 +213,3 @@ def _parse_listen(listen: str) -> tuple[str, int]:
     with contextlib.suppress(ConfigError):
         return parse_address(listen)
     raise ConfigError(f"listen must be host:port, got {listen!r}; for example {write_address(EVERYWHERE[0], 8512)}")
-
-
-__all__ = ["Contacts", "NodeListener", "RunGuard"]

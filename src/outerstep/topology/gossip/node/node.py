@@ -467,5 +467,3 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
-
-__all__ = ["Node"]

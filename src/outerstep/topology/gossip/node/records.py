@@ -266,6 +266,3 @@ def _unreadable(file: Path, error: Exception) -> ConfigError:
         f"{file} cannot be read: {error}; restore it, or give this peer an empty folder, with which it comes as "
         "somebody new (never with an older copy of its folder: it would contradict itself, and be expelled for it)"
     )
-
-
-__all__ = ["PeerFolder", "PeerRunFacts", "Recorder", "remembered_id"]

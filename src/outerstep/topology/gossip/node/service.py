@@ -195,6 +195,3 @@ def _member(node: Node, key: str, peer_id: str, now: float) -> PeerMemberStatus:
         loss=beat.loss,
         last_seen_s=node.peer.silent_s(key, now),
     )
-
-
-__all__ = ["PeerService", "build_status"]

@@ -65,6 +65,3 @@ class DecidedRound:
 
     block: Round
     contributions: tuple[tuple[str, Offered, memoryview], ...]
-
-
-__all__ = ["Callbacks", "DecidedRound", "NodeSettings"]

@@ -98,6 +98,3 @@ class Shared:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, give_up_at - time.monotonic()))
         return [thread.name for thread in threads if thread.is_alive()]
-
-
-__all__ = ["Shared"]

@@ -174,6 +174,3 @@ class SnapshotExchange:
 def _expect(offered: OfferedSnapshot) -> Arrival:
     parts = offered.parts
     return Arrival(Room(private_memory(parts.size_bytes), on_disk=False), parts, list(range(len(parts.digests))))
-
-
-__all__ = ["SnapshotExchange"]
