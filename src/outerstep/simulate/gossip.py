@@ -274,12 +274,13 @@ class SimPeer:
             self.world.send(self, asker, lambda: asker.given_whole(self, fragment, version, anchor))
 
     def given_whole(self, giver: SimPeer, fragment: int, version: int, anchor: str) -> None:
-        """The newest that enough members name. (A node asks members only.)"""
-        if fragment not in self._lost or all(member.peer_id != giver.name for member in self.machine.state.members):
+        """The newest that more than f say the same of, if there are so many others."""
+        if fragment not in self._lost:
             return
         heard = self._answers.setdefault(fragment, {})
         heard[giver.name] = (version, anchor)
-        needed = chains.witnesses(len(self.machine.state.members), self.world.rules.attackers)
+        others = sum(member.peer_id != self.name for member in self.machine.state.members)
+        needed = min(self.world.rules.attackers + 1, others)
         believed = [said for said, count in Counter(heard.values()).items() if count >= needed]
         if believed and max(believed)[0] >= self.machine.state.versions[fragment] - 1:
             self._answers.pop(fragment)
