@@ -30,6 +30,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -68,7 +69,7 @@ class Layout:
     prefix: bytes
     size_bytes: int
 
-    @property
+    @cached_property
     def data_begin(self) -> int:
         return len(self.prefix)
 
@@ -77,7 +78,7 @@ class Layout:
         """(name, shape, offset in the data) of each tensor."""
         return [(entry.name, entry.shape, entry.begin) for entry in self.entries]
 
-    @property
+    @cached_property
     def entries(self) -> tuple[Entry, ...]:
         return self.header.tensors
 

@@ -129,7 +129,7 @@ def read_request(http: h11.Connection, channel: Channel, began: bytes, connectio
     raw = began
     http.receive_data(began)
     while (event := http.next_event()) is h11.NEED_DATA:  # bounded: h11 refuses heads over 16 KiB
-        with channel.turn.away():
+        with channel.away():
             data = channel.receive(HEAD_READ_BYTES)
         raw += data
         http.receive_data(data)

@@ -303,7 +303,7 @@ class HttpServer:
     def _serve(self, request: HttpRequest, channel: Channel) -> Reply:
         """Who asks, what for, and the answer. The token comes first: without one, nobody learns which paths there are.
         What can be refused without troubling the service is refused before its handler is called."""
-        method, path, headers, body, turn = request.method, request.path, request.headers, request.body, channel.turn
+        method, path, headers, body = request.method, request.path, request.headers, request.body
         route = self._routes.get((method, path))
         if isinstance(route, PlainRoute) and route.is_public:
             return route.handler(request)
@@ -322,7 +322,7 @@ class HttpServer:
         match route:
             case MessageRoute():
                 body.check_size(route.most_bytes, f"the body of {path}")
-                with turn.away():
+                with channel.away():
                     data = body.read()
                 with self._one_large if len(data) > MAX_JSON_BYTES else contextlib.nullcontext():
                     # Of a large one, decoding takes many times its size for a moment.
@@ -333,14 +333,14 @@ class HttpServer:
                 if route.is_quick:
                     answer = route.handler(message)
                 else:
-                    with turn.away():
+                    with channel.away():
                         answer = route.handler(message)
                 return answer if isinstance(answer, Reply) else Reply(encode_json(answer))
             case UploadRoute():
                 part: Any = parse_query(request.query, route.kind)
                 caller.check_speaks_for(getattr(part, route.speaker))
                 body.check_size(MAX_PART_BYTES, "a part", "a run's parts have part_size_bytes, as its plan says")
-                with turn.away():
+                with channel.away():
                     stored = route.handler(part, body)
                 return Reply(encode_json(stored))
             case DownloadRoute():
@@ -349,7 +349,7 @@ class HttpServer:
                 found, bytes_ = route.handler(part)
                 return Reply(bytes_, headers=(("Content-Type", BYTES_TYPE), (HASH_HEADER, found.hash)))
             case PlainRoute():
-                with turn.away():
+                with channel.away():
                     return route.handler(request)
 
     def _check_operator(self, request: HttpRequest) -> None:

@@ -229,7 +229,13 @@ class HttpTransport:
         """A kept-alive connection may have been closed by the server meanwhile: then once more, on a new one. Every
         request of this protocol may be repeated."""
         while True:
-            connection, reused = self._borrow(timeout_s)
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            reused = connection is not None and connection.sock is not None
+            if connection is None or connection.sock is None:
+                connection = self._new_connection(timeout_s)
+            else:
+                connection.sock.settimeout(timeout_s)
             try:
                 return self._talk(connection, method, target, payload, headers, into)
             except (OSError, http.client.HTTPException) as error:
@@ -242,14 +248,6 @@ class HttpTransport:
                 raise TransportError(
                     f"no answer from {self.address} to {method} {target.split('?')[0]}: {what}"
                 ) from error
-
-    def _borrow(self, timeout_s: float) -> tuple[http.client.HTTPConnection, bool]:
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
-        if connection is None or connection.sock is None:
-            return self._new_connection(timeout_s), False
-        connection.sock.settimeout(timeout_s)
-        return connection, True
 
     def _new_connection(self, timeout_s: float) -> http.client.HTTPConnection:
         access, given = self._known(), self._given

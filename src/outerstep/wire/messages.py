@@ -66,6 +66,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 T = TypeVar("T")
 
+encode_json = msgspec.json.encode
+
 MAX_JSON_BYTES: Final = 1 << 20
 MAX_JOIN_BYTES: Final = 32 << 20  # a join carries the manifest: about 100 bytes per parameter tensor
 MAX_PART_BYTES: Final = 16 << 20
@@ -209,10 +211,6 @@ def convert(parsed: object, kind: type[T], *, from_text: bool = False) -> T:
         return msgspec.convert(parsed, kind, strict=not from_text)
     except msgspec.ValidationError as error:
         raise BadRequest(f"not a {kind.__name__}: {error}") from error
-
-
-def encode_json(message: object) -> bytes:
-    return msgspec.json.encode(message)
 
 
 def _check_depth(text: bytes) -> None:

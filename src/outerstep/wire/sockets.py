@@ -2,13 +2,13 @@
 
 When a round closes, every worker that waited for it asks at the same moment, and fetches the same bytes. Hundreds of
 threads then want a core and the interpreter, and one more that wants them too, to answer an operator's status request,
-would wait for its share among them. So a connection takes a *turn* to work: to read a message and make its answer
-(`Turn`), or to move a burst of bytes that can be moved now (`Channel`). No connection holds a turn while it waits: a
-slow or silent peer keeps no other from working, which a limit on the number of open transfers would let it do.
+would wait for its share among them. So a connection takes a *turn* to work: to read a message and make its answer, or
+to move a burst of bytes that can be moved now. No connection holds a turn while it waits: a slow or silent peer keeps
+no other from working, which a limit on the number of open transfers would let it do.
 
-    with Turn(places) as turn:
+    with channel.turn:
         …work…
-        with turn.away():
+        with channel.away():
             …wait…
         …work…
 
@@ -29,7 +29,7 @@ import struct
 import termios
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, TypeVar
 
 from .connections import Connection
@@ -78,41 +78,28 @@ def send(sock: socket.socket, data: bytes | memoryview) -> None:
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-class Turn:
-    """`places`: how many may work at a time, shared by all; None = this one goes first and needs no turn."""
-
-    def __init__(self, places: threading.Semaphore | None) -> None:
-        self._places = places
-
-    def __enter__(self) -> Turn:
-        if self._places is not None:
-            self._places.acquire()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._places is not None:
-            self._places.release()
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
-
-
 class Channel:
     """A connection's socket, plain or TLS. It moves bytes in turns, and waits without one for at most `timeout_s` of
-    silence, which is a TimeoutError. Without `places` it blocks, for as long at most. While it waits for the peer, the
-    connection says so."""
+    silence, which is a TimeoutError. `places`: how many may work at a time, shared by all. None = this one goes first
+    and needs no turn: it blocks, for as long at most. While it waits for the peer, the connection says so."""
 
     def __init__(self, connection: Connection, places: threading.Semaphore | None, timeout_s: float) -> None:
         self.connection = connection
         self.sock = connection.sock
-        self.turn = Turn(places)
-        self._blocks = places is None
+        self._places, self._blocks = places, places is None
+        self.turn: AbstractContextManager[object] = nullcontext() if places is None else places
         self.set_timeout(timeout_s)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Wait in the middle of a turn, without it."""
+        if self._places is not None:
+            self._places.release()
+        try:
+            yield
+        finally:
+            if self._places is not None:
+                self._places.acquire()
 
     def set_timeout(self, seconds: float) -> None:
         self.timeout_s = seconds
@@ -227,4 +214,4 @@ def probe_often(sock: socket.socket, every_s: int) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-__all__ = ["Channel", "Turn", "block", "has_all", "is_gone", "peer_of", "probe_often", "receive_into", "send", "shut"]
+__all__ = ["Channel", "block", "has_all", "is_gone", "peer_of", "probe_often", "receive_into", "send", "shut"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from outerstep.wire.connections import Connection
-from outerstep.wire.sockets import BURST_BYTES, Channel, Turn
+from outerstep.wire.sockets import BURST_BYTES, Channel
 from support import wait_until
 
 PATIENT_S = 60.0
@@ -49,24 +49,35 @@ def asleep(thread: threading.Thread) -> bool:
 
 
 class TestTurn:
-    def test_who_works_holds_a_place(self, places: threading.BoundedSemaphore) -> None:
-        with Turn(places):
+    def test_a_channel_that_works_holds_a_place(
+        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        with channel_to(ends[0], places, PATIENT_S).turn:
             assert not is_free(places)
         assert is_free(places)
 
-    def test_who_is_away_holds_none_and_comes_back_to_one(self, places: threading.BoundedSemaphore) -> None:
-        with Turn(places) as turn:
-            with turn.away():
+    def test_a_channel_that_is_away_holds_none_and_comes_back_to_one(
+        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        channel = channel_to(ends[0], places, PATIENT_S)
+        with channel.turn:
+            with channel.away():
                 assert is_free(places)
             assert not is_free(places)
 
-    def test_a_place_is_given_back_whatever_goes_wrong(self, places: threading.BoundedSemaphore) -> None:
-        with pytest.raises(ZeroDivisionError), Turn(places) as turn, turn.away():
+    def test_a_place_is_given_back_whatever_goes_wrong(
+        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        channel = channel_to(ends[0], places, PATIENT_S)
+        with pytest.raises(ZeroDivisionError), channel.turn, channel.away():
             raise ZeroDivisionError
         assert is_free(places)
 
-    def test_who_goes_first_needs_no_place(self, places: threading.BoundedSemaphore) -> None:
-        with Turn(places), Turn(None) as first, first.away():
+    def test_a_channel_that_goes_first_needs_no_place(
+        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        first = channel_to(ends[0], None, PATIENT_S)
+        with places, first.turn, first.away():
             pass
 
 
@@ -92,7 +103,7 @@ class TestChannel:
         reader = threading.Thread(target=line.receive_into, args=(memoryview(got),), daemon=True)
         reader.start()
         wait_until(lambda: is_free(places) and asleep(reader))
-        with Turn(places):
+        with places:
             ends[1].sendall(b"x")
         reader.join()
         assert got == b"x"
