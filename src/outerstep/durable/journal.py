@@ -84,10 +84,14 @@ class Journal:
         with self._lock:
             serial = self._last + 1
             name = f"record-{serial:016}"
-            pieces = [memoryview(piece).cast("B") for piece in (head, *payload)]
-            length = sum(len(piece) for piece in pieces[1:])
+            body = [memoryview(piece).cast("B") for piece in payload]
+            length = sum(map(len, body))
+            pieces: list[Buffer] = [MAGIC, _LENGTHS.pack(len(head), length), head, *body]
+            digest = xxhash.xxh3_128()
+            for piece in pieces:
+                digest.update(piece)
             try:
-                self._disk.write(name + _UNFINISHED, _sealed([MAGIC, _LENGTHS.pack(len(head), length), *pieces]))
+                self._disk.write(name + _UNFINISHED, [*pieces, digest.digest()])
                 self._disk.sync(name + _UNFINISHED)
                 self._disk.rename(name + _UNFINISHED, name)
                 self._disk.sync_folder()
@@ -140,14 +144,6 @@ class Journal:
         head_length, length = _LENGTHS.unpack(data[len(MAGIC) : _BEGIN])
         payload_begin = _BEGIN + head_length
         return Record(serial, bytes(data[_BEGIN:payload_begin]), data[payload_begin : payload_begin + length])
-
-
-def _sealed(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
-    digest = xxhash.xxh3_128()
-    for piece in pieces:
-        digest.update(piece)
-        yield piece
-    yield digest.digest()
 
 
 def _problem(data: memoryview) -> str:

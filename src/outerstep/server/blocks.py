@@ -6,7 +6,8 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 
@@ -17,7 +18,6 @@ GROUP = 2  # blocks that a thread takes at once: each time costs a change of thr
 
 Room = TypeVar("Room")
 Made = TypeVar("Made")
-Seal = Callable[["Block", Made], None]
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Block:
     stop: int
     place: int
 
-    @property
+    @cached_property
     def count(self) -> int:
         return self.stop - self.start
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.place + self.stop - self.start
 
@@ -47,62 +47,48 @@ def cut(of: Layout) -> Iterator[Block]:
 
 
 def hand_in_hand(
-    blocks: Sequence[Block], new_room: Callable[[], Room], work: Callable[[Block, Room], Made], seal: Seal[Made]
+    blocks: Sequence[Block],
+    new_room: Callable[[], Room],
+    work: Callable[[Block, Room], Made],
+    seal: Callable[[Block, Made], None],
 ) -> None:
     """`work` for every block, by two threads that take the next few each time; then `seal`, with what came of it, block
     by block in their order and never two at a time. Each thread has a room of its own to work in. What goes wrong in
     one of them ends the other too, and the first of it, in the blocks' order, is raised here."""
-    hands = _Hands(blocks, new_room, work, seal)
-    other = threading.Thread(target=hands.run, name="outerstep-other-hand")
-    other.start()
-    hands.run()
-    other.join()
-    if hands.errors:
-        raise hands.errors[min(hands.errors)]
+    groups = [blocks[start : start + GROUP] for start in range(0, len(blocks), GROUP)]
+    changed, taken, sealed = threading.Condition(), 0, 0
+    errors: dict[int, BaseException] = {}  # by the number of a group
 
-
-class _Hands(Generic[Room, Made]):
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        new_room: Callable[[], Room],
-        work: Callable[[Block, Room], Made],
-        seal: Seal[Made],
-    ) -> None:
-        self._groups = [blocks[start : start + GROUP] for start in range(0, len(blocks), GROUP)]
-        self._new_room, self._work, self._seal = new_room, work, seal
-        self._taken = self._sealed = 0
-        self._changed = threading.Condition()
-        self.errors: dict[int, BaseException] = {}  # by the number of a group
-
-    def run(self) -> None:
-        number: int | None = 0
+    def run() -> None:
+        nonlocal taken, sealed
+        number = 0
         try:
             with torch.no_grad():
-                room = self._new_room()
-                while (number := self._next()) is not None:
-                    group = self._groups[number]
-                    made = [self._work(block, room) for block in group]
-                    if not self._is_our_turn(number):
-                        return
-                    for block, one in zip(group, made, strict=True):
-                        self._seal(block, one)
-                    with self._changed:
-                        self._sealed += 1
-                        self._changed.notify_all()
+                room = new_room()
+                while True:
+                    with changed:
+                        if errors or taken == len(groups):
+                            return
+                        number, taken = taken, taken + 1
+                    made = [(block, work(block, room)) for block in groups[number]]
+                    with changed:
+                        while not errors and sealed != number:
+                            changed.wait()
+                        if errors:
+                            return
+                    for block, one in made:
+                        seal(block, one)
+                    with changed:
+                        sealed += 1
+                        changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - raised by whoever asked for the work
-            with self._changed:
-                self.errors[number or 0] = error
-                self._changed.notify_all()
+            with changed:
+                errors[number] = error
+                changed.notify_all()
 
-    def _next(self) -> int | None:
-        with self._changed:
-            if self.errors or self._taken == len(self._groups):
-                return None
-            self._taken += 1
-            return self._taken - 1
-
-    def _is_our_turn(self, number: int) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self.errors) or self._sealed == number)
-            return not self.errors
+    other = threading.Thread(target=run, name="outerstep-other-hand")
+    other.start()
+    run()
+    other.join()
+    if errors:
+        raise errors[min(errors)]

@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..core.codecs import Codec
 from ..core.codecs.cast import CastCodec
 from ..errors import BadFrame, NotFinite, Refused
-from ..wire.frames import Layout, check_frame, layout, rows_of, section_layout
+from ..wire.frames import Layout, check_frame, rows_of, section_layout
 from .blocks import BLOCK_VALUES
 
 PLAUSIBLE = 1e9  # the norm of a block whose squares are far from overflowing
@@ -32,7 +33,7 @@ class UpTensor:
     shape: tuple[int, ...]
     codec: Codec
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -45,11 +46,6 @@ class Findings:
     squares: float = 0.0
     refusal: Refused | None = None
 
-    def plus(self, other: Findings) -> Findings:
-        """Of these blocks and those that follow them."""
-        blocks = range(self.blocks.start, other.blocks.stop)
-        return Findings(blocks, self.squares + other.squares, self.refusal or other.refusal)
-
 
 class Decoder:
     """For contributions to one fragment that come in the same number of sections."""
@@ -60,20 +56,18 @@ class Decoder:
         self._index = {tensor.name: i for i, tensor in enumerate(self._tensors)}
         # Numbers and not objects: a strange worker may name thousands of sections, of thousands of tensors.
         self._begins, self._first_blocks = array("q"), array("q")  # per run: its first byte, its first block
+        self._counts = array("q")  # and how many values are in it
         begin, blocks = 0, 0
         for section, up in enumerate(self._layouts()):
             for tensor, entry in zip(self._tensors, up.entries, strict=True):
                 self._begins.append(begin + up.data_begin + entry.begin)
                 self._first_blocks.append(blocks)
-                blocks += -(-rows_of(tensor.shape, sections, section).numel // BLOCK_VALUES)
+                self._counts.append(rows_of(tensor.shape, sections, section).numel)
+                blocks += -(-self._counts[-1] // BLOCK_VALUES)
             begin += up.size_bytes
         self.block_count = blocks
 
     def _layouts(self) -> Iterator[Layout]:
-        if self.sections == 1:
-            sizes = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes(tensor.numel)) for tensor in self._tensors]
-            yield layout(self._codec_name, sizes)
-            return
         shares = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in self._tensors]
         for section in range(self.sections):
             yield section_layout(self._codec_name, shares, self.sections, section)
@@ -87,10 +81,14 @@ class Decoder:
 
     def conclude(self, payload: memoryview, seen: Sequence[Findings]) -> float:
         """The same for somebody who has looked at most blocks while they arrived; `seen` in the payload's order."""
-        self.check_headers(payload)
-        data, scratch, squares, done = torch.frombuffer(payload, dtype=torch.uint8), room_for_a_block(), 0.0, 0
+        begin, squares, done = 0, 0.0, 0
+        for section, up in enumerate(self._layouts()):
+            # What is left over goes to the last section, whose check will say so.
+            end = begin + up.size_bytes if section < self.sections - 1 else len(payload)
+            check_frame(payload[begin:end], up)
+            begin = end
         for findings in [*seen, Findings(range(self.block_count, self.block_count))]:
-            missed = self.look(data, range(done, findings.blocks.start), scratch)
+            missed = self.look(payload, range(done, findings.blocks.start))
             done = findings.blocks.stop
             refusal = missed.refusal or findings.refusal
             if refusal is not None:
@@ -98,51 +96,41 @@ class Decoder:
             squares += missed.squares + findings.squares
         return math.sqrt(squares)
 
-    def check_headers(self, payload: memoryview) -> None:
-        begin = 0
-        for section, up in enumerate(self._layouts()):
-            # What is left over goes to the last section, whose check will say so.
-            end = begin + up.size_bytes if section < self.sections - 1 else len(payload)
-            check_frame(payload[begin:end], up)
-            begin = end
-
-    def blocks_from(self, byte: int) -> int:
-        """The number of the first block that begins at `byte` or after it."""
-        return self._blocks_before(byte, ends=False)
-
-    def blocks_to(self, byte: int) -> int:
-        """One more than the number of the last block that ends at `byte` or before it."""
-        return self._blocks_before(byte, ends=True)
+    def blocks_inside(self, begin: int, end: int) -> range:
+        """The blocks that lie between these bytes as a whole."""
+        first = self._blocks_before(begin, ends=False)
+        return range(first, max(self._blocks_before(end, ends=True), first))
 
     def _blocks_before(self, byte: int, *, ends: bool) -> int:
         """How many blocks end at `byte` or before, or begin before it."""
         run = bisect_right(self._begins, byte) - 1
         if run < 0:
             return 0
-        tensor, count = self._run(run)
-        per_block = tensor.codec.encoded_bytes(min(BLOCK_VALUES, count)) or 1
+        codec, count = self._tensors[run % len(self._tensors)].codec, self._counts[run]
+        per_block = codec.encoded_bytes(min(BLOCK_VALUES, count)) or 1
         inside = byte - self._begins[run]
         blocks = -(-count // BLOCK_VALUES)
-        if inside >= tensor.codec.encoded_bytes(count):
+        if inside >= codec.encoded_bytes(count):
             return self._first_blocks[run] + blocks
         return self._first_blocks[run] + (inside // per_block if ends else -(-inside // per_block))
 
-    def look(self, data: Tensor, blocks: range, scratch: Tensor) -> Findings:
-        """What is in these blocks of a payload (uint8), up to the first that cannot be taken. What needs no decoding is
-        looked at run by run."""
+    def look(self, payload: memoryview, blocks: range) -> Findings:
+        """What is in these blocks of a payload, up to the first that cannot be taken. What needs no decoding is looked
+        at run by run."""
+        data, scratch = torch.frombuffer(payload, dtype=torch.uint8), torch.empty(BLOCK_VALUES)
         squares, block, run = 0.0, blocks.start, bisect_right(self._first_blocks, blocks.start) - 1
         while block < blocks.stop:
             while run + 1 < len(self._first_blocks) and self._first_blocks[run + 1] <= block:
                 run += 1
-            tensor, count = self._run(run)
+            codec = self._tensors[run % len(self._tensors)].codec
             start = (block - self._first_blocks[run]) * BLOCK_VALUES
-            at_once = blocks.stop - block if isinstance(tensor.codec, CastCodec) else 1
-            stop = min(start + at_once * BLOCK_VALUES, count)
+            at_once = blocks.stop - block if isinstance(codec, CastCodec) else 1
+            stop = min(start + at_once * BLOCK_VALUES, self._counts[run])
             block += -(-(stop - start) // BLOCK_VALUES)
-            first, last = tensor.codec.encoded_bytes(start), tensor.codec.encoded_bytes(stop)
+            first, last = codec.encoded_bytes(start), codec.encoded_bytes(stop)
             encoded = data[self._begins[run] + first : self._begins[run] + last]
             try:
-                squares += _sum_of_squares(tensor.codec, encoded, stop - start, scratch)
+                squares += _sum_of_squares(codec, encoded, stop - start, scratch)
             except Refused as refusal:
                 return Findings(blocks, squares, self._named(refusal, run))
         return Findings(blocks, squares)
@@ -151,11 +139,6 @@ class Decoder:
         section, i = divmod(run, len(self._tensors))
         where = f" in section {section} of {self.sections}" if self.sections > 1 else ""
         return type(refusal)(f"tensor {self._tensors[i].name!r} {refusal.message}{where}", hint=refusal.hint)
-
-    def _run(self, run: int) -> tuple[UpTensor, int]:
-        """The tensor, and how many of its values are in this run."""
-        section, i = divmod(run, len(self._tensors))
-        return self._tensors[i], rows_of(self._tensors[i].shape, self.sections, section).numel
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -169,7 +152,7 @@ class Decoder:
         each = rows_of(tensor.shape, self.sections, 0).numel  # every section but the last ones has so many
         for section in range(start // each, -(-stop // each)):
             run, first = section * len(self._tensors) + i, section * each
-            count = self._run(run)[1]
+            count = self._counts[run]
             begin, end = max(start - first, 0), min(stop - first, count)
             place = out[first + begin - start : first + end - start]
             _decode(payload, tensor.codec, self._begins[run], count, begin, end, place)
@@ -186,10 +169,6 @@ def _decode(payload: Tensor, codec: Codec, at: int, count: int, start: int, stop
     values = torch.empty(last - first)
     codec.decode(encoded, values)
     out.copy_(values[start - first : stop - first])
-
-
-def room_for_a_block() -> Tensor:
-    return torch.empty(BLOCK_VALUES)
 
 
 def _sum_of_squares(codec: Codec, encoded: Tensor, count: int, room: Tensor) -> float:

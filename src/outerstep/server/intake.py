@@ -14,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import torch
-
 from ..config import ServerConfig
 from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.uploads import Upload
@@ -24,7 +22,7 @@ from ..errors import BadRequest, HashMismatch, MissingParts
 from ..pool import Pool, Room
 from ..types import ContributionKey, PutPart, PutPartAnswer
 from ..wire.routes import UnreadBody
-from .decoding import Decoder, Findings, room_for_a_block
+from .decoding import Decoder, Findings
 
 FindDecoder = Callable[[int, int], Decoder]
 """(fragment, number of sections) → how such a contribution is read."""
@@ -38,13 +36,13 @@ class _Writing:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass
 class _Incoming:
     """One contribution on its way in: its room, and what was seen in the parts that are there."""
 
-    def __init__(self) -> None:
-        self.making_room = threading.Lock()
-        self.room: Room | None = None
-        self.seen: dict[int, Findings] = {}
+    making_room: threading.Lock = field(default_factory=threading.Lock)
+    room: Room | None = None
+    seen: dict[int, Findings] = field(default_factory=dict)
 
 
 class Intake:
@@ -151,15 +149,9 @@ class Intake:
                 f"part {request.part} of {request.key} arrived as {got}, it was sent as {request.hash}",
                 hint="send this part again",
             )
-        first = decoder.blocks_from(begin)
-        inside = range(first, max(decoder.blocks_to(end), first))
-        return self._lookers.submit(_look, decoder, payload, inside).result()
+        return self._lookers.submit(decoder.look, payload, decoder.blocks_inside(begin, end)).result()
 
     def _check_wanted(self, key: ContributionKey, incoming: _Incoming) -> None:
         if self._incoming.get(key) is not incoming:
             # The upload was dropped meanwhile (its worker left, died, came back): these bytes went nowhere.
             raise MissingParts(f"contribution {key} is not on offer any more", hint="offer it again")
-
-
-def _look(decoder: Decoder, payload: memoryview, blocks: range) -> Findings:
-    return decoder.look(torch.frombuffer(payload, dtype=torch.uint8), blocks, room_for_a_block())

@@ -51,22 +51,18 @@ MOVING_PATIENCE_S = 5.0  # how long a reader waits for a fragment to come to res
 
 
 class Frame:
-    """A frame in memory. Bytes of it are lent to be sent; as long as a lent view or any slice of it lives, `is_lent`,
-    and the memory must not change. Sending needs no lock, and nobody is told when it is done."""
+    """A frame in memory. Bytes of it are lent to be sent; as long as a lent view or any slice of it lives, its ticket
+    is in `lent`, and the memory must not change. Sending needs no lock, and nobody is told when it is done."""
 
     def __init__(self, of: Layout) -> None:
         self.view = private_memory(of.size_bytes)
         self.view[: of.data_begin] = of.prefix
-        self._lent: set[object] = set()
-
-    @property
-    def is_lent(self) -> bool:
-        return bool(self._lent)
+        self.lent: set[object] = set()
 
     def lend(self, begin: int, end: int) -> memoryview:
         ticket = object()
-        self._lent.add(ticket)
-        return watched(self.view[begin:end], lambda: self._lent.discard(ticket)).toreadonly()
+        self.lent.add(ticket)
+        return watched(self.view[begin:end], lambda: self.lent.discard(ticket)).toreadonly()
 
     def data(self, of: Layout, dtype: torch.dtype) -> Tensor:
         """Everything after the header, flat."""
@@ -125,7 +121,7 @@ class Served:
         reading.asked_at = now
         reading.parts.add(part)
         if len(reading.parts) == self.part_count:
-            del self._readers[worker_id]  # it has all of it; the last bytes are on their way (`Frame.is_lent`)
+            del self._readers[worker_id]  # it has all of it; the last bytes are on their way (`Frame.lent`)
         return self.frame.lend(*part_range(part, self.size_bytes, self._part_size_bytes))
 
     def last_asked_at(self, now: float) -> float | None:
@@ -136,7 +132,7 @@ class Served:
         return max((reading.asked_at for reading in self._readers.values()), default=None)
 
     def is_read(self, now: float) -> bool:
-        return self.frame.is_lent or self.last_asked_at(now) is not None
+        return bool(self.frame.lent) or self.last_asked_at(now) is not None
 
 
 class Published(Served):
@@ -226,7 +222,17 @@ class NextVersion:
         """That, without its hashes: of any block at any time. `room` is for a block. (Under no_grad.)"""
         theta = self._new[block.place : block.end]
         if self.update is not None:
-            self._send(block, theta, room[: block.count])
+            rule, begin = self._down.rules[block.name], self._begins[block.name]
+            old, d = self._old[block.place : block.end], room[: block.count]
+            torch.sub(self.target[block.place : block.end], old, out=d)
+            first, end = rule.codec.encoded_bytes(block.start), rule.codec.encoded_bytes(block.stop)
+            encoded = self._encoded[begin + first : begin + end]
+            dither = None
+            if rule.stochastic:
+                dither = Dither.of(self._down.run_id, self._down.index, self.version, block.name).after(block.start)
+            rule.codec.encode(d, encoded, dither)
+            rule.codec.decode(encoded, d)
+            torch.add(old, d, out=theta)
         if not (math.isfinite(torch.dot(theta, theta)) or bool(torch.isfinite(theta).all())):  # a dot is far cheaper
             raise FloatingPointError(f"the outer step made tensor {block.name!r} of version {self.version} not finite")
 
@@ -239,20 +245,6 @@ class NextVersion:
             )
         begin = self._down.full.data_begin
         self._anchor.update(self.frame.view[begin + 4 * block.place : begin + 4 * block.end])
-
-    def _send(self, block: Block, theta: Tensor, d: Tensor) -> None:
-        rule = self._down.rules[block.name]
-        old = self._old[block.place : block.end]
-        torch.sub(self.target[block.place : block.end], old, out=d)
-        first = self._begins[block.name] + rule.codec.encoded_bytes(block.start)
-        end = self._begins[block.name] + rule.codec.encoded_bytes(block.stop)
-        encoded = self._encoded[first:end]
-        dither = None
-        if rule.stochastic:
-            dither = Dither.of(self._down.run_id, self._down.index, self.version, block.name).after(block.start)
-        rule.codec.encode(d, encoded, dither)
-        rule.codec.decode(encoded, d)
-        torch.add(old, d, out=theta)
 
     def result(self) -> tuple[str, tuple[str, ...]]:
         """The anchor's hash, and those of the update's parts."""
@@ -433,7 +425,7 @@ class Downlink:
         kept = {newest, *(version for _, version in read[-older:])}
         for version in self._held.keys() - kept:
             frame = self._held.pop(version).frame
-            self._idle = None if frame.is_lent else frame
+            self._idle = None if frame.lent else frame
 
     # --- moving, from one thread ----------------------------------------------------------------------------------
 

@@ -198,35 +198,12 @@ class FragmentStore:
         total = self._sums.get(version)
         if total is None:
             total = self._sums[version] = _Sum(self._shelf.take(self.numel))
-        readers, scratch = self._readers(counted), torch.empty(BLOCK_VALUES)
+        gather, scratch = _Gather(self, version, counted, total.weight), torch.empty(BLOCK_VALUES)
         for block in self._blocks:
-            out = total.values[block.place : block.end]
-            self._gather(block, out, readers, version, scratch, onto=total.weight > 0.0)
-        total.weight = _with(total.weight, counted)
+            gather.add(block, total.values[block.place : block.end], scratch)
+        total.weight = gather.weight
 
-    def _readers(self, addends: Sequence[Addend]) -> list[_Reader]:
-        return [_Reader(self.decoder(addend.sections), addend) for addend in addends]
-
-    def _gather(
-        self, block: Block, out: Tensor, readers: Sequence[_Reader], version: int, scratch: Tensor, *, onto: bool
-    ) -> None:
-        """out (+)= Σ w·Δ of this block; `scratch` has room for one."""
-        for i, reader in enumerate(readers):
-            first = i == 0 and not onto
-            values = out if first else scratch[: block.count]
-            reader.read(block, values)
-            addend = reader.addend
-            self._rebase_if_late(values, block, addend, version)
-            if not first:
-                add_weighted(out, values, addend.weight)
-            elif addend.weight != 1.0:
-                values.mul_(addend.weight)
-
-    def _rebase_if_late(self, values: Tensor, block: Block | TensorSpan, addend: Addend, version: int) -> None:
-        if addend.base is not None and addend.base < version - 1 and self.state.roles[block.name] == "average":
-            self._rebase(values, block, addend.base, self.state.target)
-
-    def _rebase(self, values: Tensor, block: Block | TensorSpan, base: int, targets: Mapping[str, Tensor]) -> None:
+    def rebase(self, values: Tensor, block: Block | TensorSpan, base: int, targets: Mapping[str, Tensor]) -> None:
         """Δ of a buffer against T as it is now, in place: T − l = (T − θ_base) + Δ. Buffers are means of values and not
         sums of steps: a mean of two variances is one, but an old difference taken off a new one need not be."""
         held = self.statistics.get(base)
@@ -254,7 +231,7 @@ class FragmentStore:
         verdict = combine(
             [
                 *(
-                    Candidate[TensorSpan](w, _Rebased(self, addend, version), addend.weight)
+                    Candidate[TensorSpan](w, _Reader(self, addend, version), addend.weight)
                     for w, addend in offered.items()
                 ),
                 *(
@@ -329,12 +306,11 @@ class FragmentStore:
     def _close_mean(self, made: NextVersion, addends: Sequence[Addend], *, keep_mean: bool) -> None:
         """T ← the outer step from T along the mean."""
         total, by_blocks = self._sums.pop(made.version, None), self.state.steps_by_blocks
-        weight = _with(total.weight if total is not None else 0.0, addends)
+        gather = _Gather(self, made.version, addends, total.weight if total is not None else 0.0)
         mean = total.values if total is not None else None
-        if mean is None and weight and (keep_mean or not by_blocks):
+        if mean is None and gather.weight and (keep_mean or not by_blocks):
             mean = self._shelf.take(self.numel)
-        gather = _Gather(self._readers(addends), weight, onto=total is not None)
-        if weight == 0.0:  # everybody was there, nobody had trained: what the codec left out can go now
+        if gather.weight == 0.0:  # everybody was there, nobody had trained: what the codec left out can go now
             self._follow(made)
         elif by_blocks:
             self._step_by_blocks(made, gather, mean, keep_mean=keep_mean)
@@ -354,9 +330,7 @@ class FragmentStore:
         def move(block: Block, room: Tensor) -> float:
             scratch, spare = room[0, : block.count], room[1]
             g = mean[block.place : block.end] if mean is not None else scratch
-            self._gather(block, g, gather.readers, made.version, spare, onto=gather.onto)
-            divide(g, gather.weight)
-            squares = sum_of_squares(g)
+            squares = gather.mean(block, g, spare)
             target = made.target[block.place : block.end]
             step.block(block.name, target, scratch.copy_(g) if keep_mean else g, block.start)
             made.move(block, spare)
@@ -373,9 +347,7 @@ class FragmentStore:
         scratch = torch.empty(BLOCK_VALUES)
         for block in self._blocks:
             g = mean[block.place : block.end]
-            self._gather(block, g, gather.readers, made.version, scratch, onto=gather.onto)
-            divide(g, gather.weight)
-            made.squares += sum_of_squares(g)
+            made.squares += gather.mean(block, g, scratch)
         self.state.step_whole(self.down.by_name(mean.clone() if keep_mean else mean), self.down.by_name(made.target))
         self._follow(made)
 
@@ -383,14 +355,14 @@ class FragmentStore:
         """T ← T moved by each contribution as the rule says, one by one; θ follows the last."""
         targets, scratch = self.down.by_name(made.target), torch.empty(BLOCK_VALUES)
         made.pushes = [push.weight for push in pushes]
-        for number, reader in enumerate(self._readers(pushes), 1):
-            step, addend = self.state.step(targets), reader.addend
+        for number, addend in enumerate(pushes, 1):
+            step, reader = self.state.step(targets), _Reader(self, addend)
             for block in self._blocks:
                 g = scratch[: block.count]
                 reader.read(block, g)
                 scale = addend.weight
                 if self.state.roles[block.name] == "average":  # T + (l − T)/N: between the two, whatever others did
-                    self._rebase(g, block, made.version - 1 if addend.base is None else addend.base, targets)
+                    self.rebase(g, block, made.version - 1 if addend.base is None else addend.base, targets)
                     scale = min(addend.weight, 1.0) / buffer_size
                 step.block(block.name, made.target[block.place : block.end], g.mul_(scale), block.start)
                 if number == len(pushes):
@@ -412,41 +384,45 @@ class FragmentStore:
 
 
 class _Reader:
-    """The values of one contribution, block by block."""
+    """The values of one contribution, block by block. With a `version`, those of a buffer are against T as it is now,
+    if the contribution is too late for that version to follow on its own."""
 
-    def __init__(self, decoder: Decoder, addend: Addend) -> None:
-        self.addend = addend
-        self._decoder = decoder
+    def __init__(self, store: FragmentStore, addend: Addend, version: int | None = None) -> None:
+        self._store, self._decoder = store, store.decoder(addend.sections)
         self._data = torch.frombuffer(addend.payload, dtype=torch.uint8)
+        is_late = version is not None and addend.base is not None and addend.base < version - 1
+        self._late_base = addend.base if is_late else None
 
     def read(self, block: Block | TensorSpan, out: Tensor) -> None:
         self._decoder.read(self._data, block.name, block.start, block.stop, out)
+        if self._late_base is not None and self._store.state.roles[block.name] == "average":
+            self._store.rebase(out, block, self._late_base, self._store.state.target)
 
 
-class _Rebased(_Reader):
-    """The same against T as it is now, for a rule that compares contributions."""
-
-    def __init__(self, store: FragmentStore, addend: Addend, version: int) -> None:
-        super().__init__(store.decoder(addend.sections), addend)
-        self._store, self._version = store, version
-
-    def read(self, block: Block | TensorSpan, out: Tensor) -> None:
-        super().read(block, out)
-        self._store._rebase_if_late(out, block, self.addend, self._version)
-
-
-@dataclass(frozen=True)
 class _Gather:
-    """What makes a round's mean: contributions that were not added yet, Σ w with theirs, and whether it is `onto` a sum
-    of others."""
+    """Contributions on their way into the round that makes `version`, on top of a sum of weight `onto` (0 = none).
+    `weight`: Σ w with theirs, added one after the other: its bits must not depend on who was added together with
+    whom."""
 
-    readers: Sequence[_Reader]
-    weight: float
-    onto: bool
+    def __init__(self, store: FragmentStore, version: int, addends: Sequence[Addend], onto: float) -> None:
+        self._weighted = [(_Reader(store, addend, version), addend.weight) for addend in addends]
+        self._onto, self.weight = onto > 0.0, onto
+        for addend in addends:
+            self.weight += addend.weight
 
+    def add(self, block: Block, out: Tensor, scratch: Tensor) -> None:
+        """out (+)= Σ w·Δ of this block; `scratch` has room for one."""
+        for i, (reader, weight) in enumerate(self._weighted):
+            first = i == 0 and not self._onto
+            values = out if first else scratch[: block.count]
+            reader.read(block, values)
+            if not first:
+                add_weighted(out, values, weight)
+            elif weight != 1.0:
+                values.mul_(weight)
 
-def _with(weight: float, addends: Sequence[Addend]) -> float:
-    """Σ w, one after the other: its bits must not depend on who was added together with whom."""
-    for addend in addends:
-        weight += addend.weight
-    return weight
+    def mean(self, block: Block, out: Tensor, scratch: Tensor) -> float:
+        """That, divided by Σ w. Returns Σ g²."""
+        self.add(block, out, scratch)
+        divide(out, self.weight)
+        return sum_of_squares(out)

@@ -82,23 +82,13 @@ class TestArriving:
         codec=st.sampled_from(CODECS),
         sections=st.integers(1, 6),
         borders=st.lists(st.integers(1, 200_000), max_size=8),
-        chunk=st.sampled_from([1000, 4096, 1 << 20]),
     )
     def test_what_is_seen_part_by_part_is_what_is_seen_at_once(
-        self, codec: str, sections: int, borders: list[int], chunk: int
+        self, codec: str, sections: int, borders: list[int]
     ) -> None:
         payload, decoder = encode(draw(2), codec, sections), Decoder(codec, tensors(codec), sections)
         cuts = sorted({0, len(payload), *(border for border in borders if border < len(payload))})
-        data, scratch = torch.frombuffer(payload, dtype=torch.uint8), decoding.room_for_a_block()
-        seen = []
-        for begin, end in pairwise(cuts):
-            done = decoder.blocks_from(begin)
-            findings = Findings(range(done, done))
-            for start in range(begin, end, chunk):
-                arrived = max(decoder.blocks_to(min(start + chunk, end)), done)
-                findings = findings.plus(decoder.look(data, range(done, arrived), scratch))
-                done = arrived
-            seen.append(findings)
+        seen = [decoder.look(payload, decoder.blocks_inside(begin, end)) for begin, end in pairwise(cuts)]
         looked_at = [block for findings in seen for block in findings.blocks]
         assert len(looked_at) == len(set(looked_at))
         assert len(looked_at) >= decoder.block_count - (len(cuts) - 2)  # all but those across a border
@@ -106,12 +96,11 @@ class TestArriving:
 
     def test_nothing_is_looked_at_before_all_of_its_bytes_are_there(self) -> None:
         payload, decoder = encode(draw(2), "int8", 3), Decoder("int8", tensors("int8"), 3)
-        ends = sorted({decoder.blocks_to(byte): byte for byte in range(len(payload), -1, -1)}.items())
+        ends = sorted({decoder.blocks_inside(0, byte).stop: byte for byte in range(len(payload), -1, -1)}.items())
         assert [blocks for blocks, _ in ends] == list(range(decoder.block_count + 1))
         for blocks, byte in ends[1:]:
             damaged = bytearray(payload[:byte]) + b"\xff" * (len(payload) - byte)
-            data = torch.frombuffer(damaged, dtype=torch.uint8)
-            assert decoder.look(data, range(blocks), decoding.room_for_a_block()).refusal is None
+            assert decoder.look(memoryview(damaged), range(blocks)).refusal is None
 
     @pytest.mark.parametrize("where", [0, 4095, 4096, 33 * 700 - 1])
     @pytest.mark.parametrize("part_bytes", [1000, 70_000])
@@ -119,12 +108,8 @@ class TestArriving:
         values = draw(3)
         values["t0"].view(-1)[where] = float("inf")
         payload, decoder = encode(values, "fp32"), Decoder("fp32", tensors("fp32"))
-        data, scratch = torch.frombuffer(payload, dtype=torch.uint8), decoding.room_for_a_block()
-        seen = []
-        for begin in range(0, len(payload), part_bytes):
-            first = decoder.blocks_from(begin)
-            last = max(decoder.blocks_to(min(begin + part_bytes, len(payload))), first)
-            seen.append(decoder.look(data, range(first, last), scratch))
+        cuts = [*range(0, len(payload), part_bytes), len(payload)]
+        seen = [decoder.look(payload, decoder.blocks_inside(begin, end)) for begin, end in pairwise(cuts)]
         with pytest.raises(NotFinite, match="tensor 't0' holds NaN or Inf"):
             decoder.conclude(payload, seen)
 

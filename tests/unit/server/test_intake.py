@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from torch import Tensor
 
 from outerstep.errors import NotFinite
 from outerstep.server import DiLoCoServer
@@ -31,9 +30,9 @@ def test_not_every_connection_gets_a_thread_that_works_on_tensors() -> None:
     decoder = server.service.stores[0].decoder(1)
     look = decoder.look
 
-    def note(data: Tensor, blocks: range, scratch: Tensor) -> Findings:
+    def note(payload: memoryview, blocks: range) -> Findings:
         lookers.add(threading.current_thread().name)
-        return look(data, blocks, scratch)
+        return look(payload, blocks)
 
     def contribute(client: HandClient) -> None:
         callers.add(threading.current_thread().name)
