@@ -76,7 +76,7 @@ class Journal:
         return len(sizes), sum(sizes)
 
     def begin_after(self, serial: int) -> None:
-        """What a checkpoint includes is taken: numbers go on above it."""
+        """A checkpoint includes the records up to this one: the next gets a higher number."""
         self._last = max(self._last, serial)
 
     def append(self, head: bytes, payload: Sequence[Buffer] = ()) -> int:
@@ -112,7 +112,7 @@ class Journal:
             if number != expected:
                 raise ModelError(
                     f"journal record {expected} is missing, record {number} is there: rounds that workers were told "
-                    "of are lost; restore the file, or resume a saved state by its path to give up what came after it"
+                    "of are lost; restore the file, or resume a saved state by its path to drop what came after it"
                 )
             yield self._read(number)
             expected += 1
@@ -139,7 +139,7 @@ class Journal:
         if problem:
             raise ModelError(
                 f"journal {name} is damaged: {problem}; restore the file from a copy, or resume a saved state by its "
-                "path to give up what came after it"
+                "path to drop what came after it"
             )
         head_length, length = _LENGTHS.unpack(data[len(MAGIC) : _BEGIN])
         payload_begin = _BEGIN + head_length

@@ -30,7 +30,7 @@ def lock(place: Path, *, owner: str, folder: str) -> int:
         ) from error
     except OSError as error:  # some network file systems have no locks
         log.warning("%s cannot be locked (%s): see to it that no second %s uses it", place, error, owner)
-    with suppress(OSError):  # a full disk: who holds it is only said for people
+    with suppress(OSError):  # a full disk: the holder is named only for people
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
     return descriptor

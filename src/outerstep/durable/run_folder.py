@@ -1,4 +1,4 @@
-"""The folder of a run: which run lies in it, and which server it belongs to at the moment.
+"""The folder of a run: which run it holds, and which server uses it now.
 
 run.json     the run's id, and whether it has begun: then there is a checkpoint, or something is wrong
 lock         held for as long as a server lives; its content says which server
@@ -55,7 +55,7 @@ class RunFolder:
         return self.place / JOURNAL
 
     def note(self, run_id: str, *, began: bool) -> None:
-        """Which run lies here from now on."""
+        """Write down which run the folder holds from now on."""
         facts = RunFacts(run_id=run_id, began=began)
         if facts != self.facts:
             replace_synced(self.place / RUN_FILE, msgspec.json.encode(facts))
@@ -71,7 +71,7 @@ class RunFolder:
 
 
 def read_run(place: Path) -> RunFacts | None:
-    """Which run lies there; None = it was never said."""
+    """Which run the folder holds; None = it does not say."""
     file = place / RUN_FILE
     try:
         facts = msgspec.json.decode(file.read_bytes(), type=RunFacts)
@@ -80,7 +80,7 @@ def read_run(place: Path) -> RunFacts | None:
     except (OSError, msgspec.MsgspecError) as error:
         raise ModelError(
             f"{file} cannot be read: {error}; restore it, or delete it if the newest saved state in {place} is the one "
-            "to go on from"
+            "to resume from"
         ) from error
     if (facts.format, facts.version) != (FORMAT, VERSION):
         raise ModelError(f"{file} must have format {FORMAT!r} {VERSION}, got {facts.format[:80]!r} {facts.version}")

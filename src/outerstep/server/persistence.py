@@ -91,7 +91,7 @@ class RunWriter:
         self.journal: Journal | None = None
         if folder is not None and (run.config.keeps == "round" or has_journal(folder.place)):
             self.journal = Journal(FolderDisk(folder.journal_place))
-        self.last_save = ""  # where the last checkpoint lies, or why it does not
+        self.last_save = ""  # where the last checkpoint is, or why there is none
 
     def append(self, remembered: Remembered, stepped: SteppedRound | None = None) -> int:
         """A note, or a round. When this returns it is on the disk. Returns its size in bytes; raises OSError if it
@@ -144,7 +144,7 @@ class RunWriter:
         return path
 
     def checkpoint_failed(self, reason: str, error: Exception) -> ServerError:
-        """It is news, but no reason to stop training."""
+        """Report it; training continues."""
         log.error("saving failed: %s; training continues", error)
         self._events(SaveFailed(reason, str(error)))
         self.last_save = f"failed: {error}"
@@ -190,7 +190,7 @@ def read_record(record: Record) -> RecordHead:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ModelError(
             f"journal record {record.serial} is not what this version of outerstep writes: {error}; "
-            "use the version that wrote it, or resume a saved state by its path to give up what came after it"
+            "use the version that wrote it, or resume a saved state by its path to drop what came after it"
         ) from error
 
 

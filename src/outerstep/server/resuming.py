@@ -1,4 +1,4 @@
-"""From what lies on the disk to a server that goes on: a checkpoint, and the journal replayed on top of it.
+"""Resume a run from the disk: load a checkpoint, and replay the journal on top of it.
 
 A recorded round is closed by the code that closed it the first time, from the same mean or the same contributions, and
 must give the anchor that the workers were told of, bit for bit. If it does not, the start is refused.
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint, the journal behind it, and whether they are those of `save_dir`, where the run goes on."""
+    """A checkpoint, the journal behind it, and whether they are in `save_dir`, where the run continues."""
 
     state: ServerState
     journal: Journal | None
@@ -55,13 +55,13 @@ class ResumePoint:
 
 
 def find_run(config: ServerConfig, folder: RunFolder | None) -> ResumePoint | None:
-    """What to go on from; None = nothing, a new run begins. `folder` is that of `save_dir`."""
+    """Where to resume from; None = nowhere, a new run begins. `folder` is that of `save_dir`."""
     wanted = Path(config.resume) if config.resume is not None else None
     if folder is not None and (wanted is None or wanted.resolve() == folder.place.resolve()):
         if holds_run(folder):
             found = _newest_in(folder.place, in_place=True)
             log.info(
-                "%s holds run %s: going on with it. (For a new run choose another save_dir, or move this one away.)",
+                "%s holds run %s: resuming it. (For a new run choose another save_dir, or move this one away.)",
                 folder.place,
                 found.state.run_id,
             )
@@ -75,14 +75,14 @@ def find_run(config: ServerConfig, folder: RunFolder | None) -> ResumePoint | No
     else:
         found = ResumePoint(load_state(wanted), None, in_place=False)
     if folder is not None and holds_run(folder):
-        _check_gives_up_its_own(folder, found.state, wanted)
+        _check_same_run(folder, found.state, wanted)
     return found
 
 
 def holds_run(folder: RunFolder) -> bool:
-    """Is there anything that somebody may have been told of?"""
-    begun = folder.facts is not None and folder.facts.began
-    return begun or has_states(folder.place) or has_journal(folder.place)
+    """Does it hold anything that a worker may have been told of?"""
+    began = folder.facts is not None and folder.facts.began
+    return began or has_states(folder.place) or has_journal(folder.place)
 
 
 def _newest_in(place: Path, *, in_place: bool) -> ResumePoint:
@@ -90,15 +90,15 @@ def _newest_in(place: Path, *, in_place: bool) -> ResumePoint:
     return ResumePoint(load_state(place), journal, in_place)
 
 
-def _check_gives_up_its_own(folder: RunFolder, state: ServerState, wanted: Path) -> None:
+def _check_same_run(folder: RunFolder, state: ServerState, wanted: Path) -> None:
     """A run may go back to an earlier state of its own; another run needs another folder."""
     held = folder.facts.run_id if folder.facts is not None else load_state(folder.place).run_id
     if held != state.run_id:
         raise ConfigError(
             f"save_dir {str(folder.place)!r} holds run {held}, and {str(wanted)!r} is of run {state.run_id}: leave "
-            "resume out to go on with the first, or choose another save_dir for the second"
+            "resume out to continue the first, or choose another save_dir for the second"
         )
-    log.warning("going back to %s: what came after it in %s is given up", wanted, folder.place)
+    log.warning("going back to %s: later rounds in %s are dropped", wanted, folder.place)
 
 
 # --- into a service -----------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def restore(run: Run, saved: ServerState, records: Iterable[Record], now: float)
 
 
 class _OuterOverTime:
-    """The outer optimizer, as it was under the settings of each record: another learning rate at a later start must not
-    change what came before it."""
+    """The outer optimizer under the settings of each record: another learning rate at a later start must not change
+    earlier rounds."""
 
     def __init__(self, run: Run, saved: ServerState) -> None:
         self._run, self._saved = run, saved
@@ -147,7 +147,7 @@ class _OuterOverTime:
         self._settings: dict[str, Any] = {}
 
     def under(self, settings: dict[str, Any]) -> Outer:
-        """`settings`: {} = from before they were kept: those of now."""
+        """`settings`: {} = the record is older than they are; those of now hold."""
         if self._made is not None and settings == self._settings:
             return self._made
         config, manifest = self._run.config, self._saved.manifest
@@ -164,7 +164,7 @@ class _OuterOverTime:
 def _replay(
     saved: ServerState, stores: list[FragmentStore], outer: _OuterOverTime, records: Iterable[Record]
 ) -> Remembered:
-    """The records into the stores, one by one; what the last of them remembers."""
+    """Replay the records into the stores, one by one. Returns what the last of them remembers."""
     assert saved.plan is not None
     remembered = Remembered(
         run_id=saved.run_id,
@@ -233,18 +233,18 @@ def _check_unchanged(config: ServerConfig, saved: Plan) -> None:
 
 
 def _plan_now(run: Run, saved: Plan, said_before: dict[str, Any]) -> Plan:
-    """The saved plan under today's settings: what is said anew is a change, as far as it can change."""
+    """The saved plan under the settings of now: a setting that differs from the last start's is a change of plan."""
     stated = {n: v for n, v in msgspec.to_builtins(run.config.wishes).items() if v is not None}
-    news = {
+    changes = {
         name: value
         for name, value in stated.items()
         if name not in ("num_fragments", "codec", "down_codec")
         and value not in (getattr(saved, name), said_before.get(name))
     }
-    for name, value in news.items():
+    for name, value in changes.items():
         log.info("the settings change %s of the saved run from %s to %s", name, getattr(saved, name), value)
     try:
-        plan = changed(saved, Wishes(**news)) if news else saved
+        plan = changed(saved, Wishes(**changes)) if changes else saved
     except PlanMismatch as error:
         raise ConfigError(f"the settings do not fit the saved run: {error.message}") from error
     return replace(
@@ -265,4 +265,4 @@ def _settled(remembered: Remembered) -> Settled:
         raise ModelError(f"the saved state does not say how its plan was settled: {error}") from error
 
 
-_REMEDY = "resume a saved state by its path to give up what came after it"
+_REMEDY = "resume a saved state by its path to drop what came after it"

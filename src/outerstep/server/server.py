@@ -99,7 +99,7 @@ class DiLoCoServer:
         outer_optimizer_factory: OptimizerFactory | None,
         event_sink: EventSink | None,
     ) -> ParameterService:
-        """Of a new run, or going on with the one that lies in save_dir or where `resume` says."""
+        """Of a new run, or of the one that is resumed from save_dir or from `resume`."""
         found = find_run(self.config, folder)
         if found is not None:
             if model_state_dict is not None:
@@ -107,12 +107,12 @@ class DiLoCoServer:
             model_state_dict = {**found.state.rest, **found.state.params}
         if model_state_dict is None:
             raise ConfigError("a server needs a model: give model_state_dict, or resume=PATH of a saved state")
-        begun = folder.facts.run_id if folder is not None and folder.facts is not None else secrets.token_hex(8)
+        run_id = folder.facts.run_id if folder is not None and folder.facts is not None else secrets.token_hex(8)
         service = ParameterService(
             self.config,
             ModelState(model_state_dict),
             _optimizer_maker(self.config, outer_optimizer_factory),
-            run_id=begun,
+            run_id=run_id,
             folder=folder,
             on_stop=self._stop_soon,
             event_sink=event_sink,
@@ -142,7 +142,7 @@ class DiLoCoServer:
 
     @property
     def is_resumed(self) -> bool:
-        """Does it go on with a run that was there before?"""
+        """Has it resumed an earlier run?"""
         return self.service.resumed
 
     @property
@@ -150,11 +150,11 @@ class DiLoCoServer:
         return self.service.coordinator.run_id
 
     def save_state(self) -> Path:
-        """Write the state of the run into `save_dir`, between two rounds; returns where it lies."""
+        """Write the state of the run into `save_dir`, between two rounds. Returns its path."""
         return self.service.save("save_state()")
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
-        """Go on where a saved run was: a state, a folder of states, or an old `.pt`. Before anybody has joined."""
+        """Resume a saved run from a state, a folder of states, or an old `.pt`. Before anybody has joined."""
         config = dataclasses.replace(self.config, resume=os.fspath(path))
         found = find_run(config, self.service.writer.folder)
         assert found is not None
@@ -189,8 +189,9 @@ class DiLoCoServer:
         log.info("listening on %s", self.address)
         if not is_loopback(self.config.host):
             log.warning(
-                "INSECURE: listening on %s without authentication or encryption. Whoever reaches port %d can read and "
-                "change the model; whoever sees the traffic can read it. Leave insecure out, or stay on 127.0.0.1.",
+                "INSECURE: listening on %s without authentication or encryption. Anybody who reaches port %d can read "
+                "and change the model; anybody who sees the traffic can read it. Leave insecure out, or stay on "
+                "127.0.0.1.",
                 self.config.host,
                 self._http.port,
             )
@@ -215,7 +216,7 @@ class DiLoCoServer:
         self._asked_to_stop.set()
 
     def _stop_soon(self) -> None:
-        """The run has ended. In a thread of its own: whoever noticed is one of those that stop() waits for."""
+        """The run has ended. In a thread of its own: stop() waits for the thread that noticed."""
         self._asked_to_stop.set()
         threading.Thread(target=self.stop, name="outerstep-stop").start()
 
@@ -337,12 +338,12 @@ def _check_same_model(given: Mapping[str, Tensor], saved: ServerState, config: S
     if odd and config.resume is None:
         raise ConfigError(
             f"save_dir {config.save_dir!r} holds run {saved.run_id} of another model than the one given: {odd[0]!r} is "
-            "missing or has another shape; give this model a save_dir of its own, or leave the model out to go on there"
+            "missing or has another shape; give this model a save_dir of its own, or leave the model out to resume it"
         )
     if odd:
         raise ConfigError(
             f"the saved state is of another model than the one given: {odd[0]!r} is missing or has another shape; "
-            "leave the model out to resume, or resume to train this one anew"
+            "leave the model out to resume, or leave resume out to train this one from its start"
         )
 
 

@@ -103,16 +103,13 @@ class Envelope(Plain, frozen=True):
 def write_folder(state: ServerState, place: Path, *, serial: int, model_files: Path | None) -> None:
     """Fill the empty folder `place`. When this returns, all of it is on the disk."""
     tied = _write_model(state, place / WEIGHTS)
-    exact = {name: f"{i} {name}" for i, name in enumerate(_dtypes(state))}
-    _write_labelled(place / EXACT, {label: state.params[name] for name, label in exact.items()})
-    targets = {name: f"{i} {name}" for i, name in enumerate(state.targets)}
-    _write_labelled(place / TARGET, {label: state.targets[name] for name, label in targets.items()})
+    exact = _write_by_name(place / EXACT, {name: state.params[name] for name in _dtypes(state)})
+    targets = _write_by_name(place / TARGET, state.targets)
     statistics = {v: {name: f"{v} {name}" for name in values} for v, values in state.statistics.items()}
     _write_labelled(
         place / STATISTICS, {statistics[v][n]: t for v, values in state.statistics.items() for n, t in values.items()}
     )
-    centre = {name: f"{i} {name}" for i, name in enumerate(state.centre)}
-    _write_labelled(place / CENTRE, {label: state.centre[name] for name, label in centre.items()})
+    centre = _write_by_name(place / CENTRE, state.centre)
     optimizer, tensors = _split(state.optimizer)
     _write_labelled(place / OUTER, tensors)
     if model_files is not None:
@@ -181,6 +178,13 @@ def _split(optimizer: OptimizerState) -> tuple[OptimizerFacts, dict[str, Tensor]
             else:
                 values[name][key] = value
     return OptimizerFacts(kind=optimizer.kind, tensors=labels, values=values, facts=optimizer.facts), tensors
+
+
+def _write_by_name(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns the label of each."""
+    labels = {name: f"{i} {name}" for i, name in enumerate(tensors)}
+    _write_labelled(file, {labels[name]: tensor for name, tensor in tensors.items()})
+    return labels
 
 
 def _write_labelled(file: Path, tensors: Mapping[str, Tensor]) -> None:

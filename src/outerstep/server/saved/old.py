@@ -5,7 +5,7 @@
     sync_round          int                                  (optional: 0)
     param_names         names in the optimizer's order       (optional: the order of global_params)
     total_submissions   int                                  (optional)
-    num_workers, async_mode                                  (optional; settings, not taken over)
+    num_workers, async_mode                                  (optional; settings, not imported)
 
 Read without running code (torch_file.py). It has no fragments, manifest or ledger: the first worker to join fixes
 those, and every fragment starts at version `sync_round`.

@@ -7,7 +7,7 @@
 
 A state is written under a name that nobody reads, synced, and renamed: it is there whole or not at all, whenever the
 power is cut. Which state is the newest is told by the serial number in its state.json, not by its round: after a run
-went back to an earlier state, the rounds that follow are newer than those given up.
+went back to an earlier state, the rounds that follow are newer than those dropped.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def save_state(
 def load_state(path: str | os.PathLike[str]) -> ServerState:
     """The state at `path`: one state's folder, a folder of states, or a `.pt` file of the old layout.
 
-    In a folder of states the newest whole one is taken, and each that had to be passed over is named in the log.
+    In a folder of states the newest whole one is taken, and each that is skipped is named in the log.
     """
     place = Path(path)
     if (place / STATE).is_file():

@@ -1,4 +1,4 @@
-"""What a server has to remember to go on where it was, as plain data, and what must hold of it."""
+"""What a server needs to resume, as plain data, and how its pieces must fit together."""
 
 from __future__ import annotations
 
