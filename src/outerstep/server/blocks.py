@@ -81,7 +81,7 @@ def hand_in_hand(
                     with changed:
                         sealed += 1
                         changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever asked for the work
+        except BaseException as error:  # noqa: BLE001 - raised below
             with changed:
                 errors[number] = error
                 changed.notify_all()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -20,9 +20,10 @@ from torch import Tensor
 from ..core.codecs import Codec
 from ..core.codecs.cast import CastCodec
 from ..errors import BadFrame, NotFinite, Refused
-from ..wire.frames import Layout, check_frame, rows_of, section_layout
+from ..wire.frames import check_frame, rows_of, section_layout
 from .blocks import BLOCK_VALUES
 
+KEPT_LAYOUTS = 8  # of sections
 PLAUSIBLE = 1e9  # the norm of a block whose squares are far from overflowing
 ABSURD = 1e18  # no honest difference of weights; sums and momentum of values below it stay finite in fp32
 
@@ -52,13 +53,16 @@ class Decoder:
 
     def __init__(self, codec_name: str, tensors: Sequence[UpTensor], sections: int = 1) -> None:
         self.sections = sections
-        self._codec_name, self._tensors = codec_name, list(tensors)
+        self._tensors = list(tensors)
+        shares = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in tensors]
+        # Not all of them are kept: a strange worker may name thousands of sections, of thousands of tensors.
+        self._layout = lru_cache(KEPT_LAYOUTS)(lambda section: section_layout(codec_name, shares, sections, section))
         self._index = {tensor.name: i for i, tensor in enumerate(self._tensors)}
-        # Numbers and not objects: a strange worker may name thousands of sections, of thousands of tensors.
         self._begins, self._first_blocks = array("q"), array("q")  # per run: its first byte, its first block
         self._counts = array("q")  # and how many values are in it
         begin, blocks = 0, 0
-        for section, up in enumerate(self._layouts()):
+        for section in range(sections):
+            up = self._layout(section)
             for tensor, entry in zip(self._tensors, up.entries, strict=True):
                 self._begins.append(begin + up.data_begin + entry.begin)
                 self._first_blocks.append(blocks)
@@ -66,11 +70,6 @@ class Decoder:
                 blocks += -(-self._counts[-1] // BLOCK_VALUES)
             begin += up.size_bytes
         self.block_count = blocks
-
-    def _layouts(self) -> Iterator[Layout]:
-        shares = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in self._tensors]
-        for section in range(self.sections):
-            yield section_layout(self._codec_name, shares, self.sections, section)
 
     # --- checking -------------------------------------------------------------------------------------------------
 
@@ -80,9 +79,10 @@ class Decoder:
         return self.conclude(payload, [])
 
     def conclude(self, payload: memoryview, seen: Sequence[Findings]) -> float:
-        """The same for somebody who has looked at most blocks while they arrived; `seen` in the payload's order."""
+        """The same when most blocks were looked at while they arrived: `seen`, in the payload's order."""
         begin, squares, done = 0, 0.0, 0
-        for section, up in enumerate(self._layouts()):
+        for section in range(self.sections):
+            up = self._layout(section)
             # What is left over goes to the last section, whose check will say so.
             end = begin + up.size_bytes if section < self.sections - 1 else len(payload)
             check_frame(payload[begin:end], up)

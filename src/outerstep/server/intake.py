@@ -124,7 +124,7 @@ class Intake:
         return answer
 
     def _room(self, key: ContributionKey, incoming: _Incoming, size_bytes: int) -> Room:
-        """The contribution's room, made by whoever needs it first. A file may take its time: not under the lock."""
+        """The contribution's room, made by the first part. A file may take its time: not under the lock."""
         with incoming.making_room:
             if incoming.room is None:
                 room = self.pool.take(size_bytes)

@@ -146,7 +146,7 @@ class Published(Served):
         self._part_hashes: tuple[str, ...] = ()
 
     def part_hashes(self) -> tuple[str, ...]:
-        """Computed once, whoever asks first; the others wait for it. Only while a part of the frame is lent."""
+        """Computed once, for the first that asks; the others wait for it. Only while a part of the frame is lent."""
         with self._hashing:
             if not self._part_hashes:
                 ranges = (part_range(i, self.size_bytes, self._part_size_bytes) for i in range(self.part_count))
@@ -386,11 +386,6 @@ class Downlink:
             data = published.lend(request.worker_id, request.part, now)
         return published.part_hashes()[request.part], data
 
-    def forget_old(self, now: float) -> None:
-        """Hold the newest, and few older versions, while somebody is in the middle of them."""
-        with self._lock:
-            self._forget_old(now)
-
     def _wait_for_rest(self) -> None:
         """Until the newest version is not being moved; then it is another one. Not for ever: what has moved is shown
         to nobody before it is on the disk, and that may be full."""
@@ -417,15 +412,17 @@ class Downlink:
             hint="poll again and fetch the newest",
         )
 
-    def _forget_old(self, now: float) -> None:
-        newest = max(self._held)
-        asked = {v: p.last_asked_at(now) for v, p in self._held.items() if v != newest}
-        read = sorted((at, version) for version, at in asked.items() if at is not None)
-        older = OLDER_HELD_IF_EXACT if self.is_exact else OLDER_HELD
-        kept = {newest, *(version for _, version in read[-older:])}
-        for version in self._held.keys() - kept:
-            frame = self._held.pop(version).frame
-            self._idle = None if frame.lent else frame
+    def forget_old(self, now: float) -> None:
+        """Hold the newest, and few older versions, while somebody is in the middle of them."""
+        with self._lock:
+            newest = max(self._held)
+            asked = {v: p.last_asked_at(now) for v, p in self._held.items() if v != newest}
+            read = sorted((at, version) for version, at in asked.items() if at is not None)
+            older = OLDER_HELD_IF_EXACT if self.is_exact else OLDER_HELD
+            kept = {newest, *(version for _, version in read[-older:])}
+            for version in self._held.keys() - kept:
+                frame = self._held.pop(version).frame
+                self._idle = None if frame.lent else frame
 
     # --- moving, from one thread ----------------------------------------------------------------------------------
 
@@ -436,7 +433,7 @@ class Downlink:
         with self._lock:
             newest = self.newest
             in_place = not newest.is_read(now)
-            self._forget_old(now)
+            self.forget_old(now)
             idle, self._idle = self._idle, None
             frame = newest.frame if in_place else idle or Frame(self.full)
             update = None if self.is_exact else self._make_way(now) or Frame(self.update)
@@ -478,7 +475,7 @@ class Downlink:
                 self._ring.append(Update(made.version, base_hash, made.update, part_hashes, self.part_size_bytes))
             self._target = made.target
             self._moving = None
-            self._forget_old(now)
+            self.forget_old(now)
             self._lock.notify_all()
         return published
 

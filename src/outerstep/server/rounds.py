@@ -200,7 +200,7 @@ class RoundsThread:
             self._run.coordinator.freed(one.key)
 
     def _announce(self, task: AnnounceRound) -> None:
-        """Both ends of a version at once: whoever is told of it finds it."""
+        """Both ends of a version at once: a worker that is told of it finds it."""
         stepped, self._stepped = self._stepped, None
         assert stepped is not None
         stepped.addends.clear()  # their memory can be used again

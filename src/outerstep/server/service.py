@@ -218,7 +218,7 @@ class ParameterService:
     def start(self) -> None:
         coordinator = self.coordinator
         self.events(ServerStarted(coordinator.run_id, coordinator.sync_round, self.resumed))
-        if self.writer.folder is not None:  # say which run lies here, before anybody is listened to
+        if self.writer.folder is not None:  # say which run this is, before anybody is listened to
             self.writer.folder.note(coordinator.run_id, began=self._commits.base is not None)
         self._rounds.start()
         with self.changed:
@@ -227,7 +227,7 @@ class ParameterService:
                 self._rounds.work.notify()
 
     def release_polls(self) -> None:
-        """Answer everybody who waits: the server is about to stop listening."""
+        """Answer all waiting polls: the server is about to stop listening."""
         with self.changed:
             self._closing = True
             self.changed.notify_all()
@@ -332,7 +332,7 @@ class ParameterService:
             )
 
     def save(self, reason: str) -> Path:
-        """Write the state between two rounds; returns where it lies."""
+        """Write the state between two rounds. Returns its path."""
         self._check_health()  # a server that failed may have moved half of its state
         with self.changed:
             if self.config.save_dir is None:

@@ -168,7 +168,7 @@ class FragmentStore:
 
     def range_hashes(self, version: int, sections: int) -> tuple[str, ...] | None:
         """Per section the hash of its rows, by the rule of the anchor's; None if the version is not held any more. Two
-        who ask at once compute the same."""
+        threads that ask at once compute the same."""
         with self.down.reading(version) as published:
             if published is None:
                 return None
@@ -268,7 +268,7 @@ class FragmentStore:
     ) -> NextVersion:
         """The step from the round's mean, what was accumulated and then `addends`, which were not; to be published.
         `outer`: the rule, with its momentum. `keep_mean`: the version holds the mean until it is published, for
-        whoever writes down what replays the round."""
+        the journal record that replays the round."""
         self.state.outer = outer
         counted = [addend for addend in addends if addend.weight > 0.0]
         with torch.no_grad(), self.down.moving(version, now) as made:

@@ -38,6 +38,7 @@ from .peers import HeldAnswer, PeerAnswer, PeerRequest
 
 log = logging.getLogger(__name__)
 
+NOTHING = memoryview(b"")
 LARGE_BYTES = 64 << 10  # bodies that are moved apart from their heads
 
 
@@ -100,14 +101,9 @@ class HttpTransport:
     ) -> AnyAnswer:
         method, target, answer_type = address_of(request)
         limit_s = (timeout_s or self._timeout_s) + (request.wait_s if isinstance(request, Poll) else 0.0)
-        if body is not None:
-            payload, content_type = body, BYTES_TYPE
-        else:
-            payload, content_type = memoryview(b"" if method == "GET" else encode_json(request)), JSON_TYPE
-        admin = isinstance(request, Control)
-        status, headers, data = self._ask(method, target, payload, content_type, into, limit_s, admin=admin)
-        if status != 200:
-            raise decode_error(data, status)
+        payload = body if body is not None else memoryview(b"" if method == "GET" else encode_json(request))
+        kind = JSON_TYPE if body is None else BYTES_TYPE
+        headers, data = self._ask(method, target, payload, kind, into, limit_s, admin=isinstance(request, Control))
         if answer_type is GetPartAnswer:
             return GetPartAnswer(hash=headers.get(HASH_HEADER, ""))
         if answer_type is HeldAnswer:
@@ -118,27 +114,19 @@ class HttpTransport:
             raise TransportError(f"{self.address} answered {target} with something else: {error}") from error
 
     def status(self) -> dict[str, object]:
-        status, _, data = self._ask("GET", STATUS_PATH, memoryview(b""), JSON_TYPE, None, self._timeout_s)
-        if status != 200:
-            raise decode_error(data, status)
+        _, data = self._ask("GET", STATUS_PATH)
         try:
             return decode_json(data, dict)
         except BadRequest as error:
-            raise decode_error(data, status) from error  # somebody else's page: it says what came instead
+            raise decode_error(data, 200) from error  # somebody else's page: it says what came instead
 
     def probe_up(self, data: memoryview) -> ProbeAnswer:
         """Send bytes that are thrown away."""
-        status, _, answer = self._ask("PUT", PROBE_PATH, data, BYTES_TYPE, None, self._timeout_s)
-        if status != 200:
-            raise decode_error(answer, status)
-        return decode_json(answer, ProbeAnswer)
+        return decode_json(self._ask("PUT", PROBE_PATH, data, BYTES_TYPE)[1], ProbeAnswer)
 
     def probe_down(self, into: memoryview) -> None:
         """Fetch bytes that mean nothing."""
-        target = f"{PROBE_PATH}?bytes={len(into)}"
-        status, _, answer = self._ask("GET", target, memoryview(b""), BYTES_TYPE, into, self._timeout_s)
-        if status != 200:
-            raise decode_error(answer, status)
+        self._ask("GET", f"{PROBE_PATH}?bytes={len(into)}", kind=BYTES_TYPE, into=into)
 
     def close(self) -> None:
         with self._lock:
@@ -191,14 +179,15 @@ class HttpTransport:
         self,
         method: str,
         target: str,
-        payload: memoryview,
-        content_type: str,
-        into: memoryview | None,
-        timeout_s: float,
+        payload: memoryview = NOTHING,
+        kind: str = JSON_TYPE,
+        into: memoryview | None = None,
+        timeout_s: float | None = None,
         *,
         admin: bool = False,
-    ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        headers = {"Content-Type": content_type}
+    ) -> tuple[http.client.HTTPMessage, bytes]:
+        """Headers and body of the answer, or what was refused."""
+        headers = {"Content-Type": kind}
         if method != "GET":
             headers["Content-Length"] = str(len(payload))
         may_ask_again = True
@@ -206,16 +195,20 @@ class HttpTransport:
             if token := self._token(admin=admin):
                 headers["Authorization"] = f"Bearer {token}"
             try:
-                answer = self._exchange(method, target, payload, headers, into, timeout_s)
-                if answer[0] == 401:
-                    raise decode_error(answer[2], 401)
+                status, said, data = self._exchange(
+                    method, target, payload, headers, into, timeout_s or self._timeout_s
+                )
+                if status == 401:
+                    raise decode_error(data, status)
             except (UntrustedServer, Unauthorized) as error:
                 if may_ask_again and self._has_news():
                     may_ask_again = False
                     continue
                 raise self._doubt(error) from error
-            self._has_succeeded = self._has_succeeded or answer[0] == 200
-            return answer
+            if status != 200:
+                raise decode_error(data, status)
+            self._has_succeeded = True
+            return said, data
 
     def _exchange(
         self,

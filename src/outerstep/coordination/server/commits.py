@@ -297,7 +297,7 @@ class Commits:
     ) -> WriteCheckpoint:
         includes = self._last_record
         if self.base is None and includes:
-            # The records that lie there were given up. With a number left out, none of them follows this checkpoint.
+            # The records there were dropped. With a number left out, none of them follows this checkpoint.
             includes += 1
         return WriteCheckpoint(number, remembered, reason, includes, required, ticket)
 

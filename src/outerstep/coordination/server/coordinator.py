@@ -21,29 +21,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from ... import events
 from ...errors import Absurd, BadRequest, Closing, Conflict, MissingParts, Refused, UnknownWorker
-from ...events import (
-    BudgetSpent,
-    ContributionLeftOut,
-    ContributionRefused,
-    ContributionsNotChosen,
-    DrainOrdered,
-    Event,
-    OffenceNoted,
-    PlanChanged,
-    RunStarted,
-    ScreenForgotten,
-    SyncOrdered,
-    TooFewTrained,
-    UploadDropped,
-    VersionPublished,
-    WorkerDied,
-    WorkerJoined,
-    WorkerKicked,
-    WorkerLeft,
-    WorkerPardoned,
-    WorkerQuarantined,
-)
 from ...screens import LEAST_CONTRIBUTORS, NormScreen, Size
 from ...types import (
     Agreement,
@@ -173,7 +152,7 @@ class Coordinator:
                 worker.commands.clear()
                 self._forget(worker, still_expected=message.continues)
             self._first_join_at = now if self._first_join_at is None else self._first_join_at
-            self._effects.append(WorkerJoined(worker.worker_id, worker.hostname, worker.incarnation))
+            self._effects.append(events.WorkerJoined(worker.worker_id, worker.hostname, worker.incarnation))
             for fragment in self.fragments:
                 # Expected from the next round on; at once only where there is nobody else left to wait for.
                 if self.started and not fragment.round.expected and not fragment.round.participants:
@@ -211,7 +190,7 @@ class Coordinator:
             worker = self._heard(message, now)
         except UnknownWorker:
             return LeaveAnswer()
-        self.remove(worker, WorkerLeft(worker.worker_id, message.reason), now)
+        self.remove(worker, events.WorkerLeft(worker.worker_id, message.reason), now)
         return LeaveAnswer()
 
     # --- a contribution -------------------------------------------------------------------------------------------
@@ -240,7 +219,7 @@ class Coordinator:
             upload = self.uploads.request(message, now)
         if upload is None and (idle := self.uploads.standing_still(now)):
             for other in idle:  # it holds room and sends nothing; it will offer again when it wakes up
-                self._effects.append(UploadDropped(other.offer.worker_id, other.offer.fragment))
+                self._effects.append(events.UploadDropped(other.offer.worker_id, other.offer.fragment))
                 self.drop(other.key)
             upload = self.uploads.request(message, now)
         if upload is None:
@@ -331,7 +310,7 @@ class Coordinator:
     def _refuse(self, key: ContributionKey, refusal: Refused) -> None:
         """A contribution that is here in whole is not taken, for what it is."""
         self.drop(key)
-        self._effects.append(ContributionRefused(key.worker_id, key.fragment, refusal.message))
+        self._effects.append(events.ContributionRefused(key.worker_id, key.fragment, refusal.message))
 
     def _sending(self, worker: KnownWorker, message: OfContribution, now: float) -> Upload:
         """The contribution that this message is about, if its worker may send it."""
@@ -352,7 +331,7 @@ class Coordinator:
             is_news = screen.note_refused(offer.worker_id, fragment.round.version)
             self._refuse(offer.key, refusal)
             if screen.has_changed(len(self.members.live_ids)):
-                self._effects.append(ScreenForgotten(offer.fragment, "half of the workers were refused by it"))
+                self._effects.append(events.ScreenForgotten(offer.fragment, "half of the workers were refused by it"))
                 for other in self.members:
                     if other.worker_id in screen.refused:
                         other.conduct.forgive(refusal)
@@ -385,10 +364,10 @@ class Coordinator:
         if not isinstance(refusal, OFFENCE_KINDS):
             return
         one_too_many = worker.conduct.offend(refusal, now)
-        self._effects.append(OffenceNoted(worker.worker_id, refusal.code, worker.conduct.total))
+        self._effects.append(events.OffenceNoted(worker.worker_id, refusal.code, worker.conduct.total))
         if one_too_many:
             left_s = round(worker.conduct.until - now)
-            self._effects.append(WorkerQuarantined(worker.worker_id, left_s, worker.conduct.reason))
+            self._effects.append(events.WorkerQuarantined(worker.worker_id, left_s, worker.conduct.reason))
             self._forget(worker)
             self._close_rounds(now)
 
@@ -446,11 +425,11 @@ class Coordinator:
         if closed.too_few:
             self.total_too_few += 1
             rule = self.rules.aggregation
-            self._effects.append(TooFewTrained(fragment, closed.version, closed.too_few, rule.fewest, rule.name))
+            self._effects.append(events.TooFewTrained(fragment, closed.version, closed.too_few, rule.fewest, rule.name))
         for outlier in closed.outliers:
             worker_id = outlier.participant.worker_id
             self._count_left_out(worker_id)
-            self._effects.append(ContributionLeftOut(worker_id, fragment, closed.version, outlier.facts))
+            self._effects.append(events.ContributionLeftOut(worker_id, fragment, closed.version, outlier.facts))
         run_id, left_out = self.run_id, [outlier.participant for outlier in closed.outliers]
         return frozenset(
             ContributionKey(run_id=run_id, worker_id=p.worker_id, fragment=fragment, sequence=p.sequence)
@@ -464,10 +443,10 @@ class Coordinator:
         for worker_id in (*refused, *unused):
             self._count_left_out(worker_id)
         for worker_id, why in refused.items():
-            self._effects.append(ContributionLeftOut(worker_id, fragment, version, {"why": why}))
+            self._effects.append(events.ContributionLeftOut(worker_id, fragment, version, {"why": why}))
         if unused:
             rule = self.rules.aggregation.name
-            self._effects.append(ContributionsNotChosen(fragment, version, list(unused), rule))
+            self._effects.append(events.ContributionsNotChosen(fragment, version, list(unused), rule))
 
     def _count_left_out(self, worker_id: str) -> None:
         worker = self.members.find(worker_id)
@@ -480,7 +459,7 @@ class Coordinator:
         fragment = self.fragments[agreement.fragment]
         assert agreement.version == fragment.published.version + 1, "agreements are published in order"
         fragment.published = agreement
-        self._effects.append(VersionPublished(agreement))
+        self._effects.append(events.VersionPublished(agreement))
         self.close_if_ready(fragment, now)
 
     def poll(self, message: Poll, now: float) -> PollAnswer:
@@ -521,7 +500,7 @@ class Coordinator:
         self.now = now
         for worker in self.members.silent(now):
             self.members.total_deaths += 1
-            self.remove(worker, WorkerDied(worker.worker_id, round(now - worker.last_seen, 1)), now)
+            self.remove(worker, events.WorkerDied(worker.worker_id, round(now - worker.last_seen, 1)), now)
         self._start_if_ready(now)
         self._close_rounds(now)
         self._stop_if_done(now)
@@ -542,13 +521,13 @@ class Coordinator:
             case "kick":
                 [worker] = self._named(message)
                 worker.kicked = message.reason or "an operator removed it"
-                self.remove(worker, WorkerKicked(worker.worker_id, message.reason), now)
+                self.remove(worker, events.WorkerKicked(worker.worker_id, message.reason), now)
                 return ControlAnswer(done=f"{worker.worker_id} is out of the run; a new start of it may join again")
             case "pardon":
                 [worker] = self._named(message)
                 offences = worker.conduct.total
                 worker.conduct.clear()
-                self._effects.append(WorkerPardoned(worker.worker_id, offences, message.reason))
+                self._effects.append(events.WorkerPardoned(worker.worker_id, offences, message.reason))
                 return ControlAnswer(
                     done=f"{worker.worker_id} has a clean sheet, and takes part from the next round on"
                 )
@@ -562,7 +541,7 @@ class Coordinator:
                     raise BadRequest("there is no plan to change before the first worker has joined")
                 self.next_plan = changed(self.next_plan or self.plan, message.changes)
                 revision, stated = self.next_plan.revision, msgspec.to_builtins(message.changes)
-                self._effects.append(PlanChanged(revision, {k: v for k, v in stated.items() if v is not None}))
+                self._effects.append(events.PlanChanged(revision, {k: v for k, v in stated.items() if v is not None}))
                 return ControlAnswer(done=f"plan revision {revision} holds from the next round that closes")
             case "budget":
                 self.budget.limit = message.tokens or None
@@ -601,7 +580,7 @@ class Coordinator:
     def order(self, worker_ids: Sequence[str], kind: Literal["drain", "sync"], reason: str) -> None:
         for worker_id in worker_ids:
             self.members.order(worker_id, kind, reason)
-        ordered = DrainOrdered if kind == "drain" else SyncOrdered
+        ordered = events.DrainOrdered if kind == "drain" else events.SyncOrdered
         self._effects.append(ordered(list(worker_ids), reason))
 
     def _finish(self, reason: str, now: float) -> None:
@@ -617,7 +596,7 @@ class Coordinator:
         """Enough tokens are in the model: the run has come to its end."""
         if self.budget.is_spent and not self.budget.announced:
             self.budget.announced = True
-            self._effects.append(BudgetSpent(self.budget.total, self.budget.limit))
+            self._effects.append(events.BudgetSpent(self.budget.total, self.budget.limit))
             self._finish(BUDGET_SPENT, now)
 
     def _stop_if_done(self, now: float) -> None:
@@ -723,9 +702,9 @@ class Coordinator:
             self.started = True
             for fragment in self.fragments:
                 fragment.round.expected = set(self.members.awaited_ids(now))
-            self._effects.append(RunStarted(sorted(live)))
+            self._effects.append(events.RunStarted(sorted(live)))
 
-    def remove(self, worker: KnownWorker, event: Event, now: float) -> None:
+    def remove(self, worker: KnownWorker, event: events.Event, now: float) -> None:
         """The worker left, died or was kicked, as `event` says."""
         self.members.gone(worker)
         self._effects.append(event)

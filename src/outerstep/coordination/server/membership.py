@@ -12,8 +12,7 @@ so it survives restarts, deaths and leaves.
 
 After a restart of the server, a worker that was live is *expected back*: open rounds wait for it for the usual time.
 That is no proof that it lives. So a start on another machine under its id is neither refused (the old machine may have
-died with the server) nor taken (the old one may be about to speak): it is asked to come again until one or the other is
-known.
+died with the server) nor taken (the old one may be about to speak): it is told to retry until one of them is known.
 """
 
 from __future__ import annotations
