@@ -50,7 +50,7 @@ def check_same_part(message: PutPart, stored: str) -> None:
         raise Conflict(f"part {message.part} of {message.key} was stored with hash {stored}, not {message.hash}")
 
 
-def check_accepted(message: Commit, accepted: str) -> None:
+def check_accepted(message: Commit, accepted: str | None) -> None:
     """Is it the payload that was accepted under this key?"""
     if message.payload_hash != accepted:
         raise Conflict(

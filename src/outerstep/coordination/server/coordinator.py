@@ -63,9 +63,9 @@ from .admission import (
     check_sections,
 )
 from .effects import Accumulate, CloseRound, DropUpload, Effect, StopServer
-from .membership import OFFENCE_KINDS, Accepted, Conduct, KnownWorker, Membership, local_steps
+from .membership import OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
 from .plan import Settled, changed, check_manifest, check_wishes
-from .remembered import LEAP, Remembered, WorkerRecord
+from .remembered import LEAP, Acceptance, Remembered, WorkerRecord
 from .rounds import Closed, Fragment, RoundRules, RoundVerdict, TokenBudget
 from .uploads import Upload, Uploads
 
@@ -286,7 +286,8 @@ class Coordinator:
         participant = Participant(
             worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness, norm=norm
         )
-        worker.enter(offer, Accepted(offer.sequence, message.payload_hash, round_.version), staleness, norm)
+        entry = Acceptance(sequence=offer.sequence, payload_hash=message.payload_hash, version=round_.version)
+        worker.enter(offer, entry, staleness, norm)
         round_.count(participant, rules, now, reported=raw, tokens=offer.tokens, size=size, kept=keep)
         self.total_accepted += 1
         self.uploads.finish(begun.key)

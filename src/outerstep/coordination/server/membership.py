@@ -149,15 +149,6 @@ class Conduct:
         return conduct
 
 
-@dataclass(frozen=True)
-class Accepted:
-    """The last contribution accepted from a worker for a fragment."""
-
-    sequence: int
-    payload_hash: str
-    version: int
-
-
 @dataclass
 class KnownWorker:
     """One worker id: its current start, its line in the ledger, its conduct, and the orders on their way to it."""
@@ -182,13 +173,13 @@ class KnownWorker:
     conduct: Conduct = field(default_factory=Conduct)
     kicked: str = ""  # why, until another instance joins
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))
-    accepted: dict[int, Accepted] = field(default_factory=dict)  # per fragment, the last one
-    closed: dict[int, Accepted] = field(default_factory=dict)  # and the last one whose round has closed
+    accepted: dict[int, Acceptance] = field(default_factory=dict)  # per fragment, the last one
+    closed: dict[int, Acceptance] = field(default_factory=dict)  # and the last one whose round has closed
     commands: dict[int, Command] = field(default_factory=dict)  # by id: sent with every heartbeat until acknowledged
 
     # --- the ledger -----------------------------------------------------------------------------------------------
 
-    def entry_of(self, message: OfContribution) -> Accepted | None:
+    def entry_of(self, message: OfContribution) -> Acceptance | None:
         """The ledger's entry if this very key was accepted. An older key than the last one is superseded, and nothing
         is taken before a contribution that its worker sent earlier and was told to count."""
         last_sequence = self.last_sequence(message.fragment)
@@ -206,7 +197,7 @@ class KnownWorker:
             )
         return None
 
-    def enter(self, offer: Offer, accepted: Accepted, staleness: int, norm: float | None) -> None:
+    def enter(self, offer: Offer, accepted: Acceptance, staleness: int, norm: float | None) -> None:
         """Write an accepted contribution into the ledger."""
         self.accepted[offer.fragment] = accepted
         self.staleness = staleness
@@ -232,12 +223,7 @@ class KnownWorker:
             hostname=self.hostname,
             incarnation=self.incarnation,
             retired=tuple(self.retired),
-            accepted={
-                fragment: Acceptance(
-                    sequence=entry.sequence, payload_hash=entry.payload_hash or None, version=entry.version
-                )
-                for fragment, entry in self.closed.items()
-            },
+            accepted=dict(self.closed),
         )
 
     @classmethod
@@ -245,8 +231,7 @@ class KnownWorker:
         """Known from the disk, and not live: it comes back by joining."""
         worker = cls(worker_id, record.instance, record.hostname, record.incarnation, now, now, live=False)
         worker.retired.extend(record.retired)
-        worker.closed = {f: Accepted(a.sequence, a.payload_hash or "", a.version) for f, a in record.accepted.items()}
-        worker.accepted = dict(worker.closed)
+        worker.accepted, worker.closed = dict(record.accepted), dict(record.accepted)
         return worker
 
 

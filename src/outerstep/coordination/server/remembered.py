@@ -16,7 +16,8 @@ LEAP = 1_000_000
 
 
 class Acceptance(Plain, frozen=True):
-    """The last contribution of a worker to a fragment that a closed round holds. Hash None: not known any more."""
+    """The last contribution of a worker to a fragment that was accepted: on disk, of closed rounds only. Hash None: not
+    known any more."""
 
     sequence: Positive
     payload_hash: Hash | None

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from outerstep.coordination.server import membership
-from outerstep.coordination.server.membership import RETURN_S, Accepted, KnownWorker, Membership
+from outerstep.coordination.server.membership import RETURN_S, KnownWorker, Membership
+from outerstep.coordination.server.remembered import Acceptance
 from outerstep.errors import Busy, Fenced, IdInUse, UnknownWorker
 from outerstep.types import JoinAnswer
 from unit.coordination.builders import TIMEOUT_S, Desk, make_heartbeat, make_join, make_offer
@@ -227,23 +228,32 @@ class TestWhatWasAccepted:
 
     def test_contributions_bytes_and_tokens_add_up(self) -> None:
         worker = KnownWorker("a", "a-start-1", "home", 1, 0.0, 0.0)
-        worker.enter(make_offer("a", 1, size_bytes=16, tokens=5), Accepted(1, "ab", 1), 0, 1.5)
+        worker.enter(
+            make_offer("a", 1, size_bytes=16, tokens=5), Acceptance(sequence=1, payload_hash="ab", version=1), 0, 1.5
+        )
         assert (worker.contributions, worker.bytes_received, worker.tokens) == (1, 16, 5)
-        worker.enter(make_offer("a", 2, size_bytes=24, tokens=6), Accepted(2, "cd", 4), 2, 0.5)
+        worker.enter(
+            make_offer("a", 2, size_bytes=24, tokens=6), Acceptance(sequence=2, payload_hash="cd", version=4), 2, 0.5
+        )
         assert (worker.contributions, worker.bytes_received, worker.tokens) == (2, 40, 11)
         assert (worker.staleness, worker.delta_norm) == (2, 0.5)
-        assert worker.accepted == {0: Accepted(2, "cd", 4)}
+        assert worker.accepted == {0: Acceptance(sequence=2, payload_hash="cd", version=4)}
 
     def test_tokens_are_counted_with_one_fragment_since_all_see_the_same(self) -> None:
         worker = KnownWorker("a", "a-start-1", "home", 1, 0.0, 0.0)
         for fragment in (0, 1, 2):
-            worker.enter(make_offer("a", 1, fragment=fragment, tokens=5), Accepted(1, "ab", 1), 0, None)
+            worker.enter(
+                make_offer("a", 1, fragment=fragment, tokens=5),
+                Acceptance(sequence=1, payload_hash="ab", version=1),
+                0,
+                None,
+            )
         assert (worker.contributions, worker.tokens) == (3, 5)
-        assert worker.accepted == dict.fromkeys(range(3), Accepted(1, "ab", 1))
+        assert worker.accepted == dict.fromkeys(range(3), Acceptance(sequence=1, payload_hash="ab", version=1))
 
     def test_a_round_that_closes_takes_the_last_of_its_contributors_alone(self) -> None:
         members = members_with("a", "b")
-        entry = Accepted(1, "ab", 1)
+        entry = Acceptance(sequence=1, payload_hash="ab", version=1)
         for worker in members:
             worker.enter(make_offer(worker.worker_id, 1), entry, 0, None)
         members.round_closed(0, ["a", "forgotten"])

@@ -9,8 +9,7 @@ import pytest
 
 from outerstep.coordination.server.coordinator import BUDGET_SPENT
 from outerstep.coordination.server.effects import StopServer
-from outerstep.coordination.server.membership import Accepted
-from outerstep.coordination.server.remembered import LEAP, Remembered
+from outerstep.coordination.server.remembered import LEAP, Acceptance, Remembered
 from outerstep.errors import Closing, Kicked
 from outerstep.types import Control, Wishes
 from unit.coordination.builders import TIMEOUT_S, Desk
@@ -112,7 +111,7 @@ class TestResumed:
         worker = again.coordinator.members.find("a")
         assert worker is not None
         assert {fragment: entry.sequence for fragment, entry in worker.accepted.items()} == {0: 2, 1: 2}
-        assert isinstance(worker.accepted[0], Accepted)
+        assert isinstance(worker.accepted[0], Acceptance)
 
     def test_those_that_were_here_are_expected_back_and_no_others(self) -> None:
         again = restart(remembered(a_run()))
