@@ -113,7 +113,7 @@ class Bench:
             self.fused.step()
         seconds: Seconds = {}
         for _ in range(repeats):
-            seconds.setdefault("check", []).append(cpu_seconds(lambda: self.store.check(self.payload)))
+            seconds.setdefault("check", []).append(cpu_seconds(lambda: self.store.decoder(1).check(self.payload)))
             self.round(2, 0, seconds, "close")
             self.round(1, 1, seconds, "close + 1")
             self.round(0, 4, seconds, "close, 4")

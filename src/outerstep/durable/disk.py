@@ -56,14 +56,8 @@ class FolderDisk:
             os.close(descriptor)
 
     def sync(self, name: str) -> None:
-        """What is on the disk is read again at the next start at most: the system need not keep it in memory too."""
-        descriptor = os.open(self.place / name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        """It is read again at the next start at most: the system need not keep it in memory too."""
+        sync(self.place / name, forget=True)
 
     def rename(self, old: str, new: str) -> None:
         os.rename(self.place / old, self.place / new)
@@ -75,11 +69,13 @@ class FolderDisk:
         sync(self.place)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk."""
+def sync(path: Path, *, forget: bool = False) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on the disk. `forget`: drop them from memory then."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        if forget and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 

@@ -73,13 +73,9 @@ class Decoder:
 
     # --- checking -------------------------------------------------------------------------------------------------
 
-    def check(self, payload: memoryview) -> float:
+    def check(self, payload: memoryview, seen: Sequence[Findings] = ()) -> float:
         """Refuse a payload with the wrong tensors, with NaN or Inf, or with bytes that mean nothing, naming the tensor.
-        Returns ‖Δ‖."""
-        return self.conclude(payload, [])
-
-    def conclude(self, payload: memoryview, seen: Sequence[Findings]) -> float:
-        """The same when most blocks were looked at while they arrived: `seen`, in the payload's order."""
+        `seen`: what was found while it arrived, in its order; only the rest is looked at. Returns ‖Δ‖."""
         begin, squares, done = 0, 0.0, 0
         for section in range(self.sections):
             up = self._layout(section)

@@ -83,7 +83,7 @@ class Intake:
         incoming = self._incoming[upload.key]
         payload, seen = self.payload(upload.key), [incoming.seen[part] for part in sorted(incoming.seen)]
         decoder = self._find_decoder(upload.offer.fragment, upload.sections)
-        return lambda: self._lookers.submit(decoder.conclude, payload, seen).result()
+        return lambda: self._lookers.submit(decoder.check, payload, seen).result()
 
     def put(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
         """Read the part to its place. Only one connection at a time writes to a place, and none once the part is in:

@@ -71,23 +71,24 @@ class Frame:
         return torch.frombuffer(self.view, dtype=dtype, offset=of.data_begin)
 
 
+@dataclass
 class PartHasher:
     """The hashes of a frame's parts, taken while its bytes are written: each while it is in the cache."""
 
-    def __init__(self, frame: memoryview, part_size_bytes: int) -> None:
-        self._frame, self._part_size_bytes = frame, part_size_bytes
-        self._done = 0
-        self._state = xxhash.xxh3_64()
-        self.hashes: list[str] = []
+    frame: memoryview
+    part_size_bytes: int
+    done: int = 0
+    hashes: list[str] = field(default_factory=list)
+    _state: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
     def advance(self, to: int) -> None:
         """The bytes before `to` are final."""
-        while self._done < to:
-            border = (self._done // self._part_size_bytes + 1) * self._part_size_bytes
+        while self.done < to:
+            border = (self.done // self.part_size_bytes + 1) * self.part_size_bytes
             end = min(to, border)
-            self._state.update(self._frame[self._done : end])
-            self._done = end
-            if end in (border, len(self._frame)):
+            self._state.update(self.frame[self.done : end])
+            self.done = end
+            if end in (border, len(self.frame)):
                 self.hashes.append(self._state.hexdigest())
                 self._state.reset()
 

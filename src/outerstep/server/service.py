@@ -113,10 +113,8 @@ class HealthMonitor:
         self._nudge = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="outerstep-health", daemon=True)
-        self.start, self.nudge = (
-            self._thread.start,
-            self._nudge.set,
-        )  # nudge: something changed, look at the clock again
+        self.start = self._thread.start
+        self.nudge = self._nudge.set  # something changed: look at the clock again
 
     def stop(self) -> None:
         self._stopping = True

@@ -186,10 +186,6 @@ class FragmentStore:
 
     # --- a contribution -------------------------------------------------------------------------------------------
 
-    def check(self, payload: memoryview, sections: int = 1) -> float:
-        """Refuse a payload with the wrong tensors or with NaN or Inf, naming them. Returns ‖Δ‖."""
-        return self.decoder(sections).check(payload)
-
     def accumulate(self, version: int, addends: Sequence[Addend]) -> None:
         """Add w·Δ of each to the sum of the round that makes `version`, in their order."""
         counted = [addend for addend in addends if addend.weight > 0.0]

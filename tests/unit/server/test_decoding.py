@@ -92,7 +92,7 @@ class TestArriving:
         looked_at = [block for findings in seen for block in findings.blocks]
         assert len(looked_at) == len(set(looked_at))
         assert len(looked_at) >= decoder.block_count - (len(cuts) - 2)  # all but those across a border
-        assert decoder.conclude(payload, seen) == pytest.approx(decoder.check(payload), rel=norm_precision(codec))
+        assert decoder.check(payload, seen) == pytest.approx(decoder.check(payload), rel=norm_precision(codec))
 
     def test_nothing_is_looked_at_before_all_of_its_bytes_are_there(self) -> None:
         payload, decoder = encode(draw(2), "int8", 3), Decoder("int8", tensors("int8"), 3)
@@ -111,7 +111,7 @@ class TestArriving:
         cuts = [*range(0, len(payload), part_bytes), len(payload)]
         seen = [decoder.look(payload, decoder.blocks_inside(begin, end)) for begin, end in pairwise(cuts)]
         with pytest.raises(NotFinite, match="tensor 't0' holds NaN or Inf"):
-            decoder.conclude(payload, seen)
+            decoder.check(payload, seen)
 
 
 class TestRefused:
@@ -123,7 +123,7 @@ class TestRefused:
         damaged[at : at + 4] = b'"u0"'
         nan = Findings(range(decoder.block_count), 0.0, NotFinite("tensor 't0' holds NaN or Inf"))
         with pytest.raises(BadTensors, match="'t0' is missing; 'u0' is unknown"):
-            decoder.conclude(memoryview(damaged), [nan])
+            decoder.check(memoryview(damaged), [nan])
 
     def test_bytes_that_a_sparse_codec_cannot_mean(self) -> None:
         payload = bytearray(encode(draw(1, [(1, 8192)]), "sparse64"))

@@ -56,7 +56,7 @@ def test_sections_add_up_to_the_whole(codec: str, sections: int) -> None:
         deltas = values(seed)
         payload, pieces = make_frame(deltas, codec), in_sections(deltas, sections, codec)
         precision = 2**-7 if codec == "bf16" else 1e-6  # each norm has bf16's own
-        assert cut.check(pieces, sections) == pytest.approx(whole.check(payload), rel=precision)
+        assert cut.decoder(sections).check(pieces) == pytest.approx(whole.decoder(1).check(payload), rel=precision)
         whole.accumulate(1, [Addend(payload, weight)])
         cut.accumulate(1, [Addend(pieces, weight, sections=sections)])
     made = [store.publish(store.close(1, Nesterov(0.7, 0.9)), EVERYBODY).agreement for store in (whole, cut)]
@@ -101,24 +101,24 @@ class TestRefused:
         deltas = values(1)
         deltas["wide"][6, 0] = float("nan")
         with pytest.raises(NotFinite, match=r"'wide' holds NaN or Inf in section 1 of 2"):
-            make_store("fp32").check(in_sections(deltas, 2, "fp32"), 2)
+            make_store("fp32").decoder(2).check(in_sections(deltas, 2, "fp32"))
 
     def test_sections_in_another_order(self) -> None:
         payload = bytes(in_sections(values(1), 2, "fp32"))
         first = section_layout("fp32", [(n, s, lambda n: 4 * n) for n, s in SHAPES.items()], 2, 0).size_bytes
         with pytest.raises((BadTensors, BadFrame)):
-            make_store("fp32").check(memoryview(bytearray(payload[first:] + payload[:first])), 2)
+            make_store("fp32").decoder(2).check(memoryview(bytearray(payload[first:] + payload[:first])))
 
     @pytest.mark.parametrize("size", [-8, 8])
     def test_a_payload_that_is_too_short_or_too_long(self, size: int) -> None:
         payload = bytes(in_sections(values(1), 2, "fp32"))
         other = payload[:size] if size < 0 else payload + bytes(size)
         with pytest.raises(BadFrame):
-            make_store("fp32").check(memoryview(bytearray(other)), 2)
+            make_store("fp32").decoder(2).check(memoryview(bytearray(other)))
 
     def test_another_number_of_sections_than_it_was_cut_for(self) -> None:
         with pytest.raises((BadTensors, BadFrame)):
-            make_store("fp32").check(in_sections(values(1), 3, "fp32"), 2)
+            make_store("fp32").decoder(2).check(in_sections(values(1), 3, "fp32"))
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
