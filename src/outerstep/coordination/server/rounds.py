@@ -438,7 +438,7 @@ class TokenBudget:
         return self.limit is not None and self.total >= self.limit
 
     def add(self, fragment: int, tokens: int, now: float) -> None:
-        self.per_fragment[fragment] = self.per_fragment.get(fragment, 0) + tokens
+        self.per_fragment[fragment] += tokens
         if not self._moments or self._moments[-1][1] != self.total:
             self._moments.append((now, self.total))
 
