@@ -165,8 +165,13 @@ def run(room: str, names: list[str], *, jobs: int, again: bool) -> int:
 
 
 class _NoWording(ast.NodeTransformer):
-    """Sentences, f-strings, and what an exception says and hints; a text without a space may be a key or a kind, and
-    stays."""
+    """Sentences, f-strings, what an exception says and hints; a text without a space may be a key or a kind, and stays.
+    Nor is it a decision whether `zip` checks that its arguments are as long as they always are."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id == "zip":
+            node.keywords = []
+        return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         text = node.value

@@ -86,3 +86,35 @@ def test_settings_out_of_range_are_refused_by_name() -> None:
     for settings, name in (({"momentum": 1.0}, "momentum"), ({"outer_lr": 0.0}, "lr"), ({"pull": 2.0}, "pull")):
         with pytest.raises(ConfigError, match=name):
             NoLoCo(**settings)
+
+
+@pytest.mark.parametrize("allowed", [{"momentum": 0.0}, {"pull": 0.0}, {"pull": 1.0}, {"outer_lr": 1e-6}])
+def test_the_limits_of_the_settings_are_allowed(allowed: dict[str, float]) -> None:
+    NoLoCo(**allowed)
+
+
+@pytest.mark.parametrize(
+    "refused", [{"momentum": 1.0}, {"momentum": -0.1}, {"pull": 1.1}, {"outer_lr": 0.0}, {"outer_lr": float("inf")}]
+)
+def test_and_nothing_beyond_them(refused: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=str(next(iter(refused.values())))):
+        NoLoCo(**refused)
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_at_random_each_has_a_partner_that_has_it_and_one_of_an_odd_number_sits_out(count: int) -> None:
+    ids = IDS[:count]
+    partners = {own: random_partner(ids, own, "seed", 3) for own in ids}
+    assert sum(partner is None for partner in partners.values()) == count % 2
+    for own, partner in partners.items():
+        assert partner is None or (partner != own and partners[partner] == own)
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_the_exponential_graph_goes_round_all_its_levels_and_no_further(count: int) -> None:
+    """After as many turns as there are levels it begins again, and in each somebody has a partner."""
+    ids, levels = IDS[:count], (count - 1).bit_length()
+    turns = [tuple(exponential_partner(ids, own, turn) for own in ids) for turn in range(2 * levels)]
+    assert turns[:levels] == turns[levels:]
+    assert all(any(turn) for turn in turns)
+    assert len(set(turns)) == levels

@@ -26,6 +26,12 @@ class TestPseudoGradient:
     def test_it_is_the_anchor_minus_the_local_weights(self) -> None:
         assert pseudo_gradient(tensor([5, 5, 5]), tensor([3, 5, 9])).tolist() == [2.0, 0.0, -4.0]
 
+    def test_it_is_written_where_it_is_wanted(self) -> None:
+        place = torch.empty(3)
+        made = pseudo_gradient(tensor([5, 5, 5]), tensor([1, 2, 3]), out=place)
+        assert made is place
+        assert place.tolist() == [4.0, 3.0, 2.0]
+
     @PROPERTY
     @given(anchor=integers, local=integers)
     def test_one_plain_descent_step_from_the_anchor_arrives_at_the_local_weights(

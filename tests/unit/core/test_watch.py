@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amounts import cases
-from outerstep.core.watch import sum_of_squares, watched, whole_model
-from outerstep.types import Watched
+from outerstep.core.watch import as_seen_by, norm_of, sum_of_squares, watched, whole_model
+from outerstep.types import Agreement, Participant, Watched
 
 WEIGHT = st.floats(0.1, 10.0)
 
@@ -148,3 +148,53 @@ def test_squares_are_summed(values: list[float]) -> None:
 def test_squares_that_overflow_fp32_are_summed_all_the_same() -> None:
     assert sum_of_squares(torch.tensor([3e30, 4e30])) == pytest.approx(25e60)
     assert math.isnan(sum_of_squares(torch.tensor([1.0, math.nan])))
+
+
+class TestAsAWorkerSeesIt:
+    ROUND = Watched(peer_grad_similarity=0.5, aggregated_grad_norm=2.0, weight_divergence=1.0)
+
+    def agreement(self, *norms: tuple[str, float], watched: Watched | None = ROUND) -> Agreement:
+        taken = tuple(Participant(worker_id=w, sequence=i + 1, weight=1.0, norm=n) for i, (w, n) in enumerate(norms))
+        return Agreement(fragment=0, version=1, anchor_hash="0" * 32, participants=taken, watched=watched)
+
+    def test_the_norm_is_that_of_its_own_last_contribution(self) -> None:
+        seen = as_seen_by("a", self.agreement(("b", 9.0), ("a", 3.0), ("a", 4.0), ("c", 8.0)))
+        assert seen == Watched(
+            pseudo_grad_norm=4.0, peer_grad_similarity=0.5, aggregated_grad_norm=2.0, weight_divergence=1.0
+        )
+
+    def test_without_one_there_is_none(self) -> None:
+        assert as_seen_by("a", self.agreement(("b", 9.0))) == self.ROUND
+
+    def test_what_was_not_watched_is_not_seen(self) -> None:
+        assert as_seen_by("a", self.agreement(("a", 9.0), watched=None)) is None
+
+
+def test_the_norm_of_several_tensors_is_that_of_all_their_values() -> None:
+    assert norm_of([torch.tensor([[1.0, 2.0], [4.0, 0.0]]), torch.tensor(2.0)]) == 5.0
+    assert norm_of([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("norms", "weights", "similarity"),
+    [
+        ([1.0, 1.0], [1.0, 1.0], 0.0),
+        ([1.0, 0.0], [1.0, 1.0], None),
+        ([1.0, 1.0], [1.0, 0.0], None),
+        ([2.0, 0.0, 3.0], [1.0, 5.0, 0.0], None),
+    ],
+)
+def test_only_those_that_moved_and_count_can_be_similar(
+    norms: list[float], weights: list[float], similarity: float | None
+) -> None:
+    mean = math.sqrt(sum((w * n) ** 2 for n, w in zip(norms, weights, strict=True))) / sum(weights)
+    found = watched(None, norms, weights, mean).peer_grad_similarity
+    assert found == (None if similarity is None else pytest.approx(similarity, abs=1e-9))
+
+
+@pytest.mark.parametrize("missing", ["peer_grad_similarity", "aggregated_grad_norm", "weight_divergence"])
+def test_a_fragment_of_which_something_is_not_known_has_no_say_in_the_similarity(missing: str) -> None:
+    known = {"peer_grad_similarity": 0.25, "aggregated_grad_norm": 0.5, "weight_divergence": 0.25}
+    partly = {**known, "peer_grad_similarity": 0.75, missing: None}
+    whole = whole_model([Watched(**known), Watched(**partly)])
+    assert whole.peer_grad_similarity == pytest.approx(0.25)
