@@ -102,6 +102,7 @@ class Mutant:
 @dataclass
 class Module:
     mutants: list[Mutant] = field(default_factory=list)
+    not_run: int = 0
 
     @property
     def wording(self) -> int:
@@ -141,7 +142,6 @@ def prepare(room: str) -> Path:
         "only_mutate": list(what.files),
         "also_copy": ["src", "tests", "docs", "README.md", "pyproject.toml"],
         "process_isolation": "forkserver",  # torch and hypothesis do not bear a fork of a process that has run tests
-        "timeout_multiplier": 8.0,
         "pytest_add_cli_args_test_selection": list(what.tests),
         "pytest_add_cli_args": ["--hypothesis-profile", "quick", *skipped],
     }
@@ -212,6 +212,14 @@ def _common(one: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
+def find_wording(mutated: Path) -> set[str]:
+    """The names of the mutants in this file that only change what is said."""
+    meanings = {node.name: _meaning(node) for node in _functions(ast.parse(mutated.read_text()))}
+    return {
+        name for name in meanings if meanings[name] == meanings.get(f"{name.rpartition('__mutmut_')[0]}__mutmut_orig")
+    }
+
+
 def _compare(old: list[str], new: list[str]) -> str:
     """Of the lines that differ, what differs, with some of what is around it."""
     lines = [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
@@ -227,21 +235,24 @@ def read_results(patterns: list[str]) -> dict[str, Module]:
     """By module, what the last run found."""
     modules: dict[str, Module] = defaultdict(Module)
     for meta in sorted(WORK.glob("*/mutants/src/**/*.py.meta")):
+        if not (ROOT / "src" / str(meta.with_suffix("")).rpartition("/mutants/src/")[2]).exists():
+            continue  # what is left of a file that is gone
         codes: dict[str, int | None] = json.loads(meta.read_text())["exit_code_by_key"]
         wanted = {key: code for key, code in codes.items() if any(fnmatch.fnmatch(key, p) for p in patterns)}
-        wanted = {key: code for key, code in wanted.items() if code not in NOT_RUN}
         if not wanted:
             continue
         bodies = {node.name: node for node in _functions(ast.parse(meta.with_suffix("").read_text()))}
-        meanings = {name: _meaning(node) for name, node in bodies.items()}
+        wording = find_wording(meta.with_suffix(""))
         for key, code in wanted.items():
             module, _, name = key.rpartition(".")
             mangled = name.rpartition("__mutmut_")[0]
+            if name not in bodies or (code in NOT_RUN and name not in wording):
+                modules[module].not_run += 1
+                continue
             origin = f"{mangled}__mutmut_orig"
-            change = "" if code in KILLED else _compare(_text(bodies[origin]), _text(bodies[name]))
+            change = "" if code in KILLED or name in wording else _compare(_text(bodies[origin]), _text(bodies[name]))
             plain = mangled.removeprefix("xǁ").removeprefix("x_").replace("ǁ", ".")
-            is_wording = meanings[origin] == meanings[name]
-            modules[module].mutants.append(Mutant(key, f"{module}.{plain}", change, is_wording, code in KILLED))
+            modules[module].mutants.append(Mutant(key, f"{module}.{plain}", change, name in wording, code in KILLED))
     return dict(modules)
 
 
@@ -283,28 +294,34 @@ class Findings:
 
     @property
     def rows(self) -> list[tuple[str, Module]]:
-        total = Module([mutant for module in self.modules.values() for mutant in module.mutants])
+        modules = self.modules.values()
+        total = Module([each for module in modules for each in module.mutants], sum(m.not_run for m in modules))
         return [*self.modules.items(), ("all", total)]
 
     def show(self, *, verbose: bool) -> None:
-        print(f"{'module':50s} {'changes':>7s} {'killed':>6s} {'share':>6s} {'open':>5s} {'wording':>7s}")
+        print(
+            f"{'module':50s} {'changes':>7s} {'killed':>6s} {'share':>6s} {'open':>5s} {'wording':>7s} {'not run':>7s}"
+        )
         for name, module in self.rows:
             row = f"{name:50s} {len(module.decisions):7d} {module.killed:6d} {module.share:6.1%}"
             broken = name in self.modules and self.is_broken(name)
-            print(f"{row} {self.unexplained(module):5d} {module.wording:7d}{'  ✗' if broken else ''}")
+            rest = f"{self.unexplained(module):5d} {module.wording:7d} {module.not_run:7d}"
+            print(f"{row} {rest}{'  ✗' if broken else ''}")
             for survivor, reason in self.reasons(module) if name != "all" and (verbose or broken) else ():
                 print(f"    {survivor.function.removeprefix(name + '.')}: {survivor.change}")
                 print(f"        {reason or '(no reason)'}")
 
     def page(self) -> Iterator[str]:
         """The generated part of docs/results/mutants.md."""
-        yield "| module | changes | killed | share | explained | open | wording |\n|---|--:|--:|--:|--:|--:|--:|"
+        yield "| module | changes | killed | share | explained | open | wording | not run |"
+        yield "|---|--:|--:|--:|--:|--:|--:|--:|"
         for name, module in self.rows:
             unexplained, mark = self.unexplained(module), "" if self.promise(name) is None else " §"
             explained = len(module.survivors) - unexplained
-            cells = (len(module.decisions), module.killed, f"{module.share:.1%}", explained, unexplained)
-            yield f"| {name.removeprefix('outerstep.')}{mark} | {' | '.join(map(str, cells))} | {module.wording} |"
-        yield "\n### Survivors\n"
+            counts = (explained, unexplained, module.wording, module.not_run)
+            cells = (len(module.decisions), module.killed, f"{module.share:.1%}", *counts)
+            yield f"| {name.removeprefix('outerstep.')}{mark} | {' | '.join(map(str, cells))} |"
+        yield "\n### Survivors"
         for name, module in self.modules.items():
             grouped: dict[str | None, list[str]] = defaultdict(list)
             for survivor, reason in self.reasons(module):

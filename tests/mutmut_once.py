@@ -4,14 +4,15 @@ mutmut's fork server forks a process for each mutant, which starts pytest anew a
 the server collects them all before the first fork; a process then runs those that reach its mutant, the shortest first,
 until one fails. (What a test module computes when it is imported is not computed again with the mutant.)
 
-With MUTANTS_AGAIN=0 in the environment, mutants that a test has killed before are not run again; mutmut itself forgets
-the verdicts on functions that have changed.
+Mutants that change only wording are not run. With MUTANTS_AGAIN=0 in the environment, nor are those that a test has
+killed before; mutmut itself forgets the verdicts on functions that have changed.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import mutmut.__main__ as program
@@ -21,6 +22,8 @@ from _pytest.runner import runtestprotocol
 from mutmut.configuration import config
 from mutmut.runners.harness import PytestRunner
 from mutmut.state import state
+
+from mutants import find_wording
 
 SURVIVED, KILLED, NO_TESTS = 0, 1, 33
 UNDECIDED = (None, SURVIVED, NO_TESTS)
@@ -54,14 +57,20 @@ class CollectedOnce(PytestRunner):
         return SURVIVED
 
 
-def without_killed(**names: Any) -> Any:
+def choose(**names: Any) -> Any:
+    """Of the mutants that were asked for, those that are worth a run."""
     mutants, by_path = collect(**names)
-    return [mutant for mutant in mutants if mutant[2] in UNDECIDED], by_path
+    wording = {path: find_wording(Path("mutants") / path) for path in {str(data.path) for data, _, _ in mutants}}
+    again = os.environ.get("MUTANTS_AGAIN") != "0"
+    return [
+        (data, name, verdict)
+        for data, name, verdict in mutants
+        if (again or verdict in UNDECIDED) and name.rpartition(".")[2] not in wording[str(data.path)]
+    ], by_path
 
 
 collect = program.collect_source_file_mutation_data
-if os.environ.get("MUTANTS_AGAIN") == "0":
-    program.collect_source_file_mutation_data = without_killed
+program.collect_source_file_mutation_data = choose
 
 if __name__ == "__main__":
     import mutmut.workers.isolation as isolation

@@ -9,7 +9,7 @@ import pytest
 
 from outerstep.config import ServerConfig
 from outerstep.coordination.server.effects import Accumulate
-from outerstep.coordination.server.rounds import Aggregation, RuleName
+from outerstep.coordination.server.rounds import Aggregation, RoundVerdict, RuleName
 from outerstep.core.robust import RULES, RobustAggregator
 from outerstep.errors import Absurd, ConfigError, Conflict
 from outerstep.server.store import rule_of
@@ -188,7 +188,9 @@ def test_who_has_not_trained_does_not_make_up_the_number() -> None:
     desk.contribute("c", steps=0)
     desk.later(6.0, alive="abcd")
     assert not desk.closings
-    assert desk.poll("a").waiting_for == "contributions of d: median needs 3 with training in them"
+    waiting = RoundVerdict(False, None, "contributions of d: median needs 3 with training in them")
+    assert desk.coordinator.verdict(desk.coordinator.fragments[0], desk.now) == waiting
+    assert desk.poll("a").waiting_for == waiting.waiting_for
     desk.contribute("d")
     assert weights(desk) == [("a", 1.0), ("b", 1.0), ("c", 0.0), ("d", 1.0)]
     assert desk.coordinator.total_too_few == 0

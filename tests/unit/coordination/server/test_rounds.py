@@ -71,6 +71,10 @@ class TestQuorum:
     def test_it_closes_when_the_grace_after_the_quorum_has_passed(self, now: float, close: bool) -> None:
         assert verdict("abcd", "ab", now, quorum=2, grace_s=5.0).close is close
 
+    def test_it_says_that_it_waits_out_the_grace_and_for_whom(self) -> None:
+        answer = RoundVerdict(False, 6.0, "5 s of grace, for contributions of c, d")
+        assert verdict("abcd", "ab", quorum=2, grace_s=5.0) == answer
+
     def test_it_wakes_at_the_end_of_the_grace(self) -> None:
         assert verdict("abcd", "abc", quorum=2, grace_s=5.0).wake_at == 6.0
 
