@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .core.fragments import FragmentManager
     from .core.robust import RobustAggregator
     from .errors import OuterstepError
+    from .extending import register_codec, register_rule
     from .model_folder import load_model, save_model
     from .server import DiLoCoServer, HealthMonitor
     from .topology.gossip.gradient_gossip import GradientGossip
@@ -34,6 +35,8 @@ _WHERE = {
     "RobustAggregator": ".core.robust",
     "attach": ".worker",
     "load_model": ".model_folder",
+    "register_codec": ".extending",
+    "register_rule": ".extending",
     "register_topology": ".worker.connect",
     "save_model": ".model_folder",
 }
@@ -50,6 +53,8 @@ __all__ = [
     "RobustAggregator",
     "attach",
     "load_model",
+    "register_codec",
+    "register_rule",
     "register_topology",
     "save_model",
 ]

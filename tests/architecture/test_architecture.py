@@ -47,7 +47,8 @@ MAY_IMPORT = {
     | {"compat", "config", "core", "demo", "durable", "model_folder", "observe", "security", "server", "wire"},
     "integrations": PLAIN | {"core"},  # optional, and imported by nobody
     "__main__": {"cli"},
-    "": {"core", "errors", "model_folder", "server", "topology", "worker"},
+    "extending": {"coordination", "core", "errors"},
+    "": {"core", "errors", "extending", "model_folder", "server", "topology", "worker"},
 }
 # room -> modules that would make it impure
 FORBIDDEN_OUTSIDE = {

@@ -114,12 +114,14 @@ class Adapter:
 
 
 class ServerRun(Run):
+    more: ClassVar[Mapping[str, Any]] = {"codec": "fp32"}
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.server = DiLoCoServer(
-            {"cells": torch.zeros(CELLS)}, self.members, codec="fp32", sync_every=1, outer_lr=1.0, outer_momentum=0.0,
+            {"cells": torch.zeros(CELLS)}, self.members, sync_every=1, outer_lr=1.0, outer_momentum=0.0,
             port=0, heartbeat_timeout=0.0, round_deadline_s=self.deadline_s, quorum=self.quorum, min_workers=1,
-            norm_screen=0.0, insecure=True,
+            norm_screen=0.0, insecure=True, **self.more,
         )  # fmt: skip
         self.server.start()
 
@@ -401,6 +403,7 @@ class Torchft(Adapter):
 class GossipRun(Run):
     kind: type[GossipTopology] | type[PairsTopology] = GossipTopology
     pattern = "all"
+    more: ClassVar[Mapping[str, Any]] = {"min_peers": 1}  # wishes of the founder
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -421,8 +424,8 @@ class GossipRun(Run):
             )  # fmt: skip
             node = self.nodes[name] = Node(settings)
             wishes = GossipWishes(
-                outer_lr=1.0, outer_momentum=0.0, nesterov=False, min_peers=1, attackers=0, heartbeat_timeout_s=60.0,
-                round_deadline_s=self.deadline_s, pattern=self.pattern,  # type: ignore[arg-type]
+                outer_lr=1.0, outer_momentum=0.0, nesterov=False, attackers=0, heartbeat_timeout_s=60.0,
+                round_deadline_s=self.deadline_s, pattern=self.pattern, **self.more,  # type: ignore[arg-type]
             ) if founds else GossipWishes()  # fmt: skip
             return self.kind(
                 node,

@@ -99,8 +99,8 @@ class Member:
 
     # --- its life -------------------------------------------------------------------------------------------------
 
-    def join(self, manifest: Manifest = MANIFEST) -> Joined:
-        return self.everywhere(lambda rank: rank.topology.join(manifest, WISHES))
+    def join(self, manifest: Manifest = MANIFEST, wishes: Wishes = WISHES) -> Joined:
+        return self.everywhere(lambda rank: rank.topology.join(manifest, wishes))
 
     def catch_up(self) -> Agreed:
         agreed = self.everywhere(lambda rank: rank.settle(rank.topology.catch_up(0)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from ..types import Wishes
@@ -17,10 +18,13 @@ MOST = 1 << 53  # no setting is larger; JSON numbers are exact up to here
 class Checked:
     """A config class whose values fit their types and ranges. An error names the field, the value and the range."""
 
+    own_words: ClassVar[Mapping[str, Collection[str]]] = {}  # by field, those that users have added to a choice
+
     def __post_init__(self) -> None:
         for name, kind in kinds_of(type(self)).items():
             if hasattr(self, name):  # else it is a section's, which has checked it
-                _check(name, getattr(self, name), kind)
+                words = *kind.choices, *self.own_words.get(name, ())
+                _check(name, getattr(self, name), replace(kind, choices=words))
 
 
 def _check(name: str, value: Any, kind: Kind) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ..coordination.server.rounds import Aggregation, RoundRules, RuleName
+from ..coordination.server.rounds import OWN_RULES, Aggregation, RoundRules, RuleName
 from ..coordination.weights import MAX_WEIGHT_RATIO
 from ..defaults import OUTER_LR, OUTER_MOMENTUM, PART_SIZE_BYTES, SYNC_EVERY
 from ..errors import ConfigError
@@ -55,6 +55,7 @@ class ServerConfig(Checked):
         "grace_period": "grace_s",
         "dylu_enabled": "dylu",
     }
+    own_words: ClassVar = {"aggregation": OWN_RULES}
 
     # fmt: off
     num_workers: Positive = field(

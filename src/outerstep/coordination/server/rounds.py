@@ -30,6 +30,8 @@ from ..weights import MAX_WEIGHT_RATIO, UsualWeight
 
 RuleName = Literal["mean", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median", "centered_clipping"]
 
+OWN_RULES: dict[str, int] = {}  # a user's, and how many contributions each is defined for (extending.py)
+
 LEAST = 3
 HAIR = 1e-9  # as in core/robust/coordinates.py: ⌊(1/49)·49⌋ is 0 in floating point
 
@@ -108,7 +110,7 @@ class Aggregation:
         """Contributions of different workers that it takes to close a round; 1 for the plain mean."""
         if self.is_plain:
             return 1
-        least = 1
+        least = OWN_RULES.get(self.aggregation, 1)
         match self.aggregation:
             case "trimmed_mean" if self.trim_fraction is not None:
                 least = max(LEAST, math.ceil(1.0 / self.trim_fraction - HAIR))

@@ -63,7 +63,8 @@ def get_codec(name: str) -> Codec:
     if codec is None and (sparse := re.fullmatch(r"sparse([1-9][0-9]{0,3})", name)):
         return SparseCodec(int(sparse[1]))
     if codec is None:
-        raise ConfigError(f"unknown codec {name!r}; known: {', '.join(sorted(CODECS))}")
+        known = ", ".join(sorted(CODECS))
+        raise ConfigError(f"unknown codec {name!r}; known: {known}; outerstep.register_codec adds one of your own")
     return codec
 
 

@@ -21,7 +21,7 @@ from .streams import Tensors, TensorSpan
 MIN_PEERS = 3
 _ALONE = ""  # the name of a tensor that came without one
 
-RULES: Mapping[str, Callable[[], Rule]] = {
+RULES: dict[str, Callable[[], Rule]] = {
     "mean": Mean,
     "trimmed_mean": TrimmedMean,
     "median": Median,
@@ -219,7 +219,10 @@ def make_rule(
             rule = CenteredClipping(clip_radius) if iterations is None else CenteredClipping(clip_radius, iterations)
         case str():
             if aggregation not in RULES:
-                raise ConfigError(f"aggregation must be one of {', '.join(RULES)}, got {aggregation!r}")
+                raise ConfigError(
+                    f"aggregation must be one of {', '.join(RULES)}, got {aggregation!r}; outerstep.register_rule adds "
+                    "one of your own"
+                )
             rule = RULES[aggregation]()
         case _:
             rule = aggregation

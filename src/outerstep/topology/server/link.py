@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 
 from ...coordination.worker.exchange import Session
-from ...errors import ExchangeFailed, OuterstepError, UnknownWorker
+from ...errors import ConfigError, ExchangeFailed, OuterstepError, UnknownWorker
 from ...types import Answer, Heartbeat, HeartbeatAnswer, Join, JoinAnswer, Leave, Request
 from ...wire.transport import Transport
 from ..forms import Form, forms_of
@@ -67,7 +67,11 @@ class ServerLink:
     def admitted(self) -> JoinAnswer:
         """The server has answered: how the fragments travel is known from here on."""
         answer = self.session.joined
-        self.forms = forms_of(answer.plan, answer.manifest)
+        try:
+            self.forms = forms_of(answer.plan, answer.manifest)
+        except ConfigError as error:  # of a codec that is not registered here: nobody is to wait for this worker
+            self.leave(str(error))
+            raise
         return answer
 
     @property
