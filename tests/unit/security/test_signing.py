@@ -43,7 +43,9 @@ def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
         open_key(file)
 
 
-@pytest.mark.parametrize("content", [b"", b"no key", make_certificate()[0]])
+@pytest.mark.parametrize(
+    "content", [b"", b"no key", make_certificate()[0]], ids=["empty", "text", "another kind of key"]
+)
 def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "key.pem"
     tmp_path.chmod(0o700)
