@@ -268,7 +268,7 @@ def test_without_torchft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
     real = builtins.__import__
 
     def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "topology.torchft" or name.partition(".")[0] == "torchft":
+        if name == "topology.torchft.build" or name.partition(".")[0] == "torchft":
             raise ModuleNotFoundError("No module named 'torchft'", name="torchft")
         return real(name, *args, **kwargs)
 
