@@ -22,10 +22,12 @@ from outerstep.coordination.server.effects import CloseRound
 from outerstep.coordination.server.membership import KnownWorker
 from outerstep.coordination.server.rounds import RoundRules
 from outerstep.coordination.worker.effects import Adopt, Carry, Effect, Result
+from outerstep.coordination.worker.exchange import Outcome
 from outerstep.coordination.worker.machine import InFlight, Progress, WorkerMachine
 from outerstep.durable.disk import Disk
 from outerstep.durable.journal import Journal, Record
 from outerstep.simulate import History, Scenario, run
+from outerstep.simulate.history import StepName
 from outerstep.simulate.server import SimServer
 from outerstep.simulate.worker import SimFragment, SimSent, SimWorker
 from outerstep.types import Commit, CommitAnswer, FromMember, OfContribution, Offer, OfferAnswer
@@ -158,7 +160,7 @@ class LeaksRoom(Coordinator):
     """Keeps the room of uploads that can never be accepted any more."""
 
     def drop(self, key: Any) -> None:
-        self.uploads._by_key.pop(key, None)
+        self.uploads.by_key.pop(key, None)
 
 
 class StepsFromNothing(Coordinator):
@@ -320,8 +322,12 @@ class LeavesAtOnce(WorkerMachine):
 class ForgetsTheLate(SimWorker):
     """Believes "accepted", though the round is not on any disk yet."""
 
-    def _keep(self, fragment: SimFragment, late: SimSent) -> None:
-        self._history.told(late.offer.key, late.steps, counted=True)
+    def _settle(self, fragment: SimFragment, sent: SimSent, outcome: Outcome) -> list[StepName]:
+        lost = super()._settle(fragment, sent, outcome)
+        if fragment.late is sent:
+            fragment.late = None
+            self._history.told(sent.offer.key, sent.steps, counted=True)
+        return lost
 
 
 def served_by(bug: type[Coordinator] | type[Commits] | type[Journal]) -> dict[str, Any]:

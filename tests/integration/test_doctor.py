@@ -232,6 +232,5 @@ def test_a_probe_needs_a_token_and_keeps_to_its_size(server: DiLoCoServer) -> No
 @pytest.mark.parametrize(("method", "query"), [("GET", ""), ("GET", "bytes=-1"), ("GET", "bytes=1&x=2"), ("POST", "")])
 def test_a_probe_that_is_none_is_refused(server: DiLoCoServer, method: str, query: str) -> None:
     line = HttpTransport(server.address)
-    status, _, body = line._ask(method, f"/v1/probe?{query}", memoryview(b""), "application/json", None, 10.0)
-    expected = MethodNotAllowed if method == "POST" else BadRequest
-    assert (status, json.loads(body)["error"]["code"]) == (expected.status, expected.code)
+    with pytest.raises(MethodNotAllowed if method == "POST" else BadRequest):
+        line._ask(method, f"/v1/probe?{query}", memoryview(b""), "application/json", None, 10.0)

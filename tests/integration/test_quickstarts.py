@@ -34,6 +34,7 @@ FORGATHER = """#!{python}
 import json, os, pathlib, sys, time
 sys.path.insert(0, {tests!r})
 import torch, outerstep
+from outerstep.config.keywords import values_of
 from support import tiny_model, train_steps
 
 torch.set_num_threads(1)
@@ -48,7 +49,7 @@ outerstep.save_model(model, f"trained-{{name}}")
 facts = {{
     "arguments": sys.argv[1:],
     "metrics": worker.sync_metrics,
-    "config": {{name: getattr(worker.config, name) for name in ("sync_every", "dylu", "num_fragments", "bf16_comm")}},
+    "config": {{n: values_of(worker.config)[n] for n in ("sync_every", "dylu", "num_fragments", "bf16_comm")}},
     "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
 }}
 pathlib.Path(f"{{name}}.json").write_text(json.dumps(facts, default=str))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outerstep.server import DiLoCoServer
 from outerstep.worker import DiLoCoWorker
+from outerstep.worker.watching import gradient_norm
 from support import Ledger, count, in_threads, memory_worker, record_agreements, tiny_model, train_steps
 
 NAMES = ("pseudo_grad_norm", "peer_grad_similarity", "aggregated_grad_norm", "weight_divergence")
@@ -169,10 +170,12 @@ def test_the_gradient_norm_is_taken_at_the_steps_that_exchange(monkeypatch: pyte
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with memory_worker(server, "w", model, optimizer) as worker:
-        look = worker._gradient_norm
-        monkeypatch.setattr(
-            worker, "_gradient_norm", lambda: (looks.append(worker._started.machine.work.steps), look())[1]
-        )
+
+        def look(*args: Any) -> float | None:
+            looks.append(worker._started.machine.work.steps)
+            return gradient_norm(*args)
+
+        monkeypatch.setattr("outerstep.worker.worker.gradient_norm", look)
         expected_norm = 0.0
         for step in range(1, 8):
             model(torch.ones(2, 6) * step).square().sum().backward()
