@@ -143,4 +143,7 @@ class FanOut:
                 self.failures += 1
                 if place not in self._said:
                     self._said.add(place)
-                    log.exception("an event sink failed at a %r event; the run continues without it", event.kind)
+                    log.exception(
+                        "an event sink failed at a %r event; the run continues, and calls it again at the next",
+                        event.kind,
+                    )
