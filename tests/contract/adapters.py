@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from contract.member import CELLS, Member, Rank
+from contract.member import CELLS, Member, Rank, each_until
 from outerstep.core.outer import OuterRule
 from outerstep.errors import ExchangeFailed, NotFinite, PeerLost, WorkerError
 from outerstep.server import DiLoCoServer
@@ -322,7 +322,7 @@ class TorchftRun(Run):
 
         self.first = self.least = min(self.members, 2)
         self._lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=self.least, join_timeout_ms=1000, quorum_tick_ms=20,
+            bind="127.0.0.1:0", min_replicas=self.least, join_timeout_ms=5000, quorum_tick_ms=20,
             heartbeat_timeout_ms=2000,
         )  # fmt: skip
 
@@ -344,6 +344,13 @@ class TorchftRun(Run):
                 is_in.set()
 
         in_threads(be_there, come)
+
+    def all_in(self, members: Sequence[Member]) -> None:
+        """The lighthouse closes a quorum as soon as those of the last one are there again, so that a newcomer may miss
+        it; and a replica alone finds none."""
+        if len(members) > self.least:
+            names = {member.name for member in members}
+            each_until(lambda: all(member.met == names for member in members), members)
 
     def ranks(self, number: int) -> list[Rank]:
         from outerstep.topology.torchft.topology import TorchftSettings, TorchftTopology

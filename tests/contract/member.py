@@ -3,9 +3,11 @@ what every worker does. This is all that a topology may count on."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,7 @@ OTHER_MANIFEST = Manifest(parameters=(ParameterSpec(name="cells", shape=(CELLS, 
 WISHES = Wishes(codec="fp32", sync_every=1, num_fragments=1)
 REPAIRS = 3
 PATIENCE_S = 30.0  # for a busy machine
+ALONE_S = 0.5  # for which a member waits for the others to come out of their exchange
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Member:
         self.version = self.oldest_base = 0
         self.unsent, self.sent = torch.zeros(CELLS), torch.zeros(CELLS)
         self.counted: dict[int, Tensor] = {}
+        self.met: set[str] = set()  # in the last exchange
 
     def everywhere(self, job: Callable[[Rank], T]) -> T:
         """On all ranks at once, as the processes of a job do it; rank 0's result."""
@@ -131,6 +135,7 @@ class Member:
     def finish(self, *, reload: bool = True) -> Agreed:
         agreed = self.everywhere(lambda rank: rank.settle(_there(rank.ticket), reload=reload))
         self.version = agreed.version
+        self.met = {participant.worker_id for participant in agreed.participants}
         if agreed.refused:
             self.unsent = torch.zeros(CELLS)
         elif agreed.counted:
@@ -143,13 +148,6 @@ class Member:
     def exchange(self) -> Agreed:
         self.begin()
         return self.finish()
-
-    def exchange_until_counted(self, tries: int = 5) -> Agreed:
-        for _ in range(tries):
-            agreed = self.exchange()
-            if agreed.counted:
-                return agreed
-        raise AssertionError(f"{self.name} was not counted in {tries} exchanges")
 
     def leave(self, reason: str = "done") -> None:
         self.everywhere(lambda rank: rank.topology.leave(reason))
@@ -187,6 +185,31 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def each_until(settled: Callable[[], bool], members: Sequence[Member], tries: int = 20) -> None:
+    """Each exchanges by itself until, at a moment when none of them is in an exchange, it is settled. A member that has
+    nothing left to say keeps exchanging with the others: some runs close no round for one alone."""
+    changed = threading.Condition()
+    inside, done = len(members), False
+
+    def work(member: Member) -> None:
+        nonlocal inside, done
+        for _ in range(tries):
+            member.exchange()
+            with changed:
+                inside -= 1
+                if inside == 0:
+                    done = settled()
+                    changed.notify_all()
+                else:
+                    changed.wait(ALONE_S)
+                if done:
+                    return
+                inside += 1
+        raise AssertionError(f"{member.name} and the others did not settle in {tries} exchanges")
+
+    in_threads(*[partial(work, member) for member in members])
+
+
 def expected_anchor(members: list[Member]) -> Tensor:
     """Zeros, and of every version the mean of what counted in it: each step once, wherever it went."""
     anchor = torch.zeros(CELLS)
@@ -196,4 +219,4 @@ def expected_anchor(members: list[Member]) -> Tensor:
     return anchor
 
 
-__all__ = ["CELLS", "MANIFEST", "OTHER_MANIFEST", "WISHES", "Member", "Rank", "expected_anchor"]
+__all__ = ["CELLS", "MANIFEST", "OTHER_MANIFEST", "WISHES", "Member", "Rank", "each_until", "expected_anchor"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from contract.adapters import Adapter, Run
-from contract.member import CELLS, MANIFEST, OTHER_MANIFEST, Member, expected_anchor
+from contract.member import CELLS, MANIFEST, OTHER_MANIFEST, Member, each_until, expected_anchor
 from outerstep.errors import OuterstepError
 from outerstep.topology.protocol import Joined
 from support import in_threads
@@ -43,12 +43,12 @@ def exchange_until_counted(*members: Member, tries: int = 5) -> None:
 
 
 def each_until_counted(*members: Member) -> None:
-    """Each by itself, as workers do; then all hold the newest anchor. For runs with a deadline, where nobody waits for
-    one that is done."""
-    in_threads(*[member.exchange_until_counted for member in members])
-    while len({member.version for member in members}) > 1:
-        newest = max(member.version for member in members)
-        exchange(*[member for member in members if member.version < newest])
+    """Each by itself, as workers do, until nothing of theirs is unsent and all hold the newest anchor."""
+
+    def settled() -> bool:
+        return len({member.version for member in members}) == 1 and not any(member.unsent.any() for member in members)
+
+    each_until(settled, members)
 
 
 def assert_one_anchor(*members: Member) -> None:
