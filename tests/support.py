@@ -247,13 +247,21 @@ def intercept(service: Any, handler: Callable[..., Any], by: Callable[..., Any])
 class HandClient:
     """Speaks the protocol message by message, so that tests can say things a worker never would."""
 
-    def __init__(self, transport: Transport, worker_id: str = "by-hand", manifest: Manifest | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        worker_id: str = "by-hand",
+        manifest: Manifest | None = None,
+        **said: Any,
+    ) -> None:
+        """`said`: what else the join says, or says otherwise."""
         self.transport = transport
         facts: dict[str, Any] = {
             "worker_id": worker_id,
             "instance": secrets.token_hex(8),
             "hostname": "test",
             "manifest": manifest,
+            **said,
         }
         self.session = Session(Join(protocol=PROTOCOL_VERSION, **facts))
         self.sequence = 0

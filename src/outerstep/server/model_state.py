@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -39,12 +39,13 @@ class ModelState:
                 aliases[name] = first_name[place]
                 continue
             first_name[place] = name
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            parameters.append(ParameterSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, block=block_of(name)))
+            shape, dtype = tuple(tensor.shape), _name(tensor.dtype)
+            parameters.append(ParameterSpec(name=name, shape=shape, dtype=dtype, block=block_of(name)))
         return Manifest(parameters=tuple(parameters), aliases=aliases)
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse a manifest with a parameter that the model does not have, or has in another shape."""
+        """Refuse a manifest that is not this model's: a parameter that the model does not have, or has in another shape
+        or kind of number; or tensors called tied that are not one. Of tied tensors only one is kept."""
         wrong: list[str] = []
         if not manifest.parameters:
             wrong.append("it has no trainable parameters")
@@ -52,16 +53,40 @@ class ModelState:
             found = self._find(spec.name, manifest)
             if found is None:
                 wrong.append(f"{spec.name!r} is not in the server's model")
+            elif not found.is_floating_point():
+                wrong.append(f"{spec.name!r} is {_name(found.dtype)} in the server's model, which cannot be trained")
             elif tuple(found.shape) != spec.shape:
                 wrong.append(f"{spec.name!r}: got {list(spec.shape)}, run has {list(found.shape)}")
+            elif not _is_float(spec.dtype):
+                wrong.append(f"{spec.name!r}: got {spec.dtype!r}, which is no floating-point dtype of torch")
         if len({spec.name for spec in manifest.parameters}) != len(manifest.parameters):
             wrong.append("a name appears twice")
+        wrong += self._false_aliases(manifest)
         if wrong:
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ManifestMismatch(
                 f"this worker's model is not the server's: {'; '.join(wrong[:3])}{more}",
                 hint="start the server with the model that the workers build",
             )
+
+    def _false_aliases(self, manifest: Manifest) -> Iterator[str]:
+        """One tensor under several names has one shape, one dtype and the same values under each of them."""
+        parameters = {spec.name for spec in manifest.parameters}
+        for alias, kept in manifest.aliases.items():
+            first, other = self._find(kept, manifest), self._state.get(alias)
+            if alias in parameters:
+                yield f"{alias!r} is both a parameter and an alias"
+            elif kept not in parameters:
+                yield f"{alias!r} is tied to {kept!r}, which is not among the parameters"
+            elif first is None or other is None:
+                continue  # the model has it under another name
+            elif first.shape != other.shape or first.dtype != other.dtype:
+                yield (
+                    f"{alias!r} cannot be {kept!r}: the server's model has them in shape {list(other.shape)} as "
+                    f"{_name(other.dtype)}, and in {list(first.shape)} as {_name(first.dtype)}"
+                )
+            elif not _is_same(first, other):
+                yield f"{alias!r} cannot be {kept!r}: they have other values in the server's model"
 
     def initial(self, manifest: Manifest) -> dict[str, Tensor]:
         """The starting values, under the names that the manifest keeps."""
@@ -95,3 +120,18 @@ class ModelState:
 
 def _as_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+
+
+def _is_same(first: Tensor, other: Tensor) -> bool:
+    """Of tensors of one shape and dtype. Those in one place need not be read, and may hold NaN."""
+    in_place = first.data_ptr() == other.data_ptr() and first.stride() == other.stride()
+    return in_place or torch.equal(first, other)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_float(name: str) -> bool:
+    dtype = getattr(torch, name, None)
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point

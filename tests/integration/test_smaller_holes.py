@@ -1,0 +1,96 @@
+"""Holes that a holder of a token, a neighbour on the machine or a web page could use, each closed for good.
+
+Every test is named after its hole. Whoever attacks here holds the run's token, and says what a worker never would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from outerstep.core.manifest import describe
+from outerstep.errors import ManifestMismatch
+from outerstep.server import DiLoCoServer
+from outerstep.types import Manifest, Wishes
+from outerstep.wire.memory import MemoryTransport
+from support import HandClient, assert_same, params_of, tiny_model
+
+MANIFEST = describe(tiny_model())[1]
+
+
+@pytest.fixture
+def server() -> Iterator[DiLoCoServer]:
+    with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, codec="fp32") as made:
+        yield made
+
+
+def first_joiner(server: DiLoCoServer, manifest: Manifest | None = MANIFEST, **wishes: Any) -> HandClient:
+    return HandClient(MemoryTransport(server.service), "mallory", manifest, wishes=Wishes(**wishes))
+
+
+# --- the first joiner's manifest ----------------------------------------------------------------------------------
+
+
+def without(manifest: Manifest, name: str, **changes: Any) -> Manifest:
+    kept = tuple(spec for spec in manifest.parameters if spec.name != name)
+    return replace(manifest, parameters=kept, **changes)
+
+
+class TestFalseAliasesOfTheFirstJoiner:
+    """Two tensors are tied only if the server's model says so too; else one of them would be dropped."""
+
+    @pytest.mark.parametrize(
+        ("alias", "kept", "why"),
+        [
+            ("2.weight", "0.weight", "shape"),
+            ("4.weight", "2.weight", "shape"),
+            ("2.bias", "0.missing", "not among the parameters"),
+        ],
+    )
+    def test_false_aliases_are_refused_by_name(self, server: DiLoCoServer, alias: str, kept: str, why: str) -> None:
+        with pytest.raises(ManifestMismatch, match=alias) as caught:
+            first_joiner(server, without(MANIFEST, alias, aliases={alias: kept})).join()
+        assert why in str(caught.value)
+        assert_same(server.get_global_params(), params_of(tiny_model()))
+        first_joiner(server).join()  # an honest one is the first then
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_false_aliases_of_equal_shape_must_have_equal_dtype_and_values(self, dtype: torch.dtype) -> None:
+        state = {"a": torch.ones(3), "b": torch.ones(3, dtype=dtype), "c": torch.zeros(3)}
+        model = nn.ParameterDict({name: nn.Parameter(value) for name, value in state.items()})
+        manifest = describe(model)[1]
+        with DiLoCoServer(state, num_workers=1, port=0, codec="fp32") as server:
+            with pytest.raises(ManifestMismatch, match=r"'c'.*other values"):
+                first_joiner(server, without(manifest, "c", aliases={"c": "a"})).join()
+            tied = first_joiner(server, without(manifest, "b", aliases={"b": "a"}))
+            if dtype is torch.float32:
+                tied.join()  # they are the same: whether they are tied is the model's affair
+            else:
+                with pytest.raises(ManifestMismatch, match=r"'b'.*float16"):
+                    tied.join()
+            assert_same(server.get_global_params(), {name: value.float() for name, value in state.items()})
+
+    def test_an_alias_that_is_a_parameter_too_is_refused(self, server: DiLoCoServer) -> None:
+        with pytest.raises(ManifestMismatch, match=r"'2\.bias'.*both"):
+            first_joiner(server, replace(MANIFEST, aliases={"2.bias": "0.bias"})).join()
+
+    @pytest.mark.parametrize("dtype", ["int8", "bool", "no such thing"])
+    def test_a_dtype_that_would_round_the_saved_model_is_refused(self, server: DiLoCoServer, dtype: str) -> None:
+        odd = replace(MANIFEST.parameters[0], dtype=dtype)
+        with pytest.raises(ManifestMismatch, match=rf"'0\.weight'.*{dtype}"):
+            first_joiner(server, replace(MANIFEST, parameters=(odd, *MANIFEST.parameters[1:]))).join()
+
+    def test_a_counter_is_no_parameter(self) -> None:
+        state = {"weight": torch.ones(3), "steps": torch.tensor(7)}
+        specs = [describe(nn.ParameterDict({"weight": nn.Parameter(state["weight"])}))[1].parameters[0]]
+        specs.append(replace(specs[0], name="steps", shape=()))
+        with (
+            DiLoCoServer(state, num_workers=1, port=0, codec="fp32") as server,
+            pytest.raises(ManifestMismatch, match=r"'steps'.*int64"),
+        ):
+            first_joiner(server, Manifest(parameters=tuple(specs))).join()
