@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from outerstep.core.manifest import describe
-from outerstep.errors import ManifestMismatch
+from outerstep.errors import ManifestMismatch, PlanMismatch
 from outerstep.server import DiLoCoServer
 from outerstep.types import Manifest, Wishes
 from outerstep.wire.memory import MemoryTransport
@@ -94,3 +94,37 @@ class TestFalseAliasesOfTheFirstJoiner:
             pytest.raises(ManifestMismatch, match=r"'steps'.*int64"),
         ):
             first_joiner(server, Manifest(parameters=tuple(specs))).join()
+
+
+# --- the first joiner's wishes ------------------------------------------------------------------------------------
+
+
+class TestWishesOfTheFirstJoiner:
+    """What the server leaves open is the first worker's to say, but within reason."""
+
+    @pytest.mark.parametrize(
+        ("wishes", "named"),
+        [
+            ({"sync_every": 2**53}, "sync_every.*9007199254740992.*--sync-every"),
+            ({"sync_every": 10_001}, "sync_every"),
+            ({"num_fragments": 6, "sync_every": 2**53}, "sync_every"),
+            ({"num_fragments": 2**53, "sync_every": 500}, "num_fragments"),
+            ({"delay": 400, "alpha": 1.0, "sync_every": 500}, "fragment_alpha"),
+            ({"codec": "control-2bit"}, "codec.*control-2bit.*--codec"),
+            ({"codec": "fp32,norms=control-2bit"}, "codec.*control-2bit"),
+            ({"codec": "sparse1"}, "codec.*sparse1"),
+            ({"down_codec": "control-2bit"}, "down_codec.*control-2bit"),
+            ({"codec": "fp32\x1b[2J"}, "unknown codec"),
+        ],
+    )
+    def test_wishes_without_bounds_are_refused(self, wishes: dict[str, Any], named: str) -> None:
+        with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0) as server:
+            with pytest.raises(PlanMismatch, match=named):
+                first_joiner(server, **wishes).join()
+            assert server.service.coordinator.plan is None
+            assert first_joiner(server, sync_every=10_000, codec="int8").join().plan.sync_every == 10_000
+
+    def test_the_server_may_want_what_a_worker_may_not_wish_for(self) -> None:
+        settings: dict[str, Any] = {"sync_every": 20_000, "codec": "control-2bit"}
+        with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, **settings) as server:
+            assert first_joiner(server, **settings).join().plan.codec == "control-2bit"

@@ -18,7 +18,7 @@ from ..coordination.server.rounds import Fragment
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..errors import ConfigError, PlanMismatch
-from ..types import Join, Manifest, Plan
+from ..types import Join, Manifest, Plan, Wishes
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer, recall, state_of
 from .saved import ServerState
@@ -37,6 +37,17 @@ def read_codecs(up: str, down: str) -> tuple[Recipe, Recipe]:
         if rule.feedback:
             raise ConfigError(f"down_codec {down!r}: leave +feedback out, the server always keeps what it left out")
     return codec, down_codec
+
+
+def check_wished_codecs(config: ServerConfig, wishes: Wishes) -> None:
+    """A worker may choose among the codecs that train; those for experiments are the operator's."""
+    for name, flag in (("codec", "--codec"), ("down_codec", "--down-codec")):
+        wished = getattr(wishes, name)
+        if getattr(config, name) is None and wished not in (None, "same") and (coarse := Recipe.parse(wished).coarse):
+            raise PlanMismatch(
+                f"a worker's {name} must be one to train with, got {wished!r}: {coarse} is too coarse",
+                hint=f"if that is meant, start the server with {flag} {wished}",
+            )
 
 
 def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
@@ -105,6 +116,7 @@ class Run:
         manifest = request.manifest or self.model.manifest()
         self.model.check(manifest)
         try:
+            check_wished_codecs(config, request.wishes)
             plan = draw_up(config, settled, manifest)
             optimizer = self.make_optimizer(config, manifest)
             if imported is not None:

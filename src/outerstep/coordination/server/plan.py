@@ -20,6 +20,7 @@ T = TypeVar("T")
 DEFAULTS: Final = {"sync_every": SYNC_EVERY, "codec": "bf16", "down_codec": "same", "num_fragments": 1, "tokenizer": ""}
 NAMES: Final = (*DEFAULTS, "delay", "alpha", "carry")
 USUAL_DELAY = 5  # steps: published results lose less than 0.2 % up to here
+MOST_WISHED_STEPS = 10_000  # of a worker: with more, no round would close in a day
 CARRY_BEYOND = 0.1  # of H: with a longer delay the steps taken meanwhile are worth keeping
 _FLAGS: Final = {
     "sync_every": "--sync-every",
@@ -54,6 +55,7 @@ def settle(server: Wishes, worker: Wishes, worker_id: str, *, base_sync_every: i
     which everybody begins with if nobody says otherwise."""
     values: dict[str, Any] = {}
     said_by: dict[str, str] = {}
+    _check_bounds(server, worker)
     for name in NAMES:
         ours, theirs = getattr(server, name), getattr(worker, name)
         if ours is not None and theirs is not None and ours != theirs:
@@ -72,6 +74,21 @@ def settle(server: Wishes, worker: Wishes, worker_id: str, *, base_sync_every: i
     settled = Settled(**values, said_by=said_by)
     _check_streaming(settled.sync_every, settled.delay, settled.alpha, settled.carry)
     return settled
+
+
+def _check_bounds(server: Wishes, worker: Wishes) -> None:
+    """What the server left open is the first worker's to say, but nobody's to stop the run with."""
+    steps, alpha = worker.sync_every, worker.alpha
+    if server.sync_every is None and steps is not None and steps > MOST_WISHED_STEPS:
+        raise PlanMismatch(
+            f"a worker's sync_every must be at most {MOST_WISHED_STEPS}, got {steps}",
+            hint=f"if that is meant, start the server with --sync-every {steps}",
+        )
+    if server.alpha is None and alpha is not None and alpha >= 1.0:
+        raise PlanMismatch(
+            f"a worker's fragment_alpha must be below 1, got {alpha:g}: at 1 nobody adopts what was agreed",
+            hint=f"if that is meant, start the server with --fragment-alpha {alpha:g}",
+        )
 
 
 def _default(name: str, settled: dict[str, Any]) -> object:

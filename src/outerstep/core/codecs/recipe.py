@@ -19,7 +19,7 @@ from typing import Final
 
 from ...errors import ConfigError
 from ...types import ParameterSpec
-from . import FP32, Codec, get_codec
+from . import CONTROL_2BIT, FP32, SPARSE64, Codec, SparseCodec, get_codec
 
 KINDS: Final = ("embeddings", "norms")
 OPTIONS: Final = ("feedback", "stochastic")
@@ -95,6 +95,12 @@ class Recipe:
         return any(rule.feedback for rule in self.rules)
 
     @property
+    def coarse(self) -> str:
+        """The name of a codec in it that is too coarse to train with; "" if there is none. (Measured:
+        docs/results/codecs.md.)"""
+        return next((rule.codec.name for rule in self.rules if _is_coarse(rule.codec)), "")
+
+    @property
     def is_exact(self) -> bool:
         """Whether nothing is rounded."""
         return all(rule.codec is FP32 for rule in self.rules)
@@ -104,6 +110,10 @@ class Recipe:
         exact outer parameters), so feedback is dropped; a sparse update would leave the workers far behind, so they get
         bf16."""
         return Recipe(_downlink(self.usual), tuple((kind, _downlink(rule)) for kind, rule in self.by_kind))
+
+
+def _is_coarse(codec: Codec) -> bool:
+    return codec is CONTROL_2BIT or (isinstance(codec, SparseCodec) and codec.k < SPARSE64.k)
 
 
 def _downlink(rule: CodecRule) -> CodecRule:
