@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol
 
+from .printable import printable
 from .types import Agreement, Participant
 
 
@@ -29,6 +30,10 @@ class Event:
     @property
     def facts(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def __str__(self) -> str:
+        """For people, on one line."""
+        return printable(" ".join([self.kind, *(f"{name}={value}" for name, value in self.facts.items())]))
 
 
 class EventSink(Protocol):

@@ -12,7 +12,7 @@ import pytest
 import outerstep
 
 SOURCE = Path(outerstep.__file__).parent
-PLAIN = {"types", "errors", "events", "defaults", "digest", "schedule", "screens", "statements"}
+PLAIN = {"types", "errors", "events", "defaults", "digest", "printable", "schedule", "screens", "statements"}
 
 # room -> what of outerstep it may import, besides itself
 MAY_IMPORT = {
@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "digest": set(),
     "schedule": set(),
     "screens": {"errors"},
-    "events": {"types"},
+    "events": {"printable", "types"},
+    "printable": set(),
     "statements": {"types"},
     "defaults": set(),
     "pool": set(),

@@ -5,19 +5,25 @@ Every test is named after its hole. Whoever attacks here holds the run's token, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from rich.console import Console
 from torch import nn
 
+from outerstep.cli.status import render
 from outerstep.core.manifest import describe
 from outerstep.errors import ManifestMismatch, PlanMismatch
+from outerstep.observe.log_lines import PrintableFormatter
 from outerstep.server import DiLoCoServer
-from outerstep.types import Manifest, Wishes
+from outerstep.types import Control, Leave, Manifest, Wishes
 from outerstep.wire.memory import MemoryTransport
+from sites import Site
 from support import HandClient, assert_same, params_of, tiny_model
 
 MANIFEST = describe(tiny_model())[1]
@@ -128,3 +134,103 @@ class TestWishesOfTheFirstJoiner:
         settings: dict[str, Any] = {"sync_every": 20_000, "codec": "control-2bit"}
         with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, **settings) as server:
             assert first_joiner(server, **settings).join().plan.codec == "control-2bit"
+
+
+# --- text that moves the cursor -----------------------------------------------------------------------------------
+
+ODD = "a\n2026-01-01 INFO forged\x1b[2J\x1b]0;title\x07\r\x9b31m\u202eb"
+
+
+def is_plain(text: str) -> bool:
+    """One line, and nothing in it that a terminal would act upon."""
+    return text.isprintable()
+
+
+class TestHostnamesReasonsAndNamesWithEscapeCodes:
+    """Names and reasons come from anybody; a terminal and a log show them, and obey nothing in them."""
+
+    def test_the_log_of_the_server(self, server: DiLoCoServer, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.DEBUG, logger="outerstep"):
+            client = HandClient(MemoryTransport(server.service), "mallory", MANIFEST, hostname=ODD)
+            client.join()
+            with pytest.raises(PlanMismatch):
+                first_joiner(server, tokenizer=ODD).join()
+            client.transport.call(Control(kind="drain", worker_id="mallory", reason=ODD))
+            client.transport.call(Leave(**client.session.head, reason=ODD))
+        said = [record.getMessage() for record in caplog.records]
+        assert sum("forged" in line for line in said) >= 3, said
+        assert all(map(is_plain, said)), said
+
+    def test_the_log_of_refusals(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        site = Site(tmp_path)
+        try:
+            with caplog.at_level(logging.DEBUG, logger="outerstep"):
+                head = b"GET /\x9b31m HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+                assert site.say(head).status in (400, 401)
+                HandClient(site.transport(), "first", MANIFEST).join()
+                with pytest.raises(PlanMismatch):
+                    HandClient(site.transport(), "mallory", MANIFEST, wishes=Wishes(tokenizer=ODD)).join()
+            said = [record.getMessage() for record in caplog.records]
+            assert any("forged" in line for line in said), said
+            assert all(map(is_plain, said)), said
+        finally:
+            site.server.stop()
+        assert all(map(is_plain, site.events_file.read_text().split("\n")))
+        assert ODD in site.events("refused")[-1]["why"]  # and programs read what was said
+
+    def test_status_on_a_terminal(self) -> None:
+        shown = on_terminal(
+            {
+                "mode": "sync",
+                "run_id": ODD,
+                "closing": ODD,
+                "last_save": ODD,
+                "plan": {"sync_every": 1, "codec": ODD},
+                "workers": {ODD: {"hostname": ODD}},
+                "fragments": [{"version": 1, "contributed": [ODD], "waiting_for": ODD}],
+            }
+        )
+        assert shown.count("forged") >= 6
+        assert all(map(is_plain, shown.split("\n")))
+        assert not any(line.startswith("2026") for line in shown.split("\n"))
+
+    def test_status_of_a_peer_on_a_terminal(self) -> None:
+        member = {"peer_id": ODD, "address": ODD, "trouble": ODD}
+        shown = on_terminal(
+            {"mode": "gossip", "peer_id": ODD, "run_id": ODD, "begun": True, "members": [member], "silent": [ODD]}
+        )
+        assert shown.count("forged") >= 5
+        assert all(map(is_plain, shown.split("\n")))
+
+    def test_the_log_of_a_process_that_the_command_line_started(self) -> None:
+        record = logging.LogRecord("outerstep", logging.INFO, "x.py", 1, "peer %s came", (ODD,), None)
+        line = PrintableFormatter("%(levelname)s %(message)s").format(record)
+        assert is_plain(line)
+        assert line.startswith("INFO peer a\\n2026")
+
+
+def on_terminal(status: dict[str, Any], address: str = "h:1") -> str:
+    console = Console(width=400, no_color=True)
+    with console.capture() as captured:
+        console.print(render(status, address))
+    return captured.get()
+
+
+@pytest.mark.parametrize("address", ["[fe80::1]:8512", "[::1]:8512", "[2001:db8::1]:8512"])
+@pytest.mark.parametrize("mode", ["sync", "gossip"])
+def test_a_link_local_address_does_not_vanish_from_status(address: str, mode: str) -> None:
+    members = [{"peer_id": "other", "address": "[fe80::2]:8513"}]
+    shown = on_terminal(
+        {
+            "mode": mode,
+            "peer_id": "me",
+            "begun": True,
+            "members": members,
+            "run_id": "[bold]",
+            "workers": {"left": {"hostname": "[fe80::2]:8513"}},
+        },
+        address,
+    )
+    assert address in shown
+    assert "[fe80::2]:8513" in shown
+    assert "run [bold]" in shown

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import OuterstepError, Refused
+from ..printable import printable
 from . import config, control, demo, doctor, join, lighthouse, peer, server, status, token, worker
 
 # The end of each --help; docs/reference/exit-codes.md says more.
@@ -74,10 +75,10 @@ def main() -> None:
     except OuterstepError as error:
         if "--debug" in sys.argv[1:2]:
             raise
-        message, hint = (error.message, error.hint) if isinstance(error, Refused) else (str(error), "")
+        message, hint = (printable(error.message), error.hint) if isinstance(error, Refused) else (str(error), "")
         typer.secho(f"error: {message}", fg="red", err=True)
         if hint:
-            typer.echo(f"hint: {hint}", err=True)
+            typer.echo(f"hint: {printable(hint)}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

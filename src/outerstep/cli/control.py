@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from ..errors import ConfigError
+from ..printable import printable
 from ..types import Control, ControlAnswer
 from ..wire.http_transport import HttpTransport
 from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
@@ -111,4 +112,4 @@ def _send(context: typer.Context, **order: Any) -> None:
     transport = HttpTransport(server_address(server), timeout_s=TIMEOUT_S, credentials=credentials_folder(credentials))
     answer = transport.call(message)
     assert isinstance(answer, ControlAnswer)
-    typer.echo(answer.done)
+    typer.echo(printable(answer.done))

@@ -17,6 +17,7 @@ from rich.markup import escape
 from ..config import SERVER, ServerCommand, ServerConfig, Sourced, make_command, make_config, naming_sources, values_of
 from ..durable.run_folder import DEFAULT_PLACE, RUN_FILE
 from ..errors import ConfigError
+from ..observe.log_lines import PrintableFormatter
 from ..security import Credentials, is_loopback
 from .options import Found, takes_settings
 from .stopping import Stopping
@@ -164,7 +165,9 @@ def _load(model: str | None, *, checkpoint: bool) -> tuple[dict[str, Tensor] | N
 
 def _show_log(console: Console) -> None:
     if console.is_terminal:
-        handler = RichHandler(console=console, show_path=False)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+        handler: logging.Handler = RichHandler(console=console, show_path=False)
+        handler.setFormatter(PrintableFormatter("%(message)s"))
     else:  # a file: one line per event
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        handler = logging.StreamHandler()
+        handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -23,6 +23,7 @@ from ..observe.status import (
     WorkerStatus,
     read_status,
 )
+from ..printable import printable
 from ..wire.http_transport import HttpTransport
 from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
@@ -59,7 +60,7 @@ def status(
                 shown = render(transport.status(), transport.address)
                 live.update(shown, refresh=True)
             except TransportError as error:
-                live.update(Group(shown, f"[red]{escape(str(error))}[/red]"), refresh=True)
+                live.update(Group(shown, f"[red]{_escaped(str(error))}[/red]"), refresh=True)
 
 
 def render(said: Mapping[str, Any], address: str) -> RenderableType:
@@ -68,25 +69,32 @@ def render(said: Mapping[str, Any], address: str) -> RenderableType:
     if isinstance(status, PeerStatus):
         return _peer(status, address)
     lines: list[RenderableType] = [
-        f"[bold]{address}[/bold]  run {status.run_id}  {status.mode}  up {duration(status.uptime_s)}",
+        f"[bold]{_escaped(address)}[/bold]  run {_escaped(status.run_id)}  {_escaped(status.mode)}  "
+        f"up {duration(status.uptime_s)}",
         f"round [bold]{status.sync_round}[/bold]  {status.total_submissions} contribution(s)  "
         f"received {size(status.bytes_received)}, sent {size(status.bytes_sent)}  deaths {status.total_worker_deaths}",
-        f"plan: {_plan(status.plan)}",
+        f"plan: {_escaped(_plan(status.plan))}",
     ]
-    lines += [line for line in (_asynchronous(status), _aggregation(status), _tokens(status.tokens)) if line]
+    more = _asynchronous(status), _aggregation(status), _tokens(status.tokens)
+    lines += [_escaped(line) for line in more if line]
     lines.append(_workers(status.workers) if status.workers else "no workers at the moment")
-    lines += [f"[red]{escape(what)}[/red]" for what in (status.failure, status.trouble) if what]
+    lines += [f"[red]{_escaped(what)}[/red]" for what in (status.failure, status.trouble) if what]
     if status.last_save:
-        lines.append(f"last save: {escape(status.last_save)}")
+        lines.append(f"last save: {_escaped(status.last_save)}")
     if status.closing:
-        lines.append(f"[yellow]shutting down: {escape(status.closing)}[/yellow]")
+        lines.append(f"[yellow]shutting down: {_escaped(status.closing)}[/yellow]")
     for i, fragment in enumerate(status.fragments):
         done = ", ".join(fragment.contributed) or "nobody yet"
         lines.append(
             f"fragment {i}: version {fragment.version}{_watched(fragment.watched)}; "
-            f"contributed: {escape(done)}; waiting for {escape(fragment.waiting_for)}"
+            f"contributed: {_escaped(done)}; waiting for {_escaped(fragment.waiting_for)}"
         )
     return Group(*lines)
+
+
+def _escaped(text: str) -> str:
+    """As it is: a terminal obeys nothing in it, and rich takes none of it for markup, which [fe80::1] looks like."""
+    return escape(printable(text))
 
 
 def _watched(round_: Mapping[str, float]) -> str:
@@ -98,26 +106,26 @@ def _watched(round_: Mapping[str, float]) -> str:
 
 def _peer(status: PeerStatus, address: str) -> RenderableType:
     """The status of a peer of a run without a server."""
-    head = f"[bold]{address}[/bold]  peer {escape(status.peer_id)}  up {duration(status.uptime_s)}"
+    head = f"[bold]{_escaped(address)}[/bold]  peer {_escaped(status.peer_id)}  up {duration(status.uptime_s)}"
     if not status.begun:
         return f"{head}  has not joined a run yet"
     table = Table("peer", "address", "step", "steps/s", "loss", "seen", "trouble")
     for member in status.members:
         seen = "itself" if member.is_self else _seen(member)
         cells = [member.peer_id, member.address, _step(member), _speed(member), _loss(member), seen, member.trouble]
-        table.add_row(*map(escape, cells))
+        table.add_row(*map(_escaped, cells))
     lines: list[RenderableType] = [
-        f"{head}  run {status.run_id}  block {status.height}",
+        f"{head}  run {_escaped(status.run_id)}  block {status.height}",
         f"received {size(status.bytes_received)}, sent {size(status.bytes_sent)}",
         table,
     ]
     if not status.is_member:
         lines.append("[yellow]it is not a member of the run, or not yet[/yellow]")
     for word, who in (("silent", status.silent), ("proven to lie, and expelled", status.expelled)):
-        lines += [f"[red]{word}: {escape(', '.join(who))}[/red]"] if who else []
-    lines += [f"[red]{escape(what)}[/red]" for what in (status.failure, status.trouble) if what]
+        lines += [f"[red]{word}: {_escaped(', '.join(who))}[/red]"] if who else []
+    lines += [f"[red]{_escaped(what)}[/red]" for what in (status.failure, status.trouble) if what]
     for i, fragment in enumerate(status.fragments):
-        lines.append(f"fragment {i}: version {fragment.version}; waiting for {escape(fragment.waiting_for)}")
+        lines.append(f"fragment {i}: version {fragment.version}; waiting for {_escaped(fragment.waiting_for)}")
     return Group(*lines)
 
 
@@ -213,7 +221,7 @@ def _workers(workers: Mapping[str, WorkerStatus]) -> Table:
     for title in kept:
         table.add_column(title, justify="left" if title == "host" else "right")
     for row, (name, _) in enumerate(named):
-        table.add_row(escape(name), *(escape(cells[row]) for cells in kept.values()))
+        table.add_row(_escaped(name), *(_escaped(cells[row]) for cells in kept.values()))
     return table
 
 

@@ -24,6 +24,7 @@ from types import TracebackType
 
 from ..errors import ConfigError
 from ..events import Event, EventSink, Refusal, RefusalsSuppressed
+from ..printable import printable
 from .per_minute import PerMinute
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class EventLog:
     def _append(self, event: Event) -> None:
         assert self._file is not None
         facts = {"time": round(self._clock(), 3), "event": event.kind, **event.facts}
-        line = json.dumps(facts, default=str, ensure_ascii=False)
+        line = printable(json.dumps(facts, default=str, ensure_ascii=False))
         try:
             self._file.write(line + "\n")
         except (OSError, ValueError) as error:

@@ -52,6 +52,7 @@ from ..events import (
 )
 from ..observe import EventLog, FanOut
 from ..observe.status import ServerStatus
+from ..printable import printable
 from ..types import (
     Answer,
     Commit,
@@ -419,11 +420,11 @@ class ParameterService:
                 case DropUpload():
                     self.intake.free(effect.key)
                 case StopServer():
-                    log.info("stopping: %s", effect.reason)
+                    log.info("stopping: %s", printable(effect.reason))
                     self._on_stop()
                 case Event():
                     level = logging.WARNING if isinstance(effect, LOUD) else logging.INFO
-                    log.log(level, "%s %s", effect.kind, " ".join(f"{k}={v}" for k, v in effect.facts.items()))
+                    log.log(level, "%s", effect)
                     if not isinstance(effect, ContributionRefused):  # told of where the answer is given
                         self.events(effect)
                 case _:  # the rounds thread carries it out

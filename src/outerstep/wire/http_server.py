@@ -32,6 +32,7 @@ from ..errors import (
     Unauthorized,
     UnsupportedMedia,
 )
+from ..printable import printable
 from ..security import Guard
 from ..security.guard import OpenGuard
 from .connections import Connection, Connections
@@ -77,9 +78,8 @@ def log_refusal(refused: RefusedRequest) -> None:
     """ "Too late" and "ask again" are everyday answers; an operator wants to see the others."""
     level = logging.DEBUG if refused.refusal.status in (409, 503) else logging.INFO
     what, refusal = f"{refused.method} {refused.path}".strip() or "a request", refused.refusal
-    log.log(
-        level, "%s from %s refused: %s: %s [%s]", what, refused.peer, refusal.code, refusal.message, refused.request_id
-    )
+    why = f"{what} from {refused.peer} refused: {refusal.code}: {refusal.message} [{refused.request_id}]"
+    log.log(level, "%s", printable(why))
 
 
 class HttpServer:
@@ -294,7 +294,7 @@ class HttpServer:
         except (TimeoutError, ConnectionError) as error:
             raise Gone(str(error)) from error
         except Exception as error:  # the last line of defence of a thread that serves strangers
-            log.exception("%s %s failed [%s]", method, path, request_id)
+            log.exception("%s failed [%s]", printable(f"{method} {path}"), request_id)
             failure = ServerError(
                 f"internal error ({type(error).__name__})", hint=f"see the server's log: {request_id}"
             )

@@ -13,6 +13,7 @@ from torch import nn
 from ..config import WORKER, Sourced, make_config, naming_sources, resolve, unknown, values_of, with_current_names
 from ..errors import ConfigError
 from ..events import EventSink
+from ..observe.log_lines import PrintableFormatter
 from ..topology.protocol import Topology
 from .worker import CUSTOM, DiLoCoWorker, RoundObserver
 
@@ -60,7 +61,7 @@ def _show_log() -> None:
     ours = logging.getLogger("outerstep")
     if not ours.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("outerstep: %(message)s"))
+        handler.setFormatter(PrintableFormatter("outerstep: %(message)s"))
         ours.addHandler(handler)
         first = os.environ.get("RANK", "0") == "0"  # of a torchrun job, one process is enough to say so
         ours.setLevel(logging.INFO if first else logging.WARNING)
