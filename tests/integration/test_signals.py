@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 import nursery
 from outerstep.errors import TransportError
 from outerstep.model_folder import save_model
+from outerstep.server import DiLoCoServer
 from outerstep.wire.http_transport import HttpTransport
 from ports import free_port
 from support import Ledger, wait_until
@@ -334,6 +337,27 @@ def test_a_server_that_is_told_to_stop_saves_and_its_worker_goes_on_with_the_nex
     assert run.ended(left, "left") == 0, run.log("left")
     facts = run.facts("left")
     assert facts["cells"] == [facts["steps"], 0.0]  # no step is lost and none is in it twice
+
+
+def test_a_handler_may_ask_a_server_to_stop_in_the_middle_of_its_wait() -> None:
+    """Where a signal finds the main thread with the lock that its wait takes, and a handler that took it would hang."""
+    server = DiLoCoServer(Ledger().state_dict(), 1, port=0, insecure=True)
+    asked: list[str] = []
+
+    def handler(frame: FrameType, event: str, _: object) -> object:
+        in_wait = frame.f_code is threading.Condition.wait.__code__ and "waiter" in frame.f_locals
+        if in_wait and event == "line" and not asked:
+            asked.append("in the wait")
+            server.request_stop()
+        return handler
+
+    sys.settrace(handler)
+    try:
+        server.wait()
+    finally:
+        sys.settrace(None)
+    assert asked
+    server.stop()
 
 
 def hold_a_request_open(address: str) -> socket.socket:

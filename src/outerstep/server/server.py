@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 PORTS_TRIED = 100
 EVERYWHERE = ("0.0.0.0", "::")
+LOOK_S = 0.2  # between two looks whether a signal handler has asked the server to stop
 
 
 class DiLoCoServer:
@@ -90,6 +91,7 @@ class DiLoCoServer:
         self._stopped = False
         self._stopping = threading.Lock()
         self._asked_to_stop = threading.Event()
+        self._stop_requested = False  # by a signal handler, perhaps
         self._life = threading.Lock()
 
     def _make_service(
@@ -209,11 +211,13 @@ class DiLoCoServer:
     def wait(self) -> None:
         """Until somebody asks the server to stop, or Ctrl-C: that is how a server is meant to be stopped."""
         with contextlib.suppress(KeyboardInterrupt):
-            self._asked_to_stop.wait()
+            while not self._stop_requested and not self._asked_to_stop.wait(LOOK_S):
+                pass
 
     def request_stop(self) -> None:
-        """Make run() stop and return; for signal handlers, which must not wait."""
-        self._asked_to_stop.set()
+        """Make run() stop and return; for signal handlers too. One runs in the middle of whatever the main thread does,
+        wait() included, so that it must not take a lock: not even an Event's."""
+        self._stop_requested = True
 
     def _stop_soon(self) -> None:
         """The run has ended. In a thread of its own: stop() waits for the thread that noticed."""
