@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import logging
 import os
-import socket
 import ssl
 import threading
 from collections import deque
@@ -19,11 +18,11 @@ from ..security.access import write_address
 from ..security.tls import PinnedConnection, explain, pinning_context
 from ..types import Answer, Control, GetPartAnswer, Poll, Request
 from . import sockets
+from .answers import WATCH, AnswerTooLong, read_bytes, read_message
 from .messages import (
     BYTES_TYPE,
     HASH_HEADER,
     JSON_TYPE,
-    MAX_JOIN_BYTES,
     PROBE_PATH,
     STATUS_PATH,
     AnyAnswer,
@@ -233,7 +232,7 @@ class HttpTransport:
                 return self._talk(connection, method, target, payload, headers, into)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if reused and not isinstance(error, TimeoutError):
+                if reused and not isinstance(error, (TimeoutError, AnswerTooLong)):
                     continue
                 if isinstance(error, ssl.SSLError) and (untrusted := explain(error, self.address)) is not None:
                     raise untrusted from error
@@ -266,44 +265,34 @@ class HttpTransport:
         if connection.sock is None:
             connection.connect()
         assert connection.sock is not None
-        sock, timeout_s = connection.sock, connection.sock.gettimeout()
-        if len(payload) < LARGE_BYTES:
-            connection.request(method, target, body=bytes(payload) or None, headers=headers)
-        else:
-            connection.request(method, target, headers=headers)
-            sockets.block(sock, timeout_s or 0.0)
-            sockets.send(sock, payload)
-            sock.settimeout(timeout_s)
-        response = connection.getresponse()
-        data = b""
-        if into is not None and response.status == 200:
-            sockets.block(sock, timeout_s or 0.0)
-            self._fill(response, sock, into)
-            sock.settimeout(timeout_s)
-        else:
-            data = response.read(MAX_JOIN_BYTES)
-        response.read()  # the end of the message, so that the connection can be used again
-        if response.will_close or len(self._idle) >= self._kept_connections:
-            connection.close()
-        else:
-            with self._lock:
-                self._idle.append(connection)
+        sock, timeout_s = connection.sock, connection.sock.gettimeout() or 0.0
+        with WATCH.over(sock, 2.0 * timeout_s, len(payload), None if into is None else len(into)):
+            if len(payload) < LARGE_BYTES:
+                connection.request(method, target, body=bytes(payload) or None, headers=headers)
+            else:
+                connection.request(method, target, headers=headers)
+                sockets.block(sock, timeout_s)
+                sockets.send(sock, payload)
+                sock.settimeout(timeout_s)
+            response = connection.getresponse()
+            data = b""
+            if into is not None and response.status == 200:
+                sockets.block(sock, timeout_s)
+                read_bytes(response, sock, into)
+                sock.settimeout(timeout_s)
+            else:
+                data = read_message(response)
+        self._keep_or_close(connection, response)
         return response.status, response.headers, data
 
-    @staticmethod
-    def _fill(response: http.client.HTTPResponse, sock: socket.socket, into: memoryview) -> None:
-        """The body: what came with the head, then straight from the socket."""
-        if response.length != len(into):
-            raise http.client.HTTPException(f"a body of {len(into)} bytes is due, {response.length} are announced")
-        began = response.fp.peek(1)[: len(into)]
-        into[: len(began)] = response.fp.read(len(began))
-        rest = into[len(began) :]
-        while rest:
-            count = sockets.receive_into(sock, rest)
-            if count == 0:
-                raise http.client.IncompleteRead(b"", len(rest))
-            rest = rest[count:]
-        response.length = 0  # nothing of it is left
+    def _keep_or_close(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
+        """One whose answer was not read to its end cannot be used again."""
+        with self._lock:
+            keeps = not response.will_close and response.isclosed() and len(self._idle) < self._kept_connections
+            if keeps:
+                self._idle.append(connection)
+        if not keeps:
+            connection.close()
 
 
 __all__ = ["DEFAULT_PORT", "HttpTransport", "parse_address"]

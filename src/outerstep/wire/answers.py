@@ -1,0 +1,168 @@
+"""How a client reads an answer: within a length and within a time, whoever gives it.
+
+*Length*: a message has at most `MOST_BYTES`, announced or not; of an error's body the beginning is enough. *Time*: a
+limit on silence alone lets the other end hold a thread for ever, by a byte now and then. So one thread looks at all
+requests that are under way, as pace.py does at a server's connections, and by the same measure: in each window of twice
+the timeout at least `LEAST_BYTES` must go either way. A large answer over a slow link takes as long as it takes; an
+answer of so many bytes that drips ends after so many windows; and one of a few bytes, or a head, within one.
+
+Nothing else reaches a thread that is inside OpenSSL, waiting for the rest of a record. Linux tells the bytes. Elsewhere
+only silence is bounded, and length.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from . import sockets
+from .messages import MAX_JOIN_BYTES
+from .pace import moved_bytes
+
+MOST_BYTES = MAX_JOIN_BYTES
+MOST_ERROR_BYTES = 64 << 10
+LEAST_BYTES = 4096
+SPARE_BYTES = 1 << 20  # of heads, and of what TLS adds
+SLICE_BYTES = 64 << 10
+LOOKS_PER_WINDOW = 8
+LONGEST_PAUSE_S = 5.0
+
+
+@dataclass(eq=False)
+class PendingAnswer:
+    """A request under way. `most_bytes`: both ways, as the kernel counts them. `verdict`: why it was ended."""
+
+    sock: socket.socket
+    window_s: float
+    least_bytes: int
+    most_bytes: int
+    since: float
+    moved: int
+    began_with: int
+    verdict: str = ""
+
+    def judge(self, now: float) -> None:
+        try:
+            moved = moved_bytes(self.sock)
+        except (OSError, ValueError):
+            return  # it is being closed
+        if moved is None:
+            return
+        if moved - self.began_with > self.most_bytes:
+            self.verdict = "the answer does not end: it has more bytes than any that is read"
+        elif moved - self.moved >= self.least_bytes:
+            self.since, self.moved = now, moved
+        elif now - self.since > self.window_s:
+            few = moved - self.moved
+            self.verdict = f"too slow: {few} bytes in {self.window_s:g} s, at least {self.least_bytes} are waited for"
+
+
+@dataclass(eq=False)
+class AnswerWatch:
+    """Ends what takes too long. Its thread lives while there is something to look at."""
+
+    clock: Callable[[], float] = time.monotonic
+    open: set[PendingAnswer] = field(default_factory=set)
+    _lock: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+
+    @contextmanager
+    def over(
+        self, sock: socket.socket, window_s: float, sent_bytes: int, answer_bytes: int | None = None
+    ) -> Iterator[None]:
+        """Around one request and its answer; a TimeoutError if it was ended. `answer_bytes` None = a message."""
+        most = 2 * (sent_bytes + (MOST_BYTES if answer_bytes is None else answer_bytes)) + SPARE_BYTES
+        began_with = moved_bytes(sock) or 0
+        pending = PendingAnswer(sock, window_s, LEAST_BYTES, most, self.clock(), began_with, began_with)
+        with self._lock:
+            self.open.add(pending)
+            if self._thread is None or not self._thread.is_alive():  # in a process that was forked it is not
+                self._thread = threading.Thread(target=self._look_always, name="outerstep-answers", daemon=True)
+                self._thread.start()
+            self._lock.notify()
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            if pending.verdict:
+                raise TimeoutError(pending.verdict) from error
+            raise
+        finally:
+            with self._lock:
+                self.open.discard(pending)
+        if pending.verdict:  # some that were cut look whole
+            raise TimeoutError(pending.verdict)
+
+    def _look_always(self) -> None:
+        with self._lock:
+            while True:
+                if not self.open:
+                    self._lock.wait()
+                    continue
+                pause_s = min(pending.window_s for pending in self.open) / LOOKS_PER_WINDOW
+                self._lock.wait(min(pause_s, LONGEST_PAUSE_S))
+                self.look()
+
+    def look(self) -> None:
+        """With the lock held: a request that ends meanwhile keeps its socket open until that is over."""
+        now = self.clock()
+        for pending in self.open:
+            if not pending.verdict:
+                pending.judge(now)
+            if pending.verdict:
+                sockets.shut(pending.sock)
+
+    def begin_anew(self) -> None:
+        """In a process that was forked: what is under way is the parent's."""
+        self._lock, self._thread = threading.Condition(), None
+        self.open.clear()
+
+
+WATCH = AnswerWatch()
+os.register_at_fork(after_in_child=WATCH.begin_anew)
+
+
+class AnswerTooLong(http.client.HTTPException):
+    """More than is read."""
+
+
+def read_message(response: http.client.HTTPResponse) -> bytes:
+    """All of it. Of an error, what there is room for: its status matters more."""
+    is_error = response.status != 200
+    most = MOST_ERROR_BYTES if is_error else MOST_BYTES
+    if response.length is not None and response.length > most and not is_error:
+        raise AnswerTooLong(f"the answer has {response.length} bytes; at most {most} are read")
+    data = bytearray()
+    while piece := response.read(min(SLICE_BYTES, most + 1 - len(data))):
+        data += piece
+        if len(data) > most:
+            if is_error:
+                return bytes(data[:most])
+            raise AnswerTooLong(f"the answer has more than {most} bytes, which is the most that is read")
+    if response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+    return bytes(data)
+
+
+def read_bytes(response: http.client.HTTPResponse, sock: socket.socket, into: memoryview) -> None:
+    """A body of exactly so many: what came with the head, then straight from the socket."""
+    if response.length != len(into):
+        raise http.client.HTTPException(f"a body of {len(into)} bytes is due, {response.length} are announced")
+    began = response.fp.peek(1)[: len(into)]
+    into[: len(began)] = response.fp.read(len(began))
+    rest = into[len(began) :]
+    while rest:
+        count = sockets.receive_into(sock, rest)
+        if count == 0:
+            raise http.client.IncompleteRead(b"", len(rest))
+        rest = rest[count:]
+    response.length = 0  # nothing of it is left
+    response.close()
+
+
+__all__ = ["WATCH", "AnswerTooLong", "AnswerWatch", "read_bytes", "read_message"]
