@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from itertools import accumulate
 
@@ -30,9 +30,8 @@ import xxhash
 Buffer = bytes | bytearray | memoryview
 
 
-def part_hash(data: Buffer) -> str:
-    """16 hex digits."""
-    return xxhash.xxh3_64_hexdigest(data)
+part_hash: Callable[[Buffer], str] = xxhash.xxh3_64_hexdigest
+"""16 hex digits."""
 
 
 def payload_hash(part_hashes: Sequence[str]) -> str:

@@ -179,7 +179,8 @@ def test_very_different_h_with_synchronous_fragments_never_wait_in_a_circle(dela
         paced.topology.heartbeat(0, speeds[i], None)
         known.wait(30.0)
         paced.topology.heartbeat(0, speeds[i], None)
-        paced.worker._started.machine.assign(paced.topology.orders(at_exchange=False).sync_every)
+        assigned = paced.topology.orders(at_exchange=False).sync_every
+        paced.worker._started.machine.state.cycle.assigned = assigned
         paced.worker._started.machine.state.cycle.begin(paced.worker.plan)
         own = paced.worker.sync_every
         paced.train(18)

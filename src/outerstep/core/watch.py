@@ -41,11 +41,19 @@ def watched(
         return Watched()
     if not is_mean:
         return Watched(pseudo_grad_norm=own_norm, aggregated_grad_norm=aggregated_norm)
+    weighted, total, cosine, variance = list(zip(norms, weights, strict=True)), sum(weights), None, None
+    own = sum((w * n) ** 2 for n, w in weighted)
+    pairs = sum(w * n for n, w in weighted) ** 2 - own
+    if sum(n > 0.0 and w > 0.0 for n, w in weighted) >= 2 and pairs > 0.0:
+        # The norms are rounded, so the cosine may be just outside.
+        cosine = max(-1.0, min(1.0, ((total * aggregated_norm) ** 2 - own) / pairs))
+    if total > 0.0:
+        variance = max(0.0, sum(w * n * n for n, w in weighted) / total - aggregated_norm * aggregated_norm)
     return Watched(
         pseudo_grad_norm=own_norm,
-        peer_grad_similarity=_similarity(norms, weights, aggregated_norm),
+        peer_grad_similarity=cosine,
         aggregated_grad_norm=aggregated_norm,
-        weight_divergence=_variance(norms, weights, aggregated_norm),
+        weight_divergence=variance,
     )
 
 
@@ -55,25 +63,6 @@ def as_seen_by(worker_id: str, agreement: Agreement) -> Watched | None:
         return None
     own = [p.norm for p in agreement.participants if p.worker_id == worker_id]
     return replace(agreement.watched, pseudo_grad_norm=own[-1]) if own else agreement.watched
-
-
-def _similarity(norms: Sequence[float], weights: Sequence[float], mean_norm: float) -> float | None:
-    """The mean cosine; None if fewer than two contributions moved."""
-    own = sum((w * n) ** 2 for n, w in zip(norms, weights, strict=True))
-    pairs = sum(w * n for n, w in zip(norms, weights, strict=True)) ** 2 - own
-    if sum(n > 0.0 and w > 0.0 for n, w in zip(norms, weights, strict=True)) < 2 or pairs <= 0.0:
-        return None
-    cosine = ((sum(weights) * mean_norm) ** 2 - own) / pairs
-    return max(-1.0, min(1.0, cosine))  # the norms are rounded, so the cosine may be just outside
-
-
-def _variance(norms: Sequence[float], weights: Sequence[float], mean_norm: float) -> float | None:
-    """Σ w·‖Δ − Δ̄‖² / W; None if the total weight is 0."""
-    total = sum(weights)
-    if total <= 0.0:
-        return None
-    square = sum(w * n * n for n, w in zip(norms, weights, strict=True)) / total
-    return max(0.0, square - mean_norm * mean_norm)
 
 
 def whole_model(fragments: Iterable[Watched]) -> Watched:

@@ -236,7 +236,7 @@ class SimWorker:
         """After a step: obey, then take the next."""
         machine, sync_now, self._sync_now = self.machine, self._sync_now, False
         self._is_training = True  # from here on it hears signals
-        machine.assign(self._sync_every)
+        machine.state.cycle.assigned = self._sync_every
         if self._is_leaving:
             self._drive(machine.finish)
         elif sync_now:

@@ -105,7 +105,10 @@ def check_frame(frame: memoryview, expected: Layout) -> None:
         if differences:
             raise BadTensors("the tensors are not this fragment's: " + _first(differences))
         raise BadFrame("the header says the right things, but not as the format writes them: compact JSON, then spaces")
-    _check_gaps(frame, expected)
+    for entry in expected.entries:
+        end = expected.data_begin + entry.end
+        if any(frame[end : _align(end, TENSOR_ALIGNMENT)]):
+            raise BadFrame(f"the padding after tensor {entry.name!r} is not zero")
 
 
 def parse_frame(frame: memoryview, *, max_header_bytes: int) -> Header:
@@ -150,13 +153,6 @@ def _check_offsets(header: Header, data_bytes: int) -> None:
     if offset != data_bytes:
         what = "trailing bytes" if offset < data_bytes else "too few bytes"
         raise BadFrame(f"{what}: the tensors take {offset} bytes, the frame has {data_bytes}")
-
-
-def _check_gaps(frame: memoryview, of: Layout) -> None:
-    for entry in of.entries:
-        end = of.data_begin + entry.end
-        if any(frame[end : _align(end, TENSOR_ALIGNMENT)]):
-            raise BadFrame(f"the padding after tensor {entry.name!r} is not zero")
 
 
 def _differences(got: Header, expected: Header) -> list[str]:

@@ -26,7 +26,7 @@ class Gone(Exception):
 
 class HttpBody:
     """The unread rest of a request. `left`: how many bytes of it. `beyond`: bytes that came together with the head, and
-    once the body is read, the beginning of the next request."""
+    once the body is read, the beginning of the next request. `expects_continue`: the sender waits for a go-ahead."""
 
     def __init__(
         self, channel: Channel, length: int, began: bytes, allowance: Allowance, *, expects_continue: bool
@@ -37,7 +37,7 @@ class HttpBody:
         self._sock = channel.sock
         self.length = self.left = length
         self.beyond = began
-        self._expects_continue = expects_continue
+        self.expects_continue = expects_continue
 
     @property
     def peer(self) -> str:
@@ -49,11 +49,6 @@ class HttpBody:
         """From this very machine: over the loopback, or from the address that it was sent to."""
         return is_loopback(self.peer) or self.peer == self._sock.getsockname()[0]
 
-    @property
-    def is_held_back(self) -> bool:
-        """The sender waits for our "100 Continue", which it will not get any more."""
-        return self._expects_continue and self.left > 0
-
     def check_size(self, limit_bytes: int, what: str, hint: str = "this limit is the protocol's") -> None:
         if self.length > limit_bytes:
             raise TooLarge(f"{what} has {self.length} bytes; at most {limit_bytes} are taken", hint=hint)
@@ -61,9 +56,9 @@ class HttpBody:
     def read_into(self, view: memoryview) -> None:
         if len(view) > self.left:
             raise BadRequest(f"body has {self.length} bytes, {len(view)} expected")
-        if self._expects_continue:
+        if self.expects_continue:
             self._channel.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._expects_continue = False
+            self.expects_continue = False
         here = min(len(self.beyond), len(view))
         view[:here] = self.beyond[:here]
         self.beyond = self.beyond[here:]

@@ -237,7 +237,7 @@ class HttpServer:
                 close = self._doubt(connection) or close
             if request.method == "HEAD":
                 reply = dataclasses.replace(reply, body=b"")
-            if body.left > MAX_PART_BYTES or body.is_held_back:
+            if body.left > MAX_PART_BYTES or (body.left and body.expects_continue):  # which will not come any more
                 self._send(channel, http, reply, close=True)
                 _linger(channel)
                 return None

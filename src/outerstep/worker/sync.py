@@ -175,7 +175,8 @@ class Synchronizer:
             self._do(effects)
             said = False
             while machine.waiting:
-                sights = self._look()
+                slice_s = LOOK_EVERY_S / len(machine.waiting)
+                sights = {f: self._tickets[f].look(slice_s if f in machine.waiting else 0.0) for f in machine.in_sight}
                 said = said or _say_so(sights.values(), time.monotonic() - began_at)
                 asked, late = bool(self._interrupts.asked), self._interrupts.is_late
                 self._do(machine.looked(sights, asked_to_leave=asked, out_of_time=late))
@@ -197,11 +198,6 @@ class Synchronizer:
         made, self._reports = self._reports, []
         for make in made if self._events.sinks else ():
             self._events(make(metrics=self.watching.metrics))
-
-    def _look(self) -> dict[int, Sight]:
-        waiting = self.machine.waiting
-        slice_s = LOOK_EVERY_S / len(waiting)
-        return {f: self._tickets[f].look(slice_s if f in waiting else 0.0) for f in self.machine.in_sight}
 
     # --- effects --------------------------------------------------------------------------------------------------
 

@@ -383,7 +383,7 @@ class DiLoCoWorker:
         """What the server asks of this worker. True: it took time."""
         assert self._sync is not None
         if self.config.server.dylu is not False:
-            self._sync.machine.assign(orders.sync_every)
+            self._sync.machine.state.cycle.assigned = orders.sync_every
         if orders.drain:
             log.warning("told to finish (%s): contributing what is left, then leaving", orders.drain)
             self.should_stop = True
@@ -423,7 +423,7 @@ class DiLoCoWorker:
             if self._is_stalled():
                 continue
             try:
-                control.heartbeat(sync.machine.work.steps, self.steps_per_second, self.last_loss)
+                control.heartbeat(sync.machine.work.steps, self.steps_per_second, self._last_loss)
             except OuterstepError as error:
                 # The exchange has its own patience and raises what cannot be mended; a missed beat is not an error.
                 log.debug("heartbeat: %s", error)

@@ -278,7 +278,7 @@ class Coordinator:
         round_ = fragment.round
         size = Size(norm, offer.steps) if norm is not None and offer.steps and rules.norm_screen else None
         look_again = size is not None and self._check_size(worker, offer, fragment, size, now)
-        keep = not rules.aggregation.is_plain or (look_again and self._can_keep_a_round)
+        keep = look_again or not rules.aggregation.is_plain
         staleness = round_.version - 1 - offer.base_version
         raw = reported(offer, rules.weight_by)
         weight = fragment.usual.bounded(raw, rules.weight_by, rules.max_weight_ratio)
@@ -290,7 +290,7 @@ class Coordinator:
         worker.enter(offer, entry, staleness, norm)
         round_.count(participant, rules, now, reported=raw, tokens=offer.tokens, size=size, kept=keep)
         self.total_accepted += 1
-        self.uploads.finish(begun.key)
+        del self.uploads.by_key[begun.key]  # no more parts are taken; its room is held until its bytes are gone
         scale = fragment.usual.relative(weight, rules.weight_by)
         first = len(round_.participants) == 1
         added = Accumulate(begun.key, round_.version, weight, scale, offer.base_version, begun.sections, first, keep)
@@ -323,11 +323,15 @@ class Coordinator:
 
     def _check_size(self, worker: KnownWorker, offer: Offer, fragment: Fragment, size: Size, now: float) -> bool:
         """Refuse what is far larger than this fragment's contributions are. If that hits half of the workers, it is the
-        run that has changed: what was usual is forgotten, and nothing is held against them. True: it is to be looked at
-        again when its round closes."""
-        screen = fragment.screen
+        run that has changed: what was usual is forgotten, and nothing is held against them. True: it is kept, to be
+        looked at again when its round closes. For that it takes three workers or more, and room for what everybody
+        sends: else the last would wait for the first and the first for the last."""
+        screen, workers = fragment.screen, max(self.rules.num_workers, len(self.members.live_ids))
+        enough = workers >= LEAST_CONTRIBUTORS and not self.rules.asynchronous
+        needed_bytes = workers * sum(one.max_payload_bytes(1) for one in self.fragments)
         try:
-            return screen.check(offer.worker_id, size, self.rules.norm_screen)
+            look_again = screen.check(offer.worker_id, size, self.rules.norm_screen)
+            return look_again and enough and needed_bytes <= self.uploads.capacity_bytes
         except Absurd as refusal:
             is_news = screen.note_refused(offer.worker_id, fragment.round.version)
             self._refuse(offer.key, refusal)
@@ -340,15 +344,6 @@ class Coordinator:
             elif is_news:
                 self._note_offence(worker, refusal, now)
             raise
-
-    @property
-    def _can_keep_a_round(self) -> bool:
-        """Can contributions be kept until their round closes? In rounds of three or more, and if there is room for what
-        everybody sends: else the last would wait for the first and the first for the last."""
-        workers = max(self.rules.num_workers, len(self.members.live_ids))
-        needed = workers * sum(one.max_payload_bytes(1) for one in self.fragments)
-        enough = workers >= LEAST_CONTRIBUTORS and not self.rules.asynchronous
-        return enough and needed <= self.uploads.capacity_bytes
 
     @contextmanager
     def _conflicts_noted(self, worker: KnownWorker, now: float) -> Iterator[None]:

@@ -113,10 +113,6 @@ class Uploads:
         """Uploads that hold room which others could use, and of which nothing arrives."""
         return [u for u in self.by_key.values() if not u.under_way and now - u.heard_at > ROOM_PATIENCE_S]
 
-    def finish(self, key: ContributionKey) -> None:
-        """It was accepted: no more parts are taken. Its room is held until its bytes are gone (`drop`)."""
-        del self.by_key[key]
-
     def drop(self, key: ContributionKey) -> None:
         """It will never be accepted, or its bytes are gone from memory."""
         self.by_key.pop(key, None)

@@ -184,8 +184,7 @@ class Outbox:
     the sequence that it `claims`: of a contribution that was accepted from an earlier start of this worker."""
 
     def __init__(self, earlier: Sending | None, own: Sending | None, claim: int | None = None) -> None:
-        self.earlier, self.own = earlier, own
-        self._claim = claim
+        self.earlier, self.own, self.claim = earlier, own, claim
         self._all = [sending for sending in (earlier, own) if sending is not None]
         if earlier is not None:
             earlier.ask_again()
@@ -231,13 +230,6 @@ class Outbox:
             sending.ask_again()
         return bool(lost)
 
-    def claim_forgotten(self, last_sequence: int) -> bool:
-        """So it may be with what we claim; but that, we cannot send again."""
-        forgotten = self._claim is not None and last_sequence < self._claim
-        if forgotten:
-            self._claim = None
-        return forgotten
-
     def try_again(self) -> bool:
         """Ours was refused because of a round that is not there: that is about to be published, or the server was
         killed before, has forgotten it, and waits for our contribution while we wait for the round."""
@@ -251,7 +243,7 @@ class Outbox:
         own = self.own
         return Outcome(
             agreement,
-            counted=own.counted_in > 0 if own is not None else self._claim is not None,
+            counted=own.counted_in > 0 if own is not None else self.claim is not None,
             too_old=own is not None and own.too_old,
             counted_in=own.counted_in if own is not None else 0,
             earlier_lost=self.earlier is not None and self.earlier.refused,
@@ -322,17 +314,6 @@ class Fetch:
         self._left = list(self.pieces)
         self._hashes: dict[Piece, str] = {}
 
-    @classmethod
-    def whole(cls, agreement: Agreement, part_size_bytes: int) -> Fetch:
-        return cls(
-            agreement,
-            (
-                Piece(i, part)
-                for i, payload in enumerate(agreement.payloads)
-                for part in range(part_count(payload.size_bytes, part_size_bytes))
-            ),
-        )
-
     def next(self, fragment: int, session: Session) -> GetPart | None:
         if not self._left:
             return None
@@ -349,11 +330,9 @@ class Fetch:
         """It did not come, or not as it was sent."""
         self._left.insert(0, self.piece(request))
 
-    def arrived(self, request: GetPart, part_hash: str) -> None:
+    def arrived(self, request: GetPart, part_hash: str) -> bool:
+        """True: that was the last one."""
         self._hashes[self.piece(request)] = part_hash
-
-    @property
-    def is_complete(self) -> bool:
         return len(self._hashes) == len(self.pieces)
 
     @property
@@ -458,7 +437,7 @@ class Exchange:
     def _begin_fetch(self, fetch: Fetch) -> None:
         self._go(Step.FETCH)
         self.fetch = fetch
-        if fetch.is_complete:
+        if not fetch.pieces:
             self.outcome = self.outbox.outcome(fetch.agreement)  # it is what we hold
 
     def part_ready(self, part: int, part_hash: str) -> None:
@@ -637,8 +616,9 @@ class Exchange:
     def _polled(self, answer: PollAnswer, now: float) -> None:
         if self.outbox.forgotten(answer.last_sequence, self._session.joined.incarnation):
             self._go_on()
-        elif self.outbox.claim_forgotten(answer.last_sequence):
-            self._newer_than = -1  # there is nothing to send again: whatever is newest will do
+        elif self.outbox.claim is not None and answer.last_sequence < self.outbox.claim:
+            # What we claim is forgotten too, and we cannot send it again: whatever is newest will do.
+            self.outbox.claim, self._newer_than = None, -1
             self._go_on()
         elif answer.agreement is None:
             self._check_stuck(answer, now)
@@ -655,7 +635,10 @@ class Exchange:
             if self._share is not None:
                 self.outcome = self.outbox.outcome(self.agreement)
                 return
-            self._begin_fetch(Fetch.whole(self.agreement, self._session.joined.plan.part_size_bytes))
+            size = self._session.joined.plan.part_size_bytes
+            counts = [part_count(payload.size_bytes, size) for payload in self.agreement.payloads]
+            pieces = (Piece(i, part) for i, count in enumerate(counts) for part in range(count))
+            self._begin_fetch(Fetch(self.agreement, pieces))
 
     def _check_stuck(self, answer: PollAnswer, now: float) -> None:
         if not answer.stuck:
@@ -672,8 +655,7 @@ class Exchange:
         if received_hash != answer.hash:
             self._part_damaged(request)
             return
-        fetch.arrived(request, answer.hash)
-        if not fetch.is_complete:
+        if not fetch.arrived(request, answer.hash):
             return
         if self._wanted_pieces is None and not fetch.is_as_announced:
             self._damaged += 1

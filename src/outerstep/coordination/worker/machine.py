@@ -285,10 +285,6 @@ class WorkerMachine:
     def count(self, samples: int, tokens: int) -> None:
         self.state.work += Work(0, samples, tokens)
 
-    def assign(self, sync_every: int | None) -> None:
-        """This worker's own H, from its next cycle on; None = the plan's."""
-        self.state.cycle.assigned = sync_every
-
     def stepped(self) -> list[Effect]:
         """One optimizer step was taken: adopt what is to be adopted now, then send what is due."""
         state, work = self.state, self.state.work

@@ -90,6 +90,7 @@ class ServerTicket:
         self.held, self.offer, self.claim, self.payload = held, offer, claim, payload
         self.bytes_sent = self.bytes_received = 0
         self._home, self._link, self._memory, self._again = home, link, memory, again
+        self.confirm = home.adopted
         self._earlier = earlier
         self._pinned = payload is not None and payload.data.is_pinned()
         self._fetch: Fetch | None = None
@@ -120,9 +121,6 @@ class ServerTicket:
     def finish(self, *, reload: bool = False) -> Agreed:
         self.join()
         return self._home.settle(self, reload=reload)
-
-    def confirm(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        return self._home.adopted(agreed, intact)
 
     def resume(self, *, stuck_after_s: float | None = None) -> ServerTicket:
         self.cancel()
@@ -239,8 +237,9 @@ class ServerTicket:
         """A fresh one per payload and attempt: late bytes of an abandoned attempt must not land in this one."""
         agreement, forms = fetch.agreement, self._link.forms
         limit = forms[self.fragment].full.size_bytes if forms else None  # not known before we have joined
-        if limit is not None and agreement.size_bytes > limit:
-            raise TransportError(f"the server announces {agreement.size_bytes} bytes, at most {limit} make sense")
+        announced = sum(payload.size_bytes for payload in agreement.payloads)
+        if limit is not None and announced > limit:
+            raise TransportError(f"the server announces {announced} bytes, at most {limit} make sense")
         versions = [payload.version for payload in agreement.payloads]
         if sorted(set(versions)) != versions:
             raise TransportError(f"the server announces payloads of versions {versions}; in a chain they ascend")

@@ -92,7 +92,7 @@ class ServerLink:
         self._transport.close()
 
     def close(self) -> None:
-        """Without a word to the server."""
+        """Without a word to the server: another process speaks for this worker."""
         self.is_shut = True
         self._transport.close()
 
@@ -128,7 +128,7 @@ class ServerLink:
                         self._asked = dataclasses.replace(self._asked, sync=reason)
                 self._obeyed.add(command.id)
 
-    def orders(self) -> Orders:
+    def orders(self, *, at_exchange: bool) -> Orders:
         if self._asked is NO_ORDERS:
             return NO_ORDERS
         with self._lock:

@@ -30,7 +30,7 @@ from ...wire.transport import Transport
 from ..encode import Excerpt, Sender, as_deltas, write_frame
 from ..forms import Form
 from ..payload import Memory, OutgoingFrame
-from ..protocol import Agreed, Contribution, Deltas, Joined, Orders
+from ..protocol import Agreed, Contribution, Deltas, Joined
 from ..update import leads_on, read_update, release
 from .exchange import USELESS, ServerTicket
 from .link import ServerLink
@@ -58,6 +58,7 @@ class ServerTopology:
     ) -> None:
         """`memory`: where frames are kept; None = nothing is kept for the next one."""
         self._link = ServerLink(transport, worker_id)
+        self.orders, self.leave, self.close = self._link.orders, self._link.leave, self._link.close
         self._instance, self._hostname = instance, hostname
         self._patience, self._join_timeout_s = patience, join_timeout_s
         self._rng = random.Random(instance)  # of the pauses between tries
@@ -133,16 +134,6 @@ class ServerTopology:
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         self._memory.rest()
         self._link.heartbeat(step, steps_per_second, loss)
-
-    def orders(self, *, at_exchange: bool) -> Orders:
-        return self._link.orders()
-
-    def leave(self, reason: str) -> None:
-        self._link.leave(reason)
-
-    def close(self) -> None:
-        """Another process speaks for this worker."""
-        self._link.close()
 
     # --- a contribution -------------------------------------------------------------------------------------------
 

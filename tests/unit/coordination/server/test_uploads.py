@@ -66,7 +66,7 @@ class TestRoom:
 
     def test_an_accepted_contribution_holds_its_room_until_it_is_freed(self) -> None:
         uploads = pool(offer_of("a"))
-        uploads.finish(make_key("a"))
+        del uploads.by_key[make_key("a")]
         assert (uploads.by_key.get(make_key("a")), uploads.held_bytes) == (None, 60)
         uploads.drop(make_key("a"))
         assert uploads.held_bytes == 0

@@ -179,7 +179,7 @@ def resume(bench: Bench, overtaken: Collection[int] = (), **plan: object) -> tup
 class TestResuming:
     def test_it_goes_on_where_it_was(self) -> None:
         bench = Bench([0, 0])
-        bench.machine.assign(3)
+        bench.machine.state.cycle.assigned = 3
         bench.train(2)
         bench.land(0, 1)
         bench.train(1)

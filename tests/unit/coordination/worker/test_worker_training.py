@@ -73,13 +73,13 @@ class TestTheCycle:
 
     def test_an_assigned_h_holds_from_the_next_cycle_on(self) -> None:
         bench = Bench()
-        bench.machine.assign(2)
+        bench.machine.state.cycle.assigned = 2
         bench.train(3)
         assert bench.train() == [send()]
         bench.land()
         assert bench.train(2) == [send(base=1, steps=2)]
         bench.land(version=2)
-        bench.machine.assign(None)
+        bench.machine.state.cycle.assigned = None
         bench.train(2)
         bench.land(version=3)
         assert bench.train(3) == []
