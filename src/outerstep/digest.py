@@ -87,16 +87,13 @@ class Parts:
         self._first_bytes = list(accumulate(section_bytes, initial=0))
         self.count = self._first_parts[-1]
 
-    def section(self, part: int) -> int:
-        return bisect_right(self._first_parts, part) - 1
-
     def of_section(self, section: int) -> range:
         """The numbers of its parts."""
         return range(self._first_parts[section], self._first_parts[section + 1])
 
     def range(self, part: int) -> tuple[int, int]:
         """Where part number `part` begins and ends in the payload."""
-        section = self.section(part)
+        section = bisect_right(self._first_parts, part) - 1
         offset = self._first_bytes[section]
         begin, end = part_range(part - self._first_parts[section], self.section_bytes[section], self.part_size_bytes)
         return offset + begin, offset + end

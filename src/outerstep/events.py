@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol
 
 from .printable import printable
-from .types import Agreement, Participant
+from .types import Agreement, Participant, Watched
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Event:
     def __str__(self) -> str:
         """For people, on one line."""
         return printable(" ".join([self.kind, *(f"{name}={value}" for name, value in self.facts.items())]))
+
+
+def known(watched: Watched) -> dict[str, float]:
+    """The metrics of a round that are known, by name, to six digits, for display."""
+    found = {name: getattr(watched, name) for name in watched.__struct_fields__}
+    return {name: float(f"{value:.6g}") for name, value in found.items() if value is not None}
 
 
 class EventSink(Protocol):
@@ -230,7 +236,7 @@ class VersionPublished(Event):
     @property
     def facts(self) -> dict[str, Any]:
         taken, watched = self.agreement.participants, self.agreement.watched
-        norms = {} if watched is None else {"norms": [float(f"{p.norm or 0.0:.6g}") for p in taken], **watched.known}
+        norms = {} if watched is None else {"norms": [float(f"{p.norm or 0.0:.6g}") for p in taken], **known(watched)}
         return {
             "fragment": self.agreement.fragment,
             "version": self.agreement.version,

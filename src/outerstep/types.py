@@ -293,12 +293,6 @@ class Watched(Plain, frozen=True):
     aggregated_grad_norm: Norm | None = None
     weight_divergence: Annotated[float, Meta(ge=0.0)] | None = None
 
-    @property
-    def known(self) -> dict[str, float]:
-        """By name, to six digits, for display."""
-        found = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {name: float(f"{value:.6g}") for name, value in found.items() if value is not None}
-
 
 class Payload(Plain, frozen=True):
     """A frame to fetch in parts. "full" is the whole anchor of this version, in fp32. "update" is the encoded

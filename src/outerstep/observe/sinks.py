@@ -33,24 +33,20 @@ REFUSALS_PER_MINUTE = 60  # a stranger must not be able to fill the disk; the re
 
 
 class EventLog:
-    """A file. `path` None = nothing is written."""
+    """A file."""
 
-    def __init__(self, path: str | None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: str, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._file = None
         self.lost = 0  # events that could not be written
         self._refusals = PerMinute(REFUSALS_PER_MINUTE, clock)
-        if path is not None:
-            try:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed in close()
-            except OSError as error:
-                raise ConfigError(f"event_log cannot be written at {path!r}: {error.strerror}") from error
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed in close()
+        except OSError as error:
+            raise ConfigError(f"event_log cannot be written at {path!r}: {error.strerror}") from error
 
     def __call__(self, event: Event) -> None:
-        if self._file is None:
-            return
         with self._lock:
             if isinstance(event, Refusal):
                 may = self._refusals.admit()
@@ -61,10 +57,9 @@ class EventLog:
 
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
-                self._write_suppressed(everything=True)
-                with suppress(OSError):  # the disk is still full
-                    self._file.close()
+            self._write_suppressed(everything=True)
+            with suppress(OSError):  # the disk is still full
+                self._file.close()
 
     def _write_suppressed(self, *, everything: bool = False) -> None:
         """Write how many refusals of past minutes were over the limit."""
@@ -73,7 +68,6 @@ class EventLog:
             self._append(RefusalsSuppressed(count=count))
 
     def _append(self, event: Event) -> None:
-        assert self._file is not None
         facts = {"time": round(self._clock(), 3), "event": event.kind, **event.facts}
         line = printable(json.dumps(facts, default=str, ensure_ascii=False))
         try:

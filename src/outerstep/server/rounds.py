@@ -95,7 +95,15 @@ class RoundsThread:
     def _carry_out_all(self) -> None:
         task: Task | None = None
         try:
-            while (task := self._next()) is not None:
+            while True:
+                with self.work:
+                    while (task := self._commits.next()) is None and not self._commits.has_ended:
+                        self.progress.notify_all()  # a note may not have been needed
+                        # If nothing comes for a moment, contributions that wait are added first.
+                        if not self.work.wait(GATHER_S if self._commits.can_gather else None):
+                            self._commits.gather()
+                if task is None:
+                    break
                 self._attempt(task)
         except Exception as error:  # the model may be half done: say so to everybody and do nothing more
             log.exception("the server cannot continue")
@@ -106,15 +114,6 @@ class RoundsThread:
             if task is not None:
                 self._commits.abandon()
             self.progress.notify_all()
-
-    def _next(self) -> Task | None:
-        """If nothing comes for a moment, contributions that wait are added first."""
-        with self.work:
-            while (task := self._commits.next()) is None and not self._commits.has_ended:
-                self.progress.notify_all()  # a note may not have been needed
-                if not self.work.wait(GATHER_S if self._commits.can_gather else None):
-                    self._commits.gather()
-            return task
 
     def _attempt(self, task: Task) -> None:
         size_bytes, pause_s, refused = 0, None, None

@@ -171,7 +171,7 @@ class ParameterService:
         self.started_at = clock()
         self.bytes_sent = 0
         self._on_stop = on_stop
-        self._event_log = EventLog(config.event_log)
+        self._event_log = EventLog(config.event_log) if config.event_log is not None else None
         self.events = FanOut(self._event_log, event_sink)
         self.writer = RunWriter(self.run, self.events, folder)
         lock = threading.RLock()  # guards the coordinator and everything below
@@ -242,7 +242,8 @@ class ParameterService:
             self._commits.save("the server stops")
             self._rounds.catch_up()
         self.events(ServerStopped(self.coordinator.sync_round))
-        self._event_log.close()
+        if self._event_log is not None:
+            self._event_log.close()
         self.writer.close()
 
     # --- messages -------------------------------------------------------------------------------------------------

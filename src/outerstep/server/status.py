@@ -8,6 +8,7 @@ from ..coordination.server.membership import KnownWorker
 from ..coordination.server.rounds import TokenBudget
 from ..core.delayed import DelayedNesterov
 from ..durable.journal import Journal
+from ..events import known
 from ..observe.status import (
     PlanStatus,
     QuarantineStatus,
@@ -158,7 +159,7 @@ def build_status(
                 version=fragment.published.version,
                 anchor_hash=fragment.published.anchor_hash,
                 last_participants=[p.worker_id for p in fragment.published.participants],
-                watched=fragment.published.watched.known if fragment.published.watched is not None else {},
+                watched=known(fragment.published.watched) if fragment.published.watched is not None else {},
                 contributed=sorted(fragment.round.contributors),
                 expected=sorted(fragment.round.expected),
                 waiting_for=coordinator.verdict(fragment, now).waiting_for

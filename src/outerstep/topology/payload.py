@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import xxhash
@@ -91,11 +91,16 @@ class Rooms:
             self.memory.give_back(view)
 
 
-class Listener(Protocol):
-    def part_ready(self, part: int, part_hash: str) -> None: ...
+@dataclass(frozen=True)
+class PartReady:
+    """A part of the contribution is written."""
 
-    def broken(self, error: BaseException) -> None:
-        """The rest will never be written."""
+    part: int
+    hash: str
+
+
+Listener = Callable[[PartReady | BaseException], None]
+"""Called from whichever thread writes; with an error: the rest will never be written."""
 
 
 class OutgoingFrame:
@@ -155,23 +160,23 @@ class OutgoingFrame:
         with self._lock:
             self._hashes[part] = part_hash
             if self._listener is not None:
-                self._listener.part_ready(part, part_hash)
+                self._listener(PartReady(part, part_hash))
 
     def give_up(self, error: BaseException) -> None:
         with self._lock:
             self._error = error
             self._ended.set()
             if self._listener is not None:
-                self._listener.broken(error)
+                self._listener(error)
 
     def listen(self, listener: Listener) -> None:
         """From now on this one is told, also of what was before; and nobody else."""
         with self._lock:
             self._listener = listener
             for part, part_hash in self._hashes.items():
-                listener.part_ready(part, part_hash)
+                listener(PartReady(part, part_hash))
             if self._error is not None:
-                listener.broken(self._error)
+                listener(self._error)
 
     def wait(self) -> None:
         """Until all of it is written."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, Protocol
 
@@ -74,13 +74,13 @@ class AnchorUpdate(Protocol):
         """What it was read from."""
 
 
+@dataclass
 class AnchorProof:
     """The hash of an anchor, over its blocks as they come."""
 
-    def __init__(self, expected: str) -> None:
-        self.expected = expected
-        self._state = xxhash.xxh3_128()
-        self._copies: HostCopies | None = None  # from the first block that is on a GPU
+    expected: str = ""
+    _state: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    _copies: HostCopies | None = None  # from the first block that is on a GPU
 
     def feed(self, values: Tensor) -> None:
         if not values.numel():
@@ -231,7 +231,7 @@ class OwnStep(ABC):
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self._proof = AnchorProof("")
+        self._proof = AnchorProof()
 
     @property
     def digest(self) -> str:
@@ -278,7 +278,7 @@ class StepChain:
         self.names = tuple(names)
         self.kinds: tuple[Kind, ...] = tuple("update" for _ in steps)
         self._steps = steps
-        self._held = AnchorProof("")
+        self._held = AnchorProof()
 
     @property
     def is_proven(self) -> bool:
@@ -350,7 +350,7 @@ def anchor_hash(tensors: Iterable[Tensor]) -> str:
 
 def values_hash(tensors: Iterable[Tensor]) -> str:
     """Of these tensors' values, in whatever dtype and wherever they are."""
-    proof = AnchorProof("")
+    proof = AnchorProof()
     for tensor in tensors:
         flat = tensor.reshape(-1).view(torch.uint8)
         for start, stop in cuts(flat.numel(), flat.device):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from logging import INFO, WARNING
 from typing import Any
@@ -36,7 +36,6 @@ from ..coordination.worker.effects import (
     Reopen,
     Resume,
     Send,
-    Sight,
 )
 from ..coordination.worker.machine import LOOK_EVERY_S, Offline, Work, WorkerMachine
 from ..errors import ExchangeFailed
@@ -177,7 +176,10 @@ class Synchronizer:
             while machine.waiting:
                 slice_s = LOOK_EVERY_S / len(machine.waiting)
                 sights = {f: self._tickets[f].look(slice_s if f in machine.waiting else 0.0) for f in machine.in_sight}
-                said = said or _say_so(sights.values(), time.monotonic() - began_at)
+                reasons = {sight.waiting_for for sight in sights.values()} - {""}
+                if reasons and not said and time.monotonic() - began_at > SAY_SO_S:
+                    log.info("waiting for %s", " and ".join(sorted(reasons)))
+                    said = True
                 asked, late = bool(self._interrupts.asked), self._interrupts.is_late
                 self._do(machine.looked(sights, asked_to_leave=asked, out_of_time=late))
         except BaseException as error:
@@ -213,7 +215,11 @@ class Synchronizer:
                 case Finish(fragment):
                     self._finish(fragment)
                 case Adopt() | Rebase() | Carry() | Mix() | Prove():
-                    self._confirm(effect.fragment, intact)
+                    ticket, agreed = self._agreed.pop(effect.fragment)
+                    repair = ticket.confirm(agreed, intact)
+                    if repair is not None:
+                        self._hear(ticket, repair)
+                    self._land(partial(self.machine.confirmed, effect.fragment, repair))
                 case Keep(fragment):
                     self._sent[fragment] = self._replica.deltas(self.machine.plan.fragments[fragment])
                 case Recall(fragment):
@@ -351,13 +357,6 @@ class Synchronizer:
             case Prove():
                 return self._replica.prove(agreed.update)
 
-    def _confirm(self, fragment: int, intact: bool) -> None:
-        ticket, agreed = self._agreed.pop(fragment)
-        repair = ticket.confirm(agreed, intact)
-        if repair is not None:
-            self._hear(ticket, repair)
-        self._land(partial(self.machine.confirmed, fragment, repair))
-
     def _tell(self, note: Note) -> None:
         facts = dataclasses.asdict(note) | {"plan": self.machine.plan, "offline": self.machine.offline}
         if note.kind == "agreed":
@@ -371,12 +370,3 @@ class Synchronizer:
             self._events(ExchangeDeferred(self._worker_id, note.steps))
         level, text = MESSAGES[note.kind]
         log.log(level, "%s", text.format(**facts, patience_s=self._patience_s or 0.0))
-
-
-def _say_so(sights: Iterable[Sight], waited_s: float) -> bool:
-    """Tell the user for whom we wait, once it takes long."""
-    reasons = {sight.waiting_for for sight in sights} - {""}
-    if not reasons or waited_s <= SAY_SO_S:
-        return False
-    log.info("waiting for %s", " and ".join(sorted(reasons)))
-    return True

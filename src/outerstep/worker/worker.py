@@ -10,7 +10,6 @@ with DiLoCoWorker(model, optimizer, "192.168.1.100:8512", sync_every=500) as dil
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import threading
@@ -127,7 +126,6 @@ class DiLoCoWorker:
         self._progress_at = time.monotonic()
         self._in_exchange = False
         self._in_hook = False
-        self._said_stalled = False
         self.should_stop = False  # the run wants this worker to end: it has contributed and left
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -371,26 +369,20 @@ class DiLoCoWorker:
             sync.watching.inner_grad_norm = gradient_norm(self.optimizer, gather, sections)
             sync.report()
         orders = self._control.orders(at_exchange=exchanged) if self._control is not None else Orders()
-        leaving = self._asked_to_leave(exchanged)
-        obeyed = self._obey(dataclasses.replace(orders, drain=leaving) if leaving else orders)
-        if exchanged or obeyed:
-            self._resumed_at = self._clock()
-            self._beat_now.set()  # the server's status shows where we are
-        else:
-            self._resumed_at = now
-
-    def _obey(self, orders: Orders) -> bool:
-        """What the server asks of this worker. True: it took time."""
-        assert self._sync is not None
+        drain = self._asked_to_leave(exchanged) or orders.drain
         if self.config.server.dylu is not False:
-            self._sync.machine.state.cycle.assigned = orders.sync_every
-        if orders.drain:
-            log.warning("told to finish (%s): contributing what is left, then leaving", orders.drain)
+            sync.machine.state.cycle.assigned = orders.sync_every
+        if drain:
+            log.warning("told to finish (%s): contributing what is left, then leaving", drain)
             self.should_stop = True
             self.stop()
         elif orders.sync:
             self.force_sync()
-        return bool(orders.drain or orders.sync)
+        if exchanged or drain or orders.sync:
+            self._resumed_at = self._clock()
+            self._beat_now.set()  # the server's status shows where we are
+        else:
+            self._resumed_at = now
 
     def _asked_to_leave(self, exchanged: bool) -> str:
         """Has a signal said so? The processes of a group leave at the same step, so there it is asked where all of them
@@ -413,33 +405,31 @@ class DiLoCoWorker:
         return self.config.heartbeat_interval_s
 
     def _beat(self, control: WorkerControl, interval_s: float) -> None:
-        sync = self._sync
+        """A worker is alive if it trains, not if it has a thread: a hung loop stops beating, so that the others
+        continue without it. If it wakes up, it rejoins by itself."""
+        sync, limit_s, was_stalled = self._sync, self.config.stalled_after_s, False
         assert sync is not None
         while True:
             self._beat_now.wait(interval_s)
             self._beat_now.clear()
             if self._ending.is_set():
                 return
-            if self._is_stalled():
+            idle_s = time.monotonic() - self._progress_at
+            is_stalled = limit_s > 0 and not self._in_exchange and idle_s > limit_s
+            if is_stalled and not was_stalled:
+                log.warning(
+                    "no optimizer step for %.0f s (stalled_after_s=%g): the server will go on without us",
+                    idle_s,
+                    limit_s,
+                )
+            was_stalled = is_stalled
+            if is_stalled:
                 continue
             try:
                 control.heartbeat(sync.machine.work.steps, self.steps_per_second, self._last_loss)
             except OuterstepError as error:
                 # The exchange has its own patience and raises what cannot be mended; a missed beat is not an error.
                 log.debug("heartbeat: %s", error)
-
-    def _is_stalled(self) -> bool:
-        """A worker is alive if it trains, not if it has a thread: a hung loop stops beating, so that the others
-        continue without it. If it wakes up, it rejoins by itself."""
-        limit_s = self.config.stalled_after_s
-        idle_s = time.monotonic() - self._progress_at
-        stalled = limit_s > 0 and not self._in_exchange and idle_s > limit_s
-        if stalled and not self._said_stalled:
-            log.warning(
-                "no optimizer step for %.0f s (stalled_after_s=%g): the server will go on without us", idle_s, limit_s
-            )
-        self._said_stalled = stalled
-        return stalled
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

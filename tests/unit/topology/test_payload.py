@@ -19,7 +19,7 @@ from outerstep.digest import part_count, part_hash, part_range
 from outerstep.topology import device as device_module
 from outerstep.topology.device import SLOTS
 from outerstep.topology.encode import Excerpt, ReadyDeltas, Sender, write_frame
-from outerstep.topology.payload import Memory, OutgoingFrame
+from outerstep.topology.payload import Memory, OutgoingFrame, PartReady
 from outerstep.wire.frames import Layout, check_frame, layout
 
 TENSORS = {"c": torch.randn(300_001), "a": torch.randn(3, 100), "none": torch.empty(0, 2), "b": torch.randn(7)}
@@ -30,11 +30,11 @@ class Ear:
         self.heard: list[tuple[int, str]] = []
         self.errors: list[BaseException] = []
 
-    def part_ready(self, part: int, part_hash: str) -> None:
-        self.heard.append((part, part_hash))
-
-    def broken(self, error: BaseException) -> None:
-        self.errors.append(error)
+    def __call__(self, said: PartReady | BaseException) -> None:
+        if isinstance(said, PartReady):
+            self.heard.append((said.part, said.hash))
+        else:
+            self.errors.append(said)
 
 
 def make(codec: str = "bf16", tensors: dict[str, Tensor] = TENSORS) -> tuple[Layout, Sender]:

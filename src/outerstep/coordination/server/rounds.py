@@ -242,16 +242,13 @@ class OpenRound:
     version: int
     expected: set[str]
     participants: list[Participant] = field(default_factory=list)
+    contributors: set[str] = field(default_factory=set)  # their worker ids
     reported: list[float] = field(default_factory=list)  # what its contributions said they weigh
     tokens: list[float] = field(default_factory=list)  # and how many tokens they said are in them
     sizes: list[tuple[str, Size | None]] = field(default_factory=list)  # whose, and how large; None = not screened
     kept: list[bool] = field(default_factory=list)  # and whether they can still be left out
     first_at: float | None = None
     quorum_at: float | None = None
-
-    @property
-    def contributors(self) -> set[str]:
-        return {p.worker_id for p in self.participants}
 
     def count(
         self,
@@ -265,6 +262,7 @@ class OpenRound:
         kept: bool,
     ) -> None:
         self.participants.append(participant)
+        self.contributors.add(participant.worker_id)
         self.reported.append(reported)
         self.tokens.append(float(tokens))
         self.sizes.append((participant.worker_id, size))

@@ -25,7 +25,7 @@ from ...errors import (
     WorkerError,
 )
 from ...types import Answer, GetPart, Offer, PutPart, Request
-from ..payload import Memory, OutgoingFrame
+from ..payload import Memory, OutgoingFrame, PartReady
 from ..protocol import Agreed, Sight
 from .link import ServerLink
 from .saved import pack
@@ -55,14 +55,6 @@ class Delivery:
     answer: Answer | None
     received_hash: str | None
     error: OuterstepError | None
-
-
-@dataclass(frozen=True)
-class PartReady:
-    """A part of the contribution is written."""
-
-    part: int
-    hash: str
 
 
 class ServerTicket:
@@ -101,7 +93,7 @@ class ServerTicket:
         self.over = threading.Event()
         self._crash: BaseException | None = None
         if payload is not None:
-            payload.listen(self)
+            payload.listen(self._deliveries.put)
         threading.Thread(target=self._carry, name=f"outerstep-exchange-{fragment}", daemon=True).start()
 
     # --- for the training thread ----------------------------------------------------------------------------------
@@ -170,13 +162,6 @@ class ServerTicket:
         return bisect_left(parts, part) * self._part_size_bytes + within
 
     # --- carrying it: a thread, and one per call ------------------------------------------------------------------
-
-    def part_ready(self, part: int, part_hash: str) -> None:
-        """From whichever thread encodes."""
-        self._deliveries.put(PartReady(part, part_hash))
-
-    def broken(self, error: BaseException) -> None:
-        self._deliveries.put(error)
 
     def _carry(self) -> None:
         """Until the exchange has an outcome or a failure, or is cancelled."""

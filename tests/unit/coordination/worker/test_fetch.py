@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from outerstep.coordination.worker.exchange import Call, Exchange, Fetch, Held, Patience, Piece, Session, Step
+from outerstep.coordination.worker.exchange import Call, Exchange, Held, Patience, Piece, Session, Step
 from outerstep.digest import part_hash, payload_hash
 from outerstep.types import (
     Agreement,
@@ -109,10 +109,13 @@ class TestChains:
         assert exchange.step is Step.POLL
 
     def test_a_piece_that_is_put_back_is_asked_for_again(self) -> None:
-        fetch = Fetch.whole(chain(update(5, 1), update(6, 2), version=6), PART_BYTES)
-        assert fetch.pieces == (Piece(0, 0), Piece(1, 0), Piece(1, 1))
         session = Session(make_join("a"))
         session.answer = JoinAnswer(run_id=RUN, incarnation=1, plan=make_plan(), manifest=MANIFEST, fragments=())
+        exchange = Exchange(session, fragment=0, after=4, now=0.0, held=Held(4, HASH))
+        say(exchange, PollAnswer(agreement=chain(update(5, 1), update(6, 2), version=6), last_sequence=0))
+        fetch = exchange.fetch
+        assert fetch is not None
+        assert fetch.pieces == (Piece(0, 0), Piece(1, 0), Piece(1, 1))
         first = fetch.next(0, session)
         assert first is not None
         fetch.again(first)
