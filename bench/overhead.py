@@ -103,7 +103,8 @@ def large() -> nn.Module:
 def attached(name: str, model: nn.Module, **settings: Any) -> Iterator[Case]:
     """A worker beside its own server, its optimizer stepping. It leaves without contributing."""
     optimizer = make_optimizer(model)
-    with DiLoCoServer(model.state_dict(), num_workers=1, port=0, insecure=True) as server:
+    rhythm = settings["sync_every"]  # said by the server too: a worker alone may not wish for so long
+    with DiLoCoServer(model.state_dict(), num_workers=1, port=0, insecure=True, sync_every=rhythm) as server:
         worker = DiLoCoWorker(model, optimizer, f"http://{server.address}", **settings).start()
         try:
             yield Case(name, optimizer, server)
