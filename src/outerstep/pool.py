@@ -140,6 +140,3 @@ def private_memory(size_bytes: int) -> memoryview:
 def _roomy_folder() -> str:
     """/tmp is often memory itself; /var/tmp is a disk."""
     return "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
-
-
-__all__ = ["Pool", "Room", "private_memory", "watched"]

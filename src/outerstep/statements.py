@@ -200,24 +200,3 @@ def key_of(statement: AnyStatement) -> tuple[object, ...] | None:
 
 
 _statements: msgspec.msgpack.Decoder[AnyStatement] = msgspec.msgpack.Decoder(AnyStatement)
-
-__all__ = [
-    "AnyStatement",
-    "Beat",
-    "Block",
-    "ChainState",
-    "Change",
-    "Converse",
-    "Decision",
-    "Member",
-    "Offered",
-    "Proof",
-    "Proposed",
-    "Round",
-    "Signed",
-    "Voted",
-    "body_of",
-    "digest_of_block",
-    "key_of",
-    "statement_of",
-]

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BatchStream", "Corpus", "evaluation_batches", "load_corpus"]
-
 HOLD_OUT_EVERY = 20  # files
 MAX_BYTES = 16 * 2**20  # twice what a CPython ships: a guard against an unusual installation, not a sample
 MIN_BYTES = 2**20  # below this a run would read everything several times, and the comparison would measure memorisation

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody reads at once)
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig", "build_model"]
-
 
 @dataclass(frozen=True)
 class GPTConfig:

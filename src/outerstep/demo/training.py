@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from outerstep.demo.corpus import BatchStream
 from outerstep.demo.model import GPT, GPTConfig
 
-__all__ = ["StepReport", "TrainSettings", "evaluate", "learning_rate_at", "make_optimizer", "make_stream", "train"]
-
 
 @dataclass(frozen=True)
 class TrainSettings:

@@ -34,6 +34,3 @@ def lock(place: Path, *, owner: str, folder: str) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
     return descriptor
-
-
-__all__ = ["LOCK_FILE", "lock"]

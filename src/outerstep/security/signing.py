@@ -24,12 +24,8 @@ class SigningKey:
     """The secret half, and the public one as `public`."""
 
     def __init__(self, secret: Ed25519PrivateKey) -> None:
-        self._secret = secret
+        self.sign = secret.sign  # body → 64 bytes
         self.public = secret.public_key().public_bytes_raw().hex()
-
-    def sign(self, body: bytes) -> bytes:
-        """64 bytes."""
-        return self._secret.sign(body)
 
 
 def make_key() -> SigningKey:
@@ -76,6 +72,3 @@ def _public_key(public: str) -> Ed25519PublicKey:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     return Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
-
-
-__all__ = ["SigningKey", "make_key", "open_key", "verify"]

@@ -432,6 +432,3 @@ def _check_justice(world: GossipWorld) -> None:
         if framed:
             world.history.violated(f"{peer.name} believes that {framed[0]} lies, which is honest")
         world.history.expelled = max(world.history.expelled, len(machine.state.expelled))
-
-
-__all__ = ["GossipHistory", "GossipWorld", "SimPeer", "run_gossip"]

@@ -63,6 +63,3 @@ class GossipScenario:
             faults=faults,
             calm_after_s=max(fault.at_s + fault.lasts_s for fault in faults),
         )
-
-
-__all__ = ["KINDS", "LIES", "GossipFault", "GossipScenario"]

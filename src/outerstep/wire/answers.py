@@ -163,6 +163,3 @@ def read_bytes(response: http.client.HTTPResponse, sock: socket.socket, into: me
         rest = rest[count:]
     response.length = 0  # nothing of it is left
     response.close()
-
-
-__all__ = ["WATCH", "AnswerTooLong", "AnswerWatch", "read_bytes", "read_message"]

@@ -199,6 +199,3 @@ def group_of(peer: str) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.IPv6Network((address, 64), strict=False))
-
-
-__all__ = ["Allowance", "Connection", "Connections", "Refusals", "group_of"]

@@ -149,6 +149,3 @@ def read_request(http: h11.Connection, channel: Channel, began: bytes, connectio
     method = event.method.decode("latin-1")
     closes = event.http_version == b"1.0" or headers.get("connection", "").lower() == "close"
     return HttpRequest(method, path, query, headers, body, closes, connections)
-
-
-__all__ = ["Gone", "HttpBody", "HttpRequest", "read_request"]

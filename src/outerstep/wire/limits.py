@@ -47,6 +47,3 @@ class ServiceLimits:
     @property
     def max_strangers(self) -> int:
         return min(self.max_connections, max(LEAST_STRANGERS, self.max_connections // 2))
-
-
-__all__ = ["ServiceLimits"]

@@ -119,6 +119,3 @@ def is_our_turn(connection: Connection) -> bool:
 
 def _queued(sock: socket.socket, what: int) -> int:
     return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), what, bytes(4)))[0])
-
-
-__all__ = ["Pace"]

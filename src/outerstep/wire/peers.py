@@ -103,21 +103,3 @@ def about_contribution(run_id: str, fragment: int) -> str:
 
 def about_snapshot(run_id: str, fragment: int, version: int) -> str:
     return f"whole/{run_id}/{fragment}/{version}"
-
-
-__all__ = [
-    "MOST_DOCUMENT_BYTES",
-    "SNAPSHOT_PART_BYTES",
-    "AskParts",
-    "AskSnapshot",
-    "AskTerms",
-    "GetHeld",
-    "HeldAnswer",
-    "OfferedSnapshot",
-    "PartList",
-    "PeerAnswer",
-    "PeerRequest",
-    "Terms",
-    "about_contribution",
-    "about_snapshot",
-]

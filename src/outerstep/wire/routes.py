@@ -121,17 +121,3 @@ def no_route(routes: Routes, method: str, path: str) -> Refused:
         return MethodNotAllowed(f"{method} is not allowed on {path}", allow=", ".join(allowed))
     paths = ", ".join(sorted({p for _, p in routes}))
     return NotFound(f"no such path: {path[:128]}", hint=f"this port has {paths}")
-
-
-__all__ = [
-    "DownloadRoute",
-    "MessageRoute",
-    "PlainRoute",
-    "Reply",
-    "Route",
-    "Routes",
-    "Service",
-    "UnreadBody",
-    "UploadRoute",
-    "no_route",
-]

@@ -212,6 +212,3 @@ def probe_often(sock: socket.socket, every_s: int) -> None:
     for option, value in (("TCP_KEEPIDLE", every_s), ("TCP_KEEPINTVL", every_s), ("TCP_KEEPCNT", KEEPALIVE_PROBES)):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-__all__ = ["Channel", "block", "has_all", "is_gone", "peer_of", "probe_often", "receive_into", "send", "shut"]

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 
-from ...digest import data_hash
 from ...types import Manifest
 from ..protocol import Deltas
 
@@ -45,7 +45,7 @@ class RunSnapshot(msgspec.Struct):
 
     @property
     def digest(self) -> str:
-        return data_hash([msgspec.json.encode([self.run_id, self.versions, self.hashes])])
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode([self.run_id, self.versions, self.hashes]))
 
     def counts(self, fragment: int, instance: str, sequence: int) -> bool:
         return self.counted[fragment].get(instance) == sequence
