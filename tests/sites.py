@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.tls import pinning_context
 from outerstep.server import DiLoCoServer
-from outerstep.types import PutPart, Request
+from outerstep.types import PROTOCOL_VERSION, PutPart, Request
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.messages import address_of, encode_json
+from outerstep.wire.messages import PROTOCOL_HEADER, address_of, encode_json
 from support import tiny_model
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Site:
         """A message of the protocol with the right token."""
         method, target, _ = address_of(request)
         data = bytes(body) if isinstance(request, PutPart) else encode_json(request)
-        return self.post(target, data, *headers, method=method)
+        return self.post(target, data, f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}", *headers, method=method)
 
     def post(self, target: str, body: bytes, *headers: str, method: str = "POST") -> Said:
         """Any bytes with the right token, and a true Content-Length unless one is among the headers."""

@@ -7,11 +7,13 @@ carries the messages. `docs/reference/wire.md` is the same in prose.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 1
+from .versions import OLDEST_PROTOCOL
+from .versions import PROTOCOL_VERSION as PROTOCOL_VERSION  # a message says it
+
 MOST_SECTIONS = 4096
 MOST_PAYLOADS = 64  # in one agreement: the longest chain of updates the server sends
 
@@ -35,7 +37,9 @@ Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class Plain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value: immutable, compared by content; it refuses unknown fields."""
+    """A value: immutable, compared by content; it refuses unknown fields. `SINCE`: the protocol that it came with."""
+
+    SINCE: ClassVar[int] = OLDEST_PROTOCOL
 
 
 # --- the model and the plan ---------------------------------------------------------------------------------------

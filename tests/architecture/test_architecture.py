@@ -12,18 +12,30 @@ import pytest
 import outerstep
 
 SOURCE = Path(outerstep.__file__).parent
-PLAIN = {"types", "errors", "events", "defaults", "digest", "printable", "schedule", "screens", "statements"}
+PLAIN = {
+    "types",
+    "errors",
+    "events",
+    "defaults",
+    "digest",
+    "printable",
+    "schedule",
+    "screens",
+    "statements",
+    "versions",
+}
 
 # room -> what of outerstep it may import, besides itself
 MAY_IMPORT = {
-    "types": set(),
+    "types": {"versions"},
     "errors": set(),
+    "versions": {"errors"},
     "digest": set(),
     "schedule": set(),
     "screens": {"errors"},
     "events": {"printable", "types"},
     "printable": set(),
-    "statements": {"types"},
+    "statements": {"types", "versions"},
     "defaults": set(),
     "pool": set(),
     "security": PLAIN,

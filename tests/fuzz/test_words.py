@@ -25,7 +25,6 @@ from outerstep.types import Commit, Control, GetPart, Heartbeat, Join, Leave, Of
 from outerstep.wire.messages import (
     address_of,
     decode_error,
-    decode_join,
     decode_json,
     encode_error,
     encode_json,
@@ -62,7 +61,7 @@ KINDS = st.sampled_from(sorted(GOOD, key=lambda kind: kind.__name__))
 def check_message(data: bytes, kind: type[Request]) -> None:
     """A message, which says the same when it is written again, or a refusal that can itself be written and read."""
     try:
-        message = decode_join(data) if kind is Join else decode_json(data, kind)
+        message = decode_json(data, kind)
     except Refused as refusal:
         assert refusal.message
         assert refusal.status in (400, 426)

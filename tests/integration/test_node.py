@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import socket
@@ -380,9 +382,29 @@ class TestTheDoor:
         with pytest.raises(Forbidden):
             transport.ask(AskTerms(sender="x", protocol=1))
 
-    def test_a_peer_of_another_version_is_told_so(self, started: Started) -> None:
-        with pytest.raises(ProtocolMismatch, match="speaks protocol 1, the other 2"):
-            transport_to(started(1)[0]).ask(AskTerms(sender="x", protocol=2))
+    def test_a_peer_that_does_not_speak_the_runs_protocol_is_told_so(
+        self, started: Started, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("outerstep.wire.http_transport.highest_common", lambda shown: 1)
+        transport = transport_to(started(1)[0])
+        transport.protocol = 1
+        with pytest.raises(ProtocolMismatch, match="this run speaks protocol 2, the other peer 1") as refused:
+            transport.ask(AskTerms(sender="x", protocol=1))
+        assert "found the run with --protocol 1" in refused.value.hint
+
+    def test_a_run_of_an_older_protocol_takes_peers_of_both(self, tmp_path: Path) -> None:
+        rules = dataclasses.replace(RULES, protocol=1)
+        first = Peer("a", rules=rules, folder=str(tmp_path / "a")).found()
+        try:
+            transport = transport_to(first)
+            transport.protocol = 1
+            assert isinstance(transport.ask(AskTerms(sender="x", protocol=1)), Terms)
+            assert transport.protocol == 2, "the line is another matter: both ends of it are new"
+            assert isinstance(transport.ask(AskTerms(sender="x", protocol=1)), Terms)
+            assert first.node.protocol == 1
+            assert "protocol" not in json.loads((tmp_path / "a" / "run.json").read_text())  # release 0.2 reads it
+        finally:
+            first.node.stop()
 
     def test_what_belongs_to_another_run_is_refused(self, started: Started) -> None:
         with pytest.raises(OtherRun):

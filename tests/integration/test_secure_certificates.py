@@ -194,11 +194,20 @@ def test_a_certificate_from_an_authority_is_pinned_or_checked_as_browsers_do(
 def test_another_version_of_the_protocol_is_refused_saying_what_to_do(
     site: Site, ahead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = {
-        "server": "outerstep.coordination.server.admission",
-        "worker": "outerstep.topology.server.topology",
-    }
-    monkeypatch.setattr(f"{ends[ahead]}.PROTOCOL_VERSION", 2)
+    """There is none that both speak."""
+
+    def refuse(headers: dict[str, str]) -> int:
+        raise ProtocolMismatch(
+            f"the other end speaks protocol {headers['outerstep-protocol']}; spoken here: 8-9",
+            hint="update outerstep there",
+        )
+
+    if ahead == "server":
+        monkeypatch.setattr("outerstep.wire.http_server.spoken_here", lambda: "8-9")
+        monkeypatch.setattr("outerstep.wire.http_server.protocol_of", refuse)
+    else:
+        monkeypatch.setattr("outerstep.wire.http_transport.PROTOCOL_VERSION", 9)
+        monkeypatch.setattr("outerstep.wire.http_transport.highest_common", lambda shown: None)
     model = tiny_model()
     worker = DiLoCoWorker(
         model,
@@ -206,9 +215,9 @@ def test_another_version_of_the_protocol_is_refused_saying_what_to_do(
         site.address,
         credentials=str(site.credentials.folder),
     )
-    with pytest.raises(ProtocolMismatch, match=r"this worker speaks protocol \d, the server speaks \d") as refused:
+    with pytest.raises(ProtocolMismatch, match=r"speaks protocol \d; spoken here: \d-\d") as refused:
         worker.start()
-    assert "the same version of outerstep on both" in refused.value.hint
+    assert refused.value.hint == f"update outerstep {'there' if ahead == 'server' else 'here'}"
     assert site.server.status()["workers"] == {}
 
 

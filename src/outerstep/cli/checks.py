@@ -24,7 +24,7 @@ from ..errors import NoCredentials, OuterstepError, Refused, TransportError, Unt
 from ..security import Access, Credentials, is_join_string, parse_address, parse_join_string
 from ..security.certificate import fingerprint_of, validity_of
 from ..security.tls import explain, pinning_context
-from ..types import PROTOCOL_VERSION
+from ..versions import OLDEST_PROTOCOL
 from ..wire.http_transport import HttpTransport
 from ..wire.pages import MAX_BYTES, noise
 from . import verdicts
@@ -256,7 +256,7 @@ def measure(say: Say, status: dict[str, Any], line: HttpTransport, connections: 
     try:
         say("measuring latency")
         trips, ahead_s, protocol = take_trips(line)
-        yield verdicts.server(status, own, PROTOCOL_VERSION, protocol)
+        yield verdicts.server(status, own, protocol)
         yield verdicts.clock(ahead_s)
         yield verdicts.latency(trips)
         noise(MAX_BYTES)  # generated before the clock runs
@@ -266,7 +266,7 @@ def measure(say: Say, status: dict[str, Any], line: HttpTransport, connections: 
         down = rate(lambda size: line.probe_down(memoryview(bytearray(size))), connections)
     except OuterstepError as error:
         if isinstance(error, Refused):
-            yield verdicts.server(status, own, PROTOCOL_VERSION, None)
+            yield verdicts.server(status, own, None)
         yield verdicts.unmeasured(error)
         return
     yield verdicts.bandwidth(up, down, connections)
@@ -274,9 +274,9 @@ def measure(say: Say, status: dict[str, Any], line: HttpTransport, connections: 
 
 
 def take_trips(line: HttpTransport) -> tuple[list[float], float, int]:
-    """Round-trip times in seconds; by how much the server's clock is ahead; its protocol. The first trip may have to
-    connect and does not count."""
-    trips, ahead, protocol = [], [], PROTOCOL_VERSION
+    """Round-trip times in seconds; by how much the server's clock is ahead; the protocol spoken. The first may have
+    to connect and does not count."""
+    trips, ahead, protocol = [], [], OLDEST_PROTOCOL
     for _ in range(ROUND_TRIPS + 1):
         sent_at, began_at = time.time(), time.perf_counter()
         answer = line.probe_up(memoryview(b""))

@@ -24,6 +24,7 @@ from ..observe.status import (
     read_status,
 )
 from ..printable import printable
+from ..versions import PROTOCOL_VERSION
 from ..wire.http_transport import HttpTransport
 from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
@@ -114,8 +115,9 @@ def _peer(status: PeerStatus, address: str) -> RenderableType:
         seen = "itself" if member.is_self else _seen(member)
         cells = [member.peer_id, member.address, _step(member), _speed(member), _loss(member), seen, member.trouble]
         table.add_row(*map(_escaped, cells))
+    spoken = "" if status.protocol is None else f"  protocol {status.protocol}"
     lines: list[RenderableType] = [
-        f"{head}  run {_escaped(status.run_id)}  block {status.height}",
+        f"{head}  run {_escaped(status.run_id)}{spoken}  block {status.height}",
         f"received {size(status.bytes_received)}, sent {size(status.bytes_sent)}",
         table,
     ]
@@ -192,6 +194,7 @@ def _seen(member: MemberStatus) -> str:
 # What each column shows of a worker; a column that is empty for all workers is left out.
 COLUMNS: dict[str, Callable[[WorkerStatus], str]] = {
     "host": lambda worker: worker.hostname,
+    "protocol": lambda worker: str(worker.protocol) if (worker.protocol or PROTOCOL_VERSION) < PROTOCOL_VERSION else "",
     "step": _step,
     "steps/s": _speed,
     "H": lambda worker: str(worker.sync_every or ""),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ..errors import NotFound, OuterstepError, Refused, TlsRequired, Unauthorized, UntrustedServer
 from ..security import is_loopback
 from ..security.access import write_address
+from ..versions import PROTOCOL_VERSION
 from .status import duration, size
 
 Level = Literal["ok", "warn", "fail"]
@@ -301,20 +302,23 @@ def no_credentials(message: str) -> Finding:
     return fail("token", rule, remedy)
 
 
-def server(status: Mapping[str, Any], outerstep: str, protocol: int, theirs: int | None) -> Finding:
-    """Versions, and whether the server can continue."""
+def server(status: Mapping[str, Any], outerstep: str, protocol: int | None) -> Finding:
+    """Versions, the protocol that both ends speak (None: it was not found out), and whether the server can continue."""
+    spoken = "" if protocol is None else f", protocol {protocol}"
     found = (
-        f"outerstep {status.get('outerstep', '?')}, run {status.get('run_id', '?')}, round {status.get('sync_round')}"
+        f"outerstep {status.get('outerstep', '?')}{spoken}, run {status.get('run_id', '?')}, "
+        f"round {status.get('sync_round')}"
     )
     if status.get("failure"):
         return fail("server", f"{found}; it has stopped: {status['failure']}", "restart it; its log has the cause")
-    if theirs is not None and theirs != protocol:
-        older = "here" if theirs > protocol else "there"
-        return fail("server", f"{found}; protocol {theirs}, here it is {protocol}", f"update outerstep {older}")
     if status.get("closing"):
         return warn("server", f"{found}; shutting down: {status['closing']}", "no worker can join it any more")
-    if status.get("outerstep") != outerstep:
-        return warn("server", f"{found}, here it is {outerstep}", "the versions are compatible; update when you can")
+    differs = [f"it is {outerstep}"] if status.get("outerstep") != outerstep else []
+    if protocol is not None and protocol < PROTOCOL_VERSION:
+        differs.append(f"the newest is protocol {PROTOCOL_VERSION}")
+    if differs:
+        remedy = "the versions are compatible; update when you can"
+        return warn("server", f"{found}; here {' and '.join(differs)}", remedy)
     return ok("server", f"{found}, {len(status.get('workers') or {})} worker(s)")
 
 

@@ -134,6 +134,8 @@ class GossipConfig(Checked):
     pattern: Literal["all", "pairs", "exponential"] | None = setting(None, PEERS,
         "Who exchanges with whom: all with all, or each round with one other, drawn at random or in turn.",
         "as the run has it, founder: all")
+    protocol: Positive | None = setting(None, PEERS,
+        "Protocol of the run; 1 lets peers of release 0.2 join it.", "as the run has it, founder: the newest")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,6 +41,7 @@ class WorkerStatus(MemberStatus, frozen=True, kw_only=True):
 
     hostname: str = ""
     incarnation: int = 0
+    protocol: int | None = None  # that is spoken with it
     sync_every: int | None = None
     staleness: int = 0
     contributions: int = 0
@@ -162,6 +163,7 @@ class PeerStatus(Status, frozen=True, kw_only=True):
     peer_id: str
     address: str = ""
     begun: bool = False
+    protocol: int | None = None  # the run's
     height: int = 0
     is_member: bool = False
     versions: list[int] = []

@@ -71,7 +71,7 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
-from ..wire.messages import MAX_JOIN_BYTES, decode_join, decode_json, place_of
+from ..wire.messages import MAX_JOIN_BYTES, decode_json, place_of
 from ..wire.pages import pages
 from ..wire.routes import DownloadRoute, MessageRoute, Route, UnreadBody, UploadRoute
 from .intake import Intake
@@ -251,7 +251,7 @@ class ParameterService:
     def _make_routes(self) -> dict[tuple[str, str], Route]:
         return {
             **pages(self),
-            place_of(Join): MessageRoute(Join, self.answer, most_bytes=MAX_JOIN_BYTES, decode=decode_join),
+            place_of(Join): MessageRoute(Join, self.answer, most_bytes=MAX_JOIN_BYTES),
             place_of(Heartbeat): MessageRoute(Heartbeat, self.answer, is_quick=True),
             place_of(Leave): MessageRoute(Leave, self.answer, is_quick=True),
             place_of(Offer): MessageRoute(Offer, self.answer, is_quick=True, decode=self._decode_offer),

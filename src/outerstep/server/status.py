@@ -135,6 +135,7 @@ def build_status(
             member.worker_id: WorkerStatus(
                 hostname=member.hostname,
                 incarnation=member.incarnation,
+                protocol=member.protocol,
                 step=member.step,
                 steps_per_second=member.steps_per_second,
                 loss=member.loss,

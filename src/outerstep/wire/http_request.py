@@ -12,6 +12,7 @@ import h11
 
 from ..errors import BadRequest, TooLarge
 from ..security import is_loopback
+from ..versions import OLDEST_PROTOCOL
 from .connections import Allowance, Connections
 from .sockets import Channel, is_gone, peer_of, shut
 
@@ -107,7 +108,8 @@ class HttpBody:
 
 @dataclass
 class HttpRequest:
-    """`connections`: all that its port has. `is_with_service`: its service has it, and notes what it refuses."""
+    """`connections`: all that its port has. `is_admitted`: it has shown a token. `protocol`: the one that it is written
+    in. `is_with_service`: its service has it, and notes what it refuses."""
 
     method: str
     path: str
@@ -116,6 +118,8 @@ class HttpRequest:
     body: HttpBody
     closes: bool  # after it
     connections: Connections
+    is_admitted: bool = False
+    protocol: int = OLDEST_PROTOCOL
     is_with_service: bool = False
 
 

@@ -35,6 +35,7 @@ from ..errors import (
 from ..printable import printable
 from ..security import Guard
 from ..security.guard import OpenGuard
+from ..versions import as_spoken, spoken_here
 from .connections import Connection, Connections
 from .http_request import HEAD_READ_BYTES, SLICE_BYTES, Gone, HttpRequest, read_request
 from .limits import ServiceLimits
@@ -44,10 +45,13 @@ from .messages import (
     JSON_TYPE,
     MAX_JSON_BYTES,
     MAX_PART_BYTES,
+    PROTOCOLS_HEADER,
+    check_written,
     decode_json,
     encode_error,
     encode_json,
     parse_query,
+    protocol_of,
 )
 from .pace import Pace
 from .routes import DownloadRoute, MessageRoute, PlainRoute, Reply, Routes, UploadRoute, no_route
@@ -232,6 +236,8 @@ class HttpServer:
         try:
             with channel.turn:
                 reply = self._reply(request, channel)
+            if request.is_admitted:
+                reply = dataclasses.replace(reply, headers=(*reply.headers, (PROTOCOLS_HEADER, spoken_here())))
             close = request.closes
             if reply.status == Unauthorized.status:
                 close = self._doubt(connection) or close
@@ -310,6 +316,8 @@ class HttpServer:
         caller = self._guard.admit(headers.get("authorization"))
         if not channel.connection.is_known:
             self._connections.greet(channel.connection)
+        request.is_admitted = True
+        request.protocol = protocol_of(headers)
         if route is None:
             raise no_route(self._routes, method, path)
         if isinstance(route, MessageRoute) and route.is_order:
@@ -327,6 +335,7 @@ class HttpServer:
                 with self._one_large if len(data) > MAX_JSON_BYTES else contextlib.nullcontext():
                     # Of a large one, decoding takes many times its size for a moment.
                     message = decode_json(data, route.kind) if route.decode is None else route.decode(data)
+                check_written(message, request.protocol)
                 if route.speaker is not None:
                     caller.check_speaks_for(getattr(message, route.speaker))
                 request.is_with_service = True
@@ -335,16 +344,18 @@ class HttpServer:
                 else:
                     with channel.away():
                         answer = route.handler(message)
-                return answer if isinstance(answer, Reply) else Reply(encode_json(answer))
+                return answer if isinstance(answer, Reply) else _answer(answer, request)
             case UploadRoute():
                 part: Any = parse_query(request.query, route.kind)
+                check_written(part, request.protocol)
                 caller.check_speaks_for(getattr(part, route.speaker))
                 body.check_size(MAX_PART_BYTES, "a part", "a run's parts have part_size_bytes, as its plan says")
                 with channel.away():
                     stored = route.handler(part, body)
-                return Reply(encode_json(stored))
+                return _answer(stored, request)
             case DownloadRoute():
                 part = parse_query(request.query, route.kind)
+                check_written(part, request.protocol)
                 caller.check_speaks_for(getattr(part, route.speaker))
                 found, bytes_ = route.handler(part)
                 return Reply(bytes_, headers=(("Content-Type", BYTES_TYPE), (HASH_HEADER, found.hash)))
@@ -380,6 +391,11 @@ class HttpServer:
             reply.handed()
         channel.connection.on_ended = reply.ended
         channel.send(head + bytes(body) if head else body)  # one packet for a small answer
+
+
+def _answer(answer: object, request: HttpRequest) -> Reply:
+    """In the protocol of the request."""
+    return Reply(encode_json(as_spoken(answer, request.protocol)))
 
 
 def _error_reply(refusal: Refused, request_id: str) -> Reply:

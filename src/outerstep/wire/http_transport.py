@@ -12,11 +12,21 @@ from typing import cast
 
 import msgspec
 
-from ..errors import BadRequest, Forbidden, TransportError, Unauthorized, UntrustedServer
+from ..errors import (
+    BadRequest,
+    Forbidden,
+    MethodNotAllowed,
+    NotFound,
+    ProtocolMismatch,
+    TransportError,
+    Unauthorized,
+    UntrustedServer,
+)
 from ..security import DEFAULT_PORT, Access, Credentials, is_join_string, parse_address, parse_join_string
 from ..security.access import write_address
 from ..security.tls import PinnedConnection, explain, pinning_context
 from ..types import Answer, Control, GetPartAnswer, Poll, Request
+from ..versions import PROTOCOL_VERSION, highest_common
 from . import sockets
 from .answers import WATCH, AnswerTooLong, read_bytes, read_message
 from .messages import (
@@ -24,6 +34,8 @@ from .messages import (
     HASH_HEADER,
     JSON_TYPE,
     PROBE_PATH,
+    PROTOCOL_HEADER,
+    PROTOCOLS_HEADER,
     STATUS_PATH,
     AnyAnswer,
     AnyRequest,
@@ -32,6 +44,7 @@ from .messages import (
     decode_error,
     decode_json,
     encode_json,
+    written_in,
 )
 from .peers import HeldAnswer, PeerAnswer, PeerRequest
 
@@ -39,6 +52,7 @@ log = logging.getLogger(__name__)
 
 NOTHING = memoryview(b"")
 LARGE_BYTES = 64 << 10  # bodies that are moved apart from their heads
+OUTDATED = (BadRequest, NotFound, MethodNotAllowed, ProtocolMismatch)  # what an end says to what it does not know yet
 
 
 class HttpTransport:
@@ -48,6 +62,9 @@ class HttpTransport:
     `server` is host:port, whose token and certificate are looked up in `credentials` (None = the user's own folder); or
     a join string; or http://host:port for a server without either. When a token or a certificate is refused, both are
     looked up again: after `outerstep join` a running worker continues. `tls`: this context, no look-up and no token.
+
+    `protocol`: the highest that both ends speak, as far as is known; ours, before the first answer. Each answer says it
+    anew, for the other end may be restarted as another version.
     """
 
     def __init__(
@@ -70,6 +87,7 @@ class HttpTransport:
         self._system: ssl.SSLContext | None = None  # reads all the authorities: made if it is needed
         self._access = Access(self._host, self._port) if tls is not None else self._find()
         self._has_succeeded = False
+        self.protocol = PROTOCOL_VERSION
         self._timeout_s = timeout_s
         self._kept_connections = kept_connections
         self._idle: deque[http.client.HTTPConnection] = deque()
@@ -98,11 +116,29 @@ class HttpTransport:
     def _call(
         self, request: AnyRequest, body: memoryview | None, into: memoryview | None, timeout_s: float | None
     ) -> AnyAnswer:
+        """In the agreed protocol. If the other end does not understand, and shows that it speaks another: in that."""
+        protocol = self.protocol
+        try:
+            return self._say(written_in(request, protocol), protocol, body, into, timeout_s)
+        except OUTDATED:
+            if self.protocol == protocol:
+                raise
+        return self._say(written_in(request, self.protocol), self.protocol, body, into, timeout_s)
+
+    def _say(
+        self,
+        request: AnyRequest,
+        protocol: int,
+        body: memoryview | None,
+        into: memoryview | None,
+        timeout_s: float | None,
+    ) -> AnyAnswer:
         method, target, answer_type = address_of(request)
         limit_s = (timeout_s or self._timeout_s) + (request.wait_s if isinstance(request, Poll) else 0.0)
         payload = body if body is not None else memoryview(b"" if method == "GET" else encode_json(request))
         kind = JSON_TYPE if body is None else BYTES_TYPE
-        headers, data = self._ask(method, target, payload, kind, into, limit_s, admin=isinstance(request, Control))
+        admin = isinstance(request, Control)
+        headers, data = self._ask(method, target, payload, kind, into, limit_s, protocol, admin=admin)
         if answer_type is GetPartAnswer:
             return GetPartAnswer(hash=headers.get(HASH_HEADER, ""))
         if answer_type is HeldAnswer:
@@ -182,11 +218,12 @@ class HttpTransport:
         kind: str = JSON_TYPE,
         into: memoryview | None = None,
         timeout_s: float | None = None,
+        protocol: int | None = None,
         *,
         admin: bool = False,
     ) -> tuple[http.client.HTTPMessage, bytes]:
         """Headers and body of the answer, or what was refused."""
-        headers = {"Content-Type": kind}
+        headers = {"Content-Type": kind, PROTOCOL_HEADER: str(protocol or self.protocol)}
         if method != "GET":
             headers["Content-Length"] = str(len(payload))
         may_ask_again = True
@@ -204,8 +241,11 @@ class HttpTransport:
                     may_ask_again = False
                     continue
                 raise self._doubt(error) from error
-            if status != 200:
-                raise decode_error(data, status)
+            refusal = decode_error(data, status) if status != 200 else None
+            if PROTOCOLS_HEADER in said or refusal is None or isinstance(refusal, OUTDATED):
+                self.protocol = highest_common(said[PROTOCOLS_HEADER]) or self.protocol
+            if refusal is not None:
+                raise refusal
             self._has_succeeded = True
             return said, data
 

@@ -8,8 +8,18 @@ import msgspec
 
 from ..errors import BadRequest, Refused, ServerError, TransportError
 from ..types import Answer, Request
-from .messages import address_of, decode_error, decode_json, encode_error, encode_json, parse_query
-from .routes import DownloadRoute, MessageRoute, Route, Service, UploadRoute, no_route
+from ..versions import PROTOCOL_VERSION, as_spoken
+from .messages import (
+    address_of,
+    check_written,
+    decode_error,
+    decode_json,
+    encode_error,
+    encode_json,
+    parse_query,
+    written_in,
+)
+from .routes import DownloadRoute, MessageRoute, PlainRoute, Route, Service, UploadRoute, no_route
 
 
 class MemoryBody:
@@ -28,10 +38,11 @@ class MemoryBody:
 
 
 class MemoryTransport:
-    """`MemoryTransport(server.service)`. `drop_requests` / `drop_answers` lose that many of the next calls."""
+    """`MemoryTransport(server.service)`. `drop_requests` / `drop_answers` lose that many of the next calls. `protocol`:
+    that of an older worker, say."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, protocol: int = PROTOCOL_VERSION) -> None:
+        self._service, self.protocol = service, protocol
         self.drop_requests = 0
         self.drop_answers = 0
 
@@ -50,37 +61,39 @@ class MemoryTransport:
         if self.drop_requests > 0:
             self.drop_requests -= 1
             raise TransportError("the request was lost (drop_requests)")
-        method, target, answer_type = address_of(request)
+        said = cast(Request, written_in(request, self.protocol))
+        method, target, answer_type = address_of(said)
         path, _, query = target.partition("?")
         try:
             route = self._service.routes.get((method, path))
             if route is None:
                 raise no_route(self._service.routes, method, path)
-            answer = self._serve(route, query, encode_json(request), body, into)
+            answer = self._serve(route, query, encode_json(said), body, into)
         except Refused as refusal:
             # Through the wire's own form, so that the twin refuses exactly as HTTP does.
             raise decode_error(encode_error(refusal, "memory"), refusal.status) from refusal
         if self.drop_answers > 0:
             self.drop_answers -= 1
             raise TransportError("the answer was lost (drop_answers)")
-        return cast(Answer, msgspec.json.decode(encode_json(answer), type=answer_type))
+        return cast(Answer, msgspec.json.decode(encode_json(as_spoken(answer, self.protocol)), type=answer_type))
 
-    @staticmethod
-    def _serve(route: Route, query: str, data: bytes, body: memoryview | None, into: memoryview | None) -> object:
+    def _serve(self, route: Route, query: str, data: bytes, body: memoryview | None, into: memoryview | None) -> object:
+        if isinstance(route, PlainRoute):
+            raise ServerError("this route has no message")
+        is_json = isinstance(route, MessageRoute)
+        message = decode_json(data, route.kind) if is_json else parse_query(query, route.kind)
+        check_written(message, self.protocol)
         match route:
             case MessageRoute():
-                return route.handler(decode_json(data, route.kind))
+                return route.handler(message)
             case UploadRoute():
-                return route.handler(
-                    parse_query(query, route.kind), MemoryBody(body if body is not None else memoryview(b""))
-                )
+                return route.handler(message, MemoryBody(body if body is not None else memoryview(b"")))
             case DownloadRoute():
-                answer, found = route.handler(parse_query(query, route.kind))
+                answer, found = route.handler(message)
                 if into is None or len(into) != len(found):
                     raise ServerError(f"the part has {len(found)} bytes, the place for it {len(into or b'')}")
                 into[:] = found
                 return answer
-        raise ServerError("this route has no message")
 
     def status(self) -> dict[str, object]:
         return cast("dict[str, object]", msgspec.to_builtins(self._service.status()))

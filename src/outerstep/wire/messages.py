@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Final, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
+from msgspec.structs import replace
 
-from ..errors import BY_CODE, BadRequest, ProtocolMismatch, Refused, ServerError
+from ..errors import BY_CODE, BadRequest, Refused, ServerError
 from ..statements import Converse
 from ..types import (
-    PROTOCOL_VERSION,
     Answer,
     Commit,
     CommitAnswer,
@@ -39,6 +40,7 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
+from ..versions import OLDEST_PROTOCOL, as_spoken, check_spoken, needs
 from .peers import (
     AskParts,
     AskSnapshot,
@@ -55,6 +57,8 @@ from .peers import (
 STATUS_PATH: Final = "/status"
 PROBE_PATH: Final = "/v1/probe"
 HASH_HEADER: Final = "Outerstep-Hash"
+PROTOCOL_HEADER: Final = "Outerstep-Protocol"  # of a request: the one that it is written in
+PROTOCOLS_HEADER: Final = "Outerstep-Protocols"  # of an answer: all that its sender speaks
 JSON_TYPE: Final = "application/json"
 BYTES_TYPE: Final = "application/octet-stream"
 
@@ -131,25 +135,34 @@ def address_of(request: AnyRequest) -> tuple[str, str, type[AnyAnswer]]:
     return method, path, answer
 
 
-def decode_join(data: bytes | bytearray | memoryview) -> Join:
-    """What a worker of another version says may have fields that we do not know: then the version is what is wrong."""
-    try:
-        return decode_json(data, Join)
-    except BadRequest as error:
-        if (spoken := _protocol(data)) not in (None, PROTOCOL_VERSION):
-            raise ProtocolMismatch(
-                f"this worker speaks protocol {spoken}, the server speaks {PROTOCOL_VERSION}",
-                hint="install the same version of outerstep on both",
-            ) from error
-        raise
+# --- in which protocol ---------------------------------------------------------------------------------------------
 
 
-def _protocol(data: bytes | bytearray | memoryview) -> int | None:
-    try:
-        spoken = decode_json(data, dict).get("protocol")
-    except BadRequest:
-        return None
-    return spoken if type(spoken) is int else None
+def written_in(request: AnyRequest, protocol: int) -> AnyRequest:
+    """A request as an end is to get it with which this protocol was agreed."""
+    if isinstance(request, Join | AskTerms):
+        request = replace(request, protocol=protocol)
+    return as_spoken(request, protocol)
+
+
+def protocol_of(headers: Mapping[str, str]) -> int:
+    """The one that a request is written in, and its answer is to be. Release 0.2 does not say, and speaks 1."""
+    named = headers.get(PROTOCOL_HEADER.lower())
+    if named is None:
+        return OLDEST_PROTOCOL
+    if not re.fullmatch("[0-9]{1,6}", named):
+        raise BadRequest(f"{PROTOCOL_HEADER} must be a number, got {named[:32]!r}")
+    check_spoken(int(named), "the other end")
+    return int(named)
+
+
+def check_written(message: object, protocol: int) -> None:
+    """To say it in an older protocol than it belongs to is as wrong as an unknown field."""
+    if (needed := needs(message)) > protocol:
+        raise BadRequest(
+            f"this {type(message).__name__} has what belongs to protocol {needed}, and is said in {protocol}",
+            hint=f"name the protocol in the header {PROTOCOL_HEADER}",
+        )
 
 
 def parse_query(query: str, kind: type[T]) -> T:

@@ -2,7 +2,7 @@
 
     GET /healthz             "ok" or not; without a token
     GET /status              what the service says of itself, and the connections that its port has
-    PUT /v1/probe            takes up to 4 MiB and throws them away; answers with the server's clock and protocol
+    PUT /v1/probe            takes up to 4 MiB and throws them away; answers with the server's clock, and the protocol
     GET /v1/probe?bytes=N    sends N ≤ 4 MiB of noise
 
 The probe is for `outerstep doctor`: how fast is the line, and what does the clock at its other end say? It reads into a
@@ -20,7 +20,6 @@ from functools import cache
 from msgspec.structs import replace
 
 from ..errors import BadRequest, TooLarge
-from ..types import PROTOCOL_VERSION
 from .http_request import HttpRequest
 from .messages import BYTES_TYPE, PROBE_PATH, STATUS_PATH, ProbeAnswer, encode_json
 from .routes import PlainRoute, Reply, Routes, Service
@@ -51,7 +50,7 @@ def pages(service: Service) -> Routes:
 def _probe_up(request: HttpRequest) -> Reply:
     request.body.check_size(MAX_BYTES, "a probe")
     request.body.discard()
-    answer = ProbeAnswer(received_bytes=request.body.length, time_s=time.time(), protocol=PROTOCOL_VERSION)
+    answer = ProbeAnswer(received_bytes=request.body.length, time_s=time.time(), protocol=request.protocol)
     return Reply(encode_json(answer))
 
 

@@ -11,6 +11,10 @@ class Transport(Protocol):
     @property
     def address(self) -> str: ...
 
+    @property
+    def protocol(self) -> int:
+        """The highest that both ends speak, as far as is known: ours, before the first answer."""
+
     def call(
         self,
         request: Request,

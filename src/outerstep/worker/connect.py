@@ -193,6 +193,7 @@ def _by_gossip(worker: LocalWorker, config: WorkerConfig) -> Topology:
                 round_deadline_s=own.round_deadline_s,
                 heartbeat_timeout_s=own.heartbeat_timeout_s,
                 pattern=own.pattern,
+                protocol=own.protocol,
             ),
             join_timeout_s=config.join_timeout_s,
             announce=announce if own.announce else lambda node: None,

@@ -207,17 +207,17 @@ class TestServer:
     @pytest.mark.parametrize(
         ("changes", "protocol", "level", "said"),
         [
-            ({}, 1, "ok", "round 7, 1 worker(s)"),
-            ({}, 2, "fail", "update outerstep here"),
-            ({}, 0, "fail", "update outerstep there"),
-            ({}, None, "ok", "round 7"),
-            ({"outerstep": "0.2.0"}, 1, "warn", "here it is 0.1.0"),
-            ({"failure": "disk on fire"}, 1, "fail", "disk on fire"),
-            ({"closing": "budget spent"}, 1, "warn", "budget spent"),
+            ({}, 2, "ok", "outerstep 0.1.0, protocol 2, run r, round 7, 1 worker(s)"),
+            ({}, 1, "warn", "here the newest is protocol 2"),
+            ({"outerstep": "0.2.0"}, 1, "warn", "here it is 0.1.0 and the newest is protocol 2"),
+            ({}, None, "ok", "outerstep 0.1.0, run r, round 7"),
+            ({"outerstep": "0.2.0"}, 2, "warn", "here it is 0.1.0"),
+            ({"failure": "disk on fire"}, 2, "fail", "disk on fire"),
+            ({"closing": "budget spent"}, 2, "warn", "budget spent"),
         ],
     )
     def test_versions_and_health(self, changes: dict[str, str], protocol: int | None, level: str, said: str) -> None:
-        finding = verdicts.server({**STATUS, **changes}, "0.1.0", 1, protocol)
+        finding = verdicts.server({**STATUS, **changes}, "0.1.0", protocol)
         assert finding.level == level
         assert said in finding.found + finding.remedy
 

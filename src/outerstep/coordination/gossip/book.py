@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from ...errors import ProtocolMismatch
 from ...statements import AnyStatement, Proof, Signed, body_of, key_of, statement_of
+from ...versions import PROTOCOL_VERSION, needs
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]  # key, body, signature
@@ -22,16 +24,20 @@ MOST_SAID = 8192
 
 
 class Book:
-    def __init__(self, run_id: str, key: str, sign: Sign, verify: Verify) -> None:
-        """`key`: one's own."""
-        self._run_id, self._key = run_id, key
+    def __init__(self, run_id: str, key: str, sign: Sign, verify: Verify, protocol: int = PROTOCOL_VERSION) -> None:
+        """`key`: one's own. `protocol`: the run's."""
+        self._run_id, self._key, self._protocol = run_id, key, protocol
         self._sign, self._verify = sign, verify
         self._read: OrderedDict[Signed, AnyStatement] = OrderedDict()
         self._said: OrderedDict[tuple[object, ...], Signed] = OrderedDict()
         self.proofs: dict[str, Proof] = {}  # by the key of the peer that is proven to lie
 
     def write(self, statement: AnyStatement) -> Signed:
-        """One's own."""
+        """One's own. What the run's protocol cannot say must not even be made: what others read is what counts."""
+        if (needed := needs(statement)) > self._protocol:
+            raise ProtocolMismatch(
+                f"a {type(statement).__name__} of protocol {needed} in a run that speaks {self._protocol}"
+            )
         body = body_of(statement)
         signed = Signed(author=self._key, body=body, signature=self._sign(body))
         self._remember(self._read, signed, statement, MOST_READ)
@@ -48,6 +54,8 @@ class Book:
             return None
         # Read as it was written, and no other way: else one statement could have two bodies, and frame its author.
         if statement.run_id != self._run_id or body_of(statement) != signed.body:
+            return None
+        if needs(statement) > self._protocol:  # to some members it means nothing; so to none
             return None
         if not self._verify(signed.author, signed.body, signed.signature):
             return None

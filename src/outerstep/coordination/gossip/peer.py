@@ -75,7 +75,7 @@ class GossipPeer:
         self.run_id, self.member, self.rules = run_id, member, rules
         self.state = keepsake.state
         self.incarnation = keepsake.incarnation
-        self.book = Book(run_id, member.key, sign, verify)
+        self.book = Book(run_id, member.key, sign, verify, rules.protocol)
         self.address, self.fingerprint = address, fingerprint
         self.wants: str = "watch"
         self.stirred = True

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ...defaults import PEER_HEARTBEAT_TIMEOUT_S
 from ...errors import ConfigError
+from ...versions import PROTOCOL_VERSION, is_spoken, spoken_here
 from .ballot import TurnTimeouts
 
 
@@ -16,12 +17,13 @@ class GossipRules:
     `attackers`: how many may say what they like (chain.py says how many must then agree). `min_peers`: contributions
     that a round needs at least, beside more than half of the members. `round_deadline_s`: how long after its first
     contribution a round waits for members that are alive; None: as long as they are. `heartbeat_timeout_s`: how long a
-    member may be silent."""
+    member may be silent. `protocol`: in which all that is signed is said, for as long as the run lasts."""
 
     min_peers: int = 2
     attackers: int = 1
     heartbeat_timeout_s: float = PEER_HEARTBEAT_TIMEOUT_S
     round_deadline_s: float | None = None
+    protocol: int = PROTOCOL_VERSION
     pace: TurnTimeouts = field(default_factory=TurnTimeouts)
 
     def __post_init__(self) -> None:
@@ -29,5 +31,7 @@ class GossipRules:
             raise ConfigError(f"min_peers must be at least 1, got {self.min_peers}")
         if self.attackers < 0:
             raise ConfigError(f"attackers must be at least 0, got {self.attackers}")
+        if not is_spoken(self.protocol):
+            raise ConfigError(f"protocol must be one of {spoken_here()}, got {self.protocol}: update outerstep")
         if self.heartbeat_timeout_s <= 0.0:
             raise ConfigError(f"heartbeat_timeout_s must be > 0 s, got {self.heartbeat_timeout_s:g}")

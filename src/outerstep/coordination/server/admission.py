@@ -12,24 +12,15 @@ from ...errors import (
     FutureRound,
     OtherRun,
     PlanMismatch,
-    ProtocolMismatch,
     StaleRound,
     TooLarge,
     TooOld,
 )
-from ...types import PROTOCOL_VERSION, Commit, Join, Offer, Plan, PutPart
+from ...types import Commit, Offer, Plan, PutPart
 from ..weights import reported
 from .rounds import Fragment, RoundRules
 
 NEXT_SEQUENCE = "a key is fixed when its contribution is begun; use the next sequence for a new one"
-
-
-def check_protocol(message: Join) -> None:
-    if message.protocol != PROTOCOL_VERSION:
-        raise ProtocolMismatch(
-            f"this worker speaks protocol {message.protocol}, the server speaks {PROTOCOL_VERSION}",
-            hint="install the same version of outerstep on both",
-        )
 
 
 def check_run(named: str, held: str) -> None:

@@ -50,12 +50,12 @@ from ...types import (
     PutPart,
     PutPartAnswer,
 )
+from ...versions import check_spoken
 from ..weights import UsualWeight, reported, staleness_factor
 from .admission import (
     check_accepted,
     check_age,
     check_offer,
-    check_protocol,
     check_received,
     check_run,
     check_same_offer,
@@ -121,7 +121,7 @@ class Coordinator:
 
     def check_join(self, message: Join) -> None:
         """Everything about a join that does not depend on who is here."""
-        check_protocol(message)
+        check_spoken(message.protocol, "this worker")
         if message.run_id is not None:
             check_run(message.run_id, self.run_id)
         if self.closing and not self.members.knows(message):
@@ -145,6 +145,7 @@ class Coordinator:
         assert self.manifest is not None
         before = self.members.live_ids
         worker, arrived = self.members.join(message, now)
+        worker.protocol = message.protocol
         if arrived:
             if worker.worker_id in before:
                 # The old process is fenced; what it had in hand or was told is lost. Nobody waits for it now, unless

@@ -172,6 +172,7 @@ class KnownWorker:
     left_out: int = 0  # contributions that were there, and are not in what their rounds agreed on
     conduct: Conduct = field(default_factory=Conduct)
     kicked: str = ""  # why, until another instance joins
+    protocol: int | None = None  # that it joined in; None: before the server was restarted
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     accepted: dict[int, Acceptance] = field(default_factory=dict)  # per fragment, the last one
     closed: dict[int, Acceptance] = field(default_factory=dict)  # and the last one whose round has closed

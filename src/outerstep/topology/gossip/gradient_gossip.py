@@ -49,6 +49,7 @@ class GradientGossip:
         attackers: int | None = None,
         round_deadline_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
+        protocol: int | None = None,
         join_timeout_s: float = JOIN_TIMEOUT_S,
         **node: Any,
     ) -> None:
@@ -57,8 +58,8 @@ class GradientGossip:
             node_id: a name that no other peer has.
             peers: addresses or join strings of peers in the run; none: found one.
             codec: bf16 if nobody says otherwise; "sparse64" sends the largest 64 of 4096 values, and the rest later.
-            min_peers, attackers, round_deadline_s, heartbeat_timeout_s: as between training peers; left out, as the run
-                has it.
+            min_peers, attackers, round_deadline_s, heartbeat_timeout_s, protocol: as between training peers; left out,
+                as the run has it.
             node: further settings of `peer.NodeSettings`: listen, advertise, folder, credentials, insecure.
         """
         self.node_id, self.counted = node_id, False
@@ -67,6 +68,7 @@ class GradientGossip:
             attackers=node.pop("liars", attackers),  # its name in earlier versions
             round_deadline_s=round_deadline_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
+            protocol=protocol,
         )
         self._codec, self._join_timeout_s = codec, join_timeout_s
         self._node = Node(NodeSettings(peer_id=node_id, join=tuple(peers), **node))

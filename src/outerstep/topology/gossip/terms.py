@@ -18,7 +18,8 @@ from ...core.gossip import NoLoCo
 from ...core.outer import OuterRule
 from ...core.robust import RobustAggregator
 from ...errors import BadRequest, ConfigError, PlanMismatch
-from ...types import Manifest, Plain, Plan, WeightBy, Wishes
+from ...types import Manifest, Plain, Plan, Positive, WeightBy, Wishes
+from ...versions import OLDEST_PROTOCOL, PROTOCOL_VERSION, Since2, as_spoken
 from ..terms import draw_up
 
 Pattern = Literal["all", "pairs", "exponential"]
@@ -43,6 +44,7 @@ class GossipWishes:
     round_deadline_s: float | None = None  # none
     heartbeat_timeout_s: float | None = None
     pattern: Pattern | None = None  # all
+    protocol: int | None = None  # the highest
 
 
 class GossipTerms(Plain, frozen=True):
@@ -63,6 +65,7 @@ class GossipTerms(Plain, frozen=True):
     heartbeat_timeout_s: float
     pattern: Pattern
     by_hand: bool = False  # nobody trains a model: contributions are exchanged (gradient_gossip.py)
+    protocol: Since2[Positive] = msgspec.UNSET  # in protocol 1 nobody said so
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -113,6 +116,7 @@ class GossipTerms(Plain, frozen=True):
             attackers=self.attackers,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
             round_deadline_s=self.round_deadline_s,
+            protocol=OLDEST_PROTOCOL if self.protocol is msgspec.UNSET else self.protocol,
         )
 
 
@@ -145,9 +149,10 @@ def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str, *
         heartbeat_timeout_s=timeout_s,
         pattern=own.pattern or "all",
         by_hand=by_hand,
+        protocol=PROTOCOL_VERSION if own.protocol is None else own.protocol,
     )
     terms.check()
-    return terms
+    return as_spoken(terms, terms.rules.protocol)
 
 
 def _momentum(own: GossipWishes, usual: float) -> float:
@@ -225,5 +230,5 @@ def _wished(plan: Plan, wishes: Wishes) -> list[tuple[str, Any, Any]]:
 
 
 def _own(terms: GossipTerms, own: GossipWishes) -> list[tuple[str, Any, Any]]:
-    has = {**msgspec.structs.asdict(terms), "weight_by": terms.plan.weight_by}
+    has = {**msgspec.structs.asdict(terms), "weight_by": terms.plan.weight_by, "protocol": terms.rules.protocol}
     return [(field.name, has[field.name], getattr(own, field.name)) for field in fields(GossipWishes)]

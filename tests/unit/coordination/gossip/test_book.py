@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from outerstep.coordination.gossip.book import Book
+from outerstep.errors import ProtocolMismatch
 from outerstep.simulate.gossip import Registry
 from outerstep.statements import AnyStatement, Beat, Offered, Proof, Signed, Voted, body_of
 
@@ -100,3 +101,17 @@ def test_one_statement_has_one_body_and_so_cannot_contradict_itself(people: tupl
     reordered = msgspec.msgpack.encode(dict(reversed(fields.items())))
     assert reordered != body_of(offered())
     assert judge.book.read(Signed(author=suspect.key, body=reordered, signature=suspect._sign(reordered))) is None
+
+
+def test_what_belongs_to_a_later_protocol_than_the_runs_is_neither_said_nor_heard(
+    people: tuple[Someone, Someone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the run's older members it would mean nothing: so it means nothing to all."""
+    judge, suspect = people
+    monkeypatch.setattr("outerstep.coordination.gossip.book.needs", lambda statement: 2 if statement == voted() else 1)
+    older = Book(RUN, judge.key, judge._sign, judge.book._verify, protocol=1)
+    assert judge.book.read(suspect.signs(voted())) == voted()
+    assert older.read(suspect.signs(voted())) is None
+    assert older.read(suspect.signs(offered())) == offered()
+    with pytest.raises(ProtocolMismatch, match="a Voted of protocol 2 in a run that speaks 1"):
+        older.write(voted())

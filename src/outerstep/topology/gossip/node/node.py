@@ -28,14 +28,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from msgspec import UNSET
+
 from ....coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ....coordination.gossip.chain import found
-from ....errors import Busy, ConfigError, ExchangeFailed, ServerUnreachable
+from ....errors import Busy, ConfigError, ExchangeFailed, ProtocolMismatch, ServerUnreachable
 from ....events import Event, EventSink, PeerExpelled, RoundDecided, WorkerDied, WorkerJoined, WorkerLeft
 from ....observe import FanOut
 from ....observe.status import PeerStatus
 from ....security.signing import make_key, verify
 from ....statements import Beat, ChainState, Converse, Decision, Member, Offered, Round
+from ....versions import OLDEST_PROTOCOL, as_spoken
 from ....wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
 from .contributions import DecidedRounds, Fetcher, Payloads
 from .conversations import Conversations, Survey
@@ -201,10 +204,14 @@ class Node:
         if self._folder is None:
             return Keepsake(run_id=terms.run_id, state=terms.state)
         facts = PeerRunFacts(
-            run_id=terms.run_id, peer_id=self.peer_id, token=self._listener.token, attackers=rules.attackers
+            run_id=terms.run_id,
+            peer_id=self.peer_id,
+            token=self._listener.token,
+            attackers=rules.attackers,
+            protocol=rules.protocol,
         )
         try:
-            return self._folder.take_up(facts, document, terms.state, terms.beats)
+            return self._folder.take_up(as_spoken(facts, rules.protocol), document, terms.state, terms.beats)
         except OSError as error:
             raise ConfigError(f"the folder {self.settings.folder!r} cannot be written: {error.strerror}") from error
 
@@ -219,9 +226,22 @@ class Node:
         self._fetcher = Fetcher(self.shared, self.recorder, self._contacts, self.payloads, self.rounds, callbacks)
         self._housekeeping = Housekeeping(self, self._contacts, self._survey)
 
-    def terms(self) -> Terms:
-        """For a peer that wants to join."""
+    @property
+    def protocol(self) -> int:
+        """The run's."""
+        if self.shared.has_begun:
+            return self.peer.rules.protocol
+        facts = self._folder.facts if self._folder is not None else None
+        return OLDEST_PROTOCOL if facts is None or facts.protocol is UNSET else facts.protocol
+
+    def terms(self, protocol: int) -> Terms:
+        """For a peer that wants to join, and speaks this protocol with us."""
         with self.lock:
+            if protocol < self.protocol:
+                raise ProtocolMismatch(
+                    f"this run speaks protocol {self.protocol}, the other peer {protocol}",
+                    hint="update outerstep there, or found the run with --protocol 1",
+                )
             if not self.shared.has_begun:
                 kept = self._kept_terms()
                 if kept is None:

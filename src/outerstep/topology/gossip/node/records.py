@@ -37,6 +37,7 @@ from ....security.secret_files import make_folder, read_secret, write_secret
 from ....security.signing import SigningKey, open_key
 from ....statements import ChainState, Decision, PeerId, Signed
 from ....types import Plain, Positive, RunId
+from ....versions import Since2
 from .shared import Shared
 
 log = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ T = TypeVar("T")
 
 
 class PeerRunFacts(Plain, frozen=True):
-    """The content of run.json. `token` "" = a run without one."""
+    """The content of run.json. `token` "" = a run without one. `protocol`: the run's."""
 
     run_id: RunId
     peer_id: PeerId
@@ -166,6 +167,7 @@ class PeerRunFacts(Plain, frozen=True):
     attackers: int = msgspec.field(default=1, name="liars")  # as earlier versions wrote it
     format: str = FORMAT
     version: Positive = VERSION
+    protocol: Since2[Positive] = msgspec.UNSET
 
 
 class PeerFolder:

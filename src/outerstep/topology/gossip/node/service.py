@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ....errors import BadRequest, Busy, NotFound, OtherRun, ProtocolMismatch, ServerFailed
+from ....errors import BadRequest, Busy, NotFound, OtherRun, ServerFailed
 from ....observe.status import PEER_MODE, FragmentStatus, PeerMemberStatus, PeerStatus
 from ....statements import Converse
-from ....types import PROTOCOL_VERSION
+from ....versions import check_spoken
 from ....wire.messages import MAX_JOIN_BYTES, place_of
 from ....wire.pages import pages
 from ....wire.peers import (
@@ -60,12 +60,8 @@ class PeerService:
         self._check_health()
         match request:
             case AskTerms():
-                if request.protocol != PROTOCOL_VERSION:
-                    raise ProtocolMismatch(
-                        f"this peer speaks protocol {PROTOCOL_VERSION}, the other {request.protocol}",
-                        hint="install the same version of outerstep on both",
-                    )
-                return self._node.terms()
+                check_spoken(request.protocol, "the other peer")
+                return self._node.terms(request.protocol)
             case Converse():
                 return self._converse(request)
             case AskSnapshot():
@@ -156,6 +152,7 @@ def build_status(node: Node) -> PeerStatus:
         status,
         begun=True,
         run_id=peer.run_id,
+        protocol=peer.rules.protocol,
         height=peer.state.height,
         is_member=peer.is_member,
         versions=list(peer.state.versions),
