@@ -42,7 +42,8 @@ class Pool:
 
     def __init__(self, *, memory_bytes: int, spool_bytes: int, spool_dir: str | None = None) -> None:
         self._limits = {False: memory_bytes, True: spool_bytes}  # by "on disk?"
-        self._spool_dir = spool_dir or _roomy_folder()
+        # /tmp is often memory itself; /var/tmp is a disk.
+        self._spool_dir = spool_dir or ("/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir())
         self._lock = threading.Lock()
         self._taken = {False: 0, True: 0}
         self._mapped = {False: 0, True: 0}
@@ -135,8 +136,3 @@ def private_memory(size_bytes: int) -> memoryview:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
-
-
-def _roomy_folder() -> str:
-    """/tmp is often memory itself; /var/tmp is a disk."""
-    return "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()

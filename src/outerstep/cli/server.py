@@ -42,7 +42,8 @@ def server(found: Found) -> None:
     found = with_run_folder(found)
     config: ServerConfig = make_config(SERVER, found)
     command: ServerCommand = make_command(SERVER, found)
-    if command.model is None and config.resume is None and not _has_run(config.save_dir):
+    has_run = config.save_dir is not None and (Path(config.save_dir) / RUN_FILE).is_file()
+    if command.model is None and config.resume is None and not has_run:
         raise ConfigError("no model to train: give -m MODEL_DIR, or --resume with a saved state")
     console = Console(stderr=True)
     _show_log(console)
@@ -87,13 +88,10 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def _has_run(place: str | None) -> bool:
-    return place is not None and (Path(place) / RUN_FILE).is_file()
-
-
 def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: str) -> None:
     made.start()
-    _tell(console, f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {_expects(made, config)}.")
+    then = f"resuming at round {made.sync_round}" if made.is_resumed else f"waiting for {config.num_workers} worker(s)"
+    _tell(console, f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {then}.")
     if config.insecure:
         _say(f"On each worker:\n\n    outerstep worker --server http://{made.address} -- python train.py\n")
     else:
@@ -131,12 +129,6 @@ def _say(text: str) -> None:
     """Not through rich, which would break a long line in two."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _expects(made: DiLoCoServer, config: ServerConfig) -> str:
-    if made.is_resumed:
-        return f"resuming at round {made.sync_round}"
-    return f"waiting for {config.num_workers} worker(s)"
 
 
 def _make(found: Found, config: ServerConfig, command: ServerCommand) -> DiLoCoServer:

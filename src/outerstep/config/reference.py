@@ -20,7 +20,8 @@ def markdown_table(role: Role) -> str:
     """One row per setting, in the order of --help."""
     lines = ["| setting | flag | variables | what it is |", "|---|---|---|---|"]
     for setting in role.settings:
-        flags = ", ".join(f"`{flag}`" for flag in _flags(role, setting))
+        opposite = [setting.opposite] if role.kinds[setting.field].base is bool else []
+        flags = ", ".join(f"`{flag}`" for flag in [*setting.flags.split(), *opposite])
         variables = ", ".join(f"`{name}`" for name in role.variables(setting.field))
         text = f"{setting.help} {role.default_text(setting)}".replace("|", "\\|")
         lines.append(f"| `{setting.field}` | {flags} | {variables} | {text} |")
@@ -56,11 +57,6 @@ def commented_toml() -> str:
             lines += ["", f"# {setting.help}{choices} {role.default_text(setting)}"]
             lines.append(f"# {setting.field} = {_toml(role, setting)}")
     return "\n".join(lines) + "\n"
-
-
-def _flags(role: Role, setting: Setting) -> list[str]:
-    flags = setting.flags.split()
-    return [*flags, setting.opposite] if role.kinds[setting.field].base is bool else flags
 
 
 def _toml(role: Role, setting: Setting) -> str:

@@ -38,7 +38,7 @@ class FragmentManager:
         strategy: Strategy = "contiguous",
         embeddings_apart: bool = False,
     ) -> None:
-        specs = _specs(model)
+        specs = model if isinstance(model, Sequence) else describe(model)[1].parameters
         if not 1 <= num_fragments <= len(specs):
             raise ConfigError(
                 f"num_fragments must be between 1 and the number of trainable parameters ({len(specs)}), "
@@ -60,10 +60,6 @@ def check_cycle(sync_every: int, num_fragments: int) -> None:
             f"sync_every ({sync_every}) must be at least num_fragments ({num_fragments}): "
             "each fragment is sent after its own step; raise sync_every, or use fewer fragments"
         )
-
-
-def _specs(model: nn.Module | Sequence[ParameterSpec]) -> Sequence[ParameterSpec]:
-    return model if isinstance(model, Sequence) else describe(model)[1].parameters
 
 
 def _split(specs: Sequence[ParameterSpec], count: int, strategy: Strategy, embeddings_apart: bool) -> list[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -21,18 +21,11 @@ class Row:
     rounds: int
     seconds: float
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
-
-def data_parallel_bytes(parameters: int, workers: int, steps: int) -> float:
-    """What each worker of a ring all-reduce sends in fp32: 2(k−1)/k · 4 bytes · parameters, at every step."""
-    return 2 * (workers - 1) / workers * 4 * parameters * steps
-
 
 def print_table(rows: list[Row], parameters: int, workers: int, steps: int, console: Console) -> None:
     alone, _, together, parallel = rows
-    per_step = data_parallel_bytes(parameters, workers, steps)
+    # What each worker of a ring all-reduce sends in fp32: 2(k−1)/k · 4 bytes · parameters, at every step.
+    per_step = 2 * (workers - 1) / workers * 4 * parameters * steps
     table = Table(title=f"after {steps} steps; held-out files, nats per byte (lower is better)")
     for heading in ("run", "learning rate", "loss", "bits per byte", "sent by each worker"):
         table.add_column(heading, justify="left" if heading == "run" else "right")

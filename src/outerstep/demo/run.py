@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,7 +122,8 @@ def run_demo(settings: DemoSettings, console: Console) -> list[Row]:
     )
     together = _together(settings)
     alone = _plain(settings, "alone", "one worker alone", LONE_LR, [0])
-    outer = _alone_with_outer_step(settings)
+    lone = [_worker(settings, "alone-outer", 0, LONE_OUTER_LR)]
+    outer = _team(settings, "one worker, with the outer step", LONE_OUTER_LR, lone, "server-of-one")
     parallel = _plain(
         settings, "data-parallel", "data-parallel, every step", DATA_PARALLEL_LR, list(range(settings.workers))
     )
@@ -132,7 +133,7 @@ def run_demo(settings: DemoSettings, console: Console) -> list[Row]:
 
     rows = [team.row() for team in (alone, outer, together, parallel)]
     _check_checkpoint(folder / "trained", rows[2], settings)
-    (folder / "results.json").write_text(json.dumps([row.as_dict() for row in rows], indent=2))
+    (folder / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=2))
     print_table(rows, parameters, settings.workers, settings.steps, console)
     picture = plot(rows, folder / "loss.png")
     console.print(
@@ -151,11 +152,6 @@ def _together(settings: DemoSettings) -> Team:
         for i in range(settings.workers)
     ]
     return _team(settings, f"{settings.workers} workers, outer model", WORKER_LR, workers, "server")
-
-
-def _alone_with_outer_step(settings: DemoSettings) -> Team:
-    workers = [_worker(settings, "alone-outer", 0, LONE_OUTER_LR)]
-    return _team(settings, "one worker, with the outer step", LONE_OUTER_LR, workers, "server-of-one")
 
 
 def _team(settings: DemoSettings, label: str, learning_rate: float, workers: list[Process], server_name: str) -> Team:

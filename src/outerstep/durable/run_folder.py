@@ -50,10 +50,6 @@ class RunFolder:
             self.close()
             raise
 
-    @property
-    def journal_place(self) -> Path:
-        return self.place / JOURNAL
-
     def note(self, run_id: str, *, began: bool) -> None:
         """Write down which run the folder holds from now on."""
         facts = RunFacts(run_id=run_id, began=began)

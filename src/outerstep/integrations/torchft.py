@@ -98,7 +98,8 @@ def make_diloco(
     check_buffers(model, buffers)
     check_quantization(should_quantize, model)
     fragments = _fragments(model, num_fragments)
-    use_bucketization, cap_mb = bucket_cap(use_bucketization, bucket_cap_mb, map(_size_bytes, fragments))
+    sizes = [sum(local_part(p).nbytes for p in fragment.parameters()) for fragment in fragments]
+    use_bucketization, cap_mb = bucket_cap(use_bucketization, bucket_cap_mb, sizes)
     make = outer_optimizer or _nesterov(outer_lr, outer_momentum)
     outer_optimizers = [check_outer_optimizer(make, list(fragment.parameters())) for fragment in fragments]
     return CheckedDiLoCo(
@@ -163,7 +164,8 @@ class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
         """
         anchor, step = self._fragments[fragment].original_parameters, self._manager.current_step()
         checksum = _checksum(anchor)
-        told = torch.tensor([checksum, _CEILING - checksum, step, _CEILING - step], device=_device_of(self._model))
+        device = next(p.device for p in self._model.parameters() if p.requires_grad)
+        told = torch.tensor([checksum, _CEILING - checksum, step, _CEILING - step], device=device)
         self._manager.allreduce(told, reduce_op=ReduceOp.MAX).wait()
         if self._manager.errored():
             log.warning("step %d: a peer was lost before the replicas were compared; the next sync compares them", step)
@@ -227,10 +229,6 @@ def _fragments(model: nn.Module, count: int) -> list[_Fragment]:
     return [_Fragment({name: params[name] for name in names}) for names in FragmentManager(model, count).fragments]
 
 
-def _size_bytes(fragment: _Fragment) -> int:
-    return sum(local_part(p).nbytes for p in fragment.parameters())
-
-
 def _copying(save: Callable[[], Any]) -> Callable[[], Any]:
     """A state function that returns copies: the peer reads them while training continues here."""
     return lambda: tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, save())
@@ -244,7 +242,3 @@ def _checksum(anchor: Mapping[str, Tensor]) -> int:
     for name, tensor in anchor.items():
         pieces += [f"{name} {tuple(tensor.shape)} ".encode(), bytes_of(tensor)]
     return int(data_hash(pieces)[:15], 16)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(p.device for p in model.parameters() if p.requires_grad)

@@ -32,7 +32,7 @@ from ..core.robust import ScreenVerdict
 from ..core.state import bytes_of
 from ..durable.disk import FolderDisk
 from ..durable.journal import Journal, Record
-from ..durable.run_folder import RunFolder, has_journal
+from ..durable.run_folder import JOURNAL, RunFolder, has_journal
 from ..errors import ModelError, ServerError
 from ..events import EventSink, SaveFailed, StateSaved
 from ..pool import private_memory
@@ -90,7 +90,7 @@ class RunWriter:
         self.folder = folder
         self.journal: Journal | None = None
         if folder is not None and (run.config.keeps == "round" or has_journal(folder.place)):
-            self.journal = Journal(FolderDisk(folder.journal_place))
+            self.journal = Journal(FolderDisk(folder.place / JOURNAL))
         self.last_save = ""  # where the last checkpoint is, or why there is none
 
     def append(self, remembered: Remembered, stepped: SteppedRound | None = None) -> int:

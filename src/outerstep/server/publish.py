@@ -293,7 +293,9 @@ class Downlink:
             self._target = torch.frombuffer(private_memory(max(4 * self._target.numel(), 4)), dtype=torch.float32)
             for name, values in self.by_name(self._target).items():
                 values.copy_((targets or state).get(name, state[name]))
-        agreement = Agreement(fragment=index, version=version, anchor_hash=fp32_hash(frame.view, self.full))
+        data = frame.view[self.full.data_begin :]  # hashed without the gaps between tensors
+        anchor_hash = data_hash(data[entry.begin : entry.end] for entry in self.full.entries)
+        agreement = Agreement(fragment=index, version=version, anchor_hash=anchor_hash)
         self.state = FragmentState(
             {spec.name: spec.role for spec in specs},
             theta,
@@ -494,8 +496,3 @@ class Downlink:
         if self._leaving is not None and not self._leaving.is_read(now):
             reused, self._leaving = self._leaving.frame, None
         return reused
-
-
-def fp32_hash(frame: memoryview, of: Layout) -> str:
-    """Of the values alone, without header and gaps: the anchor's hash."""
-    return data_hash(frame[of.data_begin + entry.begin : of.data_begin + entry.end] for entry in of.entries)

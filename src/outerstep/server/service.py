@@ -290,14 +290,10 @@ class ParameterService:
                 case PutPart() | GetPart():
                     raise BadRequest(f"{type(request).__name__} carries bytes")
         except Refused as refusal:
-            self.note_refusal(request, refusal)
+            if not isinstance(refusal, Busy | StaleRound | Superseded):  # those are part of a healthy run's life
+                who = getattr(request, "worker_id", None)
+                self.events(MessageRefused(type(request).__name__, who, refusal.code, str(refusal)))
             raise
-
-    def note_refusal(self, request: Request, refusal: Refused) -> None:
-        """For the event log; what is part of a healthy run's life is left out."""
-        if not isinstance(refusal, Busy | StaleRound | Superseded):
-            who = getattr(request, "worker_id", None)
-            self.events(MessageRefused(type(request).__name__, who, refusal.code, str(refusal)))
 
     def put_part(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
         self._check_health()

@@ -128,7 +128,9 @@ class FragmentStore:
         self._tensors = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in tensors]
         self.up = layout(up.name, [(name, shape, size(math.prod(shape))) for name, shape, size in self._tensors])
         self.decoder = lru_cache(maxsize=4)(lambda sections: Decoder(up.name, tensors, sections))
-        self.max_payload_bytes = lru_cache(maxsize=64)(self._most_bytes)
+        self.max_payload_bytes = lru_cache(maxsize=64)(  # of a contribution that comes in so many sections
+            lambda sections: most_bytes(self.up, self._tensors, sections) + SLACK_BYTES
+        )
         self.statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
         for earlier, values in (statistics or {}).items():
             if ours := {name: values[name].clone() for name in self.state.averaged if name in values}:
@@ -143,10 +145,6 @@ class FragmentStore:
     def centre(self) -> Mapping[str, Tensor]:
         """The last round's aggregate by name, for a rule that begins there; nothing before the first."""
         return self.state.centre
-
-    def _most_bytes(self, sections: int) -> int:
-        """Of a contribution that comes in so many sections."""
-        return most_bytes(self.up, self._tensors, sections) + SLACK_BYTES
 
     @property
     def max_sections(self) -> int:

@@ -39,12 +39,6 @@ PATIENCE_S = 900.0  # until everything is well again after the storm
 NOTHING = "0" * 32
 
 
-def key_pair(name: str) -> tuple[str, Callable[[bytes], bytes]]:
-    """A public key, and how its owner signs. As good as the real thing for who does not look into this module."""
-    secret = sha256(f"secret of {name}".encode()).digest()
-    return sha256(secret).hexdigest(), lambda body: blake2b(body, key=secret, digest_size=64).digest()
-
-
 class Registry:
     """Who can have signed what."""
 
@@ -52,8 +46,10 @@ class Registry:
         self._signers: dict[str, Callable[[bytes], bytes]] = {}
 
     def enter(self, name: str) -> tuple[str, Callable[[bytes], bytes]]:
-        key, sign = key_pair(name)
-        self._signers[key] = sign
+        """A public key, and how its owner signs. As good as the real thing to code outside of this module."""
+        secret = sha256(f"secret of {name}".encode()).digest()
+        key = sha256(secret).hexdigest()
+        self._signers[key] = sign = lambda body: blake2b(body, key=secret, digest_size=64).digest()
         return key, sign
 
     def verify(self, key: str, body: bytes, signature: bytes) -> bool:

@@ -59,11 +59,8 @@ class Liar(SimPeer):
             return signed
         self.world.history.faults[f"lie: {lie}"] += 1
         body = body_of(other)
-        return Signed(author=signed.author, body=body, signature=self.world.registry.enter(self._secret)[1](body))
-
-    @property
-    def _secret(self) -> str:
-        return f"{self.name}/{self.identities}"
+        _, sign = self.world.registry.enter(f"{self.name}/{self.identities}")
+        return Signed(author=signed.author, body=body, signature=sign(body))
 
     def _known_blocks(self) -> list[str]:
         said = [statement_of(s.body) for s in self.machine.say_to(self.machine.state.height).statements]

@@ -403,7 +403,3 @@ def _agreement(made: SimVersion) -> Agreement:
 
 def _agreement_part(anchor_hash: str, kind: str, part: int) -> str:
     return part_hash(f"agreement {anchor_hash} {kind} {part}".encode())
-
-
-def contribution_part(key: ContributionKey, steps: list[StepName], part: int) -> str:
-    return part_hash(f"{key} {steps} {part}".encode())

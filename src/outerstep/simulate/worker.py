@@ -35,6 +35,7 @@ from ..coordination.worker.effects import (
 )
 from ..coordination.worker.exchange import Exchange, Held, Outcome, Patience, Sending, Session, Share
 from ..coordination.worker.machine import LOOK_EVERY_S, Metrics, Offline, WorkerMachine, WorkerState
+from ..digest import part_hash
 from ..errors import Fenced, Kicked, OuterstepError, UnknownWorker
 from ..types import (
     PROTOCOL_VERSION,
@@ -55,7 +56,7 @@ from .carrier import CALL_TIMEOUT_S, SimCarrier
 from .history import History, StepName
 from .network import Network
 from .scenario import Scenario
-from .server import PART_BYTES, SimServer, contribution_part
+from .server import PART_BYTES, SimServer
 
 HEAR = Share(1, range(0), speaks=True)  # of an agreement, and fetch nothing
 
@@ -396,7 +397,7 @@ class SimWorker:
             size_bytes=self._scenario.parts * PART_BYTES,
         )
         steps = list(fragment.unsent)
-        hashes = (contribution_part(offer.key, steps, i) for i in range(self._scenario.parts))
+        hashes = (part_hash(f"{offer.key} {steps} {i}".encode()) for i in range(self._scenario.parts))
         oldest = min(fragment.unsent.values(), default=send.oldest_base)
         if send.oldest_base > oldest:
             self._history.violated(

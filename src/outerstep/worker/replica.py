@@ -141,7 +141,10 @@ class Replica:
 
     def mix(self, update: AnchorUpdate, alpha: float) -> bool:
         """It holds what we sent; of what we did since then, α stays."""
-        moved = partial(_mix, alpha=alpha)
+
+        def moved(block: AnchorBlock) -> None:
+            mix(block.local, block.theta, alpha)
+
         return self._apply(update, moved, moved, in_place=True)
 
     def prove(self, update: AnchorUpdate) -> bool:
@@ -219,10 +222,6 @@ class Replica:
 
 def _adopt(block: AnchorBlock) -> None:
     adopt(block.local, block.theta)
-
-
-def _mix(block: AnchorBlock, alpha: float) -> None:
-    mix(block.local, block.theta, alpha)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -376,7 +376,8 @@ class WorkerMachine:
         if over:
             wait.looks = 0
             return [Resume(f) if f in earlier and sights[f].failed else Finish(f) for f in over]
-        if wait.may_defer and self._nobody_answers([sights[fragment] for fragment in wait.tries]):
+        is_silent = all(sights[fragment].silent_s > self.offline.after_s for fragment in wait.tries)
+        if wait.may_defer and is_silent and self._deferrals < self.offline.exchanges:
             self._deferrals += 1
             self.metrics.offline_exchanges += 1
             return [*self._defer(wait.tries), Note("deferred", steps=self._deferrals), *self._end_wait()]
@@ -386,10 +387,6 @@ class WorkerMachine:
             return [*self._defer(self.in_flight), Note("out of time"), *self._depart(gone=True)]
         wanted = {one for fragment in wait.tries for one in sights[fragment].wanted}
         return [effect for fragment, version in sorted(wanted) for effect in self._wanted(fragment, version, sights)]
-
-    def _nobody_answers(self, sights: Iterable[Sight]) -> bool:
-        silent = all(sight.silent_s > self.offline.after_s for sight in sights)
-        return silent and self._deferrals < self.offline.exchanges
 
     def _wanted(self, fragment: int, version: int, sights: Mapping[int, Sight]) -> list[Effect]:
         """A round of another fragment waits for us. What is in flight there comes when its time has come, not before;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,9 +53,6 @@ class Bucketing:
     @property
     def needs_centre(self) -> bool:
         return self.rule.needs_centre
-
-    def reseeded(self, seed: str) -> Bucketing:
-        return replace(self, seed=seed)
 
     def check(self, offered: int, weights: Sequence[float]) -> None:
         check_weights(weights)

@@ -91,7 +91,7 @@ def combine(
     order (sums over whole contributions depend on it in their last bits). `seed`: of the buckets, if the rule has
     them."""
     if isinstance(rule, Bucketing):
-        rule = rule.reseeded(seed)
+        rule = replace(rule, seed=seed)
     rows = sum(not candidate.refused for candidate in candidates)
     return aggregate(candidates, cut(sizes, rows), out, rule, screening=screening, centre=centre, device=device)
 
@@ -120,9 +120,8 @@ def aggregate(
     offered, ordered = len(ordered), [candidate for candidate in ordered if not candidate.refused]
     found = _measure(ordered, blocks, rule, screening, centre, device)
     chosen, verdict = _judge(ordered, found, screening)
-    combine = rule.begin(
-        RuleInputs(offered, tuple(ordered[i].weight for i in chosen), _products_for(rule, found, chosen))
-    )
+    between = _of(found, chosen, with_centre=rule.needs_centre) if rule.needs_products else None
+    combine = rule.begin(RuleInputs(offered, tuple(ordered[i].weight for i in chosen), between))
     used: list[Reader[B]] = [ordered[i].values for i in chosen]
     if rule.needs_centre:
         used.insert(0, centre or Zeros())
@@ -202,7 +201,3 @@ def _of(found: _Found, chosen: Sequence[int], *, with_centre: bool = False) -> P
     assert found.products is not None
     first = len(found.products) - len(found.squares)
     return found.products.of([*([0] if with_centre else []), *(first + i for i in chosen)])
-
-
-def _products_for(rule: Rule, found: _Found, chosen: Sequence[int]) -> Products | None:
-    return _of(found, chosen, with_centre=rule.needs_centre) if rule.needs_products else None

@@ -16,7 +16,7 @@ odd, can be taken for another. state.json guards itself with a hash over the byt
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,10 @@ def write_folder(state: ServerState, place: Path, *, serial: int, model_files: P
         ledger=state.ledger,
         totals=state.totals,
         facts=state.facts,
-        files={file.name: _file_facts(file) for file in sorted(place.iterdir())},
+        files={
+            file.name: FileFacts(size_bytes=file.stat().st_size, hash=file_hash(file))
+            for file in sorted(place.iterdir())
+        },
     )
     data = _encode(facts)
     for name in facts.files:
@@ -232,10 +235,6 @@ def _belongs(file: Path, folder: Path) -> bool:
     return home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
 
 
-def _file_facts(file: Path) -> FileFacts:
-    return FileFacts(size_bytes=file.stat().st_size, hash=file_hash(file))
-
-
 def _own_version() -> str:
     try:
         return version("outerstep")
@@ -286,7 +285,10 @@ def read_folder(place: Path) -> ServerState:
         statistics = {v: {n: earlier[label] for n, label in labels.items()} for v, labels in facts.statistics.items()}
         centre = {name: last[label] for name, label in facts.centre.items()}
         rest = {name: model[facts.tied.get(name, name)] for name in facts.rest}
-        by_name = {name: dict(_entry(facts.optimizer, name, outer)) for name in facts.optimizer.tensors}
+        by_name = {
+            name: {**{key: outer[label] for key, label in labels.items()}, **facts.optimizer.values[name]}
+            for name, labels in facts.optimizer.tensors.items()
+        }
     except KeyError as error:
         raise ModelError(f"{place / STATE} names tensor {error}, which is in none of its files; {_REMEDY}") from error
     state = ServerState(
@@ -340,12 +342,6 @@ def check_file(place: Path, name: str, expected: FileFacts, *, content: bool) ->
 
 def _tensors(place: Path, name: str, facts: StateFacts) -> dict[str, Tensor]:
     return read_tensors(place / name) if name in facts.files else {}
-
-
-def _entry(facts: OptimizerFacts, name: str, outer: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-    for key, label in facts.tensors[name].items():
-        yield key, outer[label]
-    yield from facts.values[name].items()
 
 
 def _check_kept(state: ServerState, model: Mapping[str, Tensor]) -> None:

@@ -109,7 +109,9 @@ class ProcessGroups:
     def _swap_all_at_once(self, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]) -> None:
         """NCCL would wait in a circle if two GPUs first sent and then received: so one collective of the whole quorum,
         from one piece of memory to another."""
-        sends, receives = (self._by_rank(side) for side in (out, into))
+        sends, receives = (  # by rank of the quorum, what belongs to one in its order
+            sorted(((self.members[r], data) for r, data in side), key=lambda one: one[0]) for side in (out, into)
+        )
         outgoing, incoming = ([data for _, data in side] for side in (sends, receives))
         sent, received = (
             [sum(data.numel() for r, data in side if r == rank) for rank in range(self.size)]
@@ -122,7 +124,3 @@ class ProcessGroups:
         pieces = room.split([data.numel() for data in incoming])  # type: ignore[no-untyped-call]
         for data, piece in zip(incoming, pieces, strict=True):
             data.copy_(piece)
-
-    def _by_rank(self, side: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-        """By rank of the quorum, what belongs to one in its order."""
-        return sorted(((self.members[r], data) for r, data in side), key=lambda one: one[0])

@@ -8,7 +8,6 @@ Snapshots   the part of a healing state that only the training thread can copy
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -139,10 +138,6 @@ class Measured:
     def squares(self) -> float:
         """Σ Δ²."""
         return sum(float(square) for square in self._squares.values())
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.squares)
 
 
 def write_state(

@@ -16,6 +16,7 @@ replicas have in common.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -223,7 +224,9 @@ class TorchftTopology:
         measured = Measured(as_deltas(contribution.deltas))
         try:
             payload = self._encode(fragment, measured, brought.sequence)
-            brought.fill(payload, "" if measured.is_finite else TOO_LARGE.format(fragment), measured.squares)
+            brought.fill(
+                payload, "" if math.isfinite(measured.squares) else TOO_LARGE.format(fragment), measured.squares
+            )
         except BaseException as error:
             brought.fill(None, error=error)
             raise
