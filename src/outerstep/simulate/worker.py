@@ -33,7 +33,7 @@ from ..coordination.worker.effects import (
     Send,
     Sight,
 )
-from ..coordination.worker.exchange import Exchange, Held, Outcome, Patience, Sending, Session, Share
+from ..coordination.worker.exchange import Exchange, Held, OrderInbox, Outcome, Patience, Sending, Session, Share
 from ..coordination.worker.machine import LOOK_EVERY_S, Metrics, Offline, WorkerMachine, WorkerState
 from ..digest import part_hash
 from ..errors import Fenced, Kicked, OuterstepError, UnknownWorker
@@ -163,10 +163,9 @@ class SimWorker:
         self._machine: WorkerMachine | None = None
         self._looks = 0
         self._asked_to_leave = self._is_training = False
-        self._sync_every: int | None = None  # as the server assigned it
-        self._drain = self._sync_now = self._may_abandon = False
+        self._inbox = OrderInbox()
+        self._drain = self._may_abandon = False
         self._told = 0  # how many steps the machine said that it gave up
-        self._obeyed: set[int] = set()
         if saved is None:
             self._fetch(0)
         else:
@@ -235,12 +234,13 @@ class SimWorker:
 
     def _train(self) -> None:
         """After a step: obey, then take the next."""
-        machine, sync_now, self._sync_now = self.machine, self._sync_now, False
+        machine, orders = self.machine, self._inbox.take()
         self._is_training = True  # from here on it hears signals
-        machine.state.cycle.assigned = self._sync_every
+        machine.state.cycle.assigned = orders.sync_every
+        self._drain = self._drain or bool(orders.drain)
         if self._is_leaving:
             self._drive(machine.finish)
-        elif sync_now:
+        elif orders.sync:
             self._drive(machine.sync_all)
         else:
             every = self._scenario.save_every
@@ -552,7 +552,7 @@ class SimWorker:
 
     def _heartbeat(self) -> None:
         if self._session.answer is not None:
-            acknowledged = tuple(sorted(self._obeyed))
+            acknowledged = tuple(sorted(self._inbox.received))
             self._carrier.fire(
                 Heartbeat(
                     **self._session.head,
@@ -565,23 +565,14 @@ class SimWorker:
         self._soon(self._scenario.heartbeat_every_s, self._heartbeat)
 
     def _ordered(self, answer: Answer | OuterstepError, acknowledged: tuple[int, ...]) -> None:
-        """Orders are for the training thread: it obeys after its next step."""
         if isinstance(answer, UnknownWorker) and not self._is_leaving:
             self._carrier.fire(self._session.join_request, self._rejoined)
-        if not isinstance(answer, HeartbeatAnswer):
-            return
-        self._sync_every = answer.sync_every
-        self._obeyed -= set(acknowledged)
-        for command in answer.commands:
-            if command.kind == "drain":
-                self._drain = True
-            elif command.id not in self._obeyed:
-                self._sync_now = True
-            self._obeyed.add(command.id)
+        if isinstance(answer, HeartbeatAnswer):
+            self._inbox.heard(answer, acknowledged)
 
     @property
     def _is_leaving(self) -> bool:
-        return self._drain or self._asked_to_leave
+        return self._drain or self._asked_to_leave or bool(self._inbox.asked.drain)
 
     def _rejoined(self, answer: Answer | OuterstepError) -> None:
         if isinstance(answer, JoinAnswer):

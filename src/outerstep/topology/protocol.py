@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..coordination.worker.effects import Sight
+from ..coordination.worker.exchange import Orders
 from ..types import Manifest, Participant, Plan, Watched, Wishes
 from .update import AnchorUpdate, WholeAnchor
 
@@ -84,16 +85,6 @@ class Agreed:
         """By name, fp32 in host memory. For a caller that confirms nothing, and therefore is always sent the whole."""
         assert isinstance(self.update, WholeAnchor), "only what changed was sent"
         return self.update.checked()
-
-
-@dataclass(frozen=True)
-class Orders:
-    """`sync_every`: this worker's own H, if it is to differ from the plan's. `drain`, `sync`: why to contribute and
-    leave, or to contribute, now ("" = no)."""
-
-    sync_every: int | None = None
-    drain: str = ""
-    sync: str = ""
 
 
 @dataclass(frozen=True)

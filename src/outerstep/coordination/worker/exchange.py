@@ -24,6 +24,7 @@ and each process fetches the parts it needs with a machine that begins at FETCH.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ from ...types import (
     CommitAnswer,
     GetPart,
     GetPartAnswer,
+    HeartbeatAnswer,
     Join,
     JoinAnswer,
     OfContribution,
@@ -139,6 +141,45 @@ class Patience:
 
     def backoff_s(self, failures: int, rng: random.Random) -> float:
         return Backoff(self.first_backoff_s, self.longest_backoff_s).pause_s(failures - 1, rng)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """`sync_every`: this worker's own H, if it is to differ from the plan's. `drain`, `sync`: why to contribute and
+    leave, or to contribute, now ("" = no)."""
+
+    sync_every: int | None = None
+    drain: str = ""
+    sync: str = ""
+
+
+class OrderInbox:
+    """What the server asks of a worker in its answers to heartbeats. A command comes again until our "got it" arrives,
+    and is obeyed once. `asked`: what the training has not taken yet; `received`: what the server has not been told."""
+
+    def __init__(self) -> None:
+        self.asked = Orders()
+        self.received: set[int] = set()
+        self._seen: set[int] = set()
+
+    def heard(self, answer: HeartbeatAnswer, acknowledged: Iterable[int]) -> None:
+        """The answer to a heartbeat that told the server of those `acknowledged`."""
+        self.asked = dataclasses.replace(self.asked, sync_every=answer.sync_every)
+        self.received.difference_update(acknowledged)
+        for command in answer.commands:
+            if command.id not in self._seen:
+                self._seen.add(command.id)
+                reason, is_drain = command.reason or command.kind, command.kind == "drain"
+                drain, sync = (reason, self.asked.sync) if is_drain else (self.asked.drain, reason)
+                self.asked = Orders(answer.sync_every, drain, sync)
+            self.received.add(command.id)
+
+    def take(self) -> Orders:
+        """For the training thread: after its step it obeys."""
+        asked = self.asked
+        if asked.drain or asked.sync:
+            self.asked = Orders(asked.sync_every)
+        return asked
 
 
 # --- what goes up -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import logging
 import threading
 from contextlib import suppress
 
-from ...coordination.worker.exchange import Session
+from ...coordination.worker.exchange import OrderInbox, Session
 from ...errors import ConfigError, ExchangeFailed, OuterstepError, UnknownWorker
 from ...types import Answer, Heartbeat, HeartbeatAnswer, Join, JoinAnswer, Leave, Request
 from ...wire.transport import Transport
@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 3.0
-NO_ORDERS = Orders()
 
 
 class ServerLink:
@@ -31,10 +30,8 @@ class ServerLink:
         self.forms: list[Form] = []
         self.is_shut = False
         self._transport = transport
-        self._asked = NO_ORDERS  # written by the heartbeat's thread, read by the training's
-        self._seen: set[int] = set()  # commands that were passed on
-        self._obeyed: set[int] = set()  # and those the server has not been told about yet
-        self._lock = threading.Lock()  # guards the orders
+        self._inbox = OrderInbox()  # written by the heartbeat's thread, read by the training's
+        self._lock = threading.Lock()  # guards it
 
     def call(
         self,
@@ -100,7 +97,7 @@ class ServerLink:
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         """A stalled heartbeat must not keep the next one waiting, so it is not given long."""
-        session, acknowledged = self.session, tuple(self._obeyed)
+        session, acknowledged = self.session, tuple(sorted(self._inbox.received))
         message = Heartbeat(
             **session.head, step=step, steps_per_second=steps_per_second, loss=loss, acknowledged=acknowledged
         )
@@ -115,33 +112,19 @@ class ServerLink:
             session.answer = joined
             return
         assert isinstance(answer, HeartbeatAnswer)
-        with self._lock:  # a command comes again until our "got it" arrives, and is obeyed once
-            self._asked = dataclasses.replace(self._asked, sync_every=answer.sync_every)
-            self._obeyed -= set(acknowledged)
-            for command in answer.commands:
-                if command.id not in self._seen:
-                    self._seen.add(command.id)
-                    reason = command.reason or command.kind
-                    if command.kind == "drain":
-                        self._asked = dataclasses.replace(self._asked, drain=reason)
-                    else:
-                        self._asked = dataclasses.replace(self._asked, sync=reason)
-                self._obeyed.add(command.id)
+        with self._lock:
+            self._inbox.heard(answer, acknowledged)
 
     def orders(self, *, at_exchange: bool) -> Orders:
-        if self._asked is NO_ORDERS:
-            return NO_ORDERS
         with self._lock:
-            asked = self._asked
-            self._asked = dataclasses.replace(asked, drain="", sync="")
-            return asked
+            return self._inbox.take()
 
     @property
     def sync_every(self) -> int | None:
         """This worker's own H, as the server assigned it."""
-        return self._asked.sync_every
+        return self._inbox.asked.sync_every
 
     @sync_every.setter
     def sync_every(self, assigned: int | None) -> None:
         with self._lock:
-            self._asked = dataclasses.replace(self._asked, sync_every=assigned)
+            self._inbox.asked = dataclasses.replace(self._inbox.asked, sync_every=assigned)
