@@ -17,14 +17,15 @@ from rich.console import Console
 from torch import nn
 
 from outerstep.cli.status import render
+from outerstep.coordination.server import commits
 from outerstep.core.manifest import describe
-from outerstep.errors import ManifestMismatch, PlanMismatch
+from outerstep.errors import ManifestMismatch, NotFinite, PlanMismatch, Quarantined
 from outerstep.observe.log_lines import PrintableFormatter
 from outerstep.server import DiLoCoServer
 from outerstep.types import Control, Leave, Manifest, Wishes
 from outerstep.wire.memory import MemoryTransport
 from sites import Site
-from support import HandClient, assert_same, params_of, tiny_model
+from support import HandClient, Ledger, assert_same, kill, make_frame, params_of, tiny_model
 
 MANIFEST = describe(tiny_model())[1]
 
@@ -234,3 +235,64 @@ def test_a_link_local_address_does_not_vanish_from_status(address: str, mode: st
     assert address in shown
     assert "[fe80::2]:8513" in shown
     assert "run [bold]" in shown
+
+
+# --- the journal --------------------------------------------------------------------------------------------------
+
+
+def kept_server(folder: Path, **settings: Any) -> DiLoCoServer:
+    """A server whose run is in `folder`, without a port."""
+    facts = {"num_workers": 1, "codec": "fp32", "save_dir": str(folder), **settings}
+    made = DiLoCoServer(Ledger().state_dict(), port=0, **facts)
+    made.service.start()
+    return made
+
+
+def test_the_journal_does_not_grow_quadratically_by_joins_and_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 16
+    monkeypatch.setattr(commits, "MOST_RECORDS", most)
+    server, longest = kept_server(tmp_path), 0
+    for guest in range(10 * most):
+        client = HandClient(MemoryTransport(server.service), f"guest{guest}")
+        client.join()
+        client.transport.call(Leave(**client.session.head))
+        longest = max(longest, len(list((tmp_path / "journal").iterdir())))
+    assert longest <= 2 * most + 2  # behind the checkpoint before the last
+    assert server.sync_round == 0
+    kill(server)
+    resumed = kept_server(tmp_path)
+    assert resumed.service.coordinator.members.find(f"guest{10 * most - 1}") is not None
+    resumed.service.stop()
+
+
+def spoil(client: HandClient) -> None:
+    """Offend until it is one too many."""
+    for _ in range(3):
+        with pytest.raises(NotFinite):
+            client.contribute(make_frame({"cells": torch.tensor([float("nan"), 0.0])}))
+
+
+def test_a_quarantine_holds_after_a_kill_without_another_record(tmp_path: Path) -> None:
+    server = kept_server(tmp_path, num_workers=2)
+    good, bad = (HandClient(MemoryTransport(server.service), name) for name in ("good", "bad"))
+    good.join()
+    bad.join()
+    spoil(bad)
+    kill(server)
+
+    server = kept_server(tmp_path, num_workers=2)
+    transport = MemoryTransport(server.service)
+    bad.transport = transport
+    bad.join()
+    with pytest.raises(Quarantined):
+        bad.contribute(make_frame({"cells": torch.ones(2)}))
+    transport.call(Control(kind="pardon", worker_id="bad"))
+    kill(server)
+
+    server = kept_server(tmp_path, num_workers=2)
+    bad.transport = MemoryTransport(server.service)
+    bad.join()
+    bad.contribute(make_frame({"cells": torch.ones(2)}))  # the pardon held too
+    server.service.stop()

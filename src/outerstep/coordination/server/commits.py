@@ -7,7 +7,8 @@ The coordinator decides in microseconds. Adding contributions, stepping, writing
     commits.done() or commits.failed()     # a task that must not be dropped is retried
 
     a round    TakeStep → WriteRecord → AnnounceRound → WriteCheckpoint → CutJournal (these two if one is due)
-    a note     WriteRecord: membership or an order changed, and no round closed. The first note is a checkpoint
+    a note     WriteRecord: membership, an order or a quarantine changed, and no round closed. The first note is a
+               checkpoint; so is one that makes the journal long (each holds the whole ledger)
     a save     WriteCheckpoint → CutJournal: somebody asked for it
 
 Jobs are carried out in the order of the decisions. So a sum never misses a contribution that was accepted before its
@@ -29,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from ...events import WorkerQuarantined
 from ...types import Answer, Control, Heartbeat, Join, Leave, Offer
 from ..backoff import Backoff
 from .coordinator import Coordinator
@@ -39,7 +41,7 @@ DISK_RETRIES = Backoff(0.25, 5.0)  # of a disk that is full or broken
 MODELS_IN_JOURNAL = 4  # a checkpoint is due when the journal behind the last has so many times the model's bytes
 LEAST_JOURNAL_BYTES = 64 << 20  # and at least these
 MOST_RECORDS = 1000  # or so many records: a start replays them
-OUTLIVE = ("kick", "plan", "budget", "shutdown")  # orders that hold after a restart
+OUTLIVE = ("kick", "pardon", "plan", "budget", "shutdown")  # orders that hold after a restart
 
 Durability = Literal["round", "checkpoint", "none"]
 
@@ -197,14 +199,19 @@ class Commits:
 
     def take_effects(self) -> list[Effect]:
         """The coordinator's effects, in its order. Contributions and rounds are queued here; the caller carries out
-        the others."""
-        new = self.coordinator.take_effects()
+        the others. A quarantine is noted, unless the record of a round that closed after it says so."""
+        new, to_be_noted = self.coordinator.take_effects(), False
         for effect in new:
             if isinstance(effect, Accumulate):
                 self._accepted.setdefault((effect.key.fragment, effect.version), []).append(effect)
             elif isinstance(effect, CloseRound):
                 self._asked += 1
                 self._jobs.append((self._asked, effect))
+                to_be_noted = False
+            elif isinstance(effect, WorkerQuarantined):
+                to_be_noted = True
+        if to_be_noted:
+            self.note()
         effects, self._effects = [*self._effects, *new], []
         return effects
 
@@ -313,6 +320,8 @@ class Commits:
                 self.written = task.number
                 self._last_record += 1
                 self._journal_bytes += size_bytes
+                if task.closing is None and self._is_long:
+                    self._tasks.append(self._checkpoint(task.remembered, "the journal is long"))
             case AnnounceRound():
                 remembered = task.step.closing.remembered
                 if remembered is not None and self._is_due(min(remembered.versions)):
@@ -349,8 +358,13 @@ class Commits:
             return True
         if not self.journals:
             return False
-        if self._alone and sync_round > self._saved_round:
-            return True
+        return (self._alone and sync_round > self._saved_round) or self._is_long
+
+    @property
+    def _is_long(self) -> bool:
+        """Would a start replay too much of the journal?"""
+        if self.base is None:
+            return False
         enough_bytes = max(MODELS_IN_JOURNAL * self.coordinator.model_bytes, LEAST_JOURNAL_BYTES)
         return self._last_record - self.base >= MOST_RECORDS or self._journal_bytes > enough_bytes
 

@@ -22,10 +22,10 @@ from outerstep.coordination.server.commits import (
 )
 from outerstep.coordination.server.effects import Accumulate, CloseRound
 from outerstep.coordination.server.rounds import Aggregation
-from outerstep.errors import Refused
+from outerstep.errors import NotFinite, Refused
 from outerstep.events import PlanChanged
 from outerstep.types import Control, Heartbeat, JoinAnswer, Leave, Wishes
-from unit.coordination.builders import Desk, make_agreement, make_join, make_offer
+from unit.coordination.builders import Desk, make_agreement, make_join, make_key, make_offer
 
 
 class Driver(Desk):
@@ -295,11 +295,11 @@ def test_a_leave_is_written_and_not_waited_for() -> None:
     assert driver.do_all() == [], "it was gone already"
 
 
-@pytest.mark.parametrize("kind", ["kick", "plan", "budget", "shutdown"])
+@pytest.mark.parametrize("kind", ["kick", "pardon", "plan", "budget", "shutdown"])
 def test_an_order_that_outlives_the_server_waits_for_its_record(kind: Any) -> None:
     driver = begun("ab")
     changes = Wishes(sync_every=5) if kind == "plan" else Wishes()
-    record = driver.ask(Control(kind=kind, worker_id="b" if kind == "kick" else None, changes=changes))
+    record = driver.ask(Control(kind=kind, worker_id="b" if kind in ("kick", "pardon") else None, changes=changes))
     assert record > driver.commits.written
     assert driver.do_all() == ["WriteRecord"]
     assert driver.commits.written == record
@@ -398,6 +398,63 @@ def test_a_large_journal_is_followed_by_a_checkpoint(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "MODELS_IN_JOURNAL", 0)
     driver = begun()
     assert rounds(driver, 5) == [*ROUND, *SAVED, *ROUND, *ROUND, *ROUND, *SAVED, *ROUND]
+
+
+def test_a_journal_of_joins_and_leaves_without_a_round_is_followed_by_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every note holds the whole ledger: without an end, the journal would grow with the square of the joins."""
+    monkeypatch.setattr(module, "MOST_RECORDS", 10)
+    driver, notes = begun(), 0
+    for guest in range(100):
+        for request in (make_join(f"guest{guest}"), Leave(run_id="run", worker_id=f"guest{guest}", incarnation=1)):
+            driver.ask(request)
+            names = driver.do_all()
+            notes += 1
+            assert driver.commits._last_record - (driver.commits.base or 0) <= 10, names
+    assert notes == 200
+    driver.contribute("a")
+    assert driver.do_all()[:3] == ["TakeStep", "WriteRecord", "AnnounceRound"]
+
+
+def test_a_large_journal_of_notes_is_followed_by_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST_JOURNAL_BYTES", 250)
+    monkeypatch.setattr(module, "MODELS_IN_JOURNAL", 0)
+    driver = begun()
+    made = []
+    for guest in range(4):
+        driver.ask(make_join(f"guest{guest}"))
+        made.append(driver.do_all())
+    assert made == [["WriteRecord"], ["WriteRecord"], ["WriteRecord", "WriteCheckpoint", "CutJournal"], ["WriteRecord"]]
+
+
+def test_a_quarantine_is_in_the_journal_at_once() -> None:
+    driver = begun("ab")
+    for sequence in range(1, 4):
+        driver.offer("b", sequence)
+        for part in (0, 1):
+            driver.put("b", part, sequence)
+        driver.coordinator.reject(make_key("b", sequence), NotFinite("it has NaN"), driver.now)
+        driver.carry_out()
+        if sequence < 3:
+            assert driver.do_all() == []
+    [task] = driver.do(WriteRecord)
+    assert isinstance(task, WriteRecord)
+    assert task.remembered.facts["conduct"]["b"]["spells"] == 1
+    assert driver.do_all() == []
+
+
+def test_a_quarantine_that_closes_a_round_is_in_the_record_of_that_round() -> None:
+    driver = begun("ab")
+    driver.contribute("a")
+    for sequence in range(1, 4):
+        driver.offer("b", sequence)
+        driver.coordinator.reject(make_key("b", sequence), NotFinite("it has NaN"), driver.now)
+        driver.carry_out()
+    _, task, _ = driver.do(TakeStep, WriteRecord, AnnounceRound)
+    assert isinstance(task, WriteRecord)
+    assert task.remembered.facts["conduct"]["b"]["spells"] == 1
+    assert "WriteRecord" not in driver.do_all()
 
 
 def test_a_large_model_may_have_a_large_journal(monkeypatch: pytest.MonkeyPatch) -> None:
