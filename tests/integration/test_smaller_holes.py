@@ -18,6 +18,7 @@ from torch import nn
 
 from outerstep.cli.status import render
 from outerstep.coordination.server import commits
+from outerstep.coordination.server.remembered import LEAP
 from outerstep.core.manifest import describe
 from outerstep.errors import ManifestMismatch, NotFinite, PlanMismatch, Quarantined
 from outerstep.observe.log_lines import PrintableFormatter
@@ -25,7 +26,7 @@ from outerstep.server import DiLoCoServer
 from outerstep.types import Control, Leave, Manifest, Wishes
 from outerstep.wire.memory import MemoryTransport
 from sites import Site
-from support import HandClient, Ledger, assert_same, kill, make_frame, params_of, tiny_model
+from support import HandClient, Ledger, assert_same, count, kill, make_frame, memory_worker, params_of, tiny_model
 
 MANIFEST = describe(tiny_model())[1]
 
@@ -296,3 +297,25 @@ def test_a_quarantine_holds_after_a_kill_without_another_record(tmp_path: Path) 
     bad.join()
     bad.contribute(make_frame({"cells": torch.ones(2)}))  # the pardon held too
     server.service.stop()
+
+
+# --- sequences ----------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_whose_sequence_was_pushed_by_another_recovers() -> None:
+    """However it came about. No step of the owner is lost, and it needs no restart."""
+    settings: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "sync_every": 2}
+    with DiLoCoServer(Ledger().state_dict(), num_workers=1, port=0, **settings) as server:
+        model = Ledger()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with memory_worker(server, "owner", model, optimizer):
+            count(model, optimizer, 0, 4)
+            member = server.service.coordinator.members.find("owner")
+            assert member is not None
+            for push in (1, 2):
+                with server.service.changed:
+                    entry = replace(member.accepted[0], sequence=member.last_sequence(0) + LEAP)
+                    member.accepted[0] = member.closed[0] = entry
+                count(model, optimizer, 0, 4)
+                assert member.last_sequence(0) > push * LEAP
+        assert server.get_global_params()["cells"].tolist() == [12.0, 0.0]

@@ -27,6 +27,7 @@ from typing import Any, Literal
 from ...errors import (
     Absurd,
     BadFrame,
+    BadRequest,
     BadTensors,
     Busy,
     ConfigError,
@@ -44,7 +45,7 @@ from ...errors import (
 )
 from ...types import Command, FromMember, Heartbeat, Join, JoinedFragment, OfContribution, Offer
 from ..backoff import Backoff
-from .remembered import Acceptance, WorkerRecord
+from .remembered import LEAP, Acceptance, WorkerRecord
 
 MOST_SPEED_RATIO = 64.0
 
@@ -54,7 +55,8 @@ step to the floor (0.29/1·100 is 28.999999999999996). No speed is measured to a
 whole number is taken for it."""
 
 MAX_KNOWN_WORKERS = 16_384
-"""Ids remembered, live and gone. The longest-gone is forgotten first; a live one never."""
+"""Ids remembered, live and gone. The longest-gone is forgotten first, and before it those of which nothing is known but
+that they were here; one that is live or in an open round never."""
 
 RETURN_S = 30.0
 """After a restart, so long an id is kept for its old holder where nobody is ever declared dead."""
@@ -178,6 +180,11 @@ class KnownWorker:
     closed: dict[int, Acceptance] = field(default_factory=dict)  # and the last one whose round has closed
     commands: dict[int, Command] = field(default_factory=dict)  # by id: sent with every heartbeat until acknowledged
 
+    @property
+    def is_guest(self) -> bool:
+        """Is nothing known of it but that it was here?"""
+        return not (self.accepted or self.kicked or self.conduct.total)
+
     # --- the ledger -----------------------------------------------------------------------------------------------
 
     def entry_of(self, message: OfContribution) -> Acceptance | None:
@@ -191,6 +198,11 @@ class KnownWorker:
             )
         if message.sequence == last_sequence:
             return self.accepted[message.fragment]
+        if message.sequence > last_sequence + LEAP:
+            raise BadRequest(
+                f"contribution {message.key} must be at most {LEAP} above the last accepted one (#{last_sequence})",
+                hint="continue from the sequence that the join answer names",
+            )
         if isinstance(message, Offer) and message.follows > last_sequence:
             raise MissingParts(
                 f"contribution {message.key} follows #{message.follows}, which is not here: the server was restarted",
@@ -374,10 +386,17 @@ class Membership:
     def _make_room(self) -> None:
         if len(self._workers) < MAX_KNOWN_WORKERS:
             return
-        oldest_gone = next((w.worker_id for w in self._workers.values() if not w.live), None)
-        if oldest_gone is None:
-            raise Busy(f"{MAX_KNOWN_WORKERS} workers are live, which is the limit", retry_after_s=60.0)
-        del self._workers[oldest_gone]
+        # What an open round has accepted would be counted again if its id were forgotten.
+        gone = [worker for worker in self._workers.values() if not worker.live and worker.accepted == worker.closed]
+        if not gone:
+            raise Busy(
+                f"{MAX_KNOWN_WORKERS} workers are live, or in a round that is open: that is the limit",
+                retry_after_s=60.0,
+            )
+        forgotten = next((worker for worker in gone if worker.is_guest), gone[0])
+        del self._workers[forgotten.worker_id]
+        # A process of it that wakes up must not be taken for a newer one.
+        self.first_incarnation = max(self.first_incarnation, forgotten.incarnation + 1)
 
     # --- orders ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from typing import Any
 from ...types import Count, Hash, Instance, Label, Manifest, Plain, Plan, Positive, RunId, WorkerId
 
 LEAP = 1_000_000
-"""Numbers that only grow continue so much higher after a resume: those given since the snapshot are taken."""
+"""Numbers that only grow continue so much higher after a resume: those given since the snapshot are taken. And a
+worker's sequence may grow by no more at a time, so that nobody brings it to its end."""
 
 
 class Acceptance(Plain, frozen=True):

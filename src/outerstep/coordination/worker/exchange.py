@@ -607,6 +607,11 @@ class Exchange:
                 # The next one was accepted after it. Which round it is in is not known, but none after that one's.
                 self._stays = True
                 self._accepted(self.outbox.of(request), 1)
+            case Superseded() if isinstance(request, OfContribution):
+                # Somebody else has spoken for this worker. Its steps go with its next contribution, which continues
+                # from the sequence that a join names; meanwhile, whatever is newest will do.
+                self.outbox.of(request).refused, self._newer_than = True, -1
+                self._go(Step.JOIN)
             case HashMismatch() if isinstance(request, PutPart):
                 self._part_damaged(request)
             case ServerFailed():

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from outerstep.coordination.server.remembered import LEAP
 from outerstep.coordination.server.uploads import Upload
 from outerstep.errors import (
+    BadRequest,
     Conflict,
     FutureRound,
     MissingParts,
@@ -133,6 +135,17 @@ class TestExactlyOnce:
         with pytest.raises(Superseded, match=r"a/fragment 0/#1 is older than the last accepted one \(#2\)"):
             say(desk, "a")
         assert traces(desk) == before
+
+    def test_a_sequence_cannot_be_pushed_to_its_end(self) -> None:
+        desk = Desk("ab")
+        desk.contribute("a", LEAP)
+        before = traces(desk)
+        for say in (lambda n: desk.offer("a", n), lambda n: desk.put("a", 0, n), lambda n: desk.commit("a", n)):
+            for sequence in (2 * LEAP + 1, 2**53):
+                with pytest.raises(BadRequest, match=rf"at most {LEAP} above the last accepted one \(#{LEAP}\)"):
+                    say(sequence)
+        assert traces(desk) == before
+        assert desk.offer("a", 2 * LEAP).state == "send"
 
     def test_sequences_of_other_fragments_and_workers_are_their_own(self) -> None:
         desk = Desk("ab", fragments=2)

@@ -334,6 +334,56 @@ class TestLimit:
         assert "w3" not in known(full)
         assert "w7" in known(full)
 
+    def test_the_ledger_keeps_the_ids_of_an_open_round_whoever_joins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An id that was forgotten with its round still open would be counted again under the same key."""
+        monkeypatch.setattr(membership, "MAX_KNOWN_WORKERS", LIMIT)
+        desk = Desk("ab")
+        desk.contribute("a")
+        desk.leave("a")
+        for guest in range(2 * LIMIT):
+            desk.join(f"guest{guest}")
+            desk.leave(f"guest{guest}")
+        assert desk.join("a", start=2).fragments[0].last_sequence == 1
+        assert desk.offer("a").state == "accepted"
+        assert len(known(desk.coordinator.members)) == LIMIT
+
+    def test_a_guest_is_forgotten_before_a_worker_that_has_contributed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(membership, "MAX_KNOWN_WORKERS", LIMIT)
+        desk = Desk("ab")
+        desk.contribute("a")
+        desk.contribute("b")
+        assert desk.coordinator.sync_round == 1
+        desk.leave("a")
+        for guest in range(2 * LIMIT):
+            desk.join(f"guest{guest}")
+            desk.leave(f"guest{guest}")
+        assert desk.join("a", start=2).fragments[0].last_sequence == 1
+
+    def test_an_id_that_was_forgotten_comes_back_under_a_number_that_nobody_had(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else an old process of that id would speak for the new one."""
+        monkeypatch.setattr(membership, "MAX_KNOWN_WORKERS", 2)
+        members = members_with("a")
+        go(members, "a")
+        members.join(make_join("b"), 1.0)
+        members.join(make_join("c"), 1.0)
+        assert known(members) == {"b", "c"}
+        go(members, "b")
+        assert members.join(make_join("a", start=2), 2.0)[0].incarnation == 2
+        with pytest.raises(Fenced):
+            members.heard(make_heartbeat("a", incarnation=1), 3.0)
+
+    def test_when_everybody_has_something_in_an_open_round_a_newcomer_waits(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(membership, "MAX_KNOWN_WORKERS", 2)
+        desk = Desk("ab", num_workers=3)
+        desk.contribute("a")
+        desk.leave("a")
+        with pytest.raises(Busy, match="2 workers are live, or in a round that is open"):
+            desk.join("c")
+
     def test_a_live_one_is_never_forgotten_a_newcomer_waits_instead(self, full: Membership) -> None:
         with pytest.raises(Busy, match=f"{LIMIT} workers are live") as refusal:
             full.join(make_join("new"), 1.0)

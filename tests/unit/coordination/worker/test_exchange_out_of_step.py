@@ -24,6 +24,7 @@ from outerstep.types import (
     Commit,
     CommitAnswer,
     Join,
+    JoinedFragment,
     Offer,
     OfferAnswer,
     Poll,
@@ -167,6 +168,21 @@ class TestAnEarlierContribution:
         polled = talk.say(nothing_yet(last_sequence=2))
         assert isinstance(polled, Poll)
         assert polled.after == 6
+
+
+class TestAnotherSpokeForThisWorker:
+    @pytest.mark.parametrize("step", [Step.OFFER, Step.SEND, Step.COMMIT], ids=lambda step: step.value)
+    def test_a_superseded_contribution_is_not_counted_and_the_next_continues_above(self, step: Step) -> None:
+        talk = Talk().brought_to(step)
+        talk.say(Superseded("older than the last accepted one (#1000000)"))
+        answer = replace(joined(), fragments=(JoinedFragment(version=1, last_sequence=1_000_000),))
+        assert isinstance(talk.say(answer), Join)
+        assert isinstance(talk.say(agreed(1, last_sequence=1_000_000)), Poll)
+        talk.hand_over(make_agreement(1))
+        outcome = talk.exchange.outcome
+        assert outcome is not None
+        assert not outcome.counted
+        assert talk.session.next_sequence(0, used=1) == 1_000_001
 
 
 class TestAServerThatWentBack:

@@ -21,7 +21,6 @@ from outerstep.errors import (
     RoundStuck,
     ServerError,
     ServerUnreachable,
-    Superseded,
 )
 from outerstep.types import (
     Answer,
@@ -128,9 +127,7 @@ class TestGivingUp:
             talk.say(LOST)
         assert talk.exchange.failure is None
 
-    @pytest.mark.parametrize(
-        "kind", [Conflict, IdInUse, OtherRun, PlanMismatch, NotFinite, Superseded], ids=lambda kind: kind.code
-    )
+    @pytest.mark.parametrize("kind", [Conflict, IdInUse, OtherRun, PlanMismatch, NotFinite], ids=lambda kind: kind.code)
     def test_a_refusal_that_trying_again_cannot_mend_ends_it_with_that_refusal(self, kind: type[Refused]) -> None:
         refusal = kind("no")
         talk = Talk()
