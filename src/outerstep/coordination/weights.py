@@ -99,6 +99,10 @@ class UsualWeight:
             return 0.0
         return 1.0 if unit == "equal" or self.count == 0 else within(weight, self.mean, ratio)
 
+    def most(self, unit: WeightBy, ratio: float) -> float:
+        """What a worker weighs in one round, however many contributions make it up."""
+        return ratio if unit == "equal" or self.count == 0 else ratio * self.mean
+
     def relative(self, weight: float, unit: WeightBy) -> float:
         """Beside the usual weight: what a rule that takes contributions one by one scales this one with."""
         return weight if unit == "equal" or self.count == 0 else weight / self.mean

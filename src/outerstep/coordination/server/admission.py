@@ -59,7 +59,8 @@ def check_received(message: Commit, received: str) -> None:
 
 
 def check_offer(offer: Offer, fragment: Fragment, plan: Plan, rules: RoundRules) -> None:
-    """Does it report what the run weighs by, is it in the run's form, not too large, and not too old?"""
+    """Does it report what the run weighs by, is it in the run's form, not too large, not too old, and its worker's
+    only voice?"""
     reported(offer, rules.weight_by)
     check_sections(offer.sections, fragment)
     if offer.codec != plan.codec:
@@ -73,6 +74,7 @@ def check_offer(offer: Offer, fragment: Fragment, plan: Plan, rules: RoundRules)
             f"takes at most {max_payload_bytes}"
         )
     check_age(offer, fragment, rules)
+    check_voice(offer, fragment, rules)
 
 
 def check_sections(sections: int, fragment: Fragment) -> None:
@@ -101,3 +103,19 @@ def check_age(offer: Offer, fragment: Fragment, rules: RoundRules) -> None:
             f"{newest - offer.oldest_base} before the newest; max_staleness is {rules.max_staleness}",
             hint="discard it and adopt the newest anchor",
         )
+
+
+def check_voice(offer: Offer, fragment: Fragment, rules: RoundRules) -> None:
+    """A worker has one voice in a round. Where late contributions are taken it may have two: a late one, and one on a
+    newer version. Any other waits until the round has closed; to its worker that is a round which closes without it."""
+    voices = fragment.round.voices(offer.worker_id)
+    if not voices:
+        return
+    if rules.takes_late and len(voices) == 1 and fragment.round.staleness(offer.base_version) < voices[0].staleness:
+        return
+    raise StaleRound(
+        f"round {fragment.round.version} of fragment {offer.fragment} has contribution #{voices[-1].sequence} of "
+        f"worker {offer.worker_id!r}, and takes one of each worker; this is #{offer.sequence}",
+        hint="it waits for the next round: offer it again when this one has closed, or fetch the newest anchor and "
+        "rebase",
+    )

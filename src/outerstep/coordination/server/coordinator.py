@@ -280,10 +280,12 @@ class Coordinator:
         size = Size(norm, offer.steps) if norm is not None and offer.steps and rules.norm_screen else None
         look_again = size is not None and self._check_size(worker, offer, fragment, size, now)
         keep = look_again or not rules.aggregation.is_plain
-        staleness = round_.version - 1 - offer.base_version
+        staleness = round_.staleness(offer.base_version)
         raw = reported(offer, rules.weight_by)
         weight = fragment.usual.bounded(raw, rules.weight_by, rules.max_weight_ratio)
         weight *= staleness_factor(staleness) if rules.weigh_staleness else 1.0
+        already = sum(voice.weight for voice in round_.voices(offer.worker_id))
+        weight = min(weight, max(fragment.usual.most(rules.weight_by, rules.max_weight_ratio) - already, 0.0))
         participant = Participant(
             worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness, norm=norm
         )

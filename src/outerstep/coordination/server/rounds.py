@@ -250,6 +250,16 @@ class OpenRound:
     first_at: float | None = None
     quorum_at: float | None = None
 
+    def staleness(self, base_version: int) -> int:
+        """Of a contribution to it, in versions."""
+        return self.version - 1 - base_version
+
+    def voices(self, worker_id: str) -> list[Participant]:
+        """What it has of this worker."""
+        if worker_id not in self.contributors:
+            return []
+        return [p for p in self.participants if p.worker_id == worker_id]
+
     def count(
         self,
         participant: Participant,
@@ -395,9 +405,9 @@ def _too_few(closing: OpenRound, rules: RoundRules, needed: int) -> list[Outlier
 
 
 def _repeated(closing: OpenRound) -> list[Outlier]:
-    """A worker that was started again may contribute twice to a round. To a rule everybody is one: the last counts."""
+    """A worker may have a late contribution beside its current one. To a rule everybody is one: the last counts."""
     last = {p.worker_id: i for i, p in enumerate(closing.participants) if p.weight > 0.0}
-    why = {"why": "its worker was started again and contributed once more"}
+    why = {"why": "it was late, and its worker has a newer one in the round"}
     return [
         _left_out(closing, i, why)
         for i, p in enumerate(closing.participants)

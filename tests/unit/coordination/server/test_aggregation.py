@@ -239,36 +239,32 @@ def test_a_round_in_which_nobody_trained_is_no_news() -> None:
     assert not desk.closings[0].left_out
 
 
-def test_a_worker_that_was_started_again_counts_once() -> None:
-    desk = Desk("abcd", aggregation=MEDIAN)
-    desk.contribute("a")
-    desk.join("a", instance="b" * 16)
-    desk.contribute("a", 2)
-    assert not desk.closings
-    contribute(desk, "bcd")
-    assert weights(desk) == [("a", 0.0), ("a", 1.0), ("b", 1.0), ("c", 1.0), ("d", 1.0)]
-    assert desk.closings[0].left_out == {make_key("a", 1)}
+def late_and_current(**current: Any) -> Desk:
+    """A quorum closed round 1 without "d", whose contribution to it came late; now it has a newer one too."""
+    desk = Desk("abcd", aggregation=MEDIAN, quorum=3, weigh_staleness=False)
+    contribute(desk, "abc")
+    desk.contribute("d", base_version=0)
+    desk.contribute("d", 2, base_version=1, **current)
+    for worker in "ab":
+        desk.contribute(worker, 2, base_version=1)
+    return desk
+
+
+def test_a_late_contribution_beside_the_current_one_is_left_out_of_a_rule() -> None:
+    desk = late_and_current()
+    assert [(p.worker_id, p.weight) for p in desk.closings[-1].participants] == [
+        *(("d", 0.0), ("d", 1.0)),
+        *(("a", 1.0), ("b", 1.0)),
+    ]
+    assert desk.closings[-1].left_out == {make_key("d", 1)}
     [told] = desk.events("left_out")
-    assert told["why"] == "its worker was started again and contributed once more"
+    assert told["why"] == "it was late, and its worker has a newer one in the round"
 
 
 def test_and_the_contribution_that_counts_is_the_last_with_training_in_it() -> None:
-    desk = Desk("abcd", aggregation=MEDIAN)
-    desk.contribute("a")
-    desk.join("a", instance="b" * 16)
-    desk.contribute("a", 2, steps=0)
-    contribute(desk, "bcd")
-    assert weights(desk) == [("a", 1.0), ("a", 0.0), ("b", 1.0), ("c", 1.0), ("d", 1.0)]
+    desk = late_and_current(steps=0)
+    assert [p.weight for p in desk.closings[-1].participants] == [1.0, 0.0, 1.0, 1.0]
     assert not desk.events("left_out")
-
-
-def test_without_a_rule_both_of_its_contributions_count_as_ever() -> None:
-    desk = Desk("ab")
-    desk.contribute("a")
-    desk.join("a", instance="b" * 16)
-    desk.contribute("a", 2)
-    desk.contribute("b")
-    assert weights(desk) == [("a", 1.0), ("a", 1.0), ("b", 1.0)]
 
 
 def test_the_norm_screen_still_stands_in_front() -> None:

@@ -145,7 +145,8 @@ class TestExactlyOnce:
                 with pytest.raises(BadRequest, match=rf"at most {LEAP} above the last accepted one \(#{LEAP}\)"):
                     say(sequence)
         assert traces(desk) == before
-        assert desk.offer("a", 2 * LEAP).state == "send"
+        desk.contribute("b")
+        assert desk.offer("a", 2 * LEAP, base_version=1).state == "send"
 
     def test_sequences_of_other_fragments_and_workers_are_their_own(self) -> None:
         desk = Desk("ab", fragments=2)
