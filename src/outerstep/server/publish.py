@@ -357,10 +357,12 @@ class Downlink:
             if held_hash is not None:
                 if held == version and held_hash == self.newest.agreement.anchor_hash:
                     return ()
-                chain = self._chain(held, held_hash)
-                for update in chain:
-                    update.promised(worker_id, now)
-                if chain:
+                chain = [update for update in self._ring if update.version > held]
+                leads_there = chain and chain[0].version == held + 1 and chain[0].base_hash == held_hash
+                size_bytes = sum(update.size_bytes for update in chain)
+                if leads_there and size_bytes < self.full.size_bytes and len(chain) <= MOST_PAYLOADS:
+                    for update in chain:
+                        update.promised(worker_id, now)
                     return tuple(update.payload for update in chain)
             self._wait_for_rest()
             published = self._held.get(version)
@@ -398,14 +400,6 @@ class Downlink:
                 hint="ask again; the server's status says what keeps it",
                 retry_after_s=1.0,
             )
-
-    def _chain(self, held: int, held_hash: str) -> list[Update]:
-        """The updates from `held` to the newest; none if they do not all lead there, or are no shorter than all."""
-        chain = [update for update in self._ring if update.version > held]
-        if not chain or chain[0].version != held + 1 or chain[0].base_hash != held_hash:
-            return []
-        size = sum(update.size_bytes for update in chain)
-        return chain if size < self.full.size_bytes and len(chain) <= MOST_PAYLOADS else []
 
     def _superseded(self, request: GetPart) -> Superseded:
         newest = max(self._held, default="on its way")

@@ -196,7 +196,7 @@ class RoundsThread:
     def _free(self, accepted: Iterable[Accumulate]) -> None:
         for one in accepted:
             self._intake.free(one.key)
-            self._run.coordinator.freed(one.key)
+            self._run.coordinator.uploads.drop(one.key)
 
     def _announce(self, task: AnnounceRound) -> None:
         """Both ends of a version at once: a worker that is told of it finds it."""

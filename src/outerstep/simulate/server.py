@@ -343,7 +343,7 @@ class SimServer:
     def _free(self, accepted: tuple[Accumulate, ...]) -> None:
         for one in accepted:
             del self._bodies[one.key]
-            self.coordinator.freed(one.key)
+            self.coordinator.uploads.drop(one.key)
 
     def _step(self, task: TakeStep) -> None:
         closing = task.closing

@@ -249,7 +249,7 @@ class Desk:
                 return
             for effect in taken:
                 if isinstance(effect, Accumulate):
-                    self.coordinator.freed(effect.key)
+                    self.coordinator.uploads.drop(effect.key)
                 elif isinstance(effect, CloseRound):
                     self.publish(effect)
 

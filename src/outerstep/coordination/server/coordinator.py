@@ -370,10 +370,6 @@ class Coordinator:
             self._forget(worker)
             self._close_rounds(now)
 
-    def freed(self, key: ContributionKey) -> None:
-        """The driver has freed the bytes of an accepted contribution."""
-        self.uploads.drop(key)
-
     # --- a round ends, an agreement begins ------------------------------------------------------------------------
 
     def close_if_ready(self, fragment: Fragment, now: float) -> None:

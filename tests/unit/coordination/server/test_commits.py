@@ -86,7 +86,7 @@ class Driver(Desk):
             made = make_agreement(closing.version, fragment=closing.fragment, participants=closing.participants)
             self.coordinator.published(made, self.now)
         for one in accepted:
-            self.coordinator.freed(one.key)
+            self.coordinator.uploads.drop(one.key)
         self.commits.done(100 if isinstance(task, WriteRecord) else 0)
         self.carry_out()
 

@@ -172,7 +172,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def carry_out(self, effects: int) -> None:
         for effect in self.work[:effects]:
             if isinstance(effect, Accumulate):
-                self.coordinator.freed(effect.key)
+                self.coordinator.uploads.drop(effect.key)
             else:
                 self.desk.publish(effect)
         del self.work[:effects]
@@ -320,7 +320,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                     assert effect.version == self.closed[effect.key.fragment] + 1, "added to a round that is not open"
                     self.counted_in[effect.key] = effect.version
                     if self.frees_at_once:
-                        self.coordinator.freed(effect.key)
+                        self.coordinator.uploads.drop(effect.key)
                     else:
                         self.work.append(effect)
                 case CloseRound():

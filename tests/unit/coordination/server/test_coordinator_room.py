@@ -143,7 +143,7 @@ class TestPool:
         desk = Desk("ab", pool_bytes=SIZE_BYTES, prompt=False)
         desk.contribute("a")
         assert desk.offer("b").state == "wait"
-        desk.coordinator.freed(make_key("a"))
+        desk.coordinator.uploads.drop(make_key("a"))
         assert desk.offer("b").state == "send"
 
     def test_an_oversized_contribution_gets_in_when_it_is_alone(self) -> None:
