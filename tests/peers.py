@@ -36,6 +36,9 @@ class Adding:
         with self.lock:
             return self.versions[fragment], memoryview(self.anchors[fragment])
 
+    def most_snapshot_bytes(self, fragment: int) -> int:
+        return len(self.anchors[fragment])
+
     def hash(self, fragment: int) -> str:
         return data_hash([self.anchors[fragment]])
 

@@ -83,6 +83,15 @@ class PeerExpelled(Event):
 
 
 @dataclass(frozen=True)
+class PeerStopped(Event):
+    """Its last word. `cause`: "machine" (disk, memory, system) or "bug"; nothing that others say stops a peer."""
+
+    kind = "peer_stopped"
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True)
 class WorkerKicked(Event):
     kind = "kick"
     worker: str

@@ -28,7 +28,7 @@ from outerstep.errors import (
     ServerUnreachable,
     Unauthorized,
 )
-from outerstep.events import ContributionRefused, RoundDecided, WorkerJoined, WorkerLeft
+from outerstep.events import ContributionRefused, PeerStopped, RoundDecided, WorkerJoined, WorkerLeft
 from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.signing import make_key
 from outerstep.security.tokens import new_token
@@ -267,18 +267,29 @@ class TestFailures:
         peers[2].heal()
         assert len({tuple(peer.topology.anchors) for peer in peers}) == 1
 
-    def test_a_thread_that_fails_ends_the_node_and_says_why(self, started: Started) -> None:
+    @pytest.mark.parametrize(
+        ("error", "cause", "says"),
+        [
+            (RuntimeError("a wrong turn"), "bug", r"a wrong turn \(this is a mistake in outerstep: please report it"),
+            (OSError(5, "Input/output error"), "machine", r"Input/output error \(its disk, its memory or its system"),
+        ],
+    )
+    def test_a_thread_that_ends_ends_the_node_which_says_whose_fault_it_was(
+        self, started: Started, error: Exception, cause: str, says: str
+    ) -> None:
         peers = started(2)
 
-        def fail(fragment: int, data: memoryview) -> str:
-            raise RuntimeError("the check is broken")
+        def fail(needed: object) -> None:
+            raise error
 
-        peers[0].topology.check = fail  # type: ignore[method-assign]
-        peers[1].offer(0, 1)
+        peers[0].node.payloads.keep_only = fail  # type: ignore[method-assign]
         wait_until(lambda: peers[0].node.failure)
-        assert "the check is broken" in peers[0].node.failure
-        with pytest.raises(ExchangeFailed, match="the check is broken"):
+        assert re.search(f"peer-housekeeping: {type(error).__name__}: .*{says}", peers[0].node.failure)
+        with pytest.raises(ExchangeFailed, match=says):
             peers[0].node.watch(timeout_s=SHORT)
+        assert [(e.cause, e.why) for e in peers[0].events if isinstance(e, PeerStopped)] == [
+            (cause, peers[0].node.failure)
+        ]
 
     def test_no_thread_is_left_when_a_node_has_stopped(self, started: Started, tmp_path: Path) -> None:
         before = set(threading.enumerate())

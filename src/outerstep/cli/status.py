@@ -125,6 +125,9 @@ def _peer(status: PeerStatus, address: str) -> RenderableType:
         lines.append("[yellow]it is not a member of the run, or not yet[/yellow]")
     for word, who in (("silent", status.silent), ("proven to lie, and expelled", status.expelled)):
         lines += [f"[red]{word}: {_escaped(', '.join(who))}[/red]"] if who else []
+    if status.refused:
+        counts = ", ".join(f"{who} {count}" for who, count in sorted(status.refused.items()))
+        lines.append(f"[yellow]said, answered or sent what cannot be: {_escaped(counts)}[/yellow]")
     lines += [f"[red]{_escaped(what)}[/red]" for what in (status.failure, status.trouble) if what]
     for i, fragment in enumerate(status.fragments):
         lines.append(f"fragment {i}: version {fragment.version}; waiting for {_escaped(fragment.waiting_for)}")

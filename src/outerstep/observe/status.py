@@ -171,6 +171,7 @@ class PeerStatus(Status, frozen=True, kw_only=True):
     silent: list[str] = []
     expelled: list[str] = []
     proven_to_lie: list[str] = []
+    refused: dict[str, int] = {}  # by name: how often it said, answered or sent what cannot be
     is_short_of_peers: bool = False
     held_bytes: int = 0
     spooled_bytes: int = 0

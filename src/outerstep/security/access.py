@@ -105,7 +105,13 @@ def parse_address(address: str) -> tuple[str, int]:
         host.encode("idna")  # what the socket will do with it
     except UnicodeError:
         host = ""
-    if not host or re.search(r"[\s/@#?]", host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+    if (
+        not host
+        or not host.isprintable()
+        or re.search(r"[\s/@#?]", host)
+        or not re.fullmatch(r"[0-9]{1,5}", port)
+        or not 0 < int(port) < 65536
+    ):
         raise ConfigError(f"server address must be host:port, got {shown}; for example 192.168.1.100:{DEFAULT_PORT}")
     return host, int(port)
 

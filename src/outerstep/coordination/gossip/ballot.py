@@ -105,6 +105,7 @@ class Ballot:
         self._locked, self._valid = kept.locked, kept.valid
         self._blocks: dict[str, Block] = {}
         self._proposals: dict[int, Proposed] = {}
+        self._void: set[int] = set()  # turns whose proposer has said what cannot be
         self._votes: dict[tuple[str, int], dict[str, dict[str, Signed]]] = defaultdict(dict)  # by author, for what
         self._heard: list[tuple[int, Signed]] = []
         self._own: list[Signed] = []
@@ -168,6 +169,11 @@ class Ballot:
         self._heard.append((statement.turn, signed))
         return True
 
+    def skip(self, author: str, turn: int) -> None:
+        """What this member proposed in its turn cannot be carried out: nobody need wait for more of it."""
+        if turn <= self.turn + MOST_TURNS_AHEAD and author == self.proposer(turn):
+            self._void.add(turn)
+
     def proposer(self, turn: int) -> str:
         return self._keys[(self.height + turn) % len(self._keys)]
 
@@ -206,7 +212,9 @@ class Ballot:
         if self._until is None and (proposal is not None or self.turn > 0 or self._judge.make(now) is not None):
             self._until = now + self._pace.wait_s(self.turn)
             return True
-        is_hopeless = proposal is None and self._judge.is_silent(self.proposer(self.turn), now)
+        is_hopeless = proposal is None and (
+            self.turn in self._void or self._judge.is_silent(self.proposer(self.turn), now)
+        )
         if self._until is not None and (now >= self._until or is_hopeless):
             self._vote("prevote", "")
             self._enter("prevote")

@@ -19,6 +19,7 @@ from . import chain
 from .ballot import Verdict
 from .book import Book
 from .heard import Acquaintance, Acquaintances, Offers, digests_of, offered_in
+from .meaning import CanCall, wrong_with_block
 from .rules import GossipRules
 
 
@@ -38,6 +39,7 @@ class Blocks:
     book: Book
     offers: Offers
     others: Acquaintances
+    can_call: CanCall
     now: float
 
     def make(self, now: float) -> Block | None:
@@ -136,24 +138,14 @@ class Blocks:
         return any(now - o.tried_at <= self.rules.heartbeat_timeout_s for o in offers)
 
     def judge(self, block: Block) -> Verdict:
-        if not chain.follows(block, self.peer.state):
+        if wrong_with_block(block, self.peer.state, self.book):
             return "bad"
         return self._judge_round(block) if isinstance(block, Round) else self._judge_change(block)
 
     def _judge_round(self, block: Round) -> Verdict:
-        ids: list[str] = []
-        by_key = {member.key: member.peer_id for member in self.peer.state.members}
-        for signed in block.offers:
-            says = self.book.read(signed)
-            fits = isinstance(says, Offered) and (says.fragment, says.version, says.base_hash) == (
-                block.fragment,
-                block.version,
-                block.base_hash,
-            )
-            if not fits or signed.author not in by_key or signed.author in self.book.proofs:
-                return "bad"
-            ids.append(by_key[signed.author])
-        if ids != sorted(set(ids)) or len(ids) < self._least_contributions():
+        if len(block.offers) < self._least_contributions():
+            return "bad"
+        if any(signed.author in self.book.proofs for signed in block.offers):
             return "bad"
         own = self.peer.anchors.get(block.fragment)
         if own is not None and own[0] == block.version - 1 and own[1] != block.base_hash:
@@ -168,26 +160,16 @@ class Blocks:
         return isinstance(block, Change) or all(self.offers.condition(d) == "good" for d in digests_of(block))
 
     def _judge_change(self, block: Change) -> Verdict:
-        members = block.members
-        ids, keys = [m.peer_id for m in members], {m.key for m in members}
-        if ids != sorted(set(ids)) or len(keys) != len(members) or members == self.peer.state.members:
+        keys = {member.key for member in block.members}
+        for signed in block.applied:
+            beat = self.book.read(signed)
+            if not isinstance(beat, Beat) or signed.author not in keys - self._member_keys or not self.can_call(beat):
+                return "bad"
+        proven = {proof.first.author for proof in block.proofs}
+        if proven & keys:
             return "bad"
-        proven = set()
-        for proof in block.proofs:
-            if not self.book.proves(proof):
-                return "bad"
-            proven.add(proof.first.author)
-        applied = {signed.author: self.book.read(signed) for signed in block.applied}
-        for member in members:
-            if member.key not in self._member_keys and not self._may_be_let_in(member, applied.get(member.key)):
-                return "bad"
         leaving = [m for m in self.peer.state.members if m.key not in keys and m.key not in proven]
         return "good" if all(self._may_be_let_go(m) for m in leaving) else "unknown"
-
-    def _may_be_let_in(self, member: Member, beat: object) -> bool:
-        if not isinstance(beat, Beat) or beat.peer_id != member.peer_id or beat.wants != "belong":
-            return False
-        return not any(m.key == member.key or m.peer_id == member.peer_id for m in self.peer.state.expelled)
 
     def _may_be_let_go(self, member: Member) -> bool:
         """A little sooner than we would have said so ourselves: clocks and links differ."""

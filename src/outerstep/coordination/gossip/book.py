@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-import msgspec
-
 from ...errors import ProtocolMismatch
 from ...statements import AnyStatement, Proof, Signed, body_of, key_of, statement_of
 from ...versions import PROTOCOL_VERSION, needs
@@ -48,12 +46,11 @@ class Book:
         known = self._read.get(signed)
         if known is not None:
             return known
-        try:
-            statement = statement_of(signed.body)
-        except msgspec.MsgspecError:
+        statement = statement_of(signed.body)
+        if statement is None or statement.run_id != self._run_id:
             return None
         # Read as it was written, and no other way: else one statement could have two bodies, and frame its author.
-        if statement.run_id != self._run_id or body_of(statement) != signed.body:
+        if body_of(statement) != signed.body:
             return None
         if needs(statement) > self._protocol:  # to some members it means nothing; so to none
             return None

@@ -97,7 +97,12 @@ def digests_of(block: Round) -> list[str]:
 
 
 def offered_in(block: Round) -> list[Offered]:
-    return [says for signed in block.offers if isinstance(says := statement_of(signed.body), Offered)]
+    return [says for _, says in signed_in(block)]
+
+
+def signed_in(block: Round) -> list[tuple[Signed, Offered]]:
+    read = [(signed, statement_of(signed.body)) for signed in block.offers]
+    return [(signed, says) for signed, says in read if isinstance(says, Offered)]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ from . import chain
 from .ballot import Ballot, Ballots
 from .blocks import Blocks
 from .book import Book, Sign, Verify
-from .heard import Acquaintances, HeardOffer, Offers, digests_of, offered_in
+from .heard import Acquaintances, HeardOffer, Offers, digests_of, signed_in
+from .meaning import CanCall, anywhere, wrong_with_beat, wrong_with_block, wrong_with_offer, wrong_with_state
+from .refusals import GossipRefusals
 from .rules import GossipRules
 
 REMEMBERED_DECISIONS = 64
@@ -71,6 +73,7 @@ class GossipPeer:
         *,
         address: str = "",
         fingerprint: str | None = None,
+        can_call: CanCall = anywhere,
     ) -> None:
         self.run_id, self.member, self.rules = run_id, member, rules
         self.state = keepsake.state
@@ -79,6 +82,8 @@ class GossipPeer:
         self.address, self.fingerprint = address, fingerprint
         self.wants: str = "watch"
         self.stirred = True
+        self.refusals = GossipRefusals()
+        self._can_call = can_call
         self._offers = Offers(tuple(sizes))
         self._sequences = list(keepsake.sequences or (0,) * len(self.state.versions))
         self._offered: dict[int, int] = {}  # the version that this process last contributed to, by fragment
@@ -91,36 +96,37 @@ class GossipPeer:
         self.anchors: dict[int, tuple[int, str]] = {}
         self._progress: tuple[int, float, float | None] = (0, 0.0, None)
         self._number = 0
-        self._blocks = Blocks(self, rules, self.book, self._offers, self._others, now)
+        self._blocks = Blocks(self, rules, self.book, self._offers, self._others, can_call, now)
         self._ballot = self._open_ballot(keepsake.ballots)
         self._beat(now)
 
     # --- what it is told --------------------------------------------------------------------------------------------
 
-    def hear(self, told: Converse, now: float) -> None:
-        """What another peer said. Nothing in it is believed because of who said it."""
+    def hear(self, told: Converse, now: float, teller: str = "") -> None:
+        """What another peer said. Nothing in it is believed because of who said it. `teller`: who that is, if it is
+        known; else as it calls itself."""
         if told.run_id != self.run_id:
             return
+        teller = teller or told.sender
         for decision in told.decisions:
             if decision.block.height == self.state.height + 1:
-                self._settle(decision, now, check=True)
+                self._settle(decision, now, teller)
         for proof in told.proofs:
-            self._convict(proof)
+            self._convict(proof, teller)
         news = [signed for signed in told.statements if signed not in self._listened]
-        self._listened.update(signed for signed in news if self._listen(signed, now))
+        self._listened.update(signed for signed in news if self._listen(signed, now, teller))
         if news or told.decisions or told.proofs:
             self._advance(now)
 
-    def _listen(self, signed: Signed, now: float) -> bool:
+    def _listen(self, signed: Signed, now: float, teller: str) -> bool:
         """False: it may mean more when it is said again."""
         statement = self.book.read(signed)
         if statement is None:
+            self.refusals.note(teller, "passed on what nobody signed, or what is no statement of this run")
             return True
         if isinstance(statement, Beat):
-            if signed.author != self.member.key:
-                self._others.greet(signed, statement, now)
-            return True
-        if signed.author not in self._keys or not self._is_near(statement):
+            return self._greet(signed, statement, now)
+        if signed.author not in self._keys or not self._is_near(signed, statement):
             return True
         if not self.book.enter(signed, statement) and signed.author not in self._convicted_at:
             self._convicted_at[signed.author] = self.state.height
@@ -128,19 +134,48 @@ class GossipPeer:
         if isinstance(statement, Offered):
             self._offers.hear(signed, statement, self.state.versions[statement.fragment], now)
             return True
+        if isinstance(statement, Proposed):
+            wrong = wrong_with_block(statement.block, self.state, self.book)
+            if wrong:
+                self._refuse(signed.author, wrong)
+                self._ballot.skip(signed.author, statement.turn)
+                return True
         return self._ballot.hear(signed, statement)
 
-    def _is_near(self, statement: Offered | Proposed | Voted) -> bool:
-        if isinstance(statement, Offered):
-            return statement.fragment < len(self.state.versions)
-        return statement.height == self._ballot.height
+    def _greet(self, signed: Signed, beat: Beat, now: float) -> bool:
+        if signed.author == self.member.key:
+            return True
+        wrong = wrong_with_beat(beat, len(self.state.versions), self._can_call)
+        if wrong:
+            self._refuse(signed.author, wrong)
+        else:
+            self._others.greet(signed, beat, now)
+        return True
 
-    def _convict(self, proof: Proof) -> None:
+    def _is_near(self, signed: Signed, statement: Offered | Proposed | Voted) -> bool:
+        if not isinstance(statement, Offered):
+            return statement.height == self._ballot.height
+        wrong = wrong_with_offer(statement, len(self.state.versions))
+        if wrong:
+            self._refuse(signed.author, wrong)
+        return not wrong
+
+    def _refuse(self, author: str, why: str) -> None:
+        """It has signed this itself."""
+        self.refusals.note(self.name_of(author), why)
+
+    def name_of(self, key: str) -> str:
+        """A member's id; else the first digits of its key."""
+        return next((member.peer_id for member in self.state.members if member.key == key), key[:16])
+
+    def _convict(self, proof: Proof, teller: str) -> None:
         if proof.first.author in self.book.proofs:
             return
         if self.book.convict(proof):
             self._convicted_at.setdefault(proof.first.author, self.state.height)
             self.stirred = True
+        else:
+            self.refusals.note(teller, "passed on a proof that proves nothing")
 
     def hold(self, digest: str, now: float, *, good: bool) -> None:
         """The bytes with this digest are here; `good`: they can be used."""
@@ -295,7 +330,7 @@ class GossipPeer:
             if offer.condition == "missing" and offer.signed.author not in self.book.proofs
         }
         for block in self._blocks_in_question():
-            for says, signed in zip(offered_in(block), block.offers, strict=True):
+            for signed, says in signed_in(block):
                 right_size = (
                     says.fragment < len(self._offers.sizes) and says.size_bytes == self._offers.sizes[says.fragment]
                 )
@@ -383,12 +418,15 @@ class GossipPeer:
     def _advance(self, now: float) -> None:
         self._blocks.now = now
         while (decision := self._ballot.advance(now)) is not None:
-            self._settle(decision, now, check=False)
+            self._settle(decision, now)
 
-    def _settle(self, decision: Decision, now: float, *, check: bool) -> None:
-        """One more block is decided."""
-        if check and not chain.is_decided(decision, self.state, self.book, self.rules.attackers):
-            return
+    def _settle(self, decision: Decision, now: float, teller: str = "") -> None:
+        """One more block is decided; if `teller` is somebody else, only if that can be seen."""
+        if teller:
+            wrong = wrong_with_block(decision.block, self.state, self.book)
+            if wrong or not chain.is_decided(decision, self.state, self.book, self.rules.attackers):
+                self.refusals.note(teller, f"passed on a decision that was not made: it {wrong or 'has no quorum'}")
+                return
         self.state = chain.after(decision.block, self.state)
         self._decisions.append(decision)
         self._taken.append(decision)
@@ -408,7 +446,7 @@ class GossipPeer:
     def leap(self, state: ChainState, now: float) -> None:
         """Go on from here, as more than f members say that the run stands here: the blocks in between are forgotten by
         those that decided them. What this peer has said about earlier heights binds it no more."""
-        if state.height <= self.state.height:
+        if state.height <= self.state.height or wrong_with_state(state, len(self.state.versions)):
             return
         self.state = state
         self._decisions.clear()

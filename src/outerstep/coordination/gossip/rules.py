@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ...defaults import PEER_HEARTBEAT_TIMEOUT_S
@@ -33,5 +34,5 @@ class GossipRules:
             raise ConfigError(f"attackers must be at least 0, got {self.attackers}")
         if not is_spoken(self.protocol):
             raise ConfigError(f"protocol must be one of {spoken_here()}, got {self.protocol}: update outerstep")
-        if self.heartbeat_timeout_s <= 0.0:
+        if not 0.0 < self.heartbeat_timeout_s < math.inf:
             raise ConfigError(f"heartbeat_timeout_s must be > 0 s, got {self.heartbeat_timeout_s:g}")

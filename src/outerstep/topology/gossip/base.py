@@ -127,7 +127,11 @@ class PeerTopology(ABC):
     def _fetch(self, fragment: int, *, after: int) -> FragmentSnapshot:
         """The newest whole of a fragment, newer than `after`, with its momentum and what else belongs to it."""
         while True:
-            version, data = self._node.fetch_snapshot(fragment, patience_s=WHOLE_PATIENCE_S)
+            version, data = self._node.fetch_snapshot(
+                fragment,
+                patience_s=WHOLE_PATIENCE_S,
+                check=lambda version, data: self._state.wrong_with(fragment, version, data),
+            )
             if version > after:
                 return self._state.read(fragment, data)
             self._node.watch(LOOK_S)

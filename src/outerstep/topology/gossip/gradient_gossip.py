@@ -128,6 +128,9 @@ class GradientGossip:
         """There is no state but the number of the last round."""
         return self._version, memoryview(self._version.to_bytes(8, "little"))
 
+    def most_snapshot_bytes(self, fragment: int) -> int:
+        return 8
+
     # --- in a thread --------------------------------------------------------------------------------------------------
 
     def _round(self, local_grad: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -33,7 +33,7 @@ from ..protocol import Agreed, Contribution, Joined, Sight
 from ..update import OwnStep, anchor_hash
 from .base import LOOK_S, GossipSettings, PeerTopology
 from .node import Node
-from .snapshot import read_snapshot, write_snapshot
+from .snapshot import most_bytes, read_snapshot, write_snapshot
 from .state import Contents
 
 log = logging.getLogger(__name__)
@@ -56,11 +56,12 @@ class PairOffer:
         return memoryview(bytearray(len(self.delta).to_bytes(8, "little") + bytes(self.delta) + bytes(whole)))
 
     @classmethod
-    def read(cls, form: Form, data: memoryview) -> PairOffer:
+    def read(cls, form: Form, data: memoryview, parameters: Collection[str] = ()) -> PairOffer:
+        """Refuses (BadFrame) what is none. `parameters`: the names whose values must be numbers."""
         size = int.from_bytes(data[:8], "little")
         if size != form.up.size_bytes:
             raise BadFrame(f"a contribution to this fragment has {form.up.size_bytes} bytes, got {size}")
-        whole, _ = read_snapshot(form, memoryview(bytearray(data[8 + size :])), ())
+        whole, _ = read_snapshot(form, memoryview(bytearray(data[8 + size :])), parameters)
         return cls(whole.version, whole.theta, memoryview(bytearray(data[8 : 8 + size])))
 
 
@@ -158,6 +159,13 @@ class PairsTopology(PeerTopology):
             shown = self._shown.get(fragment)
         return None if shown is None else (shown.turn, shown.write(forms[(fragment - len(forms)) // TURNS_SHOWN]))
 
+    def most_snapshot_bytes(self, fragment: int) -> int:
+        forms = self._state.forms
+        if fragment < len(forms):
+            return self._state.most_bytes(fragment)
+        form = forms[(fragment - len(forms)) // TURNS_SHOWN]
+        return 8 + form.up.size_bytes + most_bytes(form)
+
     # --- one exchange -------------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> PairTicket:
@@ -225,12 +233,14 @@ class PairsTopology(PeerTopology):
         if found is None:
             return None
         try:
-            shown = PairOffer.read(self._state.forms[ticket.fragment], found[1])
+            parameters = self._state[ticket.fragment].parameters
+            shown = PairOffer.read(self._state.forms[ticket.fragment], found[1], parameters)
             wrong = self._state.contents[ticket.fragment].check(shown.delta)
         except BadFrame as error:
             wrong = error.message
         if wrong:
             log.warning("what %s published cannot be used (%s); stepping alone", ticket.partner_id, wrong)
+            self._node.blame(key, f"published what cannot be used: {wrong}")
             return ticket.own
         return shown
 

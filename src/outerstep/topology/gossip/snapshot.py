@@ -28,6 +28,7 @@ from ..update import anchor_hash
 _LENGTH = struct.Struct("<I")
 ALIGNMENT = 64
 MOST_HEAD_BYTES = 1 << 20
+SECTIONS = 3  # θ, buf, the last aggregate
 
 
 class SnapshotHead(Plain, frozen=True):
@@ -75,7 +76,7 @@ def read_snapshot(form: Form, data: memoryview, parameters: Collection[str]) -> 
     try:
         head = msgspec.msgpack.decode(bytes(data[_LENGTH.size : begin]).rstrip(b" "), type=SnapshotHead)
         check_history({"": head.history} if head.history else {})
-    except (msgspec.MsgspecError, ConfigError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ConfigError) as error:
         raise BadFrame(f"the head of a fragment's snapshot: {error}") from error
     sections = 1 + head.has_momentum + head.has_centre
     if len(data) != begin + sections * size:
@@ -83,9 +84,18 @@ def read_snapshot(form: Form, data: memoryview, parameters: Collection[str]) -> 
     views = [fp32_views(data, form.full.places, begin + number * size) for number in range(sections)]
     if anchor_hash(views[0].values()) != head.anchor_hash:
         raise BadFrame("the anchor in a fragment's snapshot does not have the hash that its head names")
+    for section in views:
+        odd = next((name for name in parameters if name in section and not section[name].isfinite().all()), None)
+        if odd is not None:
+            raise BadFrame(f"a fragment's snapshot holds NaN or Inf in {odd!r}")
     momentum = {n: v.reshape(-1) for n, v in views[1].items() if n in parameters} if head.has_momentum else {}
     centre = views[-1] if head.has_centre else {}
     return FragmentSnapshot(head.version, head.anchor_hash, views[0], momentum, centre), head.history
+
+
+def most_bytes(form: Form) -> int:
+    """No snapshot of the fragment has more."""
+    return _LENGTH.size + MOST_HEAD_BYTES + SECTIONS * _section_bytes(form)
 
 
 def _section_bytes(form: Form) -> int:

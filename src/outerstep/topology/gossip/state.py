@@ -31,7 +31,7 @@ from ...core.outer import Nesterov
 from ...core.robust import Candidate, RobustAggregator, Screening, Tensors, TensorSpan, combine
 from ...core.state import FragmentSnapshot, FragmentState, fp32_views
 from ...core.watch import sum_of_squares, watched
-from ...errors import ConfigError, Refused
+from ...errors import BadFrame, ConfigError, Refused
 from ...events import ContributionLeftOut, EventSink, TooFewTrained
 from ...screens import History, remember
 from ...statements import Offered
@@ -41,7 +41,7 @@ from ..forms import Form, forms_of
 from ..terms import check_loaded
 from ..update import MeanStep, anchor_hash, cuts
 from .node import DecidedRound
-from .snapshot import on_host, read_snapshot, write_snapshot
+from .snapshot import most_bytes, on_host, read_snapshot, write_snapshot
 from .terms import GossipTerms
 
 log = logging.getLogger(__name__)
@@ -211,6 +211,17 @@ class PeerState:
         assert self.loaded is not None
         loaded = anchor_hash(self.loaded.anchors[name] for name in self._states[fragment].roles)
         return (found.version, found.anchor_hash) == (self.loaded.versions[fragment], loaded)
+
+    def most_bytes(self, fragment: int) -> int:
+        return most_bytes(self.forms[fragment])
+
+    def wrong_with(self, fragment: int, version: int, data: memoryview) -> str:
+        """Why this is no snapshot of that version; "" if it is one."""
+        try:
+            snapshot, _ = read_snapshot(self.forms[fragment], data, self._states[fragment].parameters)
+        except BadFrame as error:
+            return error.message
+        return "" if snapshot.version == version else f"it is one of version {snapshot.version}"
 
     def read(self, fragment: int, data: memoryview) -> FragmentSnapshot:
         """What another peer holds, momentum and all. The anchor itself is for whoever adopts it."""

@@ -14,6 +14,7 @@ import msgspec
 from ...coordination.gossip import GossipRules
 from ...coordination.server.plan import check_manifest
 from ...core.codecs.recipe import Recipe
+from ...core.fragments import check_cycle
 from ...core.gossip import NoLoCo
 from ...core.outer import OuterRule
 from ...core.robust import RobustAggregator
@@ -78,7 +79,7 @@ class GossipTerms(Plain, frozen=True):
         try:
             terms = msgspec.msgpack.decode(document, type=cls)
             terms.check()
-        except (msgspec.MsgspecError, ConfigError) as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, ConfigError) as error:
             raise BadRequest(
                 f"the run's terms cannot be followed: {error}", hint="do all peers run the same version of outerstep?"
             ) from error
@@ -86,7 +87,11 @@ class GossipTerms(Plain, frozen=True):
 
     def check(self) -> None:
         """Can it be done at all?"""
-        _ = self.outer, self.aggregator, self.rules
+        _ = self.outer, self.aggregator, self.rules, Recipe.parse(self.plan.codec), Recipe.parse(self.plan.down_codec)
+        names = [spec.name for spec in self.manifest.parameters]
+        if sorted(name for fragment in self.plan.fragments for name in fragment) != sorted(set(names)):
+            raise ConfigError(f"the {len(self.plan.fragments)} fragments must hold each of the model's tensors once")
+        check_cycle(self.plan.sync_every, len(self.plan.fragments))
         if self.pattern != "all":
             check_mean_alone(self.pattern, self.aggregation, self.cosine_screen, self.bucket_size)
 

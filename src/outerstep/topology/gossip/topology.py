@@ -126,6 +126,9 @@ class GossipTopology(PeerTopology):
     def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
         return self._state.write(fragment)
 
+    def most_snapshot_bytes(self, fragment: int) -> int:
+        return self._state.most_bytes(fragment)
+
     # --- one exchange -------------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GossipTicket:

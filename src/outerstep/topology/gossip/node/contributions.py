@@ -24,13 +24,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ....coordination.backoff import Backoff
+from ....coordination.gossip.heard import signed_in
 from ....digest import part_count, part_digest, part_range
 from ....errors import NotFound, OuterstepError
 from ....events import ContributionRefused
 from ....pool import Pool, Room
-from ....statements import ChainState, Change, Decision, Member, Offered, Round, statement_of
+from ....statements import ChainState, Change, Decision, Member, Offered, Round
 from ....wire.http_transport import HttpTransport
 from ....wire.peers import AskParts, GetHeld, PartList, about_contribution
+from .calls import ask, get_part
+from .hearing import blame
 from .listener import Contacts
 from .records import Recorder
 from .settings import Callbacks
@@ -192,8 +195,7 @@ class DecidedRounds:
             self._members = block.members
             return
         names = {member.key: member.peer_id for member in self._members}
-        read = [(signed.author, statement_of(signed.body)) for signed in block.offers]
-        offers = [(names.get(key, key), key, says) for key, says in read if isinstance(says, Offered)]
+        offers = [(names.get(s.author, s.author), s.author, says) for s, says in signed_in(block)]
         self._rounds[block.fragment].append(Taken(block, tuple(offers)))
         self.versions[block.fragment] = block.version
 
@@ -319,7 +321,7 @@ class Fetcher:
         while (job := self._ready.get()) is not None:
             if self._shared.is_stopping:
                 return
-            held = self._fetch(job)
+            held = self._fetch_safely(job)
             if held is not None:
                 held.is_good = self._is_good(job, held)
             with self._shared.lock:
@@ -340,12 +342,30 @@ class Fetcher:
     def _is_good(self, job: _Job, held: HeldPayload) -> bool:
         fragment = job.says.fragment
         with self._checking:
-            why = self._callbacks.check(fragment, held.data)
+            why = self._check(fragment, held.data)
         if why:
-            names = {member.key: member.peer_id for member in self._shared.peer.state.members}
-            log.warning("a contribution to fragment %d cannot be used: %s", fragment, why)
-            self._shared.events(ContributionRefused(names.get(job.author, job.author), fragment, why))
+            with self._shared.lock:
+                name = self._shared.peer.name_of(job.author)
+                blame(self._shared, job.author, f"offered what cannot be used in fragment {fragment}: {why}")
+            self._shared.events(ContributionRefused(name, fragment, why))
         return not why
+
+    def _check(self, fragment: int, data: memoryview) -> str:
+        """Bytes that another chose, in code that reads them: if it stumbles, they cannot be used either. (A mistake in
+        it shows when this peer checks its own.)"""
+        try:
+            return self._callbacks.check(fragment, data)
+        except Exception as error:
+            log.exception("a contribution to fragment %d could not be checked", fragment)
+            return f"it cannot be checked: {type(error).__name__}: {error}"
+
+    def _fetch_safely(self, job: _Job) -> HeldPayload | None:
+        try:
+            return self._fetch(job)
+        except Exception:
+            log.exception("a contribution of %s could not be fetched; it is tried again", job.author[:16])
+            self.counts["failed"] += 1
+            return None
 
     def _fetch(self, job: _Job) -> HeldPayload | None:
         """From one holder after the other."""
@@ -399,8 +419,8 @@ class Fetcher:
     def _expect(self, transport: HttpTransport, job: _Job) -> Arrival | None:
         """Ask how it is cut, and make room for it. None: that is not how."""
         peer, says = self._shared.peer, job.says
-        parts = transport.ask(AskParts(sender=peer.member.peer_id, run_id=peer.run_id, digest=says.digest))
-        if not isinstance(parts, PartList) or parts.size_bytes != says.size_bytes:
+        parts = ask(transport, AskParts(sender=peer.member.peer_id, run_id=peer.run_id, digest=says.digest), PartList)
+        if parts.size_bytes != says.size_bytes:
             return None
         if parts.digest(about_contribution(peer.run_id, says.fragment)) != says.digest:
             return None
@@ -424,7 +444,7 @@ def fetch_parts(
     while arrival.missing:
         part = arrival.missing[0]
         place = arrival.view(part)
-        transport.ask(GetHeld(sender=peer.member.peer_id, run_id=peer.run_id, digest=digest, part=part), into=place)
+        get_part(transport, GetHeld(sender=peer.member.peer_id, run_id=peer.run_id, digest=digest, part=part), place)
         if part_digest(place).hex() != arrival.parts.digests[part]:
             return False
         del arrival.missing[0]

@@ -21,13 +21,16 @@ from dataclasses import dataclass
 from ....coordination.backoff import Backoff
 from ....coordination.gossip.book import Book
 from ....coordination.gossip.chain import witnesses
-from ....errors import Busy, OuterstepError, Refused, ServerUnreachable, TransportError
+from ....coordination.gossip.meaning import wrong_with_state
+from ....errors import BadRequest, Busy, OuterstepError, ServerUnreachable, TransportError
 from ....security import Access
 from ....security.signing import SigningKey, verify
 from ....statements import Beat, ChainState, Converse, Signed
 from ....types import PROTOCOL_VERSION
 from ....wire.http_transport import HttpTransport
 from ....wire.peers import AskTerms, Terms
+from .calls import ask, ask_member
+from .hearing import hear
 from .listener import Contacts, NodeListener
 from .records import Recorder
 from .shared import Shared
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 30.0
 DISK_PATIENCE_S = 60.0
 FAILURES_OF_THE_GONE = 2
+MOST_TROUBLE = 300  # letters of what another peer answered
 STALLED_S = 120.0  # a worker reports several times a minute, or it has stopped to on purpose (stalled_after_s)
 
 
@@ -146,13 +150,9 @@ class Conversations:
         return told if self._recorder.wait_until_kept(DISK_PATIENCE_S) else None
 
     def _converse(self, talk: _Conversation, told: Converse) -> None:
-        transport, said = self._contacts.transport(talk.key), talk.seen
+        said = talk.seen
         try:
-            if transport is None:
-                raise Refused("nobody has said where it is")
-            answer = transport.ask(told)
-            if not isinstance(answer, Converse):
-                raise Refused("it answered with something else")
+            answer = ask_member(self._contacts, talk.key, told, Converse)
         except OuterstepError as error:
             self._put_off(talk, error)
             return
@@ -166,7 +166,7 @@ class Conversations:
         once; but only as long as that leads further."""
         peer = self._shared.peer
         before, height_before = peer.state.height, talk.height
-        peer.hear(answer, self._shared.clock())
+        hear(self._shared, answer, peer.name_of(talk.key))
         talk.height = answer.height
         we_lag = answer.height > peer.state.height
         if we_lag and not answer.decisions and peer.state.height == told.height:
@@ -185,7 +185,7 @@ class Conversations:
             talk.seen, talk.height = -1, -1
             if not talk.trouble:
                 log.info("a peer does not answer: %s", error)
-            talk.trouble = str(error)
+            talk.trouble = str(error)[:MOST_TROUBLE]  # it chose some of these words
 
 
 # --- surveys ----------------------------------------------------------------------------------------------------------
@@ -205,33 +205,48 @@ class Survey:
 
     def find_terms(self, places: tuple[Access, ...], patience_s: float) -> Terms:
         """Through any of these peers. What cannot be mended by asking again (a wrong token, another protocol) is raised
-        at once."""
+        at once, if it is all that any of them says."""
         give_up_at = time.monotonic() + patience_s
         say_at = time.monotonic() + QUIET_S
         why = "nobody was asked"
         while True:
+            refusals: list[OuterstepError] = []
             for place in places:
                 try:
-                    terms = self._ask(self._listener.reach(place, TIMEOUT_S))
+                    terms = self._ask_at(place)
                     enough = self._confirm(terms)
                 except (TransportError, Busy) as error:
+                    why = str(error)
+                    continue
+                except OuterstepError as error:
+                    refusals.append(error)
                     why = str(error)
                     continue
                 if enough is not None:
                     return enough
                 why = f"too few of {len(terms.state.members)} members say the same as {place.address}"
+            if len(refusals) == len(places):
+                raise refusals[0]
             if time.monotonic() >= say_at:
                 say_at = time.monotonic() + SAY_EVERY_S
                 log.warning("%s; trying again, for %.0f s more", why, max(give_up_at - time.monotonic(), 0.0))
             if time.monotonic() >= give_up_at or not self._pause(PAUSE_S):
                 raise ServerUnreachable(f"no run could be joined in {patience_s:g} s: {why}")
 
-    def _ask(self, transport: HttpTransport) -> Terms:
-        answer = transport.ask(AskTerms(sender=self._peer_id, protocol=PROTOCOL_VERSION), timeout_s=TIMEOUT_S)
-        transport.close()
-        if not isinstance(answer, Terms):
-            raise TransportError(f"{transport.address} answered with something else")
-        return answer
+    def _ask_at(self, place: Access) -> Terms:
+        transport = self._listener.reach(place, TIMEOUT_S)
+        try:
+            return self._ask(transport)
+        finally:
+            transport.close()
+
+    def _ask(self, transport: HttpTransport, fragments: int | None = None) -> Terms:
+        """What it says of the run, if that can be."""
+        terms = ask(transport, AskTerms(sender=self._peer_id, protocol=PROTOCOL_VERSION), Terms, timeout_s=TIMEOUT_S)
+        wrong = wrong_with_state(terms.state, fragments)
+        if wrong:
+            raise BadRequest(f"what {transport.address} says of the run cannot be: it {wrong}", hint="ask another peer")
+        return terms
 
     def _confirm(self, terms: Terms) -> Terms | None:
         """The same from more than f members, counting the one that we were sent to."""
@@ -244,7 +259,7 @@ class Survey:
             if access is None:
                 continue
             try:
-                answer = self._ask(self._listener.reach(access, TIMEOUT_S))
+                answer = self._ask_at(access)
             except OuterstepError as error:
                 log.debug("%s does not say where the run stands: %s", access.address, error)
                 continue
@@ -256,16 +271,27 @@ class Survey:
         return None
 
     def beats_of(self, terms: Terms) -> list[Beat]:
-        """Of the members, as they have signed them."""
+        """Of the members, as they have signed them, the newest of each: nobody is asked twice, and counted as two."""
         book = Book(terms.run_id, self._key.public, self._key.sign, verify)
         keys = {member.key for member in terms.state.members}
-        read = [book.read(signed) for signed in terms.beats if signed.author in keys]
-        return [beat for beat in read if isinstance(beat, Beat)]
+        newest: dict[str, Beat] = {}
+        for signed in terms.beats:
+            beat = book.read(signed) if signed.author in keys else None
+            if isinstance(beat, Beat):
+                known = newest.get(signed.author, beat)
+                newest[signed.author] = max(known, beat, key=lambda one: (one.incarnation, one.number))
+        return list(newest.values())
 
     def newest_state(
-        self, contacts: Contacts, keys: list[str], run_id: str, needed: int
+        self,
+        contacts: Contacts,
+        keys: list[str],
+        known: tuple[str, int],
+        needed: int,
+        blame: Callable[[str, str], None],
     ) -> tuple[ChainState, tuple[Signed, ...]] | None:
-        """The newest that at least `needed` of these members name."""
+        """The newest that at least `needed` of these members name. `known`: the run and how many fragments it has;
+        `blame` is told who says what cannot be, and why not."""
         named: Counter[ChainState] = Counter()
         beats: tuple[Signed, ...] = ()
         for key in keys:
@@ -273,10 +299,14 @@ class Survey:
             if transport is None:
                 continue
             try:
-                terms = transport.ask(AskTerms(sender=self._peer_id, protocol=PROTOCOL_VERSION), timeout_s=TIMEOUT_S)
-            except OuterstepError:
+                terms = self._ask(transport, known[1])
+            except BadRequest as error:
+                blame(key, error.message)
                 continue
-            if isinstance(terms, Terms) and terms.run_id == run_id:
+            except OuterstepError as error:
+                log.debug("%s does not say where the run stands: %s", transport.address, error)
+                continue
+            if terms.run_id == known[0]:
                 named[terms.state] += 1
                 beats += terms.beats
         enough = [state for state, count in named.items() if count >= needed]

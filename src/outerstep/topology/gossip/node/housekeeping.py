@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ....coordination.gossip.chain import witnesses
 from ....statements import Converse
 from .conversations import Survey
+from .hearing import blame, hear
 from .listener import Contacts
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class Housekeeping:
             peer, height = node.peer, node.peer.state.height
             keys = [member.key for member in peer.state.members if member.key != node.key]
             needed = witnesses(len(peer.state.members), peer.rules.attackers)
-        found = self._survey.newest_state(self._contacts, keys, peer.run_id, needed)
+            known = (peer.run_id, len(peer.state.versions))
+        found = self._survey.newest_state(self._contacts, keys, known, needed, self._blame)
         if found is None:
             return
         state, beats = found
@@ -66,5 +68,9 @@ class Housekeeping:
             if state.height > height == peer.state.height:  # else the next block has come meanwhile
                 log.info("the run is %d blocks ahead: resuming from there", state.height - height)
                 node.recorder.leap(state)
-                peer.hear(Converse(run_id=peer.run_id, sender=node.peer_id, height=0, statements=beats), node.clock())
+                hear(node.shared, Converse(run_id=peer.run_id, sender=node.peer_id, height=0, statements=beats))
                 node.recorder.note()
+
+    def _blame(self, key: str, why: str) -> None:
+        with self._node.lock:
+            blame(self._node.shared, key, why)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 
 from ....errors import ConfigError, NoCredentials, Unauthorized
-from ....security import Access, Caller, Credentials, ServerIdentity, parse_address
+from ....security import Access, Caller, Credentials, ServerIdentity, parse_address, parse_join_string
 from ....security.access import write_address
 from ....security.credentials import outward_host
 from ....security.guard import Guard, OpenGuard
@@ -108,14 +108,21 @@ class NodeListener:
         )
 
     def access_of(self, beat: Beat) -> Access | None:
-        """How to reach who sent this beat; None = not at all, as it speaks no TLS and this node nothing else."""
+        """How to reach who sent this beat; None = not at all: what it names is no place, or it speaks no TLS and this
+        node nothing else."""
         try:
             host, port = parse_address(beat.address)
+            if parse_address(write_address(host, port)) != (host, port):
+                return None
+            if self._settings.insecure:
+                return Access(host, port, plain=True)
+            access = Access(host, port, self.token, beat.fingerprint)
+            return access if beat.fingerprint and parse_join_string(access.join_string) == access else None
         except ConfigError:
             return None
-        if self._settings.insecure:
-            return Access(host, port, plain=True)
-        return None if beat.fingerprint is None else Access(host, port, self.token, beat.fingerprint)
+
+    def can_call(self, beat: Beat) -> bool:
+        return self.access_of(beat) is not None
 
     def _access(self, place: str) -> Access:
         if self._settings.insecure and "://" not in place:
@@ -180,7 +187,7 @@ class Contacts:
         self._known: dict[str, tuple[Access, HttpTransport]] = {}
 
     def transport(self, key: str) -> HttpTransport | None:
-        """None: nobody has said where it is."""
+        """None: nobody has said where it is, so that it can be called."""
         beat = self._find_beat(key)
         access = self._listener.access_of(beat) if beat is not None else None
         if access is None:

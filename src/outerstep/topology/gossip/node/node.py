@@ -13,8 +13,9 @@
     node.leave("done", patience_s=30)
 
 Its threads: pulse and conversations (conversations.py), looking and fetching (contributions.py), recording
-(records.py), and those of the HTTP service. If one fails, the node stops (`failure`): a peer that still beats but no
-longer fetches or records would keep the others waiting.
+(records.py), and those of the HTTP service. Whatever goes wrong with another peer is that peer's trouble (hearing.py,
+calls.py). If a thread ends all the same, the node stops (`failure`): a peer that still beats but no longer fetches or
+records would keep the others waiting; watchdog.py says whose fault it was.
 """
 
 from __future__ import annotations
@@ -32,7 +33,15 @@ from msgspec import UNSET
 
 from ....coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ....coordination.gossip.chain import found
-from ....errors import Busy, ConfigError, ExchangeFailed, ProtocolMismatch, ServerUnreachable
+from ....errors import (
+    Busy,
+    ConfigError,
+    ExchangeFailed,
+    ProtocolMismatch,
+    Refused,
+    ServerUnreachable,
+    UntrustedServer,
+)
 from ....events import Event, EventSink, PeerExpelled, RoundDecided, WorkerDied, WorkerJoined, WorkerLeft
 from ....observe import FanOut
 from ....observe.status import PeerStatus
@@ -42,13 +51,14 @@ from ....versions import OLDEST_PROTOCOL, as_spoken
 from ....wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
 from .contributions import DecidedRounds, Fetcher, Payloads
 from .conversations import Conversations, Survey
+from .hearing import blame, hear
 from .housekeeping import Housekeeping
 from .listener import Contacts, NodeListener
 from .records import PeerFolder, PeerRunFacts, Recorder
 from .service import PeerService, build_status
 from .settings import Callbacks, DecidedRound, NodeSettings
 from .shared import Shared
-from .snapshots import SnapshotExchange
+from .snapshots import CheckSnapshot, SnapshotExchange
 
 log = logging.getLogger(__name__)
 
@@ -127,10 +137,10 @@ class Node:
             return kept
         try:
             terms = self._survey.find_terms(self._listener.joins, patience_s if kept is None else min(patience_s, 1.0))
-        except ServerUnreachable:
+        except (ServerUnreachable, Refused, UntrustedServer) as error:
             if kept is None:
                 raise
-            log.info("none of the peers to join answers; resuming from what the folder holds")
+            log.warning("%s; resuming from what the folder holds", error)
             return kept
         if kept is not None and kept.run_id != terms.run_id:
             raise ConfigError(
@@ -186,11 +196,12 @@ class Node:
             self.clock(),
             address=self._listener.address,
             fingerprint=self._listener.fingerprint,
+            can_call=self._listener.can_call,
         )
         with self.lock:
             self._furnish(peer, callbacks)
             greeting = Converse(run_id=terms.run_id, sender=self.peer_id, height=0, statements=terms.beats)
-            peer.hear(greeting, self.clock())
+            hear(self.shared, greeting)
             self._after_members()
             self.recorder.note()
         self.recorder.start()
@@ -329,11 +340,18 @@ class Node:
             if taken is not None:
                 taken.is_released = True
 
-    def fetch_snapshot(self, fragment: int, *, patience_s: float) -> tuple[int, memoryview]:
+    def fetch_snapshot(
+        self, fragment: int, *, patience_s: float, check: CheckSnapshot = lambda version, data: ""
+    ) -> tuple[int, memoryview]:
         """The newest version of a fragment that more than f members name the same digest for (or all that can be heard,
-        if those are fewer), and its bytes."""
+        if those are fewer), and its bytes. `check` says why they cannot be used: then others are asked."""
         self.shared.check()
-        return self.snapshots.fetch(fragment, patience_s)
+        return self.snapshots.fetch(fragment, patience_s, check)
+
+    def blame(self, key: str, why: str) -> None:
+        """The member with this key has sent what cannot be used: it is counted, shown and logged."""
+        with self.lock:
+            blame(self.shared, key, why)
 
     def watch(self, timeout_s: float, since: int | None = None) -> int:
         """Wait until something has changed. Returns a number to pass as `since` the next time, so that nothing that

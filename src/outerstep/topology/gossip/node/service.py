@@ -25,6 +25,7 @@ from ....wire.peers import (
 )
 from ....wire.routes import DownloadRoute, MessageRoute, Route
 from .contributions import HeldPayload
+from .hearing import hear
 
 if TYPE_CHECKING:
     from .node import Node
@@ -87,14 +88,10 @@ class PeerService:
         self._check_run(told.run_id)
         node = self._node
         with node.lock:
-            try:
-                node.peer.hear(told, node.clock())
-                node.conversations.was_heard(told.sender)
-                node.recorder.note()
-                answer = node.peer.say_to(told.height)
-            except Exception as error:  # whatever it is, the peer may be half changed: as in threads of its own
-                node.shared.fail(f"what {told.sender} said: {type(error).__name__}: {error}")
-                raise
+            hear(node.shared, told)
+            node.conversations.was_heard(told.sender)
+            node.recorder.note()
+            answer = node.peer.say_to(told.height)
             if not node.recorder.wait_until_kept(DISK_PATIENCE_S):
                 why = "is stopping" if node.shared.is_stopping else "cannot write down what it would say"
                 raise Busy(f"this peer {why}", retry_after_s=RETRY_S)
@@ -159,6 +156,7 @@ def build_status(node: Node) -> PeerStatus:
         members=[_member(node, key, peer_id, now) for key, peer_id in members.items()],
         silent=[peer_id for key, peer_id in members.items() if peer.is_silent(key, now)],
         expelled=[member.peer_id for member in peer.state.expelled],
+        refused=dict(peer.refusals.counts),
         proven_to_lie=sorted(members.get(key, key) for key in peer.book.proofs),
         is_short_of_peers=peer.is_short_of_peers(now),
         fragments=[

@@ -48,7 +48,7 @@ class NodeSettings:
 
 
 class Callbacks(Protocol):
-    """What the topology does for the node. Both are called in threads of the node's, one call of each at a time."""
+    """What the topology does for the node. They are called in threads of the node's, one call of each at a time."""
 
     def check(self, fragment: int, data: memoryview) -> str:
         """ "" = this contribution can be used; else why not."""
@@ -56,6 +56,9 @@ class Callbacks(Protocol):
     def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
         """Version and bytes of the newest anchor with the outer state that goes with it, a consistent snapshot that
         does not change any more; None = it is not held. All peers must write the same state as the same bytes."""
+
+    def most_snapshot_bytes(self, fragment: int) -> int:
+        """No snapshot of the fragment has more."""
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,13 @@ A thread that has done something with the peer, under the lock, calls `Recorder.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable
 
 from ....coordination.gossip import GossipPeer
 from ....errors import ExchangeFailed
 from ....events import EventSink
-
-log = logging.getLogger(__name__)
+from .watchdog import Watchdog
 
 
 class Shared:
@@ -31,7 +28,7 @@ class Shared:
         self.is_stopping = False
         self.progress_at: float | None = None  # when the training last reported; None = it never did
         self._peer: GossipPeer | None = None
-        self._threads: list[threading.Thread] = []
+        self.watchdog = Watchdog(events, self._end)
 
     @property
     def peer(self) -> GossipPeer:
@@ -59,25 +56,11 @@ class Shared:
     # --- threads ----------------------------------------------------------------------------------------------------
 
     def start(self, name: str, job: Callable[[], None]) -> None:
-        """A thread that stops the node if it ends with an exception: a peer that works in part would keep the others
-        waiting."""
+        """A thread that stops the node if it ends with an exception (watchdog.py)."""
+        if not self.is_stopping:
+            self.watchdog.start(name, job)
 
-        def run() -> None:
-            try:
-                job()
-            except BaseException as error:
-                log.exception("%s failed", name)
-                self.fail(f"{name}: {type(error).__name__}: {error}")
-
-        thread = threading.Thread(target=run, name=f"outerstep-{name}", daemon=True)
-        with self.lock:
-            if self.is_stopping:
-                return
-            self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
-            self._threads.append(thread)
-            thread.start()
-
-    def fail(self, why: str) -> None:
+    def _end(self, why: str) -> None:
         with self.lock:
             self.failure = self.failure or why
             self.is_stopping = True
@@ -92,9 +75,4 @@ class Shared:
         with self.lock:
             self.is_stopping = True
             self.changed()
-            threads = list(self._threads)
-        give_up_at = time.monotonic() + patience_s
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, give_up_at - time.monotonic()))
-        return [thread.name for thread in threads if thread.is_alive()]
+        return self.watchdog.call_off(patience_s)

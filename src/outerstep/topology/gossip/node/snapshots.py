@@ -18,7 +18,9 @@ from ....coordination.gossip.chain import witnesses
 from ....errors import NotFound, OuterstepError, ServerUnreachable
 from ....pool import Room, private_memory
 from ....wire.peers import SNAPSHOT_PART_BYTES, AskSnapshot, OfferedSnapshot, about_snapshot
+from .calls import ask_member
 from .contributions import Arrival, HeldPayload, cut, fetch_parts
+from .hearing import blame
 from .listener import Contacts
 from .settings import Callbacks
 from .shared import Shared
@@ -29,6 +31,9 @@ KEPT_S = 60.0  # after somebody last asked for a part of it
 KEPT_VERSIONS = 2  # of one fragment
 ASK_TIMEOUT_S = 60.0  # the other end may have to copy and hash a whole model
 PAUSE_S = 0.25
+
+CheckSnapshot = Callable[[int, memoryview], str]
+"""Given the version that was named and the bytes: why they cannot be used; "" if they can"""
 
 
 @dataclass(eq=False)
@@ -87,17 +92,21 @@ class SnapshotExchange:
 
     # --- for this peer ----------------------------------------------------------------------------------------------
 
-    def fetch(self, fragment: int, patience_s: float) -> tuple[int, memoryview]:
+    def fetch(self, fragment: int, patience_s: float, check: CheckSnapshot) -> tuple[int, memoryview]:
         give_up_at = time.monotonic() + patience_s
         why = "nobody was asked yet"
+        doubted: set[str] = set()  # keys of those whose word led nowhere: the others are asked first
         while time.monotonic() < give_up_at and not self._shared.is_stopping:
-            version, digest, named_by, why = self._survey(fragment)
+            version, digest, named_by, why = self._survey(fragment, doubted)
             if named_by:
                 arrival = _expect(named_by[0][1])
-                for key, _ in named_by:
-                    if self._fetch_from(key, arrival, digest):
-                        return version, arrival.room.view
-                why = f"version {version} broke off; it was asked of {len(named_by)} peer(s)"
+                is_here = any(self._fetch_from(key, arrival, digest) for key, _ in named_by)
+                why = check(version, arrival.room.view) if is_here else "it broke off"
+                if is_here and not why:
+                    return version, arrival.room.view
+                why = f"version {version} of {len(named_by)} peer(s): {why}"
+                self._blame([key for key, _ in named_by] if is_here else [], fragment, why)
+                doubted = doubted.union(key for key, _ in named_by)
             with self._shared.lock:
                 self._shared.wait(lambda: False, PAUSE_S)
         self._shared.check()
@@ -111,13 +120,16 @@ class SnapshotExchange:
         answer = self._ask(key, request)
         if isinstance(answer, str) or answer.version < least_version:
             return None
-        if answer.parts.part_size_bytes != SNAPSHOT_PART_BYTES:
-            return None
         arrival = _expect(answer)
         digest = answer.parts.digest(about_snapshot(request.run_id, fragment, answer.version))
         return (answer.version, arrival.room.view) if self._fetch_from(key, arrival, digest) else None
 
-    def _survey(self, fragment: int) -> tuple[int, str, list[tuple[str, OfferedSnapshot]], str]:
+    def _blame(self, keys: list[str], fragment: int, why: str) -> None:
+        with self._shared.lock:
+            for key in keys:
+                blame(self._shared, key, f"named a snapshot of fragment {fragment} that cannot be used: {why}")
+
+    def _survey(self, fragment: int, doubted: set[str]) -> tuple[int, str, list[tuple[str, OfferedSnapshot]], str]:
         """The newest version that enough members name the same digest for: version, digest, and who did."""
         with self._shared.lock:
             peer = self._shared.peer
@@ -125,7 +137,7 @@ class SnapshotExchange:
             silent = {m.key: peer.is_silent(m.key, now) for m in peer.state.members if m.key != peer.member.key}
             needed = witnesses(len(peer.state.members), peer.rules.attackers)
             request = AskSnapshot(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)
-        keys = sorted(silent, key=lambda key: (silent[key], self._draw.random()))
+        keys = sorted(silent, key=lambda key: (key in doubted, silent[key], self._draw.random()))
         named: dict[tuple[int, str], list[tuple[str, OfferedSnapshot]]] = defaultdict(list)
         why = "no other member is known"
         for key in keys:
@@ -133,29 +145,31 @@ class SnapshotExchange:
             if isinstance(answer, str):
                 why = answer
                 continue
-            is_cut_right = answer.parts.part_size_bytes == SNAPSHOT_PART_BYTES
-            about = about_snapshot(request.run_id, fragment, answer.version)
-            digest = answer.parts.digest(about) if is_cut_right else ""
+            digest = answer.parts.digest(about_snapshot(request.run_id, fragment, answer.version))
             named[answer.version, digest].append((key, answer))
-            if digest and len(named[answer.version, digest]) >= needed:
+            if len(named[answer.version, digest]) >= needed:
                 return answer.version, digest, named[answer.version, digest], ""
         heard = sum(map(len, named.values()))
         if len(named) == 1 and 0 < heard < needed:  # all that can be heard say the same
             (version, digest), by = next(iter(named.items()))
-            return version, digest, by if digest else [], "what was named cannot be"
+            return version, digest, by, ""
         if heard:
             why = f"{heard} peer(s) named {len(named)} different states, {needed} must name the same"
         return 0, "", [], why
 
     def _ask(self, key: str, request: AskSnapshot) -> OfferedSnapshot | str:
-        transport = self._contacts.transport(key)
-        if transport is None:
-            return "nobody has said where the others are"
+        """What it names, if there can be such bytes; else why not."""
         try:
-            answer = transport.ask(request, timeout_s=ASK_TIMEOUT_S)
+            answer = ask_member(self._contacts, key, request, OfferedSnapshot, timeout_s=ASK_TIMEOUT_S)
         except OuterstepError as error:
             return str(error)
-        return answer if isinstance(answer, OfferedSnapshot) else f"{transport.address} answered with something else"
+        parts, most = answer.parts, self._callbacks.most_snapshot_bytes(request.fragment)
+        is_cut_right = parts.part_size_bytes == SNAPSHOT_PART_BYTES and parts.digest("")
+        if is_cut_right and parts.size_bytes <= most:
+            return answer
+        why = f"{parts.size_bytes} bytes in {len(parts.digests)} part(s), where it has at most {most}"
+        self._blame([key], request.fragment, why)
+        return f"what was named cannot be: {why}"
 
     def _fetch_from(self, key: str, arrival: Arrival, digest: str) -> bool:
         transport = self._contacts.transport(key)
