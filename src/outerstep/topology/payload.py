@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,13 @@ class Memory:
             with self._lock:
                 self._spare.append(Spare(taken.obj))
                 del self._spare[: -self._keep or None]
+
+    def recycle(self, frames: Sequence[memoryview], most_bytes: int) -> None:
+        """Those up to this size: a whole anchor is not worth keeping memory for, if the next update will be an encoded
+        difference."""
+        for frame in frames:
+            if len(frame) <= most_bytes:
+                self.give_back(frame)
 
     def rest(self) -> None:
         """To be called now and then: what was not used since the last time may go to somebody else."""

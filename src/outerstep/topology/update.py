@@ -32,7 +32,6 @@ from ..types import Agreement
 from ..wire.frames import Layout, check_frame
 from .device import HostCopies
 from .forms import Form
-from .payload import Memory
 
 Kind = Literal["full", "update"]
 
@@ -333,14 +332,6 @@ def read_update(
 def _cutter(frame: memoryview) -> Cutter:
     data = torch.frombuffer(frame, dtype=torch.uint8)
     return lambda begin, end: data[begin:end]
-
-
-def release(update: AnchorUpdate, form: Form, memory: Memory) -> None:
-    """The update was applied, and is not needed any more. (A whole anchor is not worth keeping memory for, if the next
-    will be an encoded difference.)"""
-    for frame in update.frames:
-        if len(frame) <= form.update.size_bytes:
-            memory.give_back(frame)
 
 
 def anchor_hash(tensors: Iterable[Tensor]) -> str:

@@ -20,7 +20,7 @@ from ...types import Manifest, Participant, Plan, Watched, Wishes
 from ..forms import Form, forms_of
 from ..payload import KEPT, Memory
 from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology, WorkerControl
-from ..update import AnchorUpdate, Kind, read_update, release
+from ..update import AnchorUpdate, Kind, read_update
 from .ranks import Ranks
 
 T = TypeVar("T")
@@ -176,7 +176,7 @@ class GroupTopology:
         return facts.with_update(here)
 
     def release(self, agreed: Agreed) -> None:
-        release(agreed.update, self._forms[agreed.fragment], self._memory)
+        self._memory.recycle(agreed.update.frames, self._forms[agreed.fragment].update.size_bytes)
 
     # --- control --------------------------------------------------------------------------------------------------
 

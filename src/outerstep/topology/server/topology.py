@@ -31,7 +31,7 @@ from ..encode import Excerpt, Sender, as_deltas, write_frame
 from ..forms import Form
 from ..payload import Memory, OutgoingFrame
 from ..protocol import Agreed, Contribution, Deltas, Joined
-from ..update import leads_on, read_update, release
+from ..update import leads_on, read_update
 from .exchange import USELESS, ServerTicket
 from .link import ServerLink
 from .saved import SavedTopology, unpack_offer, unpack_payload, write_fragments
@@ -384,7 +384,7 @@ class ServerTopology:
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
         if intact:
             self._held[agreed.fragment] = Held(agreed.version, agreed.anchor_hash)
-        release(agreed.update, self._link.forms[agreed.fragment], self._memory)
+        self._memory.recycle(agreed.update.frames, self._link.forms[agreed.fragment].update.size_bytes)
         return None if intact else self._whole(agreed.fragment)
 
     def _whole(self, fragment: int) -> Agreed:
