@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import outerstep
 from outerstep.errors import BadRequest, ProtocolMismatch
 from outerstep.types import Heartbeat, Join
 from outerstep.versions import PROTOCOL_VERSION, spoken_here
+from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import PROTOCOL_HEADER, PROTOCOLS_HEADER
 from outerstep.worker import DiLoCoWorker
+from ports import free_port
 from sites import Site
-from support import tiny_model, train_steps
+from support import tiny_model, train_steps, wait_until
 
 
 @pytest.fixture
@@ -91,3 +101,210 @@ def test_a_worker_trains_with_an_older_server(site: Site, monkeypatch: pytest.Mo
         train_steps(model, optimizer, 4, seed=0)
         assert site.server.typed_status().workers["a"].protocol == 1
     assert site.server.typed_status().sync_round == 2
+
+
+# --- release 0.2 itself ---------------------------------------------------------------------------------------------
+
+REPOSITORY = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("version_job.py")
+PATIENCE_S = 120.0
+ROUNDS = 4  # as in the job
+
+
+@pytest.fixture(scope="session")
+def release_0_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to import it from: its wheel, built from this repository's own history."""
+    page = (REPOSITORY / "docs" / "reference" / "wire.md").read_text()
+    named = re.search(r"^\| 0\.2 \| `([0-9a-f]{7,40})`", page, re.MULTILINE)
+    assert named is not None, "wire.md says which commit release 0.2 is"
+    made = tmp_path_factory.mktemp("release-0.2")
+
+    def do(*command: str) -> None:
+        try:
+            subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=180)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1]
+            pytest.skip(f"release 0.2 ({named[1]}) cannot be built here: {' '.join(command[:4])}: {said}")
+
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    do("git", "archive", "--format=tar", f"--output={made / 'source.tar'}", named[1])
+    shutil.unpack_archive(made / "source.tar", made / "source")
+    do(*pip, "wheel", "--no-deps", "--wheel-dir", str(made), str(made / "source"))
+    wheel = next(made.glob("outerstep-*.whl"))
+    do(*pip, "install", "--no-deps", "--no-compile", "--target", str(made / "packages"), str(wheel))
+    return made / "packages"
+
+
+class Ends:
+    """Processes of both versions that share a folder."""
+
+    def __init__(self, folder: Path, old: Path) -> None:
+        self.folder, self._old = folder, old
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def environ(self, version: str) -> dict[str, str]:
+        place = self._old if version == "old" else Path(outerstep.__file__).parents[1]
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(place)}
+
+    def start(self, version: str, role: str, name: str, **settings: Any) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, str(JOB), role, name, str(self.folder), json.dumps(settings)],
+                stdout=log, stderr=subprocess.STDOUT, env=self.environ(version), cwd=self.folder,
+            )  # fmt: skip
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def hashes(self, name: str) -> list[tuple[int, str]]:
+        """Of what it held after each of its rounds."""
+        file = self.folder / f"{name}.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        notes = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [(note["version"], note["hash"]) for note in notes]
+
+    def await_rounds(self, *names: str, rounds: int = ROUNDS) -> None:
+        def is_over() -> bool:
+            for name in names:
+                assert self.processes[name].poll() in (None, 0), self.log(name)
+            return all(len(self.hashes(name)) >= rounds for name in names)
+
+        try:
+            wait_until(is_over, PATIENCE_S)
+        except AssertionError:
+            raise AssertionError("\n".join(f"== {name}\n{self.log(name)[-3000:]}" for name in self.processes)) from None
+
+    def tell(self, word: str) -> None:
+        (self.folder / word).touch()
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait(60)
+
+    def await_end(self, *names: str) -> None:
+        for name in names:
+            assert self.processes[name].wait(PATIENCE_S) == 0, self.log(name)
+
+    def transport(self) -> HttpTransport:
+        wait_until((self.folder / "join").exists, PATIENCE_S)
+        return HttpTransport((self.folder / "join").read_text(), credentials=self.folder / "credentials")
+
+    def doctor(self, version: str) -> dict[str, Any]:
+        """What it says of the server; it exits with 0 unless something is wrong."""
+        command = [sys.executable, "-m", "outerstep", "doctor", (self.folder / "join").read_text(), "--json"]
+        said = subprocess.run(command, env=self.environ(version), cwd=self.folder, capture_output=True, text=True)
+        assert said.returncode == 0, said.stdout + said.stderr
+        found: dict[str, Any] = next(f for f in json.loads(said.stdout)["findings"] if f["check"] == "server")
+        return found
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait(60)
+
+
+@pytest.fixture
+def ends(tmp_path: Path, release_0_2: Path) -> Iterator[Ends]:
+    made = Ends(tmp_path, release_0_2)
+    yield made
+    made.close()
+
+
+@pytest.mark.row("F30")
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["old", "new"])
+def test_workers_of_both_releases_train_with_a_server_of_either(ends: Ends, server: str) -> None:
+    ends.start(server, "server", "server")
+    ends.start("old", "worker", "old")
+    ends.start("new", "worker", "new")
+    ends.await_rounds("old", "new")
+    transport = ends.transport()
+    status = transport.status()
+    assert transport.protocol == (1 if server == "old" else PROTOCOL_VERSION)
+    assert status["sync_round"] == ROUNDS
+    workers: Any = status["workers"]
+    spoken = {"old": 1, "new": PROTOCOL_VERSION} if server == "new" else {"old": None, "new": None}
+    assert {name: worker.get("protocol") for name, worker in workers.items()} == spoken
+    assert ("speaks protocol 1" in ends.log("new")) == (server == "old")
+    other = {"old": "new", "new": "old"}[server]
+    found = ends.doctor(other)
+    if other == "new":
+        assert found["level"] == "warn"
+        assert "protocol 1" in found["found"]
+        assert f"the newest is protocol {PROTOCOL_VERSION}" in found["found"]
+    for word in ("leave", "stop"):
+        ends.tell(word)
+    ends.await_end("old", "new", "server")
+    assert ends.hashes("old") == ends.hashes("new")
+    assert [version for version, _ in ends.hashes("old")] == list(range(1, ROUNDS + 1))
+    assert "release-0.2" in ends.log("old")
+    assert "release-0.2" not in ends.log("new")
+
+
+@pytest.mark.row("F30")
+@pytest.mark.slow
+@pytest.mark.parametrize("founder", ["old", "new"])
+def test_peers_of_both_releases_agree_in_a_run_that_either_founded(ends: Ends, founder: str) -> None:
+    rules: dict[str, Any] = {"sync_every": 2, "codec": "int8", "min_peers": 3, "heartbeat_timeout": 20.0}
+    ends.start(founder, "peer", "a", **rules, **({"protocol": 1} if founder == "new" else {}))
+    ends.start("new", "peer", "b")
+    ends.start("old", "peer", "c")
+    said = ends.transport().status().get("protocol")
+    assert said == (1 if founder == "new" else None)
+    ends.await_rounds(*"abc")
+    ends.await_end(*"abc")
+    assert ends.hashes("a") == ends.hashes("b") == ends.hashes("c")
+    assert [version for version, _ in ends.hashes("a")] == list(range(1, ROUNDS + 1))
+    assert "release-0.2" in ends.log("c")
+
+
+@pytest.mark.slow
+def test_a_peer_of_release_0_2_is_told_why_it_cannot_join_a_run_of_protocol_2(ends: Ends) -> None:
+    ends.start("new", "peer", "a", sync_every=2, min_peers=2)
+    ends.start("old", "peer", "c")
+    assert ends.processes["c"].wait(PATIENCE_S) != 0
+    assert "this run speaks protocol 2, the other peer 1" in ends.log("c")
+    assert "found the run with --protocol 1" in ends.log("c")
+    assert ends.processes["a"].poll() is None
+
+
+@pytest.mark.row("F30")
+@pytest.mark.slow
+def test_a_server_of_release_0_2_is_killed_and_restarted_as_todays_while_its_workers_wait(ends: Ends) -> None:
+    """Its folder opens, and its workers go on: the old one in protocol 1, the new one in the newest from here on."""
+    place = {"port": free_port(), "save_dir": str(ends.folder / "run")}
+    ends.tell("pause")
+    ends.start("old", "server", "server", **place)
+    ends.start("old", "worker", "old")
+    ends.start("new", "worker", "new")
+    ends.await_rounds("old", "new", rounds=2)
+    ends.kill("server")
+    ends.start("new", "server", "server", **place)
+    (ends.folder / "pause").unlink()
+    ends.await_rounds("old", "new")
+    assert ends.transport().status()["sync_round"] == ROUNDS
+    for word in ("leave", "stop"):
+        ends.tell(word)
+    ends.await_end("old", "new", "server")
+    assert ends.hashes("old") == ends.hashes("new")
+    assert [version for version, _ in ends.hashes("old")] == list(range(1, ROUNDS + 1))
+    spoken = re.findall(r"speaks protocol (\d), this end up to 2", ends.log("new"))
+    assert spoken == ["1", "2"], ends.log("new")
+
+
+@pytest.mark.row("F30")
+@pytest.mark.slow
+def test_a_peer_of_release_0_2_is_killed_and_restarted_as_todays_from_its_folder(ends: Ends) -> None:
+    ends.tell("pause")
+    ends.start("old", "peer", "a", sync_every=2, codec="int8", min_peers=3, heartbeat_timeout=60.0)
+    ends.start("old", "peer", "b")
+    ends.start("old", "peer", "c")
+    ends.await_rounds(*"abc", rounds=2)
+    ends.kill("c")
+    ends.start("new", "peer", "c")
+    (ends.folder / "pause").unlink()
+    ends.await_rounds(*"abc")
+    ends.await_end(*"abc")
+    assert ends.hashes("a") == ends.hashes("b") == ends.hashes("c")
+    assert [version for version, _ in ends.hashes("c")] == list(range(1, ROUNDS + 1))

@@ -168,6 +168,13 @@ class HttpTransport:
             while self._idle:
                 self._idle.pop().close()
 
+    def _agree(self, protocol: int | None) -> None:
+        """None: there is none that both speak, and the refusal says so."""
+        if protocol is None or protocol == self.protocol:
+            return
+        log.info("%s speaks protocol %d, this end up to %d", self.address, protocol, PROTOCOL_VERSION)
+        self.protocol = protocol
+
     # --- who we are, and who they are -----------------------------------------------------------------------------
 
     def _find(self) -> Access | None:
@@ -243,7 +250,7 @@ class HttpTransport:
                 raise self._doubt(error) from error
             refusal = decode_error(data, status) if status != 200 else None
             if PROTOCOLS_HEADER in said or refusal is None or isinstance(refusal, OUTDATED):
-                self.protocol = highest_common(said[PROTOCOLS_HEADER]) or self.protocol
+                self._agree(highest_common(said[PROTOCOLS_HEADER]))
             if refusal is not None:
                 raise refusal
             self._has_succeeded = True
