@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from outerstep.coordination.gossip import chain
@@ -17,6 +18,7 @@ from outerstep.coordination.gossip.blocks import Blocks
 from outerstep.coordination.gossip.book import Book
 from outerstep.simulate.gossip import SimPeer, run_gossip
 from outerstep.simulate.gossip_scenario import KINDS, LIES, GossipScenario
+from outerstep.statements import AnyStatement
 
 QUICK, FULL, AT_ONCE = 60, 1_000, 188
 
@@ -38,7 +40,7 @@ def check_seeds(seeds: range) -> Counter[str]:
 @pytest.mark.row("F13", "F28")
 def test_sixty_schedules_of_gossip_keep_every_promise() -> None:
     faults = check_seeds(range(QUICK))
-    expected = {*KINDS, *(f"lie: {lie}" for lie in LIES)}
+    expected = {*KINDS, *(f"lie: {lie}" for lie in LIES), "nonsense"}
     assert faults.keys() >= expected, f"never fired: {expected - faults.keys()}"
 
 
@@ -93,6 +95,18 @@ def plant_credulity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Book, "proves", lambda self, proof: True)
 
 
+def plant_panic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are no statement end whoever reads them."""
+    decoder = msgspec.msgpack.Decoder(AnyStatement)
+    monkeypatch.setattr("outerstep.coordination.gossip.book.statement_of", decoder.decode)
+
+
+def plant_faith(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a block says is taken to be possible."""
+    monkeypatch.setattr("outerstep.coordination.gossip.peer.wrong_with_block", lambda *said: "")
+    monkeypatch.setattr("outerstep.coordination.gossip.blocks.wrong_with_block", lambda *said: "")
+
+
 def plant_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contributions are voted for before they are here."""
     monkeypatch.setattr(Blocks, "_condition_of", lambda self, says: "good")
@@ -102,7 +116,14 @@ def plant_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "first"),
-    [(plant_small_quorum, 0), (plant_amnesia, 0), (plant_credulity, 0), (plant_blindness, 350)],
+    [
+        (plant_small_quorum, 0),
+        (plant_amnesia, 0),
+        (plant_credulity, 0),
+        (plant_panic, 0),
+        (plant_faith, 0),
+        (plant_blindness, 350),
+    ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
 def test_a_planted_mistake_is_found(

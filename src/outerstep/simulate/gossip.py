@@ -4,7 +4,8 @@ A contribution is a digest, an anchor the hash of the one before it and of what 
 that hold the same version hold the same bits, or it shows. Checked throughout:
 
     one block per height, and one anchor per version, at all honest peers
-    no honest peer is ever proven to lie, and none is expelled
+    no honest peer is ever proven to lie, and none is expelled, or blamed for what a liar said
+    none stops, whatever it is told
     when the storm is over, rounds go on, and all honest peers belong to the run and hold its newest anchors
 
 `python -m outerstep.simulate --gossip SEED` replays one.
@@ -27,6 +28,7 @@ from ..coordination.gossip.ballot import TurnTimeouts
 from ..coordination.gossip.heard import digests_of
 from ..statements import ChainState, Converse, Decision, Member, Round, digest_of_block
 from .agenda import Agenda
+from .gossip_nonsense import callable_place
 from .gossip_scenario import GossipFault, GossipScenario
 from .history import Told
 from .network import Network
@@ -128,7 +130,10 @@ class SimPeer:
         self._life += 1
         self._held, self._asking, self._answers = set(), set(), {}
         sizes = (SIZE_BYTES,) * world.scenario.fragments
-        self.machine = GossipPeer(RUN, member, sign, world.registry.verify, world.rules, kept, sizes, world.agenda.now)
+        self.machine = GossipPeer(
+            *(RUN, member, sign, world.registry.verify, world.rules, kept, sizes, world.agenda.now),
+            can_call=callable_place,
+        )
         self._anchors = {}
         if kept.state.height == 0 and kept.state.members == (member,):
             self._anchors = dict.fromkeys(range(world.scenario.fragments), (0, NOTHING))
@@ -290,6 +295,7 @@ class GossipWorld:
 
         self.scenario = scenario
         self.rng = random.Random(f"gossip world {seed}")
+        self.rng_of_nonsense = random.Random(f"nonsense {seed}")
         self.agenda = Agenda()
         self.network = Network(self.agenda, self.rng)
         self.network.conditions.loss, self.network.conditions.repeat = scenario.loss, scenario.repeat
@@ -386,7 +392,15 @@ class GossipWorld:
 
 def run_gossip(scenario: GossipScenario, seed: int, *, log: list[str] | None = None) -> GossipHistory:
     world = GossipWorld(scenario, seed, log)
-    history, agenda = world.history, world.agenda
+    try:
+        _run(world)
+    except Exception as error:  # noqa: BLE001 - whatever it is: a process would have ended there
+        world.history.violated(f"a peer stopped: {type(error).__name__}: {error}")
+    return world.history
+
+
+def _run(world: GossipWorld) -> None:
+    scenario, history, agenda = world.scenario, world.history, world.agenda
     for number, peer in enumerate(world.peers):
         agenda.at(scenario.starts_s[number], peer.start)
     for fault in scenario.faults:
@@ -405,7 +419,6 @@ def run_gossip(scenario: GossipScenario, seed: int, *, log: list[str] | None = N
         history.violated("rounds did not go on after the storm: " + _states(world))
     _check_justice(world)
     history.virtual_s = agenda.now
-    return history
 
 
 def _states(world: GossipWorld) -> str:
@@ -427,4 +440,7 @@ def _check_justice(world: GossipWorld) -> None:
         framed += [names[key] for key in machine.book.proofs if names.get(key) in honest]
         if framed:
             world.history.violated(f"{peer.name} believes that {framed[0]} lies, which is honest")
+        blamed = [who for who in machine.refusals.counts if who in honest]
+        if blamed:
+            world.history.violated(f"{peer.name} blames {blamed[0]} for nonsense, which is honest")
         world.history.expelled = max(world.history.expelled, len(machine.state.expelled))

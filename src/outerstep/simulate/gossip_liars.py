@@ -1,4 +1,5 @@
-"""A peer that lies. Its keys are its own: it can say what it likes, and nothing in anybody else's name."""
+"""A peer that lies. Its keys are its own: it can say what it likes, and nothing in anybody else's name. Whatever else
+its lie is, it also talks nonsense, to everybody."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from ..statements import (
     statement_of,
 )
 from .gossip import SimPeer
+from .gossip_nonsense import Nonsense
 
 LEAST_TO_BEAR_ONE = 4
 
@@ -33,10 +35,29 @@ class Liar(SimPeer):
         return len(self.machine.state.members) >= LEAST_TO_BEAR_ONE
 
     def says(self, said: Converse, other: SimPeer) -> Converse:
-        if not self._is_at_it or self.world.peers.index(other) % 2:
+        if not self._is_at_it:
+            return said
+        said = self._with_nonsense(said)
+        if self.world.peers.index(other) % 2:
             return said
         twisted = tuple(self._twist(s) if s.author == self.machine.member.key else s for s in said.statements)
         return msgspec.structs.replace(said, statements=twisted, proofs=(*said.proofs, *self._frame_ups(said)))
+
+    def _with_nonsense(self, said: Converse) -> Converse:
+        """Before and between what it says otherwise."""
+        self.world.history.faults["nonsense"] += 1
+        nonsense, rng = self._nonsense, self.world.rng_of_nonsense
+        return msgspec.structs.replace(
+            said,
+            statements=(*nonsense.statements(2), *said.statements, *nonsense.statements(1)),
+            proofs=(*said.proofs, *(nonsense.proofs() if rng.random() < 0.2 else ())),
+            decisions=said.decisions or (nonsense.decisions(self.machine.state) if rng.random() < 0.2 else ()),
+        )
+
+    @property
+    def _nonsense(self) -> Nonsense:
+        key, sign = self.world.registry.enter(f"{self.name}/{self.identities}")
+        return Nonsense(self.machine.run_id, self.name, key, sign, self.world.rng_of_nonsense)
 
     def _twist(self, signed: Signed) -> Signed:
         statement = statement_of(signed.body)
@@ -53,7 +74,8 @@ class Liar(SimPeer):
             other = self._other_proposal(statement)
         elif lie == "rubbish" and isinstance(statement, Proposed):
             alone = tuple(m for m in self.machine.state.members if m.key == self.machine.member.key)
-            block = Change(height=statement.block.height, parent=statement.block.parent, members=alone)
+            coup = Change(height=statement.block.height, parent=statement.block.parent, members=alone)
+            block = self.world.rng_of_nonsense.choice([coup, self._nonsense.block(self.machine.state)])
             other = msgspec.structs.replace(statement, block=block)
         if other is None or other == statement:
             return signed
