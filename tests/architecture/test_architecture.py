@@ -57,7 +57,8 @@ MAY_IMPORT = {
     "compat": PLAIN | {"config", "core", "coordination", "pool", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
     "cli": PLAIN
-    | {"compat", "config", "core", "demo", "durable", "model_folder", "observe", "security", "server", "wire"},
+    | {"compat", "config", "core", "demo", "durable", "model_folder", "observe", "security", "server"}
+    | {"topology", "wire"},
     "integrations": PLAIN | {"core"},  # optional, and imported by nobody
     "__main__": {"cli"},
     "extending": {"coordination", "core", "errors"},

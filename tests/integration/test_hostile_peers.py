@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from outerstep.coordination.gossip.ballot import Ballots
 from outerstep.errors import ConfigError, OuterstepError, Refused
 from outerstep.events import ContributionRefused
 from outerstep.security.signing import SigningKey, make_key
@@ -31,10 +33,12 @@ from outerstep.statements import (
     Voted,
     body_of,
 )
+from outerstep.topology.gossip.node.records import PeerFolder
+from outerstep.topology.gossip.node.repair import repair
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.peers import AskSnapshot, AskTerms, OfferedSnapshot, PartList, PeerAnswer, PeerRequest
 from outerstep.wire.routes import Reply
-from peers import RULES, SIZES, Peer, agree, start_peers, stop_peers
+from peers import RULES, SHORT, SIZES, Peer, agree, start_peers, stop_peers
 from support import intercept, wait_until
 
 NESTED = 100_000
@@ -430,3 +434,48 @@ def test_a_contribution_that_breaks_the_check_is_refused_and_its_authors_trouble
     assert told
     assert "an index of d's points outside" in told[0].reason
     assert refused(peers[0], "d") >= 1
+
+
+# --- a folder from before -----------------------------------------------------------------------------------------
+
+
+def brick(folder: Path, guest: SigningKey) -> None:
+    """As a peer of 0.2 left its folder that had voted a guest in whom nobody can call: it stopped, and stopped again
+    at each start."""
+    kept_in = PeerFolder(folder)
+    kept = kept_in.keepsake
+    assert kept is not None
+    beat = Beat(run_id=kept.run_id, peer_id="guest", incarnation=1, number=1, address="127.0.0.1:9", fingerprint="z")
+    body = body_of(beat)
+    signed = Signed(author=guest.public, body=body, signature=guest.sign(body))
+    members = (*kept.state.members, Member(peer_id="guest", key=guest.public))
+    state = msgspec.structs.replace(kept.state, members=members, height=kept.state.height + 1)
+    kept_in.keep(msgspec.structs.replace(kept, state=state, ballots=Ballots()))
+    kept_in.remember((*kept_in.beats, signed))
+    kept_in.close()
+
+
+@pytest.mark.parametrize("is_repaired", [False, True])
+def test_folders_with_a_guest_that_nobody_can_call_are_opened_and_the_run_goes_on(
+    tmp_path: Path, is_repaired: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    guest, before = make_key(), start_peers(3, tmp_path, rules=PROMPT)
+    agree(before)
+    stop_peers(before)
+    for peer in before:
+        brick(tmp_path / peer.name, guest)
+        if is_repaired:
+            assert "a beat of guest is left out" in repair(tmp_path / peer.name).mended[0]
+    peers = [Peer(p.name, folder=str(tmp_path / p.name), listen=p.node.address, rules=PROMPT) for p in before]
+    try:
+        for peer, old in zip(peers, before, strict=True):
+            peer.topology = old.topology
+            peer.begin(peer.node.ask_terms(SHORT))
+            peer.hold_all()
+            peer.node.belong()
+        assert "where guest can be called" in caplog.text
+        check_unharmed(peers)
+        wait_until(lambda: all(len(peer.node.peer.state.members) == 3 for peer in peers))
+        assert bool(refused(peers[0], "guest")) != is_repaired
+    finally:
+        stop_peers(peers)

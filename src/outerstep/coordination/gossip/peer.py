@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
+from msgspec import UNSET
+
 from ...statements import (
     MOST_DECISIONS,
     MOST_STATEMENTS,
@@ -32,7 +34,8 @@ from ...statements import (
     Signed,
     Voted,
 )
-from ...types import Plain
+from ...types import Plain, Positive
+from ...versions import Since2
 from . import chain
 from .ballot import Ballot, Ballots
 from .blocks import Blocks
@@ -48,13 +51,15 @@ MOST_BYTES_TOLD = 8 << 20  # of statements, in one conversation
 
 class Keepsake(Plain, frozen=True):
     """What a peer must not forget if it is restarted: where the run was, and everything it has said that it may not
-    say differently. `incarnation`: how often it was started."""
+    say differently. `incarnation`: how often it was started. `abstains_at`: a height at which it has forgotten what it
+    said, so that it says nothing there (`outerstep repair`)."""
 
     run_id: str
     state: ChainState
     incarnation: int = 1
     ballots: Ballots = Ballots()
     sequences: tuple[int, ...] = ()  # of its contributions, by fragment
+    abstains_at: Since2[Positive] = UNSET
 
 
 class GossipPeer:
@@ -78,6 +83,7 @@ class GossipPeer:
         self.run_id, self.member, self.rules = run_id, member, rules
         self.state = keepsake.state
         self.incarnation = keepsake.incarnation
+        self._abstains_at = keepsake.abstains_at
         self.book = Book(run_id, member.key, sign, verify, rules.protocol)
         self.address, self.fingerprint = address, fingerprint
         self.wants: str = "watch"
@@ -269,6 +275,7 @@ class GossipPeer:
             incarnation=self.incarnation,
             ballots=self._ballot.kept,
             sequences=tuple(self._sequences),
+            abstains_at=self._abstains_at if self._abstains_at == self.state.height + 1 else UNSET,
         )
 
     def _beat(self, now: float) -> None:
@@ -404,7 +411,7 @@ class GossipPeer:
             self.state,
             self.book,
             self.run_id,
-            self.member.key,
+            self.member.key if self._abstains_at != self.state.height + 1 else None,
             self.rules.attackers,
             self.rules.pace,
             self._blocks,

@@ -108,18 +108,8 @@ class NodeListener:
         )
 
     def access_of(self, beat: Beat) -> Access | None:
-        """How to reach who sent this beat; None = not at all: what it names is no place, or it speaks no TLS and this
-        node nothing else."""
-        try:
-            host, port = parse_address(beat.address)
-            if parse_address(write_address(host, port)) != (host, port):
-                return None
-            if self._settings.insecure:
-                return Access(host, port, plain=True)
-            access = Access(host, port, self.token, beat.fingerprint)
-            return access if beat.fingerprint and parse_join_string(access.join_string) == access else None
-        except ConfigError:
-            return None
+        """How to reach who sent this beat; None = not at all."""
+        return access_to(beat, self.token, insecure=self._settings.insecure)
 
     def can_call(self, beat: Beat) -> bool:
         return self.access_of(beat) is not None
@@ -210,6 +200,21 @@ class Contacts:
 
     def close(self) -> None:
         self.keep_only(set())
+
+
+def access_to(beat: Beat, token: str, *, insecure: bool) -> Access | None:
+    """How to reach who sent this beat; None = not at all: what it names is no place, or it speaks no TLS and this node
+    nothing else."""
+    try:
+        host, port = parse_address(beat.address)
+        if parse_address(write_address(host, port)) != (host, port):
+            return None
+        if insecure:
+            return Access(host, port, plain=True)
+        access = Access(host, port, token, beat.fingerprint)
+        return access if beat.fingerprint and parse_join_string(access.join_string) == access else None
+    except ConfigError:
+        return None
 
 
 def _parse_listen(listen: str) -> tuple[str, int]:

@@ -209,6 +209,7 @@ class Node:
         self._fetcher.start()
         self._housekeeping.start()
         self._warn_of_namesake(terms.state)
+        self._warn_of_lost(terms.state)
 
     def _take_up(self, terms: Terms, document: bytes, rules: GossipRules) -> Keepsake:
         """What this peer must not forget; with a folder, what the folder holds."""
@@ -480,6 +481,15 @@ class Node:
                 "a member of the run is called %r already. If it is this peer, started without its folder, it is let "
                 "in when that one has been silent for long enough; if not, choose another id",
                 self.peer_id,
+            )
+
+    def _warn_of_lost(self, state: ChainState) -> None:
+        lost = [m.peer_id for m in state.members if m.key != self.key and m.key not in self.peer.contacts]
+        if lost and self._folder is not None:
+            log.warning(
+                "nobody has said in a way that is of use where %s can be called: until they call, they count as "
+                "silent (`outerstep repair %s` looks through the folder)",
+                *(", ".join(lost), self._folder.place),
             )
 
     def _pause(self, seconds: float) -> bool:

@@ -171,9 +171,10 @@ class PeerRunFacts(Plain, frozen=True):
 
 
 class PeerFolder:
-    """Ours from here to `close`: a second peer is refused."""
+    """Ours from here to `close`: a second peer is refused. `is_whole`: what binds the peer must be readable (else it is
+    only `kept`, as it lies there)."""
 
-    def __init__(self, place: str | os.PathLike[str]) -> None:
+    def __init__(self, place: str | os.PathLike[str], *, is_whole: bool = True) -> None:
         self.place = Path(place)
         self._lock: int | None = None
         try:
@@ -181,8 +182,11 @@ class PeerFolder:
             self._lock = lock(self.place, owner="peer", folder="peer_dir")
             self.key: SigningKey = open_key(self.place / "key.pem")
             self.facts = self._read_facts()
-            self.keepsake = self._read("keepsake", Keepsake) if self.facts is not None else None
-            self.beats: tuple[Signed, ...] = self._read("beats", tuple[Signed, ...]) or ()
+            self.kept = self._find("keepsake") if self.facts is not None else None
+            self.keepsake: Keepsake | None = None
+            if self.kept is not None and is_whole:
+                self.keepsake = decode_kept(self.place / "keepsake", self.kept, Keepsake)
+            self.beats = self._read_beats()
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -237,7 +241,7 @@ class PeerFolder:
             facts = msgspec.json.decode(read_secret(file), type=PeerRunFacts)
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeError) as error:
             raise _unreadable(file, error) from error
         if (facts.format, facts.version) != (FORMAT, VERSION):
             raise ConfigError(
@@ -245,26 +249,40 @@ class PeerFolder:
             )
         return facts
 
-    def _read(self, name: str, kind: type[T]) -> T | None:
-        file = self.place / name
+    def _find(self, name: str) -> bytes | None:
         try:
-            return msgspec.msgpack.decode(file.read_bytes(), type=kind)
+            return (self.place / name).read_bytes()
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
-            raise _unreadable(file, error) from error
+
+    def _read_beats(self) -> tuple[Signed, ...]:
+        """Where the members were. Each of them says it again: a spoiled file is no reason not to begin."""
+        file, data = self.place / "beats", self._find("beats")
+        try:
+            return () if data is None else decode_kept(file, data, tuple[Signed, ...])
+        except ConfigError as error:
+            log.warning("%s is left aside: %s", file, error.__cause__)
+            return ()
+
+
+def decode_kept(file: Path, data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise _unreadable(file, error) from error
 
 
 def remembered_id(place: str | os.PathLike[str]) -> str | None:
     """Under which id a peer has used this folder; None: nobody has."""
     try:
         return msgspec.json.decode(read_secret(Path(place) / "run.json"), type=PeerRunFacts).peer_id
-    except (OSError, msgspec.MsgspecError):  # who opens it says what is wrong with it
+    except (OSError, msgspec.MsgspecError, UnicodeError):  # who opens it says what is wrong with it
         return None
 
 
 def _unreadable(file: Path, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{file} cannot be read: {error}; restore it, or give this peer an empty folder, with which it comes as "
-        "somebody new (never with an older copy of its folder: it would contradict itself, and be expelled for it)"
+        f"{file} cannot be read: {error}; try `outerstep repair {file.parent}`, or restore it, or give this peer an "
+        "empty folder, with which it comes as somebody new (never with an older copy of its folder: it would "
+        "contradict itself, and be expelled for it)"
     )

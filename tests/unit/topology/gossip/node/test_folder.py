@@ -81,7 +81,7 @@ def test_two_peers_cannot_have_one_folder(tmp_path: Path) -> None:
     PeerFolder(tmp_path).close()
 
 
-@pytest.mark.parametrize("name", ["keepsake", "beats", "run.json"])
+@pytest.mark.parametrize("name", ["keepsake", "run.json"])
 def test_a_file_that_cannot_be_read_is_named_and_an_old_copy_warned_of(tmp_path: Path, name: str) -> None:
     folder = PeerFolder(tmp_path)
     folder.take_up(FACTS, b"", state_at(0), ())
