@@ -238,8 +238,11 @@ class PairsTopology(PeerTopology):
             wrong = self._state.contents[ticket.fragment].check(shown.delta)
         except BadFrame as error:
             wrong = error.message
+        except Exception as error:  # bytes that another chose, in code that reads them: they cannot be used either
+            log.exception("what %s published could not be read", ticket.partner_id)
+            wrong = f"it cannot be read: {type(error).__name__}: {error}"
         if wrong:
-            log.warning("what %s published cannot be used (%s); stepping alone", ticket.partner_id, wrong)
+            log.warning("fragment %d turn %d: stepping alone", ticket.fragment, ticket.turn)
             self._node.blame(key, f"published what cannot be used: {wrong}")
             return ticket.own
         return shown

@@ -29,6 +29,7 @@ _LENGTH = struct.Struct("<I")
 ALIGNMENT = 64
 MOST_HEAD_BYTES = 1 << 20
 SECTIONS = 3  # θ, buf, the last aggregate
+ABSURD = 1e18  # a norm that no honest difference of weights has; sums and momentum of values below it stay finite
 
 
 class SnapshotHead(Plain, frozen=True):
@@ -85,9 +86,9 @@ def read_snapshot(form: Form, data: memoryview, parameters: Collection[str]) -> 
     if anchor_hash(views[0].values()) != head.anchor_hash:
         raise BadFrame("the anchor in a fragment's snapshot does not have the hash that its head names")
     for section in views:
-        odd = next((name for name in parameters if name in section and not section[name].isfinite().all()), None)
+        odd = next((n for n in parameters if n in section and not section[n].abs().le(ABSURD).all()), None)
         if odd is not None:
-            raise BadFrame(f"a fragment's snapshot holds NaN or Inf in {odd!r}")
+            raise BadFrame(f"a fragment's snapshot holds NaN, Inf or absurd values in {odd!r}")
     momentum = {n: v.reshape(-1) for n, v in views[1].items() if n in parameters} if head.has_momentum else {}
     centre = views[-1] if head.has_centre else {}
     return FragmentSnapshot(head.version, head.anchor_hash, views[0], momentum, centre), head.history

@@ -41,12 +41,11 @@ from ..forms import Form, forms_of
 from ..terms import check_loaded
 from ..update import MeanStep, anchor_hash, cuts
 from .node import DecidedRound
-from .snapshot import most_bytes, on_host, read_snapshot, write_snapshot
+from .snapshot import ABSURD, most_bytes, on_host, read_snapshot, write_snapshot
 from .terms import GossipTerms
 
 log = logging.getLogger(__name__)
 
-ABSURD = 1e18  # a norm that no honest difference of weights has; sums and momentum of values below it stay finite
 CPU = torch.device("cpu")
 
 

@@ -9,17 +9,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 
-from amounts import mostly_slow
+from amounts import cases, mostly_slow
+from fuzz.cases import altered
 from outerstep import DiLoCoWorker
-from outerstep.errors import ConfigError, ManifestMismatch, PlanMismatch
+from outerstep.errors import BadRequest, ConfigError, ManifestMismatch, OuterstepError, PlanMismatch
 from outerstep.server import DiLoCoServer
+from outerstep.topology.forms import forms_of
 from outerstep.topology.gossip import build
 from outerstep.topology.gossip.node import Node, NodeSettings
+from outerstep.topology.gossip.terms import GossipTerms, GossipWishes, check_joiner, found
 from outerstep.topology.update import anchor_hash
+from outerstep.types import Manifest, ParameterSpec, Wishes
 from support import in_threads, memory_worker, params_of, tiny_model, train_steps, wait_until
 
 SYNC_EVERY = 3
@@ -348,3 +354,57 @@ def test_a_peer_whose_training_hangs_falls_silent(around: Around) -> None:
         assert beats() == before
         node.note_progress(4, 1.0, None)
         wait_until(lambda: beats() > before)
+
+
+def test_a_member_that_hands_out_a_spoiled_state_misleads_nobody(around: Around) -> None:
+    """Of three, one word is enough to be believed; what it leads to is looked at all the same."""
+    workers = [make_worker(name, **({"min_peers": 2} if name == "a" else {})) for name in "abc"]
+    for worker in workers:
+        worker.start()
+    wait_until(lambda: all(len(node.peer.state.members) == 3 for node in around.nodes.values()))
+    liar, honest = around.nodes["c"].snapshots._callbacks, workers[2]._topology.snapshot  # type: ignore[attr-defined]
+
+    def lie(fragment: int) -> tuple[int, memoryview] | None:
+        shown = honest(fragment)
+        return shown and (shown[0], memoryview(bytearray(bytes(shown[1])[:-8] + b"\xff" * 8)))
+
+    liar.snapshot = lie  # type: ignore[method-assign]
+    for number in range(4):
+        late = make_worker(f"late{number}")
+        late.start()
+        assert hash_of(late) == hash_of(workers[0])
+        late.abandon("it has seen enough")
+    for worker in workers:
+        worker.abandon("over")
+
+
+SPEC = ParameterSpec(name="w", shape=(4, 2), dtype="float32")
+SOUND = found(Manifest(parameters=(SPEC,)), Wishes(sync_every=4), GossipWishes(), "a")
+
+
+def can_be_written(facts: object) -> bool:
+    try:
+        msgspec.msgpack.encode(facts)
+    except OverflowError:
+        return False
+    return True
+
+
+@cases(400)
+@given(altered(msgspec.to_builtins(SOUND)).filter(can_be_written))
+def test_terms_with_odd_values_are_followed_or_refused(facts: dict[str, Any]) -> None:
+    """And if they are followed, what follows from them can be worked out."""
+    try:
+        terms = GossipTerms.decode(msgspec.msgpack.encode(facts))
+        check_joiner(terms, SOUND.manifest, Wishes(), GossipWishes())
+    except OuterstepError:
+        return
+    assert forms_of(terms.plan, SOUND.manifest)
+    assert terms.rules
+    assert terms.aggregator
+
+
+@pytest.mark.parametrize("document", [b"", b"\xff", b"\x91" * 100_000, b"\x81\xa8manifest\xa2\xff\xfe", bytes(100)])
+def test_terms_that_are_none_are_refused(document: bytes) -> None:
+    with pytest.raises(BadRequest, match="the run's terms cannot be followed"):
+        GossipTerms.decode(document)

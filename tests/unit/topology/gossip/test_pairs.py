@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,6 +93,36 @@ def test_who_has_lost_its_partner_goes_on_alone(around: Around) -> None:  # noqa
     rounds(workers[:1], 1)
     assert workers[0].sync_metrics["versions"] == [2]
     workers[0].abandon("over")
+
+
+SPOILS: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda data: b"\0",
+    "cut off": lambda data: data[:-8],
+    "NaN for weights": lambda data: data[:-64] + b"\xff" * 64,
+    "no length": lambda data: b"\xff" * 8 + data[8:],
+    "a head that nests": lambda data: data.replace(b"version", b"\x91" * 7),
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_what_a_partner_publishes_is_read_with_care(around: Around, spoil: str) -> None:  # noqa: F811
+    workers = start("ab", around, pattern="pairs", round_deadline_s=2.0)
+    liar = workers[1]._topology
+    honest = liar.snapshot  # type: ignore[attr-defined]
+
+    def lie(fragment: int) -> tuple[int, memoryview] | None:
+        shown = honest(fragment)
+        return shown and (shown[0], memoryview(bytearray(SPOILS[spoil](bytes(shown[1])))))
+
+    liar.snapshot = lie  # type: ignore[attr-defined]
+    rounds(workers, 2)
+    assert workers[0].sync_metrics["versions"] == [2]
+    assert all(value.isfinite().all() for value in params_of(workers[0].model).values())
+    assert around.nodes["a"].status().refused.get("b", 0) >= 1
+    assert not around.nodes["a"].failure
+    for worker in workers:
+        worker.abandon("over")
 
 
 def test_what_needs_all_is_refused_in_pairs(around: Around) -> None:  # noqa: F811

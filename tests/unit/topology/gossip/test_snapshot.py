@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -78,6 +80,17 @@ def test_a_snapshot_that_is_cut_or_of_another_fragment_is_refused() -> None:
     ):
         with pytest.raises(BadFrame):
             read_snapshot(form, wrong, SHAPES)
+
+
+@pytest.mark.parametrize("section", ["theta", "momentum", "centre"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_snapshot_that_would_spoil_the_model_is_refused(section: str, value: float) -> None:
+    wanted = snapshot()
+    getattr(wanted, section)["b"][3] = value
+    data = write_snapshot(form_of(), replace(wanted, anchor_hash=anchor_hash(wanted.theta.values())), HISTORY)
+    with pytest.raises(BadFrame, match="NaN, Inf or absurd values in 'b'"):
+        read_snapshot(form_of(), data, SHAPES)
+    read_snapshot(form_of(), data, [name for name in SHAPES if name != "b"])  # a buffer may hold what it likes
 
 
 def test_a_contribution_is_looked_at_before_anybody_votes_for_it() -> None:
