@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import ClassVar
@@ -11,7 +12,20 @@ import pytest
 from msgspec import UNSET, field
 
 from outerstep.errors import BadRequest, ProtocolMismatch
-from outerstep.statements import AnyStatement
+from outerstep.statements import (
+    AnyStatement,
+    Beat,
+    Change,
+    Member,
+    Offered,
+    Proof,
+    Proposed,
+    Round,
+    Signed,
+    Voted,
+    body_of,
+    digest_of_block,
+)
 from outerstep.topology.gossip.node.records import PeerRunFacts
 from outerstep.topology.gossip.terms import GossipTerms
 from outerstep.types import Join, Plain
@@ -160,3 +174,37 @@ class TestNothingIsForgotten:
     def test_refusals_are_the_same_in_all_protocols(self) -> None:
         """They are written before it is known who asks."""
         assert newest_in(ErrorAnswer) == OLDEST_PROTOCOL
+
+
+RUN, KEY, TIP, HASH = "a-run", "a" * 64, "b" * 64, "0" * 32
+SIGNED = Signed(author=KEY, body=b"said", signature=b"s" * 64)
+ROUND = Round(height=3, parent=TIP, fragment=0, version=2, base_hash=HASH, offers=(SIGNED,))
+CHANGE = Change(
+    height=3, parent=TIP, members=(Member(peer_id="p", key=KEY),), applied=(SIGNED,),
+    proofs=(Proof(first=SIGNED, second=SIGNED),),
+)  # fmt: skip
+SAID_IN_0_2: dict[str, AnyStatement] = {
+    "3b8492e8e2d37f57dd8a9d2dd8284cb2": Offered(
+        run_id=RUN, fragment=0, version=2, sequence=1, digest=TIP, size_bytes=8, base_hash=HASH, steps=5, tokens=7
+    ),
+    "cb162015328e03fb3fa59eb68b472c84": Proposed(run_id=RUN, height=3, turn=0, block=ROUND),
+    "de8f7a54dff1d8b7dea7d0d259c68f81": Proposed(run_id=RUN, height=3, turn=1, block=CHANGE, valid_turn=0),
+    "6f8e3a3a32d0cbf3c1fc3a030b3dbd65": Voted(run_id=RUN, height=3, turn=0, kind="prevote", block=TIP),
+    "89902e63cfa87cf2934b2da6e2182e94": Beat(
+        run_id=RUN, peer_id="p", incarnation=1, number=4, address="h:1", held=((2, HASH),), step=3,
+        steps_per_second=0.5, loss=1.25,
+    ),
+}  # fmt: skip
+"""By the beginning of the SHA-256 of what 63d03f7 signs for it."""
+
+
+@pytest.mark.parametrize("digest", SAID_IN_0_2, ids=lambda digest: type(SAID_IN_0_2[digest]).__name__)
+def test_what_peers_sign_in_protocol_1_has_the_bytes_of_release_0_2(digest: str) -> None:
+    said = SAID_IN_0_2[digest]
+    assert needs(said) == 1
+    assert hashlib.sha256(body_of(said)).hexdigest().startswith(digest)
+
+
+def test_a_block_of_protocol_1_has_the_digest_of_release_0_2() -> None:
+    assert digest_of_block(ROUND).startswith("855d548d8cb6fa14571e37751aa54987")
+    assert digest_of_block(CHANGE).startswith("d87e16598cbc200173007d3e22ba16c8")

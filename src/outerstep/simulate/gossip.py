@@ -306,6 +306,7 @@ class GossipWorld:
             attackers=scenario.attackers,
             heartbeat_timeout_s=15.0,
             round_deadline_s=scenario.round_deadline_s,
+            protocol=scenario.protocol,
             pace=TurnTimeouts(first_s=2.0, more_s=1.0, most_s=20.0),
         )
         self.history = GossipHistory(log=log, clock=lambda: self.agenda.now)

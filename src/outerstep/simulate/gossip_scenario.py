@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from ..versions import OLDEST_PROTOCOL, PROTOCOL_VERSION
+
 KINDS = ("crash", "crash", "disk_lost", "cut", "one_way", "partition", "partition", "bad_weather")
 LIES = ("offers", "votes", "proposals", "withholds", "frames", "rubbish")
 
@@ -37,6 +39,7 @@ class GossipScenario:
     repeat: float = 0.0
     faults: tuple[GossipFault, ...] = ()
     calm_after_s: float = 60.0
+    protocol: int = PROTOCOL_VERSION
 
     @staticmethod
     def drawn(seed: int) -> GossipScenario:
@@ -62,4 +65,5 @@ class GossipScenario:
             repeat=rng.choice([0.0, 0.1, 0.5]),
             faults=faults,
             calm_after_s=max(fault.at_s + fault.lasts_s for fault in faults),
+            protocol=OLDEST_PROTOCOL + seed % (PROTOCOL_VERSION - OLDEST_PROTOCOL + 1),
         )
