@@ -201,6 +201,10 @@ class OtherRun(Refused):
     code, status = "other_run", 409
 
 
+class RunFull(Refused):
+    code, status = "run_full", 409
+
+
 class PlanMismatch(Refused):
     code, status = "plan_mismatch", 409
 

@@ -31,7 +31,8 @@ LEAST_BYTES = 4096
 SPARE_BYTES = 1 << 20  # of heads, and of what TLS adds
 SLICE_BYTES = 64 << 10
 LOOKS_PER_WINDOW = 8
-LONGEST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 1.0
+LINGER_S = 5.0  # the next request is seldom far
 
 
 @dataclass(eq=False)
@@ -65,7 +66,7 @@ class PendingAnswer:
 
 @dataclass(eq=False)
 class AnswerWatch:
-    """Ends what takes too long. Its thread lives while there is something to look at."""
+    """Ends what takes too long. Its thread lives while there is something to look at, and a little longer."""
 
     clock: Callable[[], float] = time.monotonic
     open: set[PendingAnswer] = field(default_factory=set)
@@ -85,7 +86,6 @@ class AnswerWatch:
             if self._thread is None or not self._thread.is_alive():  # in a process that was forked it is not
                 self._thread = threading.Thread(target=self._look_always, name="outerstep-answers", daemon=True)
                 self._thread.start()
-            self._lock.notify()
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
@@ -100,13 +100,14 @@ class AnswerWatch:
 
     def _look_always(self) -> None:
         with self._lock:
-            while True:
-                if not self.open:
-                    self._lock.wait()
-                    continue
-                pause_s = min(pending.window_s for pending in self.open) / LOOKS_PER_WINDOW
-                self._lock.wait(min(pause_s, LONGEST_PAUSE_S))
+            idle_since = self.clock()
+            while self.open or self.clock() - idle_since < LINGER_S:
+                windows_s = [pending.window_s / LOOKS_PER_WINDOW for pending in self.open]
+                self._lock.wait(min([LONGEST_PAUSE_S, *windows_s]))
+                if self.open:
+                    idle_since = self.clock()
                 self.look()
+            self._thread = None
 
     def look(self) -> None:
         """With the lock held: a request that ends meanwhile keeps its socket open until that is over."""

@@ -30,7 +30,7 @@ from .book import Book
 from .chain import attackers_among, follows, quorum_of
 
 Verdict = Literal["good", "bad", "unknown"]
-MOST_TURNS_AHEAD = 256  # of others' statements that are kept
+MOST_TURNS_AHEAD = 256  # of others' votes that are kept
 TURNS_TOLD = 4
 
 
@@ -107,7 +107,7 @@ class Ballot:
         self._proposals: dict[int, Proposed] = {}
         self._void: set[int] = set()  # turns whose proposer has said what cannot be
         self._votes: dict[tuple[str, int], dict[str, dict[str, Signed]]] = defaultdict(dict)  # by author, for what
-        self._heard: list[tuple[int, Signed]] = []
+        self._heard: list[tuple[int, Signed, bool]] = []  # in which turn, and is it a proposal?
         self._own: list[Signed] = []
         for bound in (kept.locked, kept.valid):
             if bound is not None:
@@ -135,7 +135,7 @@ class Ballot:
     def statements(self) -> list[Signed]:
         """What was said about this height and may still matter: in the last turns, and in those that bind somebody."""
         bound = {b.turn for b in (self._locked, self._valid) if b is not None}
-        return [signed for turn, signed in self._heard if turn > self.turn - TURNS_TOLD or turn in bound]
+        return [signed for turn, signed, _ in self._heard if turn > self.turn - TURNS_TOLD or turn in bound]
 
     @property
     def kept(self) -> Ballots:
@@ -155,6 +155,8 @@ class Ballot:
         if statement.height != self.height or statement.turn > self.turn + MOST_TURNS_AHEAD:
             return False
         if isinstance(statement, Proposed):
+            if not self.turn - TURNS_TOLD < statement.turn <= self.turn + TURNS_TOLD:
+                return False
             if statement.turn in self._proposals or signed.author != self.proposer(statement.turn):
                 return False
             if not follows(statement.block, self._state):
@@ -166,7 +168,7 @@ class Ballot:
             if statement.block in votes or (votes and statement.block and statement.block not in self._blocks):
                 return False
             votes[statement.block] = signed
-        self._heard.append((statement.turn, signed))
+        self._heard.append((statement.turn, signed, isinstance(statement, Proposed)))
         return True
 
     def skip(self, author: str, turn: int) -> None:
@@ -345,6 +347,17 @@ class Ballot:
         self.turn = turn
         self._enter("propose")
         self._next_turn_at = None
+        self._forget_proposals()
+
+    def _forget_proposals(self) -> None:
+        """Of turns long past. A block that binds somebody is proposed again, and one that was decided is told."""
+        bound = [b for b in (self._locked, self._valid) if b is not None]
+        bound_turns = {b.turn for b in bound}
+        past = {t for t in self._proposals if t <= self.turn - TURNS_TOLD and t not in bound_turns}
+        self._proposals = {turn: said for turn, said in self._proposals.items() if turn not in past}
+        kept = [*(b.block for b in bound), *(said.block for said in self._proposals.values())]
+        self._blocks = {digest_of_block(block): block for block in kept}
+        self._heard = [one for one in self._heard if one[0] not in past or not one[2]]
 
     def _enter(self, step: Literal["propose", "prevote", "precommit"]) -> None:
         self._step, self._until = step, None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...statements import Beat, Block, ChainState, Change, Member, Offered, Round
-from . import chain
+from . import bounds, chain
 from .ballot import Verdict
 from .book import Book
 from .heard import Acquaintance, Acquaintances, Offers, digests_of, offered_in
@@ -49,25 +49,38 @@ class Blocks:
         return self._make_change(now) or self._make_round(now)
 
     def _make_change(self, now: float) -> Change | None:
-        gone = {m.key for m in self.peer.state.members if self._should_go(m, now)}
+        """Who finds no room in it, whether to come or to be expelled, is there again for the next one."""
+        going = [m.key for m in self.peer.state.members if self._should_go(m, now)]
+        proven = sorted(key for key in going if key in self.book.proofs)
+        sized = [(key, bounds.proof_bytes(self.book.proofs[key])) for key in proven]
+        expelled = bounds.those_that_fit(sized, bounds.MOST_PROOF_BYTES, bounds.MOST_MEMBERS)
+        gone = {*expelled, *(key for key in going if key not in proven)}
         stay = {m.peer_id: m for m in self.peer.state.members if m.key not in gone}
-        applied = []
-        for key, known in sorted(self.others.items(), key=lambda item: item[1].beat.peer_id):
-            newcomer = Member(peer_id=known.beat.peer_id, key=key)
-            if self._may_come(newcomer, known, now) and newcomer.peer_id not in stay:
-                stay[newcomer.peer_id] = newcomer
-                applied.append(known.signed)
-        members = chain.in_order(stay.values())
+        applied = [] if expelled else self._newcomers(stay, now)
+        members = chain.in_order(
+            [*stay.values(), *(Member(peer_id=k.beat.peer_id, key=k.signed.author) for k in applied)]
+        )
         if members == self.peer.state.members or not members:
             return None
-        proven = [key for key in sorted(gone) if key in self.book.proofs]
         return Change(
             height=self.peer.state.height + 1,
             parent=self.peer.state.tip,
             members=members,
-            applied=tuple(applied),
-            proofs=tuple(self.book.proofs[key] for key in proven),
+            applied=tuple(known.signed for known in applied),
+            proofs=tuple(self.book.proofs[key] for key in expelled),
         )
+
+    def _newcomers(self, stay: Mapping[str, Member], now: float) -> list[Acquaintance]:
+        """Those that may come, one of each id, who was heard first before the others, as many as there are places."""
+        by_id: dict[str, Acquaintance] = {}
+        for key, known in sorted(self.others.items(), key=lambda item: (item[1].since, item[1].beat.peer_id)):
+            peer_id = known.beat.peer_id
+            if peer_id not in stay and self._may_come(Member(peer_id=peer_id, key=key), known, now):
+                by_id.setdefault(peer_id, known)
+        sized = [(known, bounds.size_of(known.signed)) for known in by_id.values()]
+        most_bytes = max([bounds.MOST_APPLIED_BYTES, *(size for _, size in sized[:1])])
+        chosen = bounds.those_that_fit(sized, most_bytes, bounds.MOST_MEMBERS - len(stay))
+        return sorted(chosen, key=lambda known: known.beat.peer_id)
 
     def _should_go(self, member: Member, now: float) -> bool:
         if member.key in self.book.proofs:
@@ -165,9 +178,11 @@ class Blocks:
             beat = self.book.read(signed)
             if not isinstance(beat, Beat) or signed.author not in keys - self._member_keys or not self.can_call(beat):
                 return "bad"
+            if self.others.has_changed_its_mind(signed.author, beat):
+                return "bad"
         proven = {proof.first.author for proof in block.proofs}
-        if proven & keys:
-            return "bad"
+        if proven - (self._member_keys - keys):
+            return "bad"  # a proof is against a member, which is then one no more
         leaving = [m for m in self.peer.state.members if m.key not in keys and m.key not in proven]
         return "good" if all(self._may_be_let_go(m) for m in leaving) else "unknown"
 

@@ -7,28 +7,68 @@ can be handed on, everybody comes to the same conclusion, and nobody without the
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from ...errors import ProtocolMismatch
 from ...statements import AnyStatement, Proof, Signed, body_of, key_of, statement_of
 from ...versions import PROTOCOL_VERSION, needs
+from .bounds import (
+    BEAT_BYTES_PER_FRAGMENT,
+    KEPT_BYTES,
+    KEPT_BYTES_PER_FRAGMENT,
+    MOST_CHANGE_BYTES,
+    Shares,
+    is_short,
+    is_within_bounds,
+)
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]  # key, body, signature
 
-MOST_READ = 8192  # statements whose signatures need not be checked again
-MOST_SAID = 8192
+STRANGERS = ""  # whose statements are kept as if all were one author's
+
+
+@dataclass
+class _Reading:
+    """A statement whose signature need not be checked again. `settled_at`: the height at which all was made of it that
+    can be; it may mean more at another."""
+
+    statement: AnyStatement
+    settled_at: int = -1
 
 
 class Book:
-    def __init__(self, run_id: str, key: str, sign: Sign, verify: Verify, protocol: int = PROTOCOL_VERSION) -> None:
+    """What is not signed by its author, or means nothing, is not kept; of the rest, so many bytes of each member."""
+
+    def __init__(
+        self,
+        run_id: str,
+        key: str,
+        sign: Sign,
+        verify: Verify,
+        protocol: int = PROTOCOL_VERSION,
+        fragments: int = 1,
+    ) -> None:
         """`key`: one's own. `protocol`: the run's."""
-        self._run_id, self._key, self._protocol = run_id, key, protocol
+        self._run_id, self._key, self._protocol, self._fragments = run_id, key, protocol, fragments
         self._sign, self._verify = sign, verify
-        self._read: OrderedDict[Signed, AnyStatement] = OrderedDict()
-        self._said: OrderedDict[tuple[object, ...], Signed] = OrderedDict()
+        share_bytes = KEPT_BYTES + KEPT_BYTES_PER_FRAGMENT * fragments
+        self._read: Shares[Signed, _Reading] = Shares(share_bytes)
+        self._said: Shares[tuple[object, ...], Signed] = Shares(share_bytes)
+        self._members = {key}
         self.proofs: dict[str, Proof] = {}  # by the key of the peer that is proven to lie
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what it keeps, about."""
+        return self._read.size_bytes + self._said.size_bytes
+
+    def attend_to(self, members: Iterable[str]) -> None:
+        """These have a share each."""
+        self._members = {self._key, *members}
+        for shares in (self._read, self._said):
+            shares.keep_only({STRANGERS, *self._members})
 
     def write(self, statement: AnyStatement) -> Signed:
         """One's own. What the run's protocol cannot say must not even be made: what others read is what counts."""
@@ -38,14 +78,16 @@ class Book:
             )
         body = body_of(statement)
         signed = Signed(author=self._key, body=body, signature=self._sign(body))
-        self._remember(self._read, signed, statement, MOST_READ)
+        self._keep_reading(signed, statement)
         return signed
 
     def read(self, signed: Signed) -> AnyStatement | None:
         """What it says. None: it is not what its author signed, of another run, or nothing that means anything."""
-        known = self._read.get(signed)
+        known = self._read.get(self._owner(signed), signed)
         if known is not None:
-            return known
+            return known.statement
+        if len(signed.body) > MOST_CHANGE_BYTES + BEAT_BYTES_PER_FRAGMENT * self._fragments:
+            return None  # longer than any that means something
         statement = statement_of(signed.body)
         if statement is None or statement.run_id != self._run_id:
             return None
@@ -54,31 +96,46 @@ class Book:
             return None
         if needs(statement) > self._protocol:  # to some members it means nothing; so to none
             return None
+        if not is_within_bounds(statement, len(signed.body), self._fragments):
+            return None
         if not self._verify(signed.author, signed.body, signed.signature):
             return None
-        self._remember(self._read, signed, statement, MOST_READ)
+        self._keep_reading(signed, statement)
         return statement
 
+    def settle(self, signed: Signed, height: int) -> None:
+        """At this height there is nothing more to be made of it."""
+        known = self._read.get(self._owner(signed), signed)
+        if known is not None:
+            known.settled_at = height
+
+    def is_settled(self, signed: Signed, height: int) -> bool:
+        known = self._read.get(self._owner(signed), signed)
+        return known is not None and known.settled_at == height
+
     def enter(self, signed: Signed, statement: AnyStatement) -> bool:
-        """Is it the first, or the same again, that its author says under this key? If not, that is proven now."""
+        """Is it the first, or the same again, that its author says under this key? If not, that is proven now, if both
+        are short enough to be passed on."""
         key = key_of(statement)
         if key is None:
             return True
-        place = (signed.author, *key)
-        before = self._said.get(place)
+        place, owner = (signed.author, *key), self._owner(signed)
+        before = self._said.get(owner, place)
         if before is None:
-            self._remember(self._said, place, signed, MOST_SAID)
+            self._said.put(owner, place, signed, len(signed.body))
             return True
         if before.body == signed.body:
             return True
-        self.proofs.setdefault(signed.author, Proof(first=before, second=signed))
+        proof = Proof(first=before, second=signed)
+        if is_short(proof):
+            self.proofs.setdefault(signed.author, proof)
         return False
 
     def convict(self, proof: Proof) -> bool:
-        """Does it prove what it claims? Then it is kept."""
+        """Does it prove what it claims, of a member? Then it is kept."""
         if proof.first.author in self.proofs:
             return True
-        if not self.proves(proof):
+        if proof.first.author not in self._members or not self.proves(proof):
             return False
         self.proofs[proof.first.author] = proof
         return True
@@ -86,13 +143,16 @@ class Book:
     def proves(self, proof: Proof) -> bool:
         if proof.first.author != proof.second.author or proof.first.body == proof.second.body:
             return False
+        if not is_short(proof):
+            return False
         first, second = self.read(proof.first), self.read(proof.second)
         return (
             first is not None and second is not None and key_of(first) is not None and key_of(first) == key_of(second)
         )
 
-    @staticmethod
-    def _remember(place: OrderedDict, key: object, value: object, most: int) -> None:  # type: ignore[type-arg]
-        place[key] = value
-        if len(place) > most:
-            place.popitem(last=False)
+    def _owner(self, signed: Signed) -> str:
+        return signed.author if signed.author in self._members else STRANGERS
+
+    def _keep_reading(self, signed: Signed, statement: AnyStatement) -> None:
+        """It is kept twice: as it was written, and as it is read."""
+        self._read.put(self._owner(signed), signed, _Reading(statement), 2 * len(signed.body))

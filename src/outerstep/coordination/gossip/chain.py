@@ -27,6 +27,7 @@ from ...statements import (
 from .book import Book
 
 GENESIS = "0" * 64
+MOST_EXPELLED = 256  # that are remembered; a new key is free, so that more would keep nobody out
 
 
 def attackers_among(count: int, attackers: int) -> int:
@@ -67,7 +68,8 @@ def after(block: Block, state: ChainState) -> ChainState:
         versions = tuple(block.version if f == block.fragment else v for f, v in enumerate(versions))
     else:
         proven = {proof.first.author for proof in block.proofs}
-        expelled = in_order({*expelled, *(member for member in members if member.key in proven)})
+        fresh = {member for member in members if member.key in proven}
+        expelled = in_order({*fresh, *in_order({*expelled} - fresh)[-max(MOST_EXPELLED - len(fresh), 1) :]})
         members = block.members
     return msgspec.structs.replace(
         state,

@@ -6,6 +6,7 @@ last heard. Both are what the next block is made from (blocks.py).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import ItemsView, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +15,8 @@ from ...statements import Beat, Member, Offered, Round, Signed, statement_of
 
 MOST_KEPT_PER_PEER = 3  # of one fragment: of this round, of the next, and one that is left over
 STRANGERS = 64  # whose beats are kept, though they do not belong to the run
+FORGOTTEN_AFTER = 4.0  # timeouts of silence
+MOST_LEFT = 1024  # former members of whom a number is remembered
 
 Condition = Literal["missing", "good", "bad"]
 
@@ -110,29 +113,87 @@ class Acquaintance:
     signed: Signed
     beat: Beat
     heard_at: float  # whether from itself or through others
+    since: float  # when it was first heard
+
+    @property
+    def age(self) -> tuple[int, int]:
+        return self.beat.incarnation, self.beat.number
 
 
 class Acquaintances:
-    """By key. Everybody is given time from when it became a member, or from when this peer began to listen."""
+    """By key. Everybody is given time from when it became a member, or from when this peer began to listen.
 
-    def __init__(self, members: Iterable[Member], now: float) -> None:
+    *Strangers*, who do not belong to the run, are known if they want to, and forgotten when they have been silent for
+    long enough; those who have left are strangers. Of a silent stranger nobody is told: else two peers would remind
+    each other of it for ever. Of one who has left its last beat's number is remembered, so that nobody can bring it
+    back with what it said before."""
+
+    def __init__(self, members: Iterable[Member], now: float, timeout_s: float) -> None:
+        """`timeout_s`: of silence, until a stranger counts for nothing."""
         self._known: dict[str, Acquaintance] = {}
-        self._began_at = now
+        self._began_at = self._now = now
+        self._timeout_s = timeout_s
         self._member_since = {member.key: now for member in members}
+        self._left: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     def greet(self, signed: Signed, beat: Beat, now: float) -> None:
-        before = self._known.get(signed.author)
-        if before is None:
-            is_stranger = signed.author not in self._member_since
-            if is_stranger and sum(key not in self._member_since for key in self._known) >= STRANGERS:
-                return
-        elif (beat.incarnation, beat.number) <= (before.beat.incarnation, before.beat.number):
+        self._now, key = now, signed.author
+        before = self._known.get(key)
+        if self.is_outdated(key, beat):
             return
-        self._known[signed.author] = Acquaintance(signed, beat, now)
+        if before is None and key not in self._member_since and not self._has_room_for(beat):
+            return
+        self._known[key] = Acquaintance(signed, beat, now, now if before is None else before.since)
+
+    def is_outdated(self, key: str, beat: Beat) -> bool:
+        """Was one as new as this heard before?"""
+        known = self._known.get(key)
+        newest = known.age if known is not None else self._left.get(key)
+        return newest is not None and (beat.incarnation, beat.number) <= newest
+
+    def has_changed_its_mind(self, key: str, beat: Beat) -> bool:
+        """Has it said since then that it does not want to belong?"""
+        known = self._known.get(key)
+        if known is not None:
+            return known.age > (beat.incarnation, beat.number) and known.beat.wants != "belong"
+        return self.is_outdated(key, beat)
+
+    def _has_room_for(self, beat: Beat) -> bool:
+        if beat.wants != "belong":
+            return False
+        strangers = [key for key in self._known if key not in self._member_since]
+        if len(strangers) < STRANGERS:
+            return True
+        longest = min(strangers, key=lambda key: self._known[key].heard_at)
+        if self._is_fresh(longest):
+            return False
+        self._forget(longest)
+        return True
+
+    def _is_fresh(self, key: str) -> bool:
+        return self._now - self._known[key].heard_at <= self._timeout_s
+
+    def _forget(self, key: str) -> None:
+        known = self._known.pop(key)
+        if key in self._left:
+            self._left[key] = known.age
+
+    def forget(self, now: float) -> None:
+        """Strangers that have been silent for long."""
+        self._now = now
+        for key, known in list(self._known.items()):
+            if key not in self._member_since and now - known.heard_at > FORGOTTEN_AFTER * self._timeout_s:
+                self._forget(key)
 
     def changed(self, members: Iterable[Member], now: float) -> None:
         """These are the members from now on."""
-        self._member_since = {member.key: self._member_since.get(member.key, now) for member in members}
+        before = self._member_since
+        self._member_since = {member.key: before.get(member.key, now) for member in members}
+        for key in before.keys() - self._member_since.keys():
+            self._left.pop(key, None)
+            self._left[key] = self._known[key].age if key in self._known else (0, 0)
+        while len(self._left) > MOST_LEFT:
+            self._left.popitem(last=False)
 
     def silent_s(self, key: str, now: float) -> float:
         known = self._known.get(key)
@@ -146,4 +207,5 @@ class Acquaintances:
         return self._known.items()
 
     def statements(self) -> list[Signed]:
-        return [known.signed for known in self._known.values()]
+        """Of the members, and of strangers that are there."""
+        return [known.signed for key, known in self._known.items() if key in self._member_since or self._is_fresh(key)]

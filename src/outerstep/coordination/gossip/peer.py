@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
 
 from msgspec import UNSET
 
@@ -36,7 +35,7 @@ from ...statements import (
 )
 from ...types import Plain, Positive
 from ...versions import Since2
-from . import chain
+from . import bounds, chain
 from .ballot import Ballot, Ballots
 from .blocks import Blocks
 from .book import Book, Sign, Verify
@@ -46,7 +45,6 @@ from .refusals import GossipRefusals
 from .rules import GossipRules
 
 REMEMBERED_DECISIONS = 64
-MOST_BYTES_TOLD = 8 << 20  # of statements, in one conversation
 
 
 class Keepsake(Plain, frozen=True):
@@ -84,7 +82,8 @@ class GossipPeer:
         self.state = keepsake.state
         self.incarnation = keepsake.incarnation
         self._abstains_at = keepsake.abstains_at
-        self.book = Book(run_id, member.key, sign, verify, rules.protocol)
+        self.book = Book(run_id, member.key, sign, verify, rules.protocol, len(self.state.versions))
+        self.book.attend_to(self._keys)
         self.address, self.fingerprint = address, fingerprint
         self.wants: str = "watch"
         self.stirred = True
@@ -93,10 +92,9 @@ class GossipPeer:
         self._offers = Offers(tuple(sizes))
         self._sequences = list(keepsake.sequences or (0,) * len(self.state.versions))
         self._offered: dict[int, int] = {}  # the version that this process last contributed to, by fragment
-        self._decisions: deque[Decision] = deque(maxlen=REMEMBERED_DECISIONS)
+        self._decisions: deque[tuple[Decision, int]] = deque(maxlen=REMEMBERED_DECISIONS)  # and its bytes
         self._taken: deque[Decision] = deque()
-        self._others = Acquaintances(self.state.members, now)
-        self._listened: set[Signed] = set()  # to what was said since the last block was decided
+        self._others = Acquaintances(self.state.members, now, rules.heartbeat_timeout_s)
         self._rounds: list[Round] = []
         self._convicted_at: dict[str, int] = {}  # key -> height, for how long a proof is passed on
         self.anchors: dict[int, tuple[int, str]] = {}
@@ -119,8 +117,11 @@ class GossipPeer:
                 self._settle(decision, now, teller)
         for proof in told.proofs:
             self._convict(proof, teller)
-        news = [signed for signed in told.statements if signed not in self._listened]
-        self._listened.update(signed for signed in news if self._listen(signed, now, teller))
+        height = self.state.height
+        news = [signed for signed in told.statements if not self.book.is_settled(signed, height)]
+        for signed in news:
+            if self._listen(signed, now, teller):
+                self.book.settle(signed, height)
         if news or told.decisions or told.proofs:
             self._advance(now)
 
@@ -134,7 +135,8 @@ class GossipPeer:
             return self._greet(signed, statement, now)
         if signed.author not in self._keys or not self._is_near(signed, statement):
             return True
-        if not self.book.enter(signed, statement) and signed.author not in self._convicted_at:
+        self.book.enter(signed, statement)
+        if signed.author in self.book.proofs and signed.author not in self._convicted_at:
             self._convicted_at[signed.author] = self.state.height
             self.stirred = True
         if isinstance(statement, Offered):
@@ -175,7 +177,7 @@ class GossipPeer:
         return next((member.peer_id for member in self.state.members if member.key == key), key[:16])
 
     def _convict(self, proof: Proof, teller: str) -> None:
-        if proof.first.author in self.book.proofs:
+        if proof.first.author in self.book.proofs or proof.first.author not in self._keys:
             return
         if self.book.convict(proof):
             self._convicted_at.setdefault(proof.first.author, self.state.height)
@@ -201,6 +203,7 @@ class GossipPeer:
 
     def tick(self, now: float) -> None:
         """At least as often as it is to beat."""
+        self._others.forget(now)
         self._beat(now)
         self._advance(now)
 
@@ -253,7 +256,6 @@ class GossipPeer:
 
     def say_to(self, height: int) -> Converse:
         """All that a peer at this height may need."""
-        behind = [d for d in self._decisions if d.block.height > height][:MOST_DECISIONS]
         statements = [self._own_beat, *self._others.statements()]
         if height == self.state.height:
             statements += self._ballot.statements
@@ -262,10 +264,32 @@ class GossipPeer:
             run_id=self.run_id,
             sender=self.member.peer_id,
             height=self.state.height,
-            statements=_as_many_as_fit(statements),
-            proofs=tuple(self.book.proofs[key] for key in self._convicted_at),
-            decisions=tuple(behind) if behind and behind[0].block.height == height + 1 else (),
+            statements=tuple(
+                bounds.those_that_fit(
+                    [(signed, bounds.size_of(signed)) for signed in bounds.in_turn(statements, self.member.key)],
+                    bounds.MOST_BYTES_TOLD,
+                    MOST_STATEMENTS,
+                )
+            ),
+            proofs=self._proofs_to_tell(),
+            decisions=self._decisions_after(height),
         )
+
+    def _proofs_to_tell(self) -> tuple[Proof, ...]:
+        """Those against members first."""
+        keys = sorted(self._convicted_at, key=lambda key: key not in self._keys)
+        sized = [(self.book.proofs[key], bounds.proof_bytes(self.book.proofs[key])) for key in keys]
+        return tuple(bounds.those_that_fit(sized, bounds.MOST_PROOF_BYTES_TOLD, bounds.MOST_MEMBERS))
+
+    def _decisions_after(self, height: int) -> tuple[Decision, ...]:
+        """One after the other, as far as they are remembered, and fit."""
+        told: list[Decision] = []
+        room = bounds.MOST_DECISION_BYTES
+        for decision, size_bytes in self._decisions:
+            room -= size_bytes if decision.block.height > height else 0
+            if decision.block.height == height + len(told) + 1 and room >= 0 and len(told) < MOST_DECISIONS:
+                told.append(decision)
+        return tuple(told)
 
     @property
     def keepsake(self) -> Keepsake:
@@ -305,6 +329,11 @@ class GossipPeer:
     @property
     def is_member(self) -> bool:
         return self.member.key in self._keys
+
+    @property
+    def is_full(self) -> bool:
+        """Are there as many members as there can be?"""
+        return len(self.state.members) >= bounds.MOST_MEMBERS
 
     @property
     def is_expelled(self) -> bool:
@@ -381,6 +410,8 @@ class GossipPeer:
         """What the open round of a fragment waits for, in words."""
         members, heard = self.state.members, self._blocks.heard_from(now)
         quorum = chain.quorum_of(len(members), self.rules.attackers)
+        if not self.is_member and self.is_full:
+            return f"a place: the run has {len(members)} members, the most there can be; one of them has to leave first"
         if not self.is_member:
             return "the other peers, to take this one in"
         if len(members) < self.rules.min_peers:
@@ -435,20 +466,31 @@ class GossipPeer:
                 self.refusals.note(teller, f"passed on a decision that was not made: it {wrong or 'has no quorum'}")
                 return
         self.state = chain.after(decision.block, self.state)
-        self._decisions.append(decision)
+        self._remember(decision)
         self._taken.append(decision)
         self._others.changed(self.state.members, now)
+        self.book.attend_to(self._keys)
         if isinstance(decision.block, Round):
             self._rounds = [*self._rounds, decision.block][-2 * len(self.state.versions) :]
-            passed_on = self.state.height - 2 * (self.rules.attackers + 1)  # a round and a change at each
-            for key in [k for k, height in self._convicted_at.items() if height < passed_on and k not in self._keys]:
-                del self._convicted_at[key]
+        self._forget_convicts()
         self._ballot = self._open_ballot()
-        self._listened.clear()
         # What it offered before it was let in counts once it is.
         self._offers.prune(self.state.versions, {*self._keys, self.member.key}, self.recent_rounds())
         self.stirred = True
         self._beat(now)
+
+    def _remember(self, decision: Decision) -> None:
+        """For those that are behind."""
+        self._decisions.append((decision, bounds.decision_bytes(decision)))
+        while sum(size_bytes for _, size_bytes in self._decisions) > bounds.MOST_DECISION_BYTES:
+            self._decisions.popleft()
+
+    def _forget_convicts(self) -> None:
+        """Those that are members no more, once everybody has had time to hear why."""
+        passed_on = self.state.height - 2 * (self.rules.attackers + 1)  # a round and a change at each
+        for key in [k for k, height in self._convicted_at.items() if height < passed_on and k not in self._keys]:
+            del self._convicted_at[key]
+            self.book.proofs.pop(key, None)
 
     def leap(self, state: ChainState, now: float) -> None:
         """Go on from here, as more than f members say that the run stands here: the blocks in between are forgotten by
@@ -459,8 +501,8 @@ class GossipPeer:
         self._decisions.clear()
         self._taken.clear()
         self._rounds = []
-        self._listened.clear()
         self._others.changed(state.members, now)
+        self.book.attend_to(self._keys)
         self._ballot = self._open_ballot()
         self._offers.prune(state.versions, {*self._keys, self.member.key}, [])
         self.stirred = True
@@ -475,13 +517,6 @@ class GossipPeer:
         """Does this peer hold it already, or what came after it?"""
         version, _ = self.anchors.get(block.fragment, (0, ""))
         return version >= block.version
-
-
-def _as_many_as_fit(statements: list[Signed]) -> tuple[Signed, ...]:
-    """The shortest first: who makes its own as long as it may keeps nobody else's from being told."""
-    by_length = sorted(statements, key=lambda signed: len(signed.body))[:MOST_STATEMENTS]
-    ends = accumulate(len(signed.body) for signed in by_length)
-    return tuple(signed for signed, end in zip(by_length, ends, strict=True) if end <= MOST_BYTES_TOLD)
 
 
 def _start_alike(one: HeardOffer, other: HeardOffer) -> bool:

@@ -272,7 +272,7 @@ class Survey:
 
     def beats_of(self, terms: Terms) -> list[Beat]:
         """Of the members, as they have signed them, the newest of each: nobody is asked twice, and counted as two."""
-        book = Book(terms.run_id, self._key.public, self._key.sign, verify)
+        book = Book(terms.run_id, self._key.public, self._key.sign, verify, fragments=len(terms.state.versions))
         keys = {member.key for member in terms.state.members}
         newest: dict[str, Beat] = {}
         for signed in terms.beats:

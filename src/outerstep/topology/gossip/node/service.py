@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ....errors import BadRequest, Busy, NotFound, OtherRun, ServerFailed
+from ....errors import BadRequest, Busy, NotFound, OtherRun, RunFull, ServerFailed
 from ....observe.status import PEER_MODE, FragmentStatus, PeerMemberStatus, PeerStatus
 from ....statements import Converse
 from ....versions import check_spoken
@@ -62,6 +62,7 @@ class PeerService:
         match request:
             case AskTerms():
                 check_spoken(request.protocol, "the other peer")
+                self._check_place(request.sender)
                 return self._node.terms(request.protocol)
             case Converse():
                 return self._converse(request)
@@ -120,6 +121,19 @@ class PeerService:
             raise OtherRun(
                 f"this peer belongs to run {self._node.peer.run_id}, the request to {run_id}",
                 hint="give the peer that asks an empty folder, or another address to join",
+            )
+
+    def _check_place(self, peer_id: str) -> None:
+        """A member may always ask, whatever became of it meanwhile."""
+        node = self._node
+        with node.lock:
+            if not node.shared.has_begun or not node.peer.is_full:
+                return
+            members = [member.peer_id for member in node.peer.state.members]
+        if peer_id not in members:
+            raise RunFull(
+                f"the run has {len(members)} members, the most there can be: there is no place for {peer_id!r}",
+                hint="let one of them leave, or found another run",
             )
 
     def _check_health(self) -> None:
