@@ -148,6 +148,17 @@ class ContributionLeftOut(Event):
 
 
 @dataclass(frozen=True)
+class WorkerCountedOut(Event):
+    """It was refused too often in this round, which does not wait for it any more."""
+
+    kind = "counted_out"
+    worker: str
+    fragment: int
+    version: int
+    why: str
+
+
+@dataclass(frozen=True)
 class ContributionsNotChosen(Event):
     kind = "not_chosen"
     fragment: int

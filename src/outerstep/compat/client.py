@@ -286,6 +286,10 @@ class CompatClient:
         newest = self.join_again() if None in held else ()
         return [agreed or newest[submission.fragment] for agreed, submission in zip(held, submissions, strict=True)]
 
+    def is_out(self, agreed: Agreed) -> bool:
+        """Was this worker's contribution there, and not taken?"""
+        return any(p.worker_id == self.worker_id and p.weight == 0.0 for p in agreed.participants)
+
     def hand_answer(self, submissions: Sequence[FragmentSubmission], anchors: Iterable[Agreed]) -> None:
         """The same, in answer to a submit. `answer_ended` must follow."""
         with self._lock:

@@ -31,6 +31,8 @@ LOOK_EVERY_S = 0.5
 """How often a client that waits at the barrier is looked at: is it still there?"""
 
 BYTES = (("Content-Type", BYTES_TYPE),)
+LEFT_OUT = "X-Outerstep-Left-Out"
+"""A header of the answer to a client whose contribution a screen or the run's rule left out of the round."""
 
 
 class Register(Struct, frozen=True, kw_only=True):
@@ -209,7 +211,13 @@ class Endpoints:
         client.listen()
         client.obey()
         client.check_open()
-        submissions = client.take(fragments, self._read(client, fragments, what, body))
+        try:
+            payload = self._read(client, fragments, what, body)
+        except Refused as refusal:
+            if self._is_live(client):
+                self._server.service.turn_away(client.worker_id, fragments, refusal)
+            raise
+        submissions = client.take(fragments, payload)
         try:
             for submission in submissions:
                 while not submission.wait(LOOK_EVERY_S):
@@ -259,9 +267,14 @@ class Endpoints:
             except OuterstepError as error:
                 log.info("%s has its answer; then: %s", client.worker_id, error)
 
+        left_out = ", ".join(
+            f"fragment {one.fragment} of version {one.version}" for one in agreed if client.is_out(one)
+        )
+        if left_out:
+            log.warning("%s: its contribution to %s was left out; the event log says why", client.worker_id, left_out)
         return Reply(
             body,
-            headers=BYTES,
+            headers=(*BYTES, (LEFT_OUT, left_out)) if left_out else BYTES,
             handed=handed,
             ended=lambda arrived: client.answer_ended(submissions, arrived=arrived),
         )

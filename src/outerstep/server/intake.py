@@ -95,7 +95,9 @@ class Intake:
                     return begun
                 begin, end = begun.parts.range(request.part)
                 if body.length != end - begin:
-                    raise BadRequest(f"part {request.part} has {end - begin} bytes, got {body.length}")
+                    refusal = BadRequest(f"part {request.part} has {end - begin} bytes, got {body.length}")
+                    self._coordinator.turn_away(request.worker_id, [request.fragment], refusal, self._clock())
+                    raise refusal
                 place = (begun.key, request.part)
                 earlier = self.writing.get(place)
                 if earlier is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -26,7 +26,6 @@ from ..errors import (
     Busy,
     Closing,
     ConfigError,
-    Conflict,
     Refused,
     ServerError,
     ServerFailed,
@@ -46,6 +45,7 @@ from ..events import (
     ServerStarted,
     ServerStopped,
     TooFewTrained,
+    WorkerCountedOut,
     WorkerDied,
     WorkerKicked,
     WorkerQuarantined,
@@ -91,7 +91,7 @@ LONGEST_NAP_S = 1.0  # of the health thread
 NOTE_PATIENCE_S = 5.0  # how long an answer waits for its record
 LOUD = (  # events that are warnings
     *(ContributionLeftOut, ContributionRefused, ScreenForgotten, TooFewTrained),
-    *(WorkerDied, WorkerKicked, WorkerQuarantined),
+    *(WorkerCountedOut, WorkerDied, WorkerKicked, WorkerQuarantined),
 )
 
 
@@ -299,10 +299,16 @@ class ParameterService:
         self._check_health()
         try:
             return self.intake.put(request, body)
-        except Conflict:
+        except Refused:
             with self.changed:
                 self._flush()  # it may have been one too many
             raise
+
+    def turn_away(self, worker_id: str, fragments: Sequence[int], refusal: Refused) -> None:
+        """What a worker brought by another way than these messages was refused."""
+        with self.changed:
+            self.coordinator.turn_away(worker_id, fragments, refusal, self.clock())
+            self._flush()
 
     def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:
         self._check_health()

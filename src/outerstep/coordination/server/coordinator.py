@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from ... import events
-from ...errors import Absurd, BadRequest, Closing, Conflict, MissingParts, Refused, UnknownWorker
+from ...errors import Absurd, BadRequest, Closing, MissingParts, Refused, StaleRound, TooOld, UnknownWorker
 from ...screens import LEAST_CONTRIBUTORS, NormScreen, Size
 from ...types import (
     Agreement,
@@ -63,10 +63,10 @@ from .admission import (
     check_sections,
 )
 from .effects import Accumulate, CloseRound, DropUpload, Effect, StopServer
-from .membership import OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
+from .membership import BLAMELESS, OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
 from .plan import Settled, changed, check_manifest, check_wishes
 from .remembered import LEAP, Acceptance, Remembered, WorkerRecord
-from .rounds import Closed, Fragment, RoundRules, RoundVerdict, TokenBudget
+from .rounds import MOST_REFUSALS, Closed, Fragment, RoundRules, RoundVerdict, TokenBudget
 from .uploads import Upload, Uploads
 
 ASK_AGAIN_S = 0.5
@@ -203,16 +203,17 @@ class Coordinator:
         accepted = worker.entry_of(message)
         if accepted is not None:
             return OfferAnswer(state="accepted", version=accepted.version)
-        try:
-            worker.conduct.check(worker.worker_id, now)
-            check_offer(message, fragment, self.plan, self.rules)
-        except Refused:
-            self.uploads.unqueue(worker.worker_id, message.fragment)  # it will not come back under this key
-            raise
         upload = self.uploads.by_key.get(message.key)
-        if upload is not None:
-            with self._conflicts_noted(worker, now):
+        with self._refusals_noted(worker, fragment, now):
+            try:
+                worker.conduct.check(worker.worker_id, now)
+                check_offer(message, fragment, self.plan, self.rules)
+            except Refused:
+                self.uploads.unqueue(worker.worker_id, message.fragment)  # it will not come back under this key
+                raise
+            if upload is not None:
                 check_same_offer(message, upload.offer)
+        if upload is not None:
             upload.heard_at = now
         else:
             for other in self.uploads.of(worker.worker_id, message.fragment):
@@ -231,16 +232,16 @@ class Coordinator:
     def begin_part(self, message: PutPart, now: float) -> Upload | PutPartAnswer:
         """Where the part belongs; or, if it is here already, the answer."""
         worker = self._heard(message, now)
-        self._fragment(message.fragment)
+        fragment = self._fragment(message.fragment)
         if worker.entry_of(message) is not None:
             return PutPartAnswer(state="duplicate")
         upload = self._sending(worker, message, now)
-        upload.check_part(message.part)
-        upload.heard_at = now
-        stored = upload.part_hashes.get(message.part)
-        if stored is None:
-            return upload
-        with self._conflicts_noted(worker, now):
+        with self._refusals_noted(worker, fragment, now):
+            upload.check_part(message.part)
+            upload.heard_at = now
+            stored = upload.part_hashes.get(message.part)
+            if stored is None:
+                return upload
             check_same_part(message, stored)
         return PutPartAnswer(state="duplicate")
 
@@ -258,15 +259,15 @@ class Coordinator:
         worker = self._heard(message, now)
         fragment = self._fragment(message.fragment)
         accepted = worker.entry_of(message)
-        with self._conflicts_noted(worker, now):
+        with self._refusals_noted(worker, fragment, now):
             if accepted is not None:
                 check_accepted(message, accepted.payload_hash)
                 return CommitAnswer(version=accepted.version)
             upload = self._sending(worker, message, now)
             upload.heard_at = now
             check_received(message, upload.payload_hash())
-        check_offer(upload.offer, fragment, self.plan, self.rules)
-        return upload
+            check_offer(upload.offer, fragment, self.plan, self.rules)
+            return upload
 
     def accept(self, message: Commit, now: float, norm: float | None = None) -> CommitAnswer:
         """The contribution was checked (shapes, finite values), and ‖Δ‖ is `norm`: it counts, once, unless its round
@@ -307,9 +308,15 @@ class Coordinator:
         if self.uploads.by_key.get(key) is None:
             return
         self._refuse(key, refusal)
-        worker = self.members.find(key.worker_id)
+        self.turn_away(key.worker_id, [key.fragment], refusal, now)
+
+    def turn_away(self, worker_id: str, fragments: Sequence[int], refusal: Refused, now: float) -> None:
+        """The driver refused what this worker brought to the rounds of these fragments, all in one: that is one
+        offence."""
+        worker = self.members.find(worker_id)
         if worker is not None:
-            self._note_offence(worker, refusal, now)
+            for i, fragment in enumerate(fragments):
+                self._note_refusal(worker, self.fragments[fragment], refusal, now, is_offence=i == 0)
 
     def _refuse(self, key: ContributionKey, refusal: Refused) -> None:
         """A contribution that is here in whole is not taken, for what it is."""
@@ -344,24 +351,42 @@ class Coordinator:
                     if other.worker_id in screen.refused:
                         other.conduct.forgive(refusal)
                 screen.forget()
-            elif is_news:
-                self._note_offence(worker, refusal, now)
+                fragment.round.refusals.clear()
+            else:
+                self._note_refusal(worker, fragment, refusal, now, is_offence=is_news)
             raise
 
     @contextmanager
-    def _conflicts_noted(self, worker: KnownWorker, now: float) -> Iterator[None]:
-        """The same key with other bytes is an offence."""
+    def _refusals_noted(self, worker: KnownWorker, fragment: Fragment, now: float) -> Iterator[None]:
         try:
             yield
-        except Conflict as refusal:
-            self._note_offence(worker, refusal, now)
+        except Refused as refusal:
+            self._note_refusal(worker, fragment, refusal, now)
             raise
+
+    def _note_refusal(
+        self, worker: KnownWorker, fragment: Fragment, refusal: Refused, now: float, *, is_offence: bool = True
+    ) -> None:
+        """Some refusals are offences. Whatever the reason was: a round does not wait for a worker that it has refused
+        too often, or the others would wait for ever. (A round that is being closed has nothing yet to rebase on, so a
+        worker may be told more than once that it is late.)"""
+        round_ = fragment.round
+        is_late = isinstance(refusal, StaleRound | TooOld) and fragment.published.version < round_.version - 1
+        if is_late or isinstance(refusal, BLAMELESS):
+            return
+        if is_offence and isinstance(refusal, OFFENCE_KINDS):
+            self._note_offence(worker, refusal, now)
+        if worker.conduct.is_quarantined(now) or not round_.refuse(worker.worker_id):
+            return
+        counted_out = f"refused {MOST_REFUSALS} times, so the round closes without it unless it brings a good one first"
+        refusal.hint = f"{refusal.hint}; {counted_out}" if refusal.hint else counted_out
+        index = fragment.published.fragment
+        self._effects.append(events.WorkerCountedOut(worker.worker_id, index, round_.version, refusal.message))
+        self.close_if_ready(fragment, now)
 
     def _note_offence(self, worker: KnownWorker, refusal: Refused, now: float) -> None:
         """A worker that offends too often is in quarantine: nothing unfinished of it is kept, and nobody waits for
         it."""
-        if not isinstance(refusal, OFFENCE_KINDS):
-            return
         one_too_many = worker.conduct.offend(refusal, now)
         self._effects.append(events.OffenceNoted(worker.worker_id, refusal.code, worker.conduct.total))
         if one_too_many:
@@ -403,16 +428,14 @@ class Coordinator:
         return fragment.round.verdict(self.rules, now, started=self.started, live=live, turned_away=turned_away)
 
     def _turned_away(self, fragment: Fragment, now: float) -> frozenset[str]:
-        """For a rule: the live workers that are not in the open round because they are in quarantine, or because what
-        they brought to it was refused for its size."""
+        """For a rule: the live workers that are not in the open round because they are in quarantine, because what they
+        brought to it was refused for its size, or because it was refused too often."""
         if self.rules.aggregation.is_plain:
             return frozenset()
         version, refused = fragment.round.version, fragment.screen.refused
-        found = {
-            worker.worker_id
-            for worker in self.members
-            if worker.live and (worker.conduct.is_quarantined(now) or refused.get(worker.worker_id) == version)
-        }
+        too_large = {worker_id for worker_id, last in refused.items() if last == version}
+        quarantined = {worker.worker_id for worker in self.members if worker.conduct.is_quarantined(now)}
+        found = (too_large | quarantined | fragment.round.counted_out) & self.members.live_ids
         return frozenset(found - fragment.round.contributors)
 
     def _left_out(self, fragment: int, closed: Closed) -> frozenset[ContributionKey]:

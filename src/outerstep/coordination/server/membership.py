@@ -30,15 +30,19 @@ from ...errors import (
     BadRequest,
     BadTensors,
     Busy,
+    Closing,
     ConfigError,
     Conflict,
     Fenced,
+    HashMismatch,
     IdInUse,
     Kicked,
     MissingParts,
     NotFinite,
+    OtherRun,
     Quarantined,
     Refused,
+    ServerError,
     Superseded,
     UnknownWorker,
     UnsupportedMedia,
@@ -70,6 +74,13 @@ SPELLS = Backoff(FIRST_S, LONGEST_S)
 OFFENCE_KINDS = (NotFinite, Absurd, BadTensors, BadFrame, UnsupportedMedia, Conflict)
 """What no healthy worker is refused for. (A part that changed on its way, a closed round or a full pool is no fault of
 the worker's.)"""
+
+
+BLAMELESS = (
+    *(Busy, Closing, Fenced, HashMismatch, IdInUse, Kicked, MissingParts, OtherRun),
+    *(Quarantined, ServerError, Superseded, UnknownWorker),
+)
+"""What a healthy worker may hear again and again about one contribution."""
 
 
 @dataclass

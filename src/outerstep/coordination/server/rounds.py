@@ -41,6 +41,7 @@ _WHOSE: dict[str, tuple[RuleName, ...]] = {
     "clip_radius": ("centered_clipping",),
     "aggregation_iterations": ("geometric_median", "centered_clipping"),
 }
+MOST_REFUSALS = 3  # of one worker's contributions to one round: then the round closes without it
 REMEMBERED = 64  # moments from which a rate of tokens is computed
 
 
@@ -247,6 +248,7 @@ class OpenRound:
     tokens: list[float] = field(default_factory=list)  # and how many tokens they said are in them
     sizes: list[tuple[str, Size | None]] = field(default_factory=list)  # whose, and how large; None = not screened
     kept: list[bool] = field(default_factory=list)  # and whether they can still be left out
+    refusals: dict[str, int] = field(default_factory=dict)  # by worker id, of what it brought to this round
     first_at: float | None = None
     quorum_at: float | None = None
 
@@ -259,6 +261,20 @@ class OpenRound:
         if worker_id not in self.contributors:
             return []
         return [p for p in self.participants if p.worker_id == worker_id]
+
+    def refuse(self, worker_id: str) -> bool:
+        """What this worker brought was of no use. True: once too often, nobody waits for it in this round any more. If
+        it brings something good in time, that still counts."""
+        self.refusals[worker_id] = self.refusals.get(worker_id, 0) + 1
+        if self.refusals[worker_id] != MOST_REFUSALS or worker_id in self.contributors:
+            return False
+        self.expected.discard(worker_id)
+        return True
+
+    @property
+    def counted_out(self) -> set[str]:
+        """The workers that were refused too often."""
+        return {w for w, count in self.refusals.items() if count >= MOST_REFUSALS} - self.contributors
 
     def count(
         self,
@@ -304,6 +320,8 @@ class OpenRound:
         self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str], turned_away: int
     ) -> RoundVerdict:
         """`live`: from whom something would be taken. `turned_away`: how many were here, and were refused."""
+        counted_out = self.counted_out
+        live -= counted_out
         contributors = self.contributors
         missing = self.expected - contributors
         floor = rules.needed(turned_away)
@@ -311,6 +329,7 @@ class OpenRound:
             able = live - contributors
             if len(contributors) + len(able) < floor:
                 here = f"{len(contributors)} contributed, {len(able)} more alive"
+                here += f", {_names(counted_out)} refused {MOST_REFUSALS} times" if counted_out else ""
                 return RoundVerdict(False, waiting_for=f"at least {floor} ({rules.floor_is}): {here}", stuck=True)
             awaited = "the next contribution" if rules.asynchronous else f"contributions of {_names(missing or able)}"
             return RoundVerdict(False, waiting_for=awaited)
