@@ -54,7 +54,9 @@ class CompatServer:
             keepalive_s=keepalive_s(server.config.heartbeat_timeout_s),
         )
         try:
-            self._http = HttpServer(self._endpoints.routes, self._host, port, bounds)
+            self._http = HttpServer(
+                self._endpoints.routes, self._host, port, bounds, names=[server.config.advertise or ""]
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {self._host}:{port} for the compatibility protocol: {error.strerror}; "

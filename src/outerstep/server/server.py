@@ -292,7 +292,14 @@ class DiLoCoServer:
         for candidate in candidates:
             try:
                 return HttpServer(
-                    self.service.routes, self.config.host, candidate, limits, tls=tls, guard=guard, on_refusal=audit
+                    self.service.routes,
+                    self.config.host,
+                    candidate,
+                    limits,
+                    tls=tls,
+                    guard=guard,
+                    on_refusal=audit,
+                    names=[self.config.advertise or ""],
                 )
             except OSError as error:
                 last = error

@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from ..security import Guard
 from ..security.guard import OpenGuard
 from ..versions import as_spoken, spoken_here
 from .connections import Connection, Connections
+from .cross_site import check_site, own_names
 from .http_request import HEAD_READ_BYTES, SLICE_BYTES, Gone, HttpRequest, read_request
 from .limits import ServiceLimits
 from .messages import (
@@ -88,7 +89,8 @@ def log_refusal(refused: RefusedRequest) -> None:
 
 class HttpServer:
     """Listens on `host:port` (port 0 = any free one) and serves `routes`. With a `guard`, a request without its token
-    gets nothing but 401, whatever it asks; public routes alone are for everybody."""
+    gets nothing but 401, whatever it asks; public routes alone are for everybody. Without one, workers are, but no web
+    pages; `names`: which the port is reached under, beside addresses."""
 
     def __init__(
         self,
@@ -99,10 +101,12 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         guard: Guard = OpenGuard(),  # noqa: B008 - holds nothing
         on_refusal: Callable[[RefusedRequest], None] = log_refusal,
+        names: Collection[str] = (),
     ) -> None:
         self._routes = routes
         self._tls = tls
         self._guard = guard
+        self._names = own_names(host, *names)
         self._on_refusal = on_refusal
         self._limits = limits
         self._connections = Connections(limits, time.monotonic)
@@ -313,6 +317,8 @@ class HttpServer:
         route = self._routes.get((method, path))
         if isinstance(route, PlainRoute) and route.is_public:
             return route.handler(request)
+        if isinstance(self._guard, OpenGuard):
+            check_site(headers, self._names)
         caller = self._guard.admit(headers.get("authorization"))
         if not channel.connection.is_known:
             self._connections.greet(channel.connection)

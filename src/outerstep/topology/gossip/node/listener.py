@@ -63,7 +63,7 @@ class NodeListener:
         guard: Guard = OpenGuard() if self._identity is None else RunGuard(lambda: self.token, self._identity)
         tls = self._identity.context() if self._identity is not None else None
         try:
-            self._http = HttpServer(service.routes, host, port, tls=tls, guard=guard)
+            self._http = HttpServer(service.routes, host, port, tls=tls, guard=guard, names=[settings.advertise or ""])
         except OSError as error:
             why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
             raise ConfigError(
