@@ -290,7 +290,8 @@ QUORUM_FACTS = (
 
 
 class PlainTransport(HTTPTransport[dict[str, Any]]):  # type: ignore[misc]
-    """torchft's, but what it fetches may hold tensors, numbers, text and their containers only."""
+    """torchft's, but what it fetches may hold tensors, numbers, text and their containers only; and it comes straight
+    from the member that has it, over no proxy of the environment and after no redirect."""
 
     def __init__(self, host: str, timeout: timedelta) -> None:
         self._host = host
@@ -303,7 +304,12 @@ class PlainTransport(HTTPTransport[dict[str, Any]]):  # type: ignore[misc]
 
     @classmethod
     def _load_from_address(cls, address: str, timeout: timedelta) -> object:
-        with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as body, warnings.catch_warnings():
+        opener = urllib.request.OpenerDirector()
+        opener.add_handler(urllib.request.HTTPHandler())
+        opener.add_handler(urllib.request.UnknownHandler())
+        opener.add_handler(urllib.request.HTTPErrorProcessor())  # anything but 2xx
+        opener.add_handler(urllib.request.HTTPDefaultErrorHandler())  # is an HTTPError
+        with opener.open(address, timeout=timeout.total_seconds()) as body, warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", "The given buffer is not writable"
             )  # it is copied before it is written to
