@@ -81,7 +81,7 @@ def sync(path: Path, *, forget: bool = False) -> None:
 
 
 def write_synced(file: Path, data: bytes) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         write_all(descriptor, data)
         os.fsync(descriptor)
@@ -105,8 +105,9 @@ def write_all(descriptor: int, data: Buffer) -> None:
 
 
 def make_folders(place: Path) -> None:
-    """`mkdir -p`, each new entry synced in its parent."""
+    """`mkdir -p`, each new entry synced in its parent. What a run keeps (weights, who takes part) is its owner's alone:
+    the umask may take more away, and gives nobody else anything."""
     if not place.is_dir():
         make_folders(place.parent)
-        place.mkdir(exist_ok=True)
+        place.mkdir(mode=0o700, exist_ok=True)
         sync(place.parent)

@@ -73,7 +73,7 @@ def read_run(place: Path) -> RunFacts | None:
         facts = msgspec.json.decode(file.read_bytes(), type=RunFacts)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:  # ValueError: not UTF-8
         raise ModelError(
             f"{file} cannot be read: {error}; restore it, or delete it if the newest saved state in {place} is the one "
             "to resume from"

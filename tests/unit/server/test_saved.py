@@ -127,12 +127,10 @@ class TestRoundTrip:
         with safe_open(place / WEIGHTS, framework="pt") as file:
             assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
 
-    def test_files_are_readable_for_whom_new_files_are(self, tmp_path: Path) -> None:
-        (tmp_path / "plain").touch()
+    def test_folder_and_files_are_their_owners_alone(self, tmp_path: Path) -> None:
         place = save_state(make_state(), tmp_path / "saves")
-        assert {stat.S_IMODE(file.stat().st_mode) for file in place.iterdir()} == {
-            stat.S_IMODE((tmp_path / "plain").stat().st_mode)
-        }
+        assert {stat.S_IMODE(folder.stat().st_mode) for folder in (place, place.parent)} == {0o700}
+        assert {stat.S_IMODE(file.stat().st_mode) for file in place.iterdir()} == {0o600}
 
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).filter("__metadata__".__ne__)

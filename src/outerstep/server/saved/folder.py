@@ -139,6 +139,7 @@ def write_folder(state: ServerState, place: Path, *, serial: int, model_files: P
     )
     data = _encode(facts)
     for name in facts.files:
+        (place / name).chmod(0o600)  # the folder's owner is the only reader; a copy of a file should be no other
         sync(place / name)
     write_synced(place / STATE, data)
     sync(place)

@@ -56,7 +56,7 @@ def save_state(
         _remove_leftovers(place)
         target = _free_name(place, state.round)
         temporary = place / f".{target.name}.saving"
-        temporary.mkdir()
+        temporary.mkdir(mode=0o700)
         try:
             write_folder(state, temporary, serial=_next_serial(place), model_files=model_files)
             os.rename(temporary, target)
