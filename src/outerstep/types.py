@@ -31,7 +31,8 @@ Label = Annotated[str, Meta(max_length=256)]
 WorkerId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:\-]*\Z")]
 RunId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_\-]+\Z")]
 Instance = Annotated[str, Meta(min_length=8, max_length=64, pattern=r"^[A-Za-z0-9_\-]+\Z")]
-TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
+LONGEST_NAME = 512  # of a tensor, in characters
+TensorName = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 PartHash = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 

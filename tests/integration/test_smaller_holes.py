@@ -5,8 +5,16 @@ Every test is named after its hole. Whoever attacks here holds the run's token, 
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
+import math
+import os
+import socket
+import stat
 from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +25,17 @@ from rich.console import Console
 from torch import nn
 
 from outerstep.cli.status import render
+from outerstep.compat import CompatServer
 from outerstep.coordination.server import commits
 from outerstep.coordination.server.remembered import LEAP
 from outerstep.core.manifest import describe
-from outerstep.errors import ManifestMismatch, NotFinite, PlanMismatch, Quarantined
+from outerstep.errors import ConfigError, ManifestMismatch, ModelError, NotFinite, PlanMismatch, Quarantined
 from outerstep.observe.log_lines import PrintableFormatter
 from outerstep.server import DiLoCoServer
+from outerstep.topology.gossip.node.records import PeerFolder, remembered_id
 from outerstep.types import Control, Leave, Manifest, Wishes
 from outerstep.wire.memory import MemoryTransport
+from outerstep.worker import DiLoCoWorker
 from sites import Site
 from support import HandClient, Ledger, assert_same, count, kill, make_frame, memory_worker, params_of, tiny_model
 
@@ -319,3 +330,228 @@ def test_a_worker_whose_sequence_was_pushed_by_another_recovers() -> None:
                 count(model, optimizer, 0, 4)
                 assert member.last_sequence(0) > push * LEAP
         assert server.get_global_params()["cells"].tolist() == [12.0, 0.0]
+
+
+# --- models and folders that used to end in a traceback -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", [("float64", "float64"), ("float64", "float32"), ("bfloat16", "float64")])
+def test_a_float64_model_survives_its_first_exchange(dtypes: tuple[str, str], tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = tiny_model()
+        for module, dtype in zip((model[0], model[2]), dtypes, strict=True):
+            module.to(getattr(torch, dtype))
+        return model
+
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    settings: dict[str, Any] = {"sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32"}
+    with DiLoCoServer(build().state_dict(), num_workers=1, port=0, save_dir=str(tmp_path), **settings) as server:
+        with memory_worker(server, "w", model, optimizer) as worker:
+            for _ in range(4):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+            assert worker.sync_metrics["inner_grad_norm"] == pytest.approx(
+                math.sqrt(sum(spec.numel for spec in MANIFEST.parameters))
+            )
+        assert server.sync_round == 2
+        held = {name: value.float() for name, value in params_of(model).items()}
+        assert_same(server.get_global_params(), held)
+    assert [p.dtype for p in model[0].parameters()] == [getattr(torch, dtypes[0])] * 2
+
+
+class OneTensor(nn.Module):
+    def __init__(self, tensor: torch.Tensor, name: str = "weight") -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(tensor))
+
+
+def attached(model: nn.Module) -> None:
+    """A worker with this model, as far as it gets before it looks for a server."""
+    DiLoCoWorker(model, torch.optim.SGD(model.parameters(), lr=0.1), "127.0.0.1:9", worker_id="w")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rule"),
+    [
+        (torch.ones(3, 1).expand(3, 4), r"'weight' must have a place in memory for each value.*clone\(\)"),
+        (torch.ones(1).expand(4), r"'weight' must have a place in memory for each value.*clone\(\)"),
+        (torch.ones(10).as_strided((4, 4), (2, 1)), r"'weight' must have a place in memory.*clone\(\)"),
+        (torch.ones(3).to_sparse(), r"'weight' must be dense, got torch\.sparse_coo.*to_dense\(\)"),
+    ],
+    ids=["expanded", "expanded from one", "overlapping", "sparse"],
+)
+def test_expanded_and_sparse_parameters_are_refused_by_name(tensor: torch.Tensor, rule: str) -> None:
+    with pytest.raises(ModelError, match=rule):
+        attached(OneTensor(tensor))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(3, 4).t(), torch.ones(10)[::2], torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)],
+)
+def test_a_parameter_in_another_order_of_its_values_is_not_refused(tensor: torch.Tensor) -> None:
+    attached(OneTensor(tensor))
+
+
+def test_a_sparse_tensor_in_the_servers_model_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"'odd' must be dense, got torch\.sparse_coo.*to_dense\(\)"):
+        DiLoCoServer({"weight": torch.ones(3), "odd": torch.ones(3).to_sparse()}, num_workers=1, port=0)
+
+
+@pytest.mark.parametrize("where", ["worker", "frozen", "buffer", "server"])
+def test_a_name_over_512_characters_is_refused_with_the_limit(where: str) -> None:
+    name = "x" * 513
+    model = OneTensor(torch.ones(3), "weight" if where in ("frozen", "buffer") else name)
+    if where == "frozen":
+        model.register_parameter(name, nn.Parameter(torch.ones(3), requires_grad=False))
+    if where == "buffer":
+        model.register_buffer(name, torch.ones(3))
+    use = partial(DiLoCoServer, model.state_dict(), 1, 0) if where == "server" else partial(attached, model)
+    with pytest.raises(ModelError, match=r"at most 512 characters, got 513: 'xxx.*rename"):
+        use()
+
+
+UNREADABLE = [b"", b"[]", b"{", b'{"run_id":"\xff"}', b"\0" * 64, b"[" * 100_000, b'{"run_id":"a b"}', b'{"run_id":7}']
+
+
+@pytest.mark.parametrize("content", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_an_unreadable_run_json_is_named_with_what_to_do(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    tmp_path.chmod(0o700)
+    with pytest.raises(ModelError, match=r"run\.json cannot be read: .*; restore it, or delete it"):
+        kept_server(tmp_path)
+    with pytest.raises(ConfigError, match=r"run\.json cannot be read: .*restore it, or give this peer an empty"):
+        PeerFolder(tmp_path)
+    assert remembered_id(tmp_path) is None
+    file.unlink()
+    kept_server(tmp_path).service.stop()
+
+
+def test_state_folders_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o000)
+    try:
+        place = tmp_path / "deep" / "run"
+        server = kept_server(place)
+        HandClient(MemoryTransport(server.service), "w").join()
+        server.save_state()
+        server.service.stop()
+    finally:
+        os.umask(before)
+    folders = [path for path in (place.parent, place, *place.rglob("*")) if path.is_dir()]
+    files = [path for path in place.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert {path.name for path in folders} >= {"deep", "run", "journal"}
+    assert {path.suffix for path in files} >= {".json", ".safetensors"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+
+
+# --- proxies ------------------------------------------------------------------------------------------------------
+
+
+def test_torchft_healing_asks_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights travel between two machines of the run, whatever http_proxy says."""
+    pytest.importorskip("torchft")
+    from outerstep.topology.torchft.quorum import PlainTransport
+
+    patience = timedelta(seconds=20)
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        proxy.settimeout(0.0)
+        transport = PlainTransport("127.0.0.1", patience)
+        try:
+            transport.send_checkpoint([1], 7, {"weight": torch.arange(3.0)}, patience)
+            healed = transport.recv_checkpoint(0, transport.metadata(), 7, patience)
+        finally:
+            transport.shutdown()
+        assert torch.equal(healed["weight"], torch.arange(3.0))
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+# --- requests of web pages ----------------------------------------------------------------------------------------
+
+ELSEWHERE = [
+    {"Origin": "https://evil.example.com"},
+    {"Origin": "null"},
+    {"Origin": "http://evil.example.com", "Content-Type": "text/plain"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Host": "evil.example.com"},
+    {"Host": "evil.example.com:8513", "Origin": "http://evil.example.com:8513", "Sec-Fetch-Site": "same-origin"},
+    {"Host": "127.0.0.1.nip.io"},
+]
+FROM_WORKERS: list[dict[str, str]] = [
+    {},
+    {"Host": "localhost:8513"},
+    {"Host": "[::1]:8513"},
+    {"Host": "[fe80::1%25eth0]:8513"},
+    {"Host": "gpu-box"},
+    {"Host": "gpu-box.lan:8513"},
+    {"Host": "server.default.svc.cluster.local"},
+    {"Host": "192.168.1.7"},
+    {"Host": "known.example.com", "Origin": "http://known.example.com"},
+    {"Host": "KNOWN.example.com.:8513"},
+]
+
+
+class TestCrossSiteRequests:
+    """A page in somebody's browser is no worker, also on the machine that the port is open to."""
+
+    @pytest.fixture(scope="class")
+    def ports(self) -> Iterator[dict[str, str]]:
+        """The ports that ask for no token, by name."""
+        state = tiny_model().state_dict()
+        named: dict[str, Any] = {"num_workers": 1, "port": 0, "codec": "fp32", "advertise": "known.example.com"}
+        with (
+            DiLoCoServer(state, **named) as server,
+            CompatServer(server, 0) as compat,
+            DiLoCoServer(state, insecure=True, **named) as insecure,
+        ):
+            yield {"compatibility": compat.address, "insecure": insecure.address}
+
+    @pytest.mark.parametrize("port", ["compatibility", "insecure"])
+    @pytest.mark.parametrize("headers", ELSEWHERE, ids=str)
+    def test_the_port_answers_no_cross_site_request(
+        self, ports: dict[str, str], port: str, headers: dict[str, str]
+    ) -> None:
+        orders = {
+            "compatibility": ("/register", {"worker_id": "page"}),
+            "insecure": ("/v1/leave", {"run_id": "x"}),
+        }
+        path, body = orders[port]
+        for method, where, data in (("POST", path, json.dumps(body)), ("GET", "/status", None)):
+            status, said = ask(ports[port], method, where, data, headers)
+            assert (status, said["error"]["code"]) == (403, "forbidden"), said
+            assert said["error"]["hint"]
+
+    @pytest.mark.parametrize("port", ["compatibility", "insecure"])
+    @pytest.mark.parametrize("headers", FROM_WORKERS, ids=str)
+    def test_a_worker_is_answered_by_whichever_name_it_came(
+        self, ports: dict[str, str], port: str, headers: dict[str, str]
+    ) -> None:
+        assert ask(ports[port], "GET", "/status", None, headers)[0] == 200
+
+    def test_a_port_with_tokens_refuses_a_page_for_want_of_one(self, tmp_path: Path) -> None:
+        site = Site(tmp_path)
+        try:
+            assert site.ask("GET", "/status")[0] == 401
+        finally:
+            site.server.stop()
+
+
+def ask(address: str, method: str, path: str, body: str | None, headers: dict[str, str]) -> tuple[int, dict[str, Any]]:
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    try:
+        connection.request(method, path, body=body, headers=headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
-from ..types import Manifest, ParameterSpec
+from ..errors import ModelError
+from ..types import LONGEST_NAME, Manifest, ParameterSpec
 
 MAX_BLOCK_NAME = 256
 
@@ -40,8 +42,40 @@ def describe(model: nn.Module, buffers: BufferPolicy = "local") -> tuple[dict[st
     specs = [_spec(name, param, blocks, embedding=id(param) in tables) for name, param in params.items()]
     specs += [_spec(name, tensor, blocks, role=role) for name, tensor in exchanged.items()]
     local = tuple(name for name, _ in model.named_buffers() if name not in exchanged)
+    for name in (*params, *exchanged, *aliases, *frozen, *local):
+        check_name(name)
+    for name, tensor in (*params.items(), *exchanged.items()):
+        check_dense(name, tensor)
+        _check_places(name, tensor)
     manifest = Manifest(parameters=tuple(specs), aliases=aliases, buffers=local, frozen=tuple(frozen))
     return {**params, **exchanged}, manifest
+
+
+def check_name(name: str) -> None:
+    if len(name) > LONGEST_NAME:
+        raise ModelError(
+            f"the name of a tensor must have at most {LONGEST_NAME} characters, got {len(name)}: {name[:80]!r}…; "
+            "rename its module"
+        )
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise ModelError(
+            f"{name!r} must be dense, got {tensor.layout}; replace it by its to_dense(), or keep it out of training"
+        )
+
+
+def _check_places(name: str, tensor: Tensor) -> None:
+    """What is agreed is written into the tensor, value by value: an expanded one has one place for several."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= reach:
+            raise ModelError(
+                f"{name!r} must have a place in memory for each value, got shape {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())} (is it expanded?); replace it by its clone()"
+            )
+        reach += stride * (size - 1)
 
 
 def _spec(

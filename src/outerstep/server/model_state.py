@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..core.manifest import block_of
+from ..core.manifest import block_of, check_dense, check_name
 from ..errors import ManifestMismatch, ModelError
 from ..types import Manifest, ParameterSpec
 
@@ -18,6 +18,9 @@ class ModelState:
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = {name: tensor.detach() for name, tensor in state.items()}
         self._names = list(self._state)
+        for name, tensor in self._state.items():
+            check_name(name)
+            check_dense(name, tensor)
         if not any(tensor.is_floating_point() and tensor.numel() for tensor in self._state.values()):
             raise ModelError("the model's state dict holds no floating-point tensors")
         on_meta = next((name for name, tensor in self._state.items() if tensor.is_meta), None)

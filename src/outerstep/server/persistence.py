@@ -187,7 +187,7 @@ def settings_of(config: ServerConfig) -> dict[str, Any]:
 def read_record(record: Record) -> RecordHead:
     try:
         return msgspec.json.decode(record.head, type=RecordHead)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:  # ValueError: not UTF-8
         raise ModelError(
             f"journal record {record.serial} is not what this version of outerstep writes: {error}; "
             "use the version that wrote it, or resume a saved state by its path to drop what came after it"

@@ -94,5 +94,6 @@ def _squares(grads: list[Tensor]) -> float:
     norms: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         values = grad.coalesce().values() if grad.is_sparse else grad
-        norms.setdefault(values.device, []).append(torch.linalg.vector_norm(values, dtype=torch.float32))
+        wide = torch.promote_types(values.dtype, torch.float32)
+        norms.setdefault(values.device, []).append(torch.linalg.vector_norm(values, dtype=wide).float())
     return sum(float(torch.linalg.vector_norm(torch.stack(each))) ** 2 for each in norms.values())
