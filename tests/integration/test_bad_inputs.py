@@ -142,7 +142,7 @@ def test_a_workers_own_token_speaks_for_nobody_else(site: Site, client: HandClie
         refused(said, 403, "forbidden", "belongs to worker 'left'", "speaks for 'right'", "--worker-id left")
         assert "right" not in site.server.status()["workers"]  # type: ignore[operator]
     finally:
-        site.tokens.take_from_worker("left")
+        site.tokens.revoke("left")
 
 
 # --- the request ----------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_a_workers_and_an_admins_token_are_told_apart(server: DiLoCoServer, tmp_
     assert Report(joined(own, tmp_path / "worker")).found("token").startswith("a worker's own")
     admin = replace(server.access, token="", admin=tokens.load().admin)
     assert Report(joined(admin, tmp_path / "admin")).by_check["token"]["level"] == "warn"
-    tokens.take_from_worker("left")
+    tokens.revoke("left")
 
 
 def test_a_server_that_is_not_known_here_shows_its_certificate_and_says_join(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ..errors import Forbidden, Unauthorized
-from .tokens import TokenFile, Tokens, digest_of
+from .tokens import RIGHTS, Right, TokenFile, Tokens, digest_of, token_kind
 
 NEW_STRING = (
     "get the join string from the server (`outerstep token show` on its machine) and give it to `outerstep join -` here"
@@ -17,16 +18,34 @@ NEW_STRING = (
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose token it was. `reserved`: worker ids that have tokens of their own."""
+    """Whose token it was. `reserved`: worker ids that have tokens of their own. `name`: of the token. `rights`: None =
+    those that go with the kind."""
 
     kind: Literal["anybody", "run", "worker", "admin"]
     worker_id: str = ""
     reserved: Collection[str] = ()
+    name: str = ""
+    rights: frozenset[Right] | None = None
+
+    def may(self, right: Right) -> bool:
+        rights = RIGHTS.get(self.kind) if self.rights is None else self.rights
+        return rights is None or right in rights
+
+    def check_reads(self) -> None:
+        if not self.may("read"):
+            raise Forbidden(
+                f"the token {self.name!r} does not have the right to read", hint="use one with `--rights join,read`"
+            )
 
     def check_speaks_for(self, worker_id: str) -> None:
         if self.kind == "admin":
             raise Forbidden(
                 "the admin token is for control and status; workers do not join with it",
+                hint="use the join string that `outerstep token show` prints",
+            )
+        if not self.may("join"):
+            raise Forbidden(
+                f"the token {self.name!r} does not have the right to join",
                 hint="use the join string that `outerstep token show` prints",
             )
         if self.kind == "worker" and worker_id != self.worker_id:
@@ -41,7 +60,7 @@ class Caller:
             )
 
     def check_operates(self) -> None:
-        if self.kind not in ("admin", "anybody"):
+        if not self.may("control"):
             raise Forbidden(
                 "control needs the admin token",
                 hint="run `outerstep control` on the server's machine as the user who runs the server",
@@ -64,33 +83,56 @@ class TokenGuard:
     """Takes what is in the token file at that moment. The presented token is hashed, and its digest compared with every
     digest there is, each in constant time: how long it takes says nothing about how much of it was right."""
 
-    def __init__(self, file: TokenFile) -> None:
-        self._file = file
+    def __init__(self, file: TokenFile, clock: Callable[[], float] = time.time) -> None:
+        self._file, self._clock = file, clock
         self._of: Tokens | None = None
-        self._known: list[tuple[bytes, Caller]] = []
+        self._known: list[tuple[bytes, Caller, float | None]] = []
 
     def admit(self, authorization: str | None) -> Caller:
         known = self._digests()
         scheme, _, token = (authorization or "").partition(" ")
         presented = digest_of(token.encode("latin-1", "replace"))
         found: Caller | None = None
-        for expected, caller in known:
+        expires: float | None = None
+        for expected, caller, until in known:
             if hmac.compare_digest(presented, expected):
-                found = caller
+                found, expires = caller, until
         if found is not None and scheme.lower() == "bearer":
+            if expires is not None and self._clock() >= expires:
+                when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(expires))
+                raise Unauthorized(f"the token {found.name!r} was valid until {when} UTC", hint=NEW_STRING)
             return found
         if authorization is None:
             raise Unauthorized("this server wants a token, and the request has none", hint=NEW_STRING)
         raise Unauthorized("this token is not valid here, or no longer", hint=NEW_STRING)
 
-    def _digests(self) -> list[tuple[bytes, Caller]]:
+    def valid_names(self) -> frozenset[str]:
+        """Of the tokens that are there and have not expired."""
+        known, now = self._digests(), self._clock()
+        return frozenset(caller.name for _, caller, until in known if until is None or now < until)
+
+    def _digests(self) -> list[tuple[bytes, Caller, float | None]]:
         tokens = self._file.current()
         if tokens is not self._of:
-            reserved = frozenset(tokens.workers)
-            known = [
-                (digest_of(tokens.run.encode()), Caller("run", reserved=reserved)),
-                (digest_of(tokens.admin.encode()), Caller("admin")),
-            ]
-            known += [(bytes.fromhex(d), Caller("worker", worker_id)) for worker_id, d in tokens.workers.items()]
-            self._known, self._of = known, tokens
+            self._known, self._of = _callers(tokens), tokens
         return self._known
+
+
+def _callers(tokens: Tokens) -> list[tuple[bytes, Caller, float | None]]:
+    """Digest, caller, and when it ends."""
+    named = tokens.all_named
+    reserved = frozenset(each.worker for each in named.values() if each.worker)
+    known: list[tuple[bytes, Caller, float | None]] = [
+        (digest_of(tokens.run.encode()), Caller("run", reserved=reserved, name="run"), None),
+        (digest_of(tokens.admin.encode()), Caller("admin", name="admin"), None),
+    ]
+    for name, each in named.items():
+        kind = token_kind(each.worker, each.rights)
+        caller = Caller(kind, each.worker, reserved, name, frozenset(each.rights))
+        known.append((bytes.fromhex(each.digest), caller, each.expires))
+    current = {caller.name: (caller, end) for _, caller, end in known}
+    for digest, old in tokens.replaced.items():
+        if old.name in current:
+            caller, end = current[old.name]
+            known.append((bytes.fromhex(digest), caller, old.until if end is None else min(old.until, end)))
+    return known

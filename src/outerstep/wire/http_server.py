@@ -329,6 +329,8 @@ class HttpServer:
         if isinstance(route, MessageRoute) and route.is_order:
             caller.check_operates()
             self._check_operator(request)
+        if isinstance(route, PlainRoute) and route.reads:
+            caller.check_reads()
         if headers.get("content-encoding", "identity") != "identity":
             raise UnsupportedMedia("compressed bodies are not taken", hint="send without Content-Encoding")
         if method != "GET" and "content-length" not in headers:
@@ -350,6 +352,7 @@ class HttpServer:
                 else:
                     with channel.away():
                         answer = route.handler(message)
+                    self._guard.admit(headers.get("authorization"))  # it may have been revoked while this one waited
                 return answer if isinstance(answer, Reply) else _answer(answer, request)
             case UploadRoute():
                 part: Any = parse_query(request.query, route.kind)
@@ -358,6 +361,7 @@ class HttpServer:
                 body.check_size(MAX_PART_BYTES, "a part", "a run's parts have part_size_bytes, as its plan says")
                 with channel.away():
                     stored = route.handler(part, body)
+                self._guard.admit(headers.get("authorization"))
                 return _answer(stored, request)
             case DownloadRoute():
                 part = parse_query(request.query, route.kind)

@@ -41,7 +41,7 @@ def pages(service: Service) -> Routes:
 
     return {
         ("GET", HEALTH_PATH): PlainRoute(health, is_public=True),
-        ("GET", STATUS_PATH): PlainRoute(status),
+        ("GET", STATUS_PATH): PlainRoute(status, reads=True),
         ("GET", PROBE_PATH): PlainRoute(_probe_down),
         ("PUT", PROBE_PATH): PlainRoute(_probe_up),
     }

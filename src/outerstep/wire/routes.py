@@ -86,10 +86,12 @@ class DownloadRoute:
 
 @dataclass(frozen=True)
 class PlainRoute:
-    """A request as it is; the handler may take its time. `is_public`: without a token."""
+    """A request as it is; the handler may take its time. `is_public`: without a token. `reads`: its token must have the
+    right to read."""
 
     handler: Callable[[HttpRequest], Reply]
     is_public: bool = False
+    reads: bool = False
 
 
 Route = MessageRoute | UploadRoute | DownloadRoute | PlainRoute

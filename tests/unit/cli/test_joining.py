@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outerstep.errors import ConfigError, TransportError, Unauthorized
-from outerstep.security import Access, Credentials, parse_join_string
+from outerstep.security import Access, Credentials, TokenGuard, parse_join_string
 from outerstep.security.tokens import new_token
 from outerstep.server import DiLoCoServer
 from outerstep.topology.gossip.node import Node, NodeSettings
@@ -139,11 +140,42 @@ class TestToken:
         said = self.token(here, "new --worker left").splitlines()
         assert parse_join_string(said[0]).token.startswith("worker-")
         assert "--worker-id left" in said[1]
-        assert self.token(here, "list") == "left\n"
+        assert self.token(here, "list") == "left  join,read  for worker left\n"
         assert "is revoked" in self.token(here, "revoke --worker left")
         assert self.token(here, "list") == ""
-        with pytest.raises(ConfigError, match="does not have its own token"):
+        with pytest.raises(ConfigError, match="no token of the name 'left'"):
             self.token(here, "revoke --worker left")
+
+    def test_a_named_one_has_rights_and_an_end(self, here: Credentials) -> None:
+        [line] = self.token(here, "new dashboard --rights read --expires 30d").splitlines()
+        assert parse_join_string(line).token.startswith("run-")
+        assert re.fullmatch(r"dashboard  read  until \d{4}-\d\d-\d\d \d\d:\d\d UTC\n", self.token(here, "list"))
+        [orders] = self.token(here, "new shift --rights control").splitlines()
+        assert parse_join_string(orders).admin.startswith("admin-")
+
+    def test_a_rotation_may_overlap(self, here: Credentials) -> None:
+        before = here.tokens.load().run
+        self.token(here, "rotate --overlap 2h")
+        assert TokenGuard(here.tokens).admit(f"Bearer {before}").name == "run"
+        assert "run  replaced, valid until" in self.token(here, "list")
+        self.token(here, "new guest")
+        assert parse_join_string(self.token(here, "rotate guest")).token.startswith("run-")
+
+    @pytest.mark.parametrize(
+        ("line", "why"),
+        [
+            ("new", "needs a NAME"),
+            ("new guest --rights write", "a right is join, read or control, got 'write'"),
+            ("new guest --expires tomorrow", "--expires must be a number with s, m, h or d"),
+            ("rotate guest", "no token of the name 'guest'"),
+            ("rotate guest --admin", "one token at a time"),
+            ("rotate --overlap 1", "--overlap must be a number"),
+            ("revoke", "which one"),
+        ],
+    )
+    def test_what_it_cannot_do_it_says(self, here: Credentials, line: str, why: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            self.token(here, line)
 
     def test_where_no_server_was_started_it_says_so(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no server has been started with the credentials in"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from outerstep.errors import ConfigError, Forbidden, Unauthorized
 from outerstep.security import TokenFile, TokenGuard
 from outerstep.security.guard import OpenGuard
-from outerstep.security.tokens import is_token, new_token
+from outerstep.security.tokens import NamedToken, Right, Tokens, is_token, new_token
 
 
 @pytest.fixture
@@ -107,8 +108,9 @@ def test_a_new_token_holds_at_once_and_the_old_one_no_longer(file: TokenFile) ->
     guard, old = TokenGuard(file), file.load()
     guard.admit(bearer(old.run))
     new = TokenFile(file.path).rotate("run")
-    assert new.admin == old.admin
-    assert guard.admit(bearer(new.run)).kind == "run"
+    assert file.load().run == new != old.run
+    assert file.load().admin == old.admin
+    assert guard.admit(bearer(new)).kind == "run"
     with pytest.raises(Unauthorized, match="not valid here, or no longer"):
         guard.admit(bearer(old.run))
 
@@ -154,12 +156,12 @@ def test_a_worker_with_a_token_of_its_own_is_nobody_elses(file: TokenFile) -> No
     with pytest.raises(Forbidden, match="'left' has a token of its own"):
         guard.admit(bearer(tokens.run)).check_speaks_for("left")
     guard.admit(bearer(tokens.run)).check_speaks_for("right")
-    file.take_from_worker("left")
+    file.revoke("left")
     guard.admit(bearer(tokens.run)).check_speaks_for("left")
     with pytest.raises(Unauthorized):
         guard.admit(bearer(own))
-    with pytest.raises(ConfigError, match="worker 'left' does not have its own token; known: no worker has one"):
-        file.take_from_worker("left")
+    with pytest.raises(ConfigError, match="no token of the name 'left'; known: none was made"):
+        file.revoke("left")
 
 
 def test_a_second_token_for_a_worker_replaces_the_first(file: TokenFile) -> None:
@@ -198,5 +200,107 @@ def test_what_holds_tokens_does_not_show_them(file: TokenFile) -> None:
 
 
 def test_an_impossible_worker_id_is_refused(file: TokenFile) -> None:
-    with pytest.raises(ConfigError, match="a worker id has 1 to 128"):
+    with pytest.raises(ConfigError, match=r"a worker id.* has 1 to 128"):
         file.give_worker("a b")
+
+
+class TestNames:
+    """Tokens that an operator makes: a name, rights, an end, and perhaps the one worker they speak for."""
+
+    def test_rights_say_what_a_token_is_good_for(self, file: TokenFile) -> None:
+        guard = TokenGuard(file)
+        reader = guard.admit(bearer(file.give("dashboard", rights=["read"])))
+        reader.check_reads()
+        with pytest.raises(Forbidden, match="the token 'dashboard' does not have the right to join"):
+            reader.check_speaks_for("left")
+        with pytest.raises(Forbidden, match="control needs the admin token"):
+            reader.check_operates()
+        joiner = guard.admit(bearer(file.give("site-a", rights=["join"])))
+        joiner.check_speaks_for("left")
+        with pytest.raises(Forbidden, match="the token 'site-a' does not have the right to read"):
+            joiner.check_reads()
+        operator = guard.admit(bearer(file.give("night-shift", rights=["control"])))
+        operator.check_operates()
+        with pytest.raises(Forbidden):
+            operator.check_reads()
+        with pytest.raises(Forbidden):
+            operator.check_speaks_for("left")
+
+    def test_a_named_token_does_not_speak_for_a_worker_with_its_own(self, file: TokenFile) -> None:
+        file.give_worker("left")
+        with pytest.raises(Forbidden, match="'left' has a token of its own"):
+            TokenGuard(file).admit(bearer(file.give("site-a"))).check_speaks_for("left")
+
+    def test_it_is_refused_once_it_has_expired(self, file: TokenFile) -> None:
+        now = time.time()
+        guard = TokenGuard(file, lambda: now)
+        token = file.give("guest", expires_in_s=60.0)
+        assert guard.admit(bearer(token)).name == "guest"
+        assert "guest" in guard.valid_names()
+        now += 61.0
+        with pytest.raises(Unauthorized, match=r"the token 'guest' was valid until 20.* UTC"):
+            guard.admit(bearer(token))
+        assert guard.valid_names() == {"run", "admin"}
+
+    @pytest.mark.parametrize("name", ["run", "admin", "guest"])
+    def test_old_and_new_are_valid_while_a_rotation_overlaps(self, file: TokenFile, name: str) -> None:
+        now = time.time()
+        guard, made = TokenGuard(file, lambda: now), file.give("guest")
+        old = {"run": file.load().run, "admin": file.load().admin, "guest": made}[name]
+        new = file.rotate(name, overlap_s=60.0)
+        assert guard.admit(bearer(old)) == guard.admit(bearer(new))
+        assert guard.admit(bearer(new)).name == name
+        now += 61.0
+        with pytest.raises(Unauthorized):
+            guard.admit(bearer(old))
+        assert guard.admit(bearer(new)).name == name
+
+    def test_what_is_revoked_is_refused_with_all_that_it_replaced(self, file: TokenFile) -> None:
+        guard, first = TokenGuard(file), file.give("guest")
+        second = file.rotate("guest", overlap_s=3600.0)
+        file.revoke("guest")
+        for token in (first, second):
+            with pytest.raises(Unauthorized):
+                guard.admit(bearer(token))
+        assert not file.load().replaced
+
+    def test_rotating_at_once_ends_an_overlap_too(self, file: TokenFile) -> None:
+        """It has leaked: neither it nor the one before is to be valid."""
+        guard, first = TokenGuard(file), file.load().run
+        second = file.rotate("run", overlap_s=3600.0)
+        file.rotate("run")
+        for token in (first, second):
+            with pytest.raises(Unauthorized):
+                guard.admit(bearer(token))
+
+    def test_a_worker_may_have_several_of_its_own(self, file: TokenFile) -> None:
+        guard, first = TokenGuard(file), file.give_worker("left")
+        second = file.give("left-spare", worker="left", expires_in_s=3600.0)
+        assert guard.admit(bearer(first)).worker_id == guard.admit(bearer(second)).worker_id == "left"
+
+    @pytest.mark.parametrize("name", ["run", "admin", "", "a b", "x" * 129])
+    def test_a_name_must_be_free_and_printable(self, file: TokenFile, name: str) -> None:
+        with pytest.raises(ConfigError, match=r"is taken|has 1 to 128"):
+            file.give(name)
+
+    @pytest.mark.parametrize("rights", [[], ["join", "control"]])
+    def test_a_token_that_joins_gives_no_orders(self, file: TokenFile, rights: list[Right]) -> None:
+        with pytest.raises(ConfigError, match="one that joins gives no orders"):
+            file.give("both", rights=rights)
+
+    def test_neither_run_nor_admin_can_be_revoked(self, file: TokenFile) -> None:
+        with pytest.raises(ConfigError, match="always has its run token"):
+            file.revoke("run")
+
+    def test_the_file_of_an_older_release_is_read_and_written_as_it_was(self, file: TokenFile) -> None:
+        run, admin = new_token("run"), new_token("admin")
+        file.path.write_text(f'{{"run": "{run}", "admin": "{admin}", "workers": {{"left": "{"ab" * 32}"}}}}')
+        assert file.load() == Tokens(run, admin, {"left": "ab" * 32})
+        assert file.load().all_named == {"left": NamedToken("ab" * 32, worker="left")}
+        file.give_worker("right")
+        assert set(file.load().workers) == {"left", "right"}
+        assert not file.load().named
+
+    def test_nothing_that_is_shown_holds_a_digest(self, file: TokenFile) -> None:
+        file.give("guest")
+        assert file.load().named["guest"].digest not in repr(file.load())
