@@ -6,9 +6,10 @@ import contextlib
 import http.client
 import io
 import json
+import re
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +17,9 @@ from typing import Any, TypeVar
 from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.tls import pinning_context
 from outerstep.server import DiLoCoServer
-from outerstep.types import PROTOCOL_VERSION, PutPart, Request
+from outerstep.types import PROTOCOL_VERSION, PutPart
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.messages import PROTOCOL_HEADER, address_of, encode_json
+from outerstep.wire.messages import PROTOCOL_HEADER, SESSION_HEADER, AnyRequest, address_of, encode_json
 from support import tiny_model
 
 T = TypeVar("T")
@@ -74,18 +75,32 @@ class Site:
             sock.sendall(head + b"\r\n{}")
             return answer(sock)
 
-    def call(self, request: Request, body: bytes | memoryview = b"", *headers: str) -> Said:
-        """A message of the protocol with the right token."""
+    def call(
+        self, request: AnyRequest, body: bytes | memoryview = b"", *headers: str, sessions: Sequence[str] | None = None
+    ) -> Said:
+        """A message of the protocol with the right token, and the right session unless others are given."""
         method, target, _ = address_of(request)
         data = bytes(body) if isinstance(request, PutPart) else encode_json(request)
-        return self.post(target, data, f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}", *headers, method=method)
+        said = f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}"
+        return self.post(target, data, said, *headers, method=method, sessions=sessions)
 
-    def post(self, target: str, body: bytes, *headers: str, method: str = "POST") -> Said:
-        """Any bytes with the right token, and a true Content-Length unless one is among the headers."""
+    def post(
+        self, target: str, body: bytes, *headers: str, method: str = "POST", sessions: Sequence[str] | None = None
+    ) -> Said:
+        """Any bytes with the right token and session, and a true Content-Length unless one is among the headers."""
         lines = [f"{method} {target} HTTP/1.1", "Host: x", f"Authorization: Bearer {self.run_token}", *headers]
+        lines += [
+            f"{SESSION_HEADER}: {one}" for one in (self._sessions(target, body) if sessions is None else sessions)
+        ]
         if not any(header.lower().startswith("content-length") for header in headers):
             lines.append(f"Content-Length: {len(body)}")
         return self.say(("\r\n".join(lines) + "\r\n\r\n").encode() + body)
+
+    def _sessions(self, target: str, body: bytes) -> list[str]:
+        """Of the worker that is named."""
+        named = re.search(rb'worker_id(?:=|":\s*")([A-Za-z0-9_.:-]+)', target.encode() + b" " + body[:4096])
+        member = self.server.service.coordinator.members.find(named[1].decode()) if named else None
+        return [] if member is None else [member.session]
 
     def say(self, data: bytes) -> Said:
         """These bytes and no more, and an orderly end behind them; the answer to them."""

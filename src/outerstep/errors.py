@@ -19,10 +19,13 @@
         ├── TlsRequired              400  plain HTTP was sent to a TLS port
         ├── Unauthorized             401  no token, or not one of this server's
         ├── Forbidden                403  not with this token, or not from this machine
+        │   ├── NotOwner                 403  the worker id belongs to another key
+        │   └── NoIdentity               403  this server takes workers with a key only
         ├── Kicked                   403  an operator removed this worker
         ├── Quarantined              403  it offended too often: the server accepts nothing from it for a while
         ├── NotFound                 404  unknown path
         ├── UnknownWorker            404  not joined, or declared dead: join (again)
+        │   └── NoSession                403  the request does not carry its worker's session: join (again)
         ├── MethodNotAllowed         405
         ├── Fenced                   409  a newer process has replaced this worker
         ├── IdInUse                  409  a live worker on another machine has this id
@@ -141,6 +144,14 @@ class Forbidden(Refused):
     code, status = "forbidden", 403
 
 
+class NotOwner(Forbidden):
+    code, status = "not_owner", 403
+
+
+class NoIdentity(Forbidden):
+    code, status = "no_identity", 403
+
+
 class Kicked(Refused):
     code, status = "kicked", 403
 
@@ -155,6 +166,10 @@ class NotFound(Refused):
 
 class UnknownWorker(Refused):
     code, status = "unknown_worker", 404
+
+
+class NoSession(UnknownWorker):
+    code, status = "no_session", 403
 
 
 class MethodNotAllowed(Refused):

@@ -122,6 +122,16 @@ class WorkerPardoned(Event):
     reason: str
 
 
+@dataclass(frozen=True)
+class WorkerReleased(Event):
+    """`keys`: how many its id belonged to."""
+
+    kind = "release"
+    worker: str
+    keys: int
+    reason: str
+
+
 # --- contributions ----------------------------------------------------------------------------------------------------
 
 

@@ -22,14 +22,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from .types import Amount, Count, Hash, Label, Plain, Positive, RunId, WorkerId
+from .types import Amount, Count, Hash, Key, Label, Plain, Positive, RunId, WorkerId
 
 MOST_PEERS = 64
 MOST_STATEMENTS = 4096  # in one message
 MOST_DECISIONS = 32
 
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # sha256: it must withstand forgers, not only accidents
-Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # an Ed25519 public key
 Address = Annotated[str, Meta(min_length=1, max_length=256)]
 PeerId = WorkerId
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 
-from .versions import OLDEST_PROTOCOL
+from .versions import OLDEST_PROTOCOL, Since2
 from .versions import PROTOCOL_VERSION as PROTOCOL_VERSION  # a message says it
 
 MOST_SECTIONS = 4096
@@ -35,6 +35,10 @@ LONGEST_NAME = 512  # of a tensor, in characters
 TensorName = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 PartHash = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # an Ed25519 public key
+Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Signature = Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]  # Ed25519
+SessionSecret = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class Plain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,10 +120,35 @@ class Plan(Plain, frozen=True):
 # --- membership ---------------------------------------------------------------------------------------------------
 
 
+class AskNonce(Plain, frozen=True):
+    """Asks for something to sign, before a join: between the two ends of the wire, and nobody else's business."""
+
+    SINCE: ClassVar[int] = 2
+
+    worker_id: WorkerId
+
+
+class NonceAnswer(Plain, frozen=True):
+    SINCE: ClassVar[int] = 2
+
+    nonce: Nonce
+
+
+class JoinProof(Plain, frozen=True):
+    """The worker's key, and the server's nonce as it has signed it (security/joining.py)."""
+
+    SINCE: ClassVar[int] = 2
+
+    key: Key
+    nonce: Nonce
+    signature: Signature
+
+
 class Join(Plain, frozen=True):
     """A worker introduces itself. `instance` is random at each start of the process; a rejoin names its `run_id`.
     `continues`: it resumes from its own saved state, with the steps it had taken; so rounds that waited for the
-    previous process wait for this one."""
+    previous process wait for this one. `proof`: of the key that the worker id belongs to; a worker of protocol 1 has
+    none."""
 
     protocol: Count
     worker_id: WorkerId
@@ -129,6 +158,7 @@ class Join(Plain, frozen=True):
     wishes: Wishes = Wishes()
     run_id: RunId | None = None
     continues: bool = False
+    proof: Since2[JoinProof] = UNSET
 
 
 class JoinedFragment(Plain, frozen=True):
@@ -141,11 +171,14 @@ class JoinedFragment(Plain, frozen=True):
 
 
 class JoinAnswer(Plain, frozen=True):
+    """`session`: the secret that every later request of this start carries, in a header, if it has proved its key."""
+
     run_id: RunId
     incarnation: Positive
     plan: Plan
     manifest: Manifest
     fragments: tuple[JoinedFragment, ...]
+    session: Since2[SessionSecret] = UNSET
 
 
 class FromMember(Plain, frozen=True):
@@ -383,10 +416,11 @@ class Control(Plain, frozen=True):
 
     save: write the state now. kick: remove a worker; it must be restarted to rejoin. drain: let a worker (or all)
     contribute and leave. sync: let a worker (or all) contribute at once. plan: apply `changes` at the next round.
-    budget: end at so many tokens (0 = no end). pardon: clear a worker's offences, which ends its quarantine. shutdown:
-    drain all, save, stop."""
+    budget: end at so many tokens (0 = no end). pardon: clear a worker's offences, which ends its quarantine. release:
+    forget the keys that a worker id belongs to; the next start that brings a key owns it. shutdown: drain all, save,
+    stop."""
 
-    kind: Literal["save", "kick", "pardon", "drain", "sync", "plan", "budget", "shutdown"]
+    kind: Literal["save", "kick", "pardon", "release", "drain", "sync", "plan", "budget", "shutdown"]
     worker_id: WorkerId | None = None
     reason: Label = ""
     changes: Wishes = Wishes()

@@ -23,7 +23,7 @@ from outerstep.server import DiLoCoServer
 from outerstep.types import Answer, Leave, Offer, PutPart, PutPartAnswer, Request
 from outerstep.wire.http_server import LEAST_AT_WORK, ServiceLimits
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.messages import address_of
+from outerstep.wire.messages import SESSION_HEADER, address_of
 from outerstep.wire.routes import UnreadBody
 from outerstep.worker import DiLoCoWorker
 from support import HandClient, Ledger, count, intercept, make_frame, params_of, tiny_model, wait_until
@@ -56,13 +56,13 @@ def raw(server: DiLoCoServer, data: bytes, *, half_close: bool = False) -> tuple
 def begun_upload(server: DiLoCoServer, name: str = "by-hand") -> tuple[HandClient, memoryview, bytes]:
     """A joined client that has offered a contribution of one part, the payload, and the head of the request for it."""
     client = HandClient(transport_to(server), name)
-    client.join()
+    session = f"{SESSION_HEADER}: {client.join().session}\r\n"
     payload = make_frame({name: torch.ones_like(p) for name, p in params_of(tiny_model()).items()})
     client.sequence = 1
     client.offer(len(payload))
     put = PutPart(**client.session.head, fragment=0, sequence=1, part=0, hash=part_hash(payload))
     method, target, _ = address_of(put)
-    head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = f"{method} {target} HTTP/1.1\r\nHost: x\r\n{session}Content-Length: {len(payload)}\r\n\r\n"
     return client, payload, head.encode()
 
 

@@ -52,6 +52,12 @@ def pardon(context: typer.Context, worker: OneWorker, reason: Reason = "") -> No
 
 
 @app.command()
+def release(context: typer.Context, worker: OneWorker, reason: Reason = "") -> None:
+    """Forget the keys that a worker id belongs to: its key is lost, and the next start that brings one owns it."""
+    _send(context, kind="release", worker_id=worker, reason=reason)
+
+
+@app.command()
 def drain(context: typer.Context, worker: Worker = None, reason: Reason = "") -> None:
     """Let a worker, or all, contribute what they have and leave."""
     _send(context, kind="drain", worker_id=worker, reason=reason)

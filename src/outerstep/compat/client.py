@@ -15,6 +15,10 @@ The limit of 2: a client that keeps the connection of its last answer open and s
 pseudo-gradients in the next round on another one, is taken at its first word. One behind a proxy that swallows an
 answer after taking it whole is counted twice.
 
+An id that was registered here belongs to this server: nobody can join under it on the other port, and nobody can
+register here under an id that belongs to a worker there. Among the clients of this port an id belongs to the address
+that registered it, for as long as its worker is alive.
+
 What the server asks of a worker (to finish, to exchange now) the old protocol cannot say. A client that is to finish
 gets the answer it waits for, and then leaves the run: `CompatClient` does so for it, and refuses what it says next.
 """
@@ -30,14 +34,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from ..coordination.worker.exchange import Patience
-from ..errors import Closing, OuterstepError, Refused, ServerError, StaleRound
+from ..errors import Closing, NotOwner, OuterstepError, Refused, ServerError, StaleRound
 from ..pool import Pool, Room
+from ..server.service import ParameterService
 from ..topology.protocol import Agreed, Contribution, anchors_of
 from ..topology.server.exchange import ServerTicket
 from ..topology.server.topology import ServerTopology
 from ..types import Plan, Wishes
-from ..wire.memory import MemoryTransport
-from ..wire.routes import Service
 
 log = logging.getLogger(__name__)
 
@@ -169,17 +172,20 @@ class CompatClient:
     model per client."""
 
     @classmethod
-    def join(cls, service: Service, worker_id: str, hostname: str) -> tuple[CompatClient, Sequence[Agreed]]:
-        client = cls(service, worker_id, hostname)
+    def join(
+        cls, service: ParameterService, worker_id: str, hostname: str, address: str
+    ) -> tuple[CompatClient, Sequence[Agreed]]:
+        client = cls(service, worker_id, hostname, address)
         joined = client.topology.join(None, Wishes())
         client.plan = joined.plan
         anchors = [agreed for _, agreed in anchors_of(client.topology, joined)]
         client._versions = [agreed.version for agreed in anchors]
         return client, anchors
 
-    def __init__(self, service: Service, worker_id: str, hostname: str) -> None:
+    def __init__(self, service: ParameterService, worker_id: str, hostname: str, address: str) -> None:
         self.worker_id = worker_id
         self.hostname = hostname
+        self.address = address
         self.instance = secrets.token_hex(8)
         self.sync_every: int | None = None  # if the run gives this worker a number of its own
         self.left = False  # it was told to finish, and has
@@ -226,6 +232,16 @@ class CompatClient:
             f"worker {self.worker_id!r} was told to finish ({self._drain}), and has left the run",
             hint="stop this client; POST /register to take part again, if the run continues",
         )
+
+    def check_address(self, address: str) -> None:
+        """The old protocol has neither keys nor tokens: that it comes from where the worker registered is all there is
+        to tell its client by."""
+        if address != self.address:
+            raise NotOwner(
+                f"worker {self.worker_id!r} is registered from {self.address}, and this comes from {address}",
+                hint="choose another worker id; or, if it is the same worker, let it deregister there, or be declared "
+                "dead, and register again",
+            )
 
     def check_here(self) -> None:
         """Has it not left?"""
@@ -343,7 +359,7 @@ class CompatClient:
 
     def _new_topology(self) -> ServerTopology:
         return ServerTopology(
-            MemoryTransport(self._service),
+            self._service.transport_of(self.worker_id),
             worker_id=self.worker_id,
             instance=self.instance,
             hostname=self.hostname,

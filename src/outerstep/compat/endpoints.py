@@ -7,7 +7,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from msgspec import Meta, Struct
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..topology.protocol import Agreed
 from ..types import Count, Label, Manifest, WorkerId
 from ..wire.http_request import HttpBody, HttpRequest
 from ..wire.messages import BYTES_TYPE, decode_json, encode_json
-from ..wire.routes import MessageRoute, PlainRoute, Reply, Routes
+from ..wire.routes import MessageRoute, PlainRoute, Presented, Reply, Routes
 from .client import CompatClient, FragmentSubmission, ReadPayload, as_refusal
 from .limits import MAX_HEADER_BYTES, CompatLimits, body_limit_bytes
 from .tensors import expect, read_tensors, write_tensors
@@ -101,15 +101,18 @@ class Endpoints:
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
-    def register(self, request: Register) -> Reply:
+    def register(self, request: Register, shown: Presented) -> Reply:
         """Joins the run, or reconnects an id that is registered. Either way the newest parameters."""
         with self._registering:
-            client, anchors = self._admit(request)
+            client, anchors = self._admit(request, shown.address)
         return Reply(self._whole_model(anchors), headers=BYTES, handed=lambda: client.hand_anchors(anchors))
 
-    def _admit(self, request: Register) -> tuple[CompatClient, Sequence[Agreed]]:
+    def _admit(self, request: Register, address: str) -> tuple[CompatClient, Sequence[Agreed]]:
         client = self._clients.get(request.worker_id)
-        if client is not None and client.hostname == request.hostname and not client.left:
+        if client is not None and self._is_live(client):
+            client.check_address(address)
+        same = client is not None and (client.hostname, client.address) == (request.hostname, address)
+        if client is not None and same and not client.left:
             try:
                 return client, client.join_again()
             except Fenced:
@@ -117,7 +120,7 @@ class Endpoints:
         # Another machine, or none: a new start of this worker. The coordinator says whether the id is free.
         if client is None:
             self._make_room()
-        client, anchors = CompatClient.join(self._server.service, request.worker_id, request.hostname)
+        client, anchors = CompatClient.join(self._server.service, request.worker_id, request.hostname, address)
         self._clients[request.worker_id] = client
         return client, anchors
 
@@ -139,8 +142,8 @@ class Endpoints:
         member = self._server.service.coordinator.members.find(client.worker_id)
         return member is not None and member.live and member.instance == client.instance
 
-    def heartbeat(self, request: CompatHeartbeat) -> dict[str, object]:
-        client = self._client(request.worker_id)
+    def heartbeat(self, request: CompatHeartbeat, shown: Presented) -> dict[str, object]:
+        client = self._client(request.worker_id, shown.address)
         client.listen(request.steps_per_second)
         client.obey()
         client.check_here()
@@ -149,9 +152,11 @@ class Endpoints:
             answer["recommended_sync_every"] = client.sync_every
         return answer
 
-    def deregister(self, request: Deregister) -> dict[str, object]:
+    def deregister(self, request: Deregister, shown: Presented) -> dict[str, object]:
         """Leaving twice is leaving."""
         with self._registering:
+            if request.worker_id in self._clients:
+                self._client(request.worker_id, shown.address)
             client = self._clients.pop(request.worker_id, None)
         if client is not None:
             client.leave(_unknown(request.worker_id, "deregistered"), "deregistered")
@@ -169,7 +174,8 @@ class Endpoints:
 
     def submit(self, request: HttpRequest) -> Reply:
         """The whole model: all fragments, and the whole state dict comes back."""
-        client = self._client(decode_json(self._header(request.body), SubmitHeader).worker_id)
+        header = decode_json(self._header(request.body), SubmitHeader)
+        client = self._client(header.worker_id, request.body.peer)
         fragments = range(len(client.plan.fragments))
         submissions, agreed = self._contribute(client, fragments, "the run's model", request.body)
         return self._answer(client, submissions, agreed, self._whole_model(agreed))
@@ -177,7 +183,7 @@ class Endpoints:
     def submit_fragment(self, request: HttpRequest) -> Reply:
         """One fragment of the plan, and the same comes back."""
         header = decode_json(self._header(request.body), FragmentHeader)
-        client = self._client(header.worker_id)
+        client = self._client(header.worker_id, request.body.peer)
         fragment, count = header.fragment_id, len(client.plan.fragments)
         if fragment >= count:
             raise BadRequest(
@@ -281,10 +287,11 @@ class Endpoints:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _client(self, worker_id: str) -> CompatClient:
+    def _client(self, worker_id: str, address: str) -> CompatClient:
         client = self._clients.get(worker_id)
         if client is None:
             raise _unknown(worker_id, "not registered with this server")
+        client.check_address(address)
         return client
 
     @property
@@ -319,20 +326,20 @@ def _unknown(worker_id: str, why: str) -> UnknownWorker:
     return UnknownWorker(f"worker {worker_id!r} is {why}", hint="POST /register first; it answers with the parameters")
 
 
-def _message(kind: type[Any], handler: Callable[[Any], object]) -> MessageRoute:
-    return MessageRoute(kind, _refusing(handler), speaker=None)
+def _message(kind: type[Any], handler: Callable[[Any, Presented], object]) -> MessageRoute:
+    return MessageRoute(kind, _refusing(handler), speaker=None, sees_caller=True)
 
 
-T = TypeVar("T")
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _refusing(handler: Callable[[T], R]) -> Callable[[T], R]:
+def _refusing(handler: Callable[P, R]) -> Callable[P, R]:
     """What the run refused, in the words of the server that refused it."""
 
-    def handle(request: T) -> R:
+    def handle(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return handler(request)
+            return handler(*args, **kwargs)
         except OuterstepError as error:
             raise as_refusal(error) from error
 

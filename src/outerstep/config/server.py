@@ -166,6 +166,8 @@ class ServerConfig(Checked):
     insecure: bool = setting(False, SECURITY,
         "Plain HTTP without tokens: anyone who reaches the port can join, and read and change the model.")
     remote_control: bool = setting(False, SECURITY, "Take control from other machines too, with the admin token.")
+    require_identity: bool = setting(False, SECURITY,
+        "Refuse workers that have neither a key nor a token of their own, as those of outerstep 0.2.")
     max_connections: Positive = setting(1024, LIMITS, "Connections open at the same time.")
     pool_bytes: Positive = setting(512 << 20, LIMITS, "Memory for contributions on their way in, in bytes.")
     spool_bytes: Count = setting(16 << 30, LIMITS, "Disk for them when that is full, in bytes; 0 = none.")

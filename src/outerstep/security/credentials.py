@@ -2,6 +2,7 @@
 
     ~/.config/outerstep/                 0700; or --credentials DIR, OUTERSTEP_CREDENTIALS, $XDG_CONFIG_HOME/outerstep
         known_servers.json               address -> token, fingerprint: what `outerstep join` stored
+        worker.key                       the secret of which this user's workers make their keys; created at a join
         server/                          this user's own servers, on any port
             certificate.pem  key.pem     created at the first start
             tokens.json
@@ -9,11 +10,17 @@
 
 A server is looked up by its address: in OUTERSTEP_JOIN, else among the known servers; else, if the address is this
 machine's, it is this user's own. So on one machine the user types nothing.
+
+A worker's key belongs to its user and its id, not to a server or a machine: a restart finds it again, also on another
+machine that has the same folder (docs/adr/0019-an-id-belongs-to-a-key.md).
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,11 +34,21 @@ from ..errors import ConfigError, NoCredentials
 from .access import Access, is_here, is_join_string, is_loopback, parse_address, parse_join_string, write_address
 from .identity import ServerIdentity, open_identity, own_fingerprint, token_file
 from .secret_files import locked, read_secret, write_secret
+from .signing import SigningKey, derive_key
 from .tokens import TokenFile
+
+log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "OUTERSTEP_CREDENTIALS"
 JOIN_VARIABLE = "OUTERSTEP_JOIN"
 LOOPBACKS = ("127.0.0.1", "::1", "localhost")
+SECRET_BYTES = 32
+
+_PASSING = secrets.token_bytes(SECRET_BYTES)  # this process's, where there is no place for a worker.key
+
+
+class NoFolder(ConfigError):
+    """This user has no folder for credentials."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +146,38 @@ class Credentials:
                 return None
         return Access(host, port, tokens.run, pin, tokens.admin)
 
+    def worker_key(self, worker_id: str) -> SigningKey:
+        """With which a worker of this user proves that the id is its own. Where there is no folder to keep it in, it
+        lasts as long as this process."""
+        try:
+            return derive_key(self._worker_secret(), worker_id)
+        except (OSError, NoFolder) as error:
+            log.warning(
+                "the key of this user's workers cannot be kept (%s): a restart of worker %s is not known to be the "
+                "same worker, unless it resumes its saved state or has a token of its own. Name a folder that stays "
+                "with --credentials or %s",
+                error,
+                worker_id,
+                FOLDER_VARIABLE,
+            )
+            return derive_key(_PASSING, worker_id)
+
+    def _worker_secret(self) -> bytes:
+        file = self.folder / "worker.key"
+        try:
+            text = read_secret(file)
+        except FileNotFoundError:
+            with locked(self.folder):
+                if not file.exists():
+                    write_secret(file, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
+            text = read_secret(file)
+        if re.fullmatch(rb"[0-9a-f]{64}\s*", text) is None:
+            raise ConfigError(
+                f"{file} must hold 64 hexadecimal digits; restore it, or delete it: then this user's workers are "
+                "strangers to the servers that know them, until an admin releases their ids"
+            )
+        return bytes.fromhex(text.decode())
+
     # --- the server's side ----------------------------------------------------------------------------------------
 
     @property
@@ -209,4 +258,4 @@ def _folder(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) ->
         base = environ.get("XDG_CONFIG_HOME", "")
         return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "outerstep"
     except RuntimeError as error:
-        raise ConfigError(f"this user has no home folder for credentials: pass --credentials DIR ({error})") from error
+        raise NoFolder(f"this user has no home folder for credentials: pass --credentials DIR ({error})") from error

@@ -1,12 +1,14 @@
-"""A peer's signature: Ed25519. Its public key, as 64 hexadecimal digits, identifies the peer.
+"""Signatures of peers and workers: Ed25519. A public key, as 64 hexadecimal digits, says who somebody is.
 
-key = open_key(folder / "key.pem")       # created at the first start, then always the same
+key = open_key(folder / "key.pem")       # a peer's: created at the first start, then always the same
+key = derive_key(secret, "left")         # a worker's: one for each id, of one secret that its user has
 signature = key.sign(body)
 verify(key.public, body, signature)      # True, on any machine that has the 64 digits
 """
 
 from __future__ import annotations
 
+import hmac
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +32,7 @@ class SigningKey:
 
 def make_key() -> SigningKey:
     """A new key that is not stored."""
-    # Imported here and below: it takes a while to load, and only peers sign.
+    # Imported here and below: it takes a while to load, and most commands sign nothing.
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return SigningKey(Ed25519PrivateKey.generate())
@@ -54,6 +56,14 @@ def open_key(file: Path) -> SigningKey:
     if not isinstance(found, Ed25519PrivateKey):
         raise ConfigError(f"{file} must hold an Ed25519 key, got {type(found).__name__}")
     return SigningKey(found)
+
+
+def derive_key(secret: bytes, worker_id: str) -> SigningKey:
+    """The key of this worker id. Nobody can tell from two public keys that they come of the same secret."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    seed = hmac.digest(secret, b"outerstep worker\0" + worker_id.encode(), "sha256")
+    return SigningKey(Ed25519PrivateKey.from_private_bytes(seed))
 
 
 def verify(public: str, body: bytes, signature: bytes) -> bool:

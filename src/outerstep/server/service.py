@@ -53,17 +53,22 @@ from ..events import (
 from ..observe import EventLog, FanOut
 from ..observe.status import ServerStatus
 from ..printable import printable
+from ..security.joining import Nonces, check_signature
+from ..security.signing import derive_key
 from ..types import (
     Answer,
+    AskNonce,
     Commit,
     CommitAnswer,
     Control,
     ControlAnswer,
+    FromMember,
     GetPart,
     GetPartAnswer,
     Heartbeat,
     Join,
     Leave,
+    NonceAnswer,
     Offer,
     Poll,
     PollAnswer,
@@ -71,9 +76,10 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
+from ..wire.memory import MemoryTransport
 from ..wire.messages import MAX_JOIN_BYTES, decode_json, place_of
 from ..wire.pages import pages
-from ..wire.routes import DownloadRoute, MessageRoute, Route, UnreadBody, UploadRoute
+from ..wire.routes import DownloadRoute, MessageRoute, Presented, Route, UnreadBody, UploadRoute
 from .intake import Intake
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer
@@ -81,6 +87,7 @@ from .persistence import RunWriter
 from .resuming import ResumePoint, restore
 from .rounds import RoundsThread
 from .run import Run
+from .sessions import session_secret
 from .status import build_status
 from .store import FragmentStore
 
@@ -152,6 +159,7 @@ class ParameterService:
     ) -> None:
         self.config = config
         self.clock = clock
+        self._secret = secret = session_secret(folder)
         self.coordinator = Coordinator(
             run_id=run_id,
             rules=config.rules,
@@ -160,7 +168,10 @@ class ParameterService:
             part_size_bytes=config.part_size_bytes,
             token_budget=config.token_budget,
             drain_timeout_s=config.drain_timeout_s,
+            session_secret=secret,
+            require_identity=config.require_identity,
         )
+        self._nonces = Nonces()
         self.coordinator.remembers = folder is not None
         self.run = Run(config, self.coordinator, model, make_optimizer)
         self.failure = ""
@@ -251,14 +262,17 @@ class ParameterService:
     def _make_routes(self) -> dict[tuple[str, str], Route]:
         return {
             **pages(self),
-            place_of(Join): MessageRoute(Join, self.answer, most_bytes=MAX_JOIN_BYTES),
-            place_of(Heartbeat): MessageRoute(Heartbeat, self.answer, is_quick=True),
-            place_of(Leave): MessageRoute(Leave, self.answer, is_quick=True),
-            place_of(Offer): MessageRoute(Offer, self.answer, is_quick=True, decode=self._decode_offer),
-            place_of(PutPart): UploadRoute(PutPart, self.put_part),
-            place_of(Commit): MessageRoute(Commit, self.answer),
-            place_of(Poll): MessageRoute(Poll, self.answer),
-            place_of(GetPart): DownloadRoute(GetPart, self.get_part),
+            place_of(AskNonce): MessageRoute(AskNonce, self.nonce, is_quick=True),
+            place_of(Join): MessageRoute(Join, self.join, most_bytes=MAX_JOIN_BYTES, sees_caller=True),
+            place_of(Heartbeat): MessageRoute(Heartbeat, self.answer, is_quick=True, admit=self.admit),
+            place_of(Leave): MessageRoute(Leave, self.answer, is_quick=True, admit=self.admit),
+            place_of(Offer): MessageRoute(
+                Offer, self.answer, is_quick=True, decode=self._decode_offer, admit=self.admit
+            ),
+            place_of(PutPart): UploadRoute(PutPart, self.put_part, admit=self.admit),
+            place_of(Commit): MessageRoute(Commit, self.answer, admit=self.admit),
+            place_of(Poll): MessageRoute(Poll, self.answer, admit=self.admit),
+            place_of(GetPart): DownloadRoute(GetPart, self.get_part, admit=self.admit),
             place_of(Control): MessageRoute(Control, self.answer, speaker=None, is_order=True),
         }
 
@@ -272,12 +286,38 @@ class ParameterService:
                 raise BadRequest(error.message, hint=hint) from error
             raise
 
+    def admit(self, message: FromMember, shown: Presented) -> None:
+        """Incarnations are public: whoever speaks for a worker that has a key shows its session, or its own token."""
+        if not _is_own_token(message.worker_id, shown):
+            self.coordinator.members.check_session(message, shown.session)
+
+    def transport_of(self, worker_id: str) -> MemoryTransport:
+        """For a worker that comes in through another port of this process, and has no key: this server has one for it.
+        So its id is nobody's who comes in here, and who comes in there can take nobody's."""
+        return MemoryTransport(self, key=derive_key(self._secret, worker_id))
+
+    def nonce(self, request: AskNonce) -> NonceAnswer:
+        return NonceAnswer(nonce=self._nonces.make())
+
+    def join(self, request: Join, shown: Presented) -> Answer:
+        self._check_health()
+        try:
+            check_signature(request, self._nonces, shown.token)
+            worker_id, members = request.worker_id, self.coordinator.members
+            vouched = _is_own_token(worker_id, shown) or members.holds_session(worker_id, shown.session)
+            return self._decide(request, vouched=vouched)
+        except Refused as refusal:
+            self._note_refusal(request, refusal)
+            raise
+
     def answer(self, request: Request) -> Answer:
         self._check_health()
         try:
             match request:
-                case Join() | Heartbeat() | Leave() | Offer():
+                case Heartbeat() | Leave() | Offer():
                     return self._decide(request)
+                case Join():
+                    raise BadRequest("a join comes with what its request shows")
                 case Commit():
                     return self._commit(request)
                 case Poll():
@@ -290,10 +330,13 @@ class ParameterService:
                 case PutPart() | GetPart():
                     raise BadRequest(f"{type(request).__name__} carries bytes")
         except Refused as refusal:
-            if not isinstance(refusal, Busy | StaleRound | Superseded):  # those are part of a healthy run's life
-                who = getattr(request, "worker_id", None)
-                self.events(MessageRefused(type(request).__name__, who, refusal.code, str(refusal)))
+            self._note_refusal(request, refusal)
             raise
+
+    def _note_refusal(self, request: Request, refusal: Refused) -> None:
+        if not isinstance(refusal, Busy | StaleRound | Superseded):  # those are part of a healthy run's life
+            who = getattr(request, "worker_id", None)
+            self.events(MessageRefused(type(request).__name__, who, refusal.code, str(refusal)))
 
     def put_part(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
         self._check_health()
@@ -390,15 +433,15 @@ class ParameterService:
 
     # --- decisions, under the lock --------------------------------------------------------------------------------
 
-    def _decide(self, request: Join | Heartbeat | Leave | Offer | Control) -> Answer:
-        """The answer, once the record that it depends on is durable."""
+    def _decide(self, request: Join | Heartbeat | Leave | Offer | Control, *, vouched: bool = False) -> Answer:
+        """The answer, once the record that it depends on is durable. `vouched`: of a join."""
         with self.changed:
             self._check_health()  # it may have stopped since the message came in
             if isinstance(request, Join) and self.coordinator.plan is None:
-                self.coordinator.check_join(request)
+                self.coordinator.check_join(request, vouched=vouched)
                 self.run.start(request)
             try:
-                answer, record = self._commits.answer(request, self.clock())
+                answer, record = self._commits.answer(request, self.clock(), vouched=vouched)
             finally:
                 self._flush()
                 self.monitor.nudge()
@@ -521,3 +564,8 @@ class ParameterService:
             raise Busy("the server is stopping", hint="ask again when it is back", retry_after_s=1.0)
         if self.failure:
             raise ServerFailed(f"the server has stopped: {self.failure}", hint="restart it; its log has the cause")
+
+
+def _is_own_token(worker_id: str, shown: Presented) -> bool:
+    """A token that was made for this worker alone proves as much as its key."""
+    return shown.caller.kind == "worker" and shown.caller.worker_id == worker_id

@@ -47,6 +47,7 @@ from .messages import (
     MAX_JSON_BYTES,
     MAX_PART_BYTES,
     PROTOCOLS_HEADER,
+    SESSION_HEADER,
     check_written,
     decode_json,
     encode_error,
@@ -55,7 +56,17 @@ from .messages import (
     protocol_of,
 )
 from .pace import Pace
-from .routes import DownloadRoute, MessageRoute, PlainRoute, Reply, Routes, UploadRoute, no_route
+from .routes import (
+    DownloadRoute,
+    MessageRoute,
+    PlainRoute,
+    Presented,
+    Reply,
+    Routes,
+    UploadRoute,
+    check_speaker,
+    no_route,
+)
 from .sockets import Channel, has_all, peer_of, probe_often, shut
 
 log = logging.getLogger(__name__)
@@ -335,6 +346,12 @@ class HttpServer:
             raise UnsupportedMedia("compressed bodies are not taken", hint="send without Content-Encoding")
         if method != "GET" and "content-length" not in headers:
             raise LengthRequired(f"{method} {path} needs a Content-Length")
+        shown = Presented(
+            caller,
+            headers.get(SESSION_HEADER.lower(), ""),
+            channel.connection.address,
+            headers.get("authorization", "").partition(" ")[2],
+        )
         match route:
             case MessageRoute():
                 body.check_size(route.most_bytes, f"the body of {path}")
@@ -344,20 +361,18 @@ class HttpServer:
                     # Of a large one, decoding takes many times its size for a moment.
                     message = decode_json(data, route.kind) if route.decode is None else route.decode(data)
                 check_written(message, request.protocol)
-                if route.speaker is not None:
-                    caller.check_speaks_for(getattr(message, route.speaker))
+                check_speaker(route, message, shown)
                 request.is_with_service = True
-                if route.is_quick:
-                    answer = route.handler(message)
-                else:
-                    with channel.away():
-                        answer = route.handler(message)
+                given = (message, shown) if route.sees_caller else (message,)
+                with contextlib.nullcontext() if route.is_quick else channel.away():
+                    answer = route.handler(*given)
+                if not route.is_quick:
                     self._guard.admit(headers.get("authorization"))  # it may have been revoked while this one waited
                 return answer if isinstance(answer, Reply) else _answer(answer, request)
             case UploadRoute():
                 part: Any = parse_query(request.query, route.kind)
                 check_written(part, request.protocol)
-                caller.check_speaks_for(getattr(part, route.speaker))
+                check_speaker(route, part, shown)
                 body.check_size(MAX_PART_BYTES, "a part", "a run's parts have part_size_bytes, as its plan says")
                 with channel.away():
                     stored = route.handler(part, body)
@@ -366,7 +381,7 @@ class HttpServer:
             case DownloadRoute():
                 part = parse_query(request.query, route.kind)
                 check_written(part, request.protocol)
-                caller.check_speaks_for(getattr(part, route.speaker))
+                check_speaker(route, part, shown)
                 found, bytes_ = route.handler(part)
                 return Reply(bytes_, headers=(("Content-Type", BYTES_TYPE), (HASH_HEADER, found.hash)))
             case PlainRoute():

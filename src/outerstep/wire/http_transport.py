@@ -8,9 +8,11 @@ import os
 import ssl
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import cast
 
 import msgspec
+from msgspec import UNSET
 
 from ..errors import (
     BadRequest,
@@ -24,8 +26,20 @@ from ..errors import (
 )
 from ..security import DEFAULT_PORT, Access, Credentials, is_join_string, parse_address, parse_join_string
 from ..security.access import write_address
+from ..security.joining import sign_join
 from ..security.tls import PinnedConnection, explain, pinning_context
-from ..types import Answer, Control, GetPartAnswer, Poll, Request
+from ..types import (
+    Answer,
+    AskNonce,
+    Control,
+    FromMember,
+    GetPartAnswer,
+    Join,
+    JoinAnswer,
+    NonceAnswer,
+    Poll,
+    Request,
+)
 from ..versions import PROTOCOL_VERSION, highest_common
 from . import sockets
 from .answers import WATCH, AnswerTooLong, read_bytes, read_message
@@ -36,6 +50,7 @@ from .messages import (
     PROBE_PATH,
     PROTOCOL_HEADER,
     PROTOCOLS_HEADER,
+    SESSION_HEADER,
     STATUS_PATH,
     AnyAnswer,
     AnyRequest,
@@ -92,6 +107,7 @@ class HttpTransport:
         self._kept_connections = kept_connections
         self._idle: deque[http.client.HTTPConnection] = deque()
         self._lock = threading.Lock()
+        self._sessions: dict[str, str] = {}  # by worker id
 
     @property
     def address(self) -> str:
@@ -105,13 +121,29 @@ class HttpTransport:
         into: memoryview | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
+        if isinstance(request, Join):
+            return self._join(request, timeout_s)
         return cast(Answer, self._call(request, body, into, timeout_s))
+
+    def show_session(self, worker_id: str, session: str) -> None:
+        self._sessions[worker_id] = session
 
     def ask(
         self, request: PeerRequest, *, into: memoryview | None = None, timeout_s: float | None = None
     ) -> PeerAnswer:
         """The same among peers; the bytes of a GetHeld are written to `into`."""
         return cast(PeerAnswer, self._call(request, None, into, timeout_s))
+
+    def _join(self, join: Join, timeout_s: float | None) -> JoinAnswer:
+        """Signed with the worker's key, which the server knows it by from then on; unless it is too old for keys."""
+        with suppress(ProtocolMismatch):
+            offered = cast(NonceAnswer, self._call(AskNonce(worker_id=join.worker_id), None, None, timeout_s))
+            key = Credentials(self._credentials).worker_key(join.worker_id)
+            join = sign_join(join, key, offered.nonce, self._token(admin=False))
+        answer = cast(JoinAnswer, self._call(join, None, None, timeout_s))
+        if answer.session is not UNSET:
+            self._sessions[join.worker_id] = answer.session
+        return answer
 
     def _call(
         self, request: AnyRequest, body: memoryview | None, into: memoryview | None, timeout_s: float | None
@@ -138,7 +170,8 @@ class HttpTransport:
         payload = body if body is not None else memoryview(b"" if method == "GET" else encode_json(request))
         kind = JSON_TYPE if body is None else BYTES_TYPE
         admin = isinstance(request, Control)
-        headers, data = self._ask(method, target, payload, kind, into, limit_s, protocol, admin=admin)
+        session = self._sessions.get(request.worker_id) if isinstance(request, FromMember | Join) else None
+        headers, data = self._ask(method, target, payload, kind, into, limit_s, protocol, admin=admin, session=session)
         if answer_type is GetPartAnswer:
             return GetPartAnswer(hash=headers.get(HASH_HEADER, ""))
         if answer_type is HeldAnswer:
@@ -228,9 +261,12 @@ class HttpTransport:
         protocol: int | None = None,
         *,
         admin: bool = False,
+        session: str | None = None,
     ) -> tuple[http.client.HTTPMessage, bytes]:
         """Headers and body of the answer, or what was refused."""
         headers = {"Content-Type": kind, PROTOCOL_HEADER: str(protocol or self.protocol)}
+        if session is not None:
+            headers[SESSION_HEADER] = session
         if method != "GET":
             headers["Content-Length"] = str(len(payload))
         may_ask_again = True

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import cast
 
 import msgspec
+from msgspec import UNSET
 
 from ..errors import BadRequest, Refused, ServerError, TransportError
-from ..types import Answer, Request
+from ..security import Caller
+from ..security.joining import sign_join
+from ..security.signing import SigningKey
+from ..types import Answer, AskNonce, Join, JoinAnswer, NonceAnswer, Request
 from ..versions import PROTOCOL_VERSION, as_spoken
 from .messages import (
+    AnyAnswer,
+    AnyRequest,
     address_of,
     check_written,
     decode_error,
@@ -19,7 +25,17 @@ from .messages import (
     parse_query,
     written_in,
 )
-from .routes import DownloadRoute, MessageRoute, PlainRoute, Route, Service, UploadRoute, no_route
+from .routes import (
+    DownloadRoute,
+    MessageRoute,
+    PlainRoute,
+    Presented,
+    Route,
+    Service,
+    UploadRoute,
+    check_speaker,
+    no_route,
+)
 
 
 class MemoryBody:
@@ -39,10 +55,11 @@ class MemoryBody:
 
 class MemoryTransport:
     """`MemoryTransport(server.service)`. `drop_requests` / `drop_answers` lose that many of the next calls. `protocol`:
-    that of an older worker, say."""
+    that of an older worker, say. With a `key` its joins are signed."""
 
-    def __init__(self, service: Service, protocol: int = PROTOCOL_VERSION) -> None:
-        self._service, self.protocol = service, protocol
+    def __init__(self, service: Service, protocol: int = PROTOCOL_VERSION, *, key: SigningKey | None = None) -> None:
+        self._service, self.protocol, self._key = service, protocol, key
+        self._sessions: dict[str, str] = {}
         self.drop_requests = 0
         self.drop_answers = 0
 
@@ -58,34 +75,50 @@ class MemoryTransport:
         into: memoryview | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
+        if isinstance(request, Join) and self._key is not None:
+            offered = cast(NonceAnswer, self._call(AskNonce(worker_id=request.worker_id), None, None))
+            request = sign_join(request, self._key, offered.nonce, "")
+        answer = cast(Answer, self._call(request, body, into))
+        if isinstance(request, Join) and isinstance(answer, JoinAnswer) and answer.session is not UNSET:
+            self._sessions[request.worker_id] = answer.session
+        return answer
+
+    def show_session(self, worker_id: str, session: str) -> None:
+        self._sessions[worker_id] = session
+
+    def _call(self, request: AnyRequest, body: memoryview | None, into: memoryview | None) -> AnyAnswer:
         if self.drop_requests > 0:
             self.drop_requests -= 1
             raise TransportError("the request was lost (drop_requests)")
-        said = cast(Request, written_in(request, self.protocol))
+        said = written_in(request, self.protocol)
+        shown = Presented(Caller("anybody"), self._sessions.get(getattr(request, "worker_id", None) or "", ""))
         method, target, answer_type = address_of(said)
         path, _, query = target.partition("?")
         try:
             route = self._service.routes.get((method, path))
             if route is None:
                 raise no_route(self._service.routes, method, path)
-            answer = self._serve(route, query, encode_json(said), body, into)
+            answer = self._serve(route, query, encode_json(said), body, into, shown)
         except Refused as refusal:
             # Through the wire's own form, so that the twin refuses exactly as HTTP does.
             raise decode_error(encode_error(refusal, "memory"), refusal.status) from refusal
         if self.drop_answers > 0:
             self.drop_answers -= 1
             raise TransportError("the answer was lost (drop_answers)")
-        return cast(Answer, msgspec.json.decode(encode_json(as_spoken(answer, self.protocol)), type=answer_type))
+        return msgspec.json.decode(encode_json(as_spoken(answer, self.protocol)), type=answer_type)
 
-    def _serve(self, route: Route, query: str, data: bytes, body: memoryview | None, into: memoryview | None) -> object:
+    def _serve(
+        self, route: Route, query: str, data: bytes, body: memoryview | None, into: memoryview | None, shown: Presented
+    ) -> object:
         if isinstance(route, PlainRoute):
             raise ServerError("this route has no message")
         is_json = isinstance(route, MessageRoute)
         message = decode_json(data, route.kind) if is_json else parse_query(query, route.kind)
         check_written(message, self.protocol)
+        check_speaker(route, message, shown)
         match route:
             case MessageRoute():
-                return route.handler(message)
+                return route.handler(message, shown) if route.sees_caller else route.handler(message)
             case UploadRoute():
                 return route.handler(message, MemoryBody(body if body is not None else memoryview(b"")))
             case DownloadRoute():

@@ -19,6 +19,7 @@ from ..errors import BY_CODE, BadRequest, Refused, ServerError
 from ..statements import Converse
 from ..types import (
     Answer,
+    AskNonce,
     Commit,
     CommitAnswer,
     Control,
@@ -31,6 +32,7 @@ from ..types import (
     JoinAnswer,
     Leave,
     LeaveAnswer,
+    NonceAnswer,
     Offer,
     OfferAnswer,
     Plain,
@@ -59,6 +61,7 @@ PROBE_PATH: Final = "/v1/probe"
 HASH_HEADER: Final = "Outerstep-Hash"
 PROTOCOL_HEADER: Final = "Outerstep-Protocol"  # of a request: the one that it is written in
 PROTOCOLS_HEADER: Final = "Outerstep-Protocols"  # of an answer: all that its sender speaks
+SESSION_HEADER: Final = "Outerstep-Session"
 JSON_TYPE: Final = "application/json"
 BYTES_TYPE: Final = "application/octet-stream"
 
@@ -76,11 +79,12 @@ MAX_JSON_BYTES: Final = 1 << 20
 MAX_JOIN_BYTES: Final = 32 << 20  # a join carries the manifest: about 100 bytes per parameter tensor
 MAX_PART_BYTES: Final = 16 << 20
 
-AnyRequest = Request | PeerRequest
-AnyAnswer = Answer | PeerAnswer
+AnyRequest = Request | PeerRequest | AskNonce
+AnyAnswer = Answer | PeerAnswer | NonceAnswer
 
 # request -> (method, path, its answer). Part requests carry bytes, so their facts are in the query string.
 PLACES: Final[dict[type[AnyRequest], tuple[str, str, type[AnyAnswer]]]] = {
+    AskNonce: ("POST", "/v1/nonce", NonceAnswer),
     Join: ("POST", "/v1/join", JoinAnswer),
     Heartbeat: ("POST", "/v1/heartbeat", HeartbeatAnswer),
     Leave: ("POST", "/v1/leave", LeaveAnswer),

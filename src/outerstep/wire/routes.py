@@ -14,16 +14,32 @@ that is not in it is a 404.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
 from ..errors import MethodNotAllowed, NotFound, Refused
+from ..security import Caller
 from .messages import JSON_TYPE, MAX_JSON_BYTES
 
 if TYPE_CHECKING:
     from .http_request import HttpRequest
+
+
+@dataclass(frozen=True)
+class Presented:
+    """What a request shows beside its message: whose token it has, the secret of a session ("" = none), where it comes
+    from ("" = this process), and the token itself."""
+
+    caller: Caller
+    session: str = field(default="", repr=False)
+    address: str = ""
+    token: str = field(default="", repr=False)
+
+
+Admit = Callable[[Any, Presented], None]
+"""Given a message and what its request shows; raises a Refused if that is not enough."""
 
 
 class UnreadBody(Protocol):
@@ -54,16 +70,19 @@ class Reply:
 @dataclass(frozen=True)
 class MessageRoute:
     """A message of this `kind` as JSON; the handler returns the answer, or a whole Reply. `speaker`: the field that
-    says for whom it speaks, which the sender's token must allow. `is_order`: for operators only. `is_quick`: it is
-    answered without waiting for anything. `decode`: in place of plain strict JSON."""
+    says for whom it speaks, which the sender's token must allow; `admit`: whatever else it must show for that.
+    `is_order`: for operators only. `is_quick`: it is answered without waiting for anything. `decode`: in place of plain
+    strict JSON. `sees_caller`: the handler is also given what the request shows."""
 
     kind: type[Any]
-    handler: Callable[[Any], object]
+    handler: Callable[..., object]
     speaker: str | None = "worker_id"
     most_bytes: int = MAX_JSON_BYTES
     is_order: bool = False
     is_quick: bool = False
     decode: Callable[[bytes | bytearray], Any] | None = None
+    admit: Admit | None = None
+    sees_caller: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,7 @@ class UploadRoute:
     kind: type[Any]
     handler: Callable[[Any, UnreadBody], object]
     speaker: str = "worker_id"
+    admit: Admit | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +102,7 @@ class DownloadRoute:
     kind: type[Any]
     handler: Callable[[Any], tuple[Any, memoryview]]
     speaker: str = "worker_id"
+    admit: Admit | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +113,14 @@ class PlainRoute:
     handler: Callable[[HttpRequest], Reply]
     is_public: bool = False
     reads: bool = False
+
+
+def check_speaker(route: MessageRoute | UploadRoute | DownloadRoute, message: Any, shown: Presented) -> None:
+    """May whoever shows this say so in that name?"""
+    if route.speaker is not None:
+        shown.caller.check_speaks_for(getattr(message, route.speaker))
+    if route.admit is not None:
+        route.admit(message, shown)
 
 
 Route = MessageRoute | UploadRoute | DownloadRoute | PlainRoute

@@ -24,9 +24,12 @@ class Transport(Protocol):
         timeout_s: float | None = None,
     ) -> Answer:
         """Send `request`, with the bytes of a PutPart as `body`; the bytes of a GetPart are written to `into`.
-        `timeout_s`: of silence; None = the transport's own.
+        `timeout_s`: of silence; None = the transport's own. A join is signed with the worker's key on the way.
 
         Raises a Refused if the server says no, a TransportError if there was no answer."""
+
+    def show_session(self, worker_id: str, session: str) -> None:
+        """Show this secret with every later request of that worker. (Of one that joins here it is done already.)"""
 
     def status(self) -> dict[str, object]: ...
 

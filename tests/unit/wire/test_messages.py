@@ -7,16 +7,19 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from amounts import cases
 from outerstep.errors import BY_CODE, BadRequest, Busy, Refused, ServerError, StaleRound
 from outerstep.statements import Converse, Decision, Proof, Round, Signed
 from outerstep.types import (
+    AskNonce,
     Commit,
     Control,
     GetPart,
     Heartbeat,
     Join,
+    JoinProof,
     Leave,
     Manifest,
     Offer,
@@ -50,6 +53,7 @@ run_ids = st.from_regex(r"[A-Za-z0-9_\-]{1,64}", fullmatch=True)
 seconds = st.floats(0.0, 1e9)
 part_hashes = st.from_regex(r"[0-9a-f]{16}", fullmatch=True)
 digests = st.from_regex(r"[0-9a-f]{64}", fullmatch=True)
+signatures = st.binary(min_size=64, max_size=64).map(bytes.hex)
 peer_ids = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,60}", fullmatch=True)
 signed = st.builds(Signed, author=digests, body=st.binary(max_size=40), signature=st.binary(min_size=64, max_size=64))
 some_signed = st.lists(signed, min_size=1, max_size=3).map(tuple)
@@ -104,7 +108,9 @@ REQUESTS: dict[type[Request], st.SearchStrategy[Request]] = {
         manifest=st.none() | manifests,
         wishes=wishes,
         run_id=st.none() | run_ids,
+        proof=st.just(UNSET) | st.builds(JoinProof, key=digests, nonce=digests, signature=signatures),
     ),
+    AskNonce: st.builds(AskNonce, worker_id=member["worker_id"]),
     Heartbeat: st.builds(
         Heartbeat,
         **member,
@@ -129,7 +135,7 @@ REQUESTS: dict[type[Request], st.SearchStrategy[Request]] = {
     Poll: st.builds(Poll, **member, fragment=counts, after=st.integers(-1, 2**53), wait_s=seconds),
     Control: st.builds(
         Control,
-        kind=st.sampled_from(["save", "kick", "drain", "sync", "plan", "budget", "shutdown"]),
+        kind=st.sampled_from(["save", "kick", "release", "drain", "sync", "plan", "budget", "shutdown"]),
         worker_id=st.none() | member["worker_id"],
         reason=labels,
         changes=wishes,

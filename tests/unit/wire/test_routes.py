@@ -10,7 +10,7 @@ import pytest
 from outerstep.errors import MethodNotAllowed, NotFound
 from outerstep.server import DiLoCoServer
 from outerstep.topology.gossip.node import Node, NodeSettings
-from outerstep.types import Request
+from outerstep.types import AskNonce, FromMember, Request
 from outerstep.wire.messages import place_of
 from outerstep.wire.peers import PeerRequest
 from outerstep.wire.routes import MessageRoute, PlainRoute, Routes, no_route
@@ -29,7 +29,7 @@ def peer() -> Iterator[Routes]:
 
 
 def test_each_service_takes_its_own_messages_and_no_other(server: Routes, peer: Routes) -> None:
-    for routes, kinds in ((server, get_args(Request)), (peer, get_args(PeerRequest))):
+    for routes, kinds in ((server, (AskNonce, *get_args(Request))), (peer, get_args(PeerRequest))):
         taken = {place: route.kind for place, route in routes.items() if not isinstance(route, PlainRoute)}
         assert taken == {place_of(kind): kind for kind in kinds}
 
@@ -42,6 +42,12 @@ def test_a_token_is_checked_against_the_worker_or_peer_that_a_message_speaks_for
                 assert route.speaker is None
             elif not isinstance(route, PlainRoute):
                 assert route.speaker in route.kind.__struct_fields__
+
+
+def test_whatever_a_joined_worker_says_is_admitted_by_its_session(server: Routes) -> None:
+    for route in server.values():
+        if not isinstance(route, PlainRoute) and issubclass(route.kind, FromMember):
+            assert route.admit is not None, route.kind
 
 
 def test_without_a_token_there_is_the_health_alone(server: Routes, peer: Routes) -> None:

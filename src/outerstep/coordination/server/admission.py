@@ -6,21 +6,33 @@ A contribution passes `check_offer` when it is offered, and again when it is who
 
 from __future__ import annotations
 
+from msgspec import UNSET
+
 from ...errors import (
     BadRequest,
     Conflict,
     FutureRound,
+    NoIdentity,
     OtherRun,
     PlanMismatch,
     StaleRound,
     TooLarge,
     TooOld,
 )
-from ...types import Commit, Offer, Plan, PutPart
+from ...types import Commit, Join, Offer, Plan, PutPart
 from ..weights import reported
 from .rounds import Fragment, RoundRules
 
 NEXT_SEQUENCE = "a key is fixed when its contribution is begun; use the next sequence for a new one"
+
+
+def check_identity(message: Join, *, vouched: bool) -> None:
+    """Of a server that takes nobody without one."""
+    if message.proof is UNSET and not vouched:
+        raise NoIdentity(
+            f"this server takes workers with a key only (require_identity), and {message.worker_id!r} brings none",
+            hint="install a newer outerstep on the worker's machine, or give the worker a token of its own",
+        )
 
 
 def check_run(named: str, held: str) -> None:

@@ -41,7 +41,7 @@ DISK_RETRIES = Backoff(0.25, 5.0)  # of a disk that is full or broken
 MODELS_IN_JOURNAL = 4  # a checkpoint is due when the journal behind the last has so many times the model's bytes
 LEAST_JOURNAL_BYTES = 64 << 20  # and at least these
 MOST_RECORDS = 1000  # or so many records: a start replays them
-OUTLIVE = ("kick", "pardon", "plan", "budget", "shutdown")  # orders that hold after a restart
+OUTLIVE = ("kick", "pardon", "release", "plan", "budget", "shutdown")  # orders that hold after a restart
 
 Durability = Literal["round", "checkpoint", "none"]
 
@@ -167,8 +167,10 @@ class Commits:
 
     # --- decisions come in ------------------------------------------------------------------------------------------
 
-    def answer(self, request: Join | Heartbeat | Leave | Offer | Control, now: float) -> tuple[Answer, int]:
-        """The answer, and the record to wait for before it may be given; 0 = none.
+    def answer(
+        self, request: Join | Heartbeat | Leave | Offer | Control, now: float, *, vouched: bool = False
+    ) -> tuple[Answer, int]:
+        """The answer, and the record to wait for before it may be given; 0 = none. `vouched`: of a join.
 
         A join is durable before the worker hears of it: its incarnation must not be given away twice. A join that is
         repeated waits again. A leave is recorded, so that a restarted server does not wait for a worker that left; but
@@ -177,7 +179,7 @@ class Commits:
         try:
             match request:
                 case Join():
-                    answer: Answer = self.coordinator.join(request, now)
+                    answer: Answer = self.coordinator.join(request, now, vouched=vouched)
                 case Heartbeat():
                     answer = self.coordinator.heartbeat(request, now)
                 case Leave():
@@ -193,9 +195,9 @@ class Commits:
             self.note()
         return answer, self._noted if order or isinstance(request, Join) else 0
 
-    def _presence(self, request: object) -> tuple[int, bool]:
+    def _presence(self, request: object) -> tuple[int, bool, tuple[str, ...]]:
         member = self.coordinator.members.find(request.worker_id) if isinstance(request, Join | Leave) else None
-        return (0, False) if member is None else (member.incarnation, member.live)
+        return (0, False, ()) if member is None else (member.incarnation, member.live, member.keys)
 
     def take_effects(self) -> list[Effect]:
         """The coordinator's effects, in its order. Contributions and rounds are queued here; the caller carries out

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from ... import events
 from ...errors import Absurd, BadRequest, Closing, MissingParts, Refused, StaleRound, TooOld, UnknownWorker
@@ -55,6 +56,7 @@ from ..weights import UsualWeight, reported, staleness_factor
 from .admission import (
     check_accepted,
     check_age,
+    check_identity,
     check_offer,
     check_received,
     check_run,
@@ -85,10 +87,13 @@ class Coordinator:
         part_size_bytes: int,
         token_budget: int | None = None,
         drain_timeout_s: float = 600.0,
+        session_secret: bytes = b"",
+        require_identity: bool = False,
     ) -> None:
         self.run_id = run_id
         self.rules = rules
-        self.members = Membership(heartbeat_timeout_s=heartbeat_timeout_s)
+        self.members = Membership(heartbeat_timeout_s=heartbeat_timeout_s, session_secret=session_secret)
+        self.require_identity = require_identity
         self.uploads = Uploads(capacity_bytes=pool_bytes, part_size_bytes=part_size_bytes)
         self.fragments: list[Fragment] = []
         self.plan: Plan | None = None
@@ -119,9 +124,11 @@ class Coordinator:
 
     # --- joining and leaving --------------------------------------------------------------------------------------
 
-    def check_join(self, message: Join) -> None:
+    def check_join(self, message: Join, *, vouched: bool = False) -> None:
         """Everything about a join that does not depend on who is here."""
         check_spoken(message.protocol, "this worker")
+        if self.require_identity:
+            check_identity(message, vouched=vouched)
         if message.run_id is not None:
             check_run(message.run_id, self.run_id)
         if self.closing and not self.members.knows(message):
@@ -138,13 +145,14 @@ class Coordinator:
         self.fragments = list(fragments)
         self.budget.fix(len(self.fragments))
 
-    def join(self, message: Join, now: float) -> JoinAnswer:
-        self.check_join(message)
+    def join(self, message: Join, now: float, *, vouched: bool = False) -> JoinAnswer:
+        """`vouched`: whose id it is, is proven by something else than a key (membership.py)."""
+        self.check_join(message, vouched=vouched)
         self.now = now
         assert self.plan is not None, "fix() comes before the first join"
         assert self.manifest is not None
         before = self.members.live_ids
-        worker, arrived = self.members.join(message, now)
+        worker, arrived = self.members.join(message, now, vouched=vouched)
         worker.protocol = message.protocol
         if arrived:
             if worker.worker_id in before:
@@ -168,6 +176,7 @@ class Coordinator:
             plan=self.plan,
             manifest=self.manifest,
             fragments=tuple(worker.state_of(i, f.published.version) for i, f in enumerate(self.fragments)),
+            session=worker.session if message.proof is not UNSET else UNSET,
         )
 
     def heartbeat(self, message: Heartbeat, now: float) -> HeartbeatAnswer:
@@ -549,6 +558,15 @@ class Coordinator:
                 return ControlAnswer(
                     done=f"{worker.worker_id} has a clean sheet, and takes part from the next round on"
                 )
+            case "release":
+                [worker] = self._named(message)
+                keys, worker.keys = len(worker.keys), ()
+                if worker.live:  # its session is void: if it is there, it joins again, and the id is its own again
+                    self.remove(worker, events.WorkerLeft(worker.worker_id, "an operator released its id"), now)
+                self._effects.append(events.WorkerReleased(worker.worker_id, keys, message.reason))
+                return ControlAnswer(
+                    done=f"{worker.worker_id} belongs to no key now; the next start that brings one owns it"
+                )
             case "drain" | "sync":
                 workers = [worker.worker_id for worker in self._named(message)]
                 self.order(workers, message.kind, message.reason or "an operator asked for it")
@@ -578,8 +596,8 @@ class Coordinator:
                 raise BadRequest("save is carried out by the server itself")
 
     def _named(self, message: Control) -> list[KnownWorker]:
-        """The worker that is named; all live ones for an order that names none. Only a pardon may name a worker that is
-        not here."""
+        """The worker that is named; all live ones for an order that names none. A pardon or a release may name a worker
+        that is not here."""
         live = sorted((worker for worker in self.members if worker.live), key=lambda worker: worker.worker_id)
         names = ", ".join(worker.worker_id for worker in live) or "none"
         if message.worker_id is None:
@@ -589,9 +607,10 @@ class Coordinator:
                 raise UnknownWorker("no worker is live")
             return live
         worker = self.members.find(message.worker_id)
-        if worker is None and message.kind == "pardon":
+        absent_too = message.kind in ("pardon", "release")
+        if worker is None and absent_too:
             raise UnknownWorker(f"no worker {message.worker_id!r} is known; live: {names}")
-        if worker is None or not (worker.live or message.kind == "pardon"):
+        if worker is None or not (worker.live or absent_too):
             raise UnknownWorker(f"no live worker {message.worker_id!r}; live: {names}")
         return [worker]
 

@@ -10,6 +10,11 @@ A worker id outlives its processes. Each start of the process is an *instance*, 
 *incarnation* number; a message from an older incarnation is fenced. The ledger of accepted sequences belongs to the id,
 so it survives restarts, deaths and leaves.
 
+An id belongs to the *keys* of the workers that joined under it, from the first join with a key on
+(docs/adr/0019-an-id-belongs-to-a-key.md). A join under such an id must bring one of its keys, or be vouched for: by the
+worker's own token, or by the session of its last start. What it brings is enrolled with the others. Incarnations are
+public; so each start has a *session*, a secret that its other requests carry, and that nobody else is told.
+
 After a restart of the server, a worker that was live is *expected back*: open rounds wait for it for the usual time.
 That is no proof that it lives. So a start on another machine under its id is neither refused (the old machine may have
 died with the server) nor taken (the old one may be about to speak): it is told to retry until one of them is known.
@@ -17,12 +22,15 @@ died with the server) nor taken (the old one may be about to speak): it is told 
 
 from __future__ import annotations
 
+import hmac
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, Literal
+
+from msgspec import UNSET
 
 from ...errors import (
     Absurd,
@@ -38,7 +46,9 @@ from ...errors import (
     IdInUse,
     Kicked,
     MissingParts,
+    NoSession,
     NotFinite,
+    NotOwner,
     OtherRun,
     Quarantined,
     Refused,
@@ -57,6 +67,10 @@ SPEED_PRECISION = 1e-9
 """Relative. v_w/v_max·H_base is rounded twice, so a product meant to be whole can fall short by a few 1e-16 and lose a
 step to the floor (0.29/1·100 is 28.999999999999996). No speed is measured to a billionth: what lies that close below a
 whole number is taken for it."""
+
+MOST_KEYS = 64
+"""Of one id. A worker that has its own token, and nowhere to keep a key, brings a new one at each start: the oldest is
+forgotten."""
 
 MAX_KNOWN_WORKERS = 16_384
 """Ids remembered, live and gone. The longest-gone is forgotten first, and before it those of which nothing is known but
@@ -190,6 +204,8 @@ class KnownWorker:
     accepted: dict[int, Acceptance] = field(default_factory=dict)  # per fragment, the last one
     closed: dict[int, Acceptance] = field(default_factory=dict)  # and the last one whose round has closed
     commands: dict[int, Command] = field(default_factory=dict)  # by id: sent with every heartbeat until acknowledged
+    keys: tuple[str, ...] = ()  # that the id belongs to; () = nobody has brought one yet
+    session: str = field(default="", repr=False)  # of this start; asked for if the id belongs to a key
 
     @property
     def is_guest(self) -> bool:
@@ -248,6 +264,7 @@ class KnownWorker:
             incarnation=self.incarnation,
             retired=tuple(self.retired),
             accepted=dict(self.closed),
+            keys=self.keys,
         )
 
     @classmethod
@@ -256,12 +273,15 @@ class KnownWorker:
         worker = cls(worker_id, record.instance, record.hostname, record.incarnation, now, now, live=False)
         worker.retired.extend(record.retired)
         worker.accepted, worker.closed = dict(record.accepted), dict(record.accepted)
+        worker.keys = record.keys
         return worker
 
 
 class Membership:
-    def __init__(self, *, heartbeat_timeout_s: float) -> None:
-        self._timeout_s = heartbeat_timeout_s
+    """`session_secret`: what the sessions are made of. With the same one, they outlive the server's process."""
+
+    def __init__(self, *, heartbeat_timeout_s: float, session_secret: bytes = b"") -> None:
+        self._timeout_s, self._session_secret = heartbeat_timeout_s, session_secret
         self._workers: OrderedDict[str, KnownWorker] = OrderedDict()
         self.total_deaths = 0
         self.first_incarnation = 1  # the lowest that is given; higher where others may have been given and forgotten
@@ -292,20 +312,42 @@ class Membership:
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
-    def join(self, message: Join, now: float) -> tuple[KnownWorker, bool]:
-        """The worker, and whether it came (back) to life with this message. A repeated join changes nothing."""
+    def join(self, message: Join, now: float, *, vouched: bool = False) -> tuple[KnownWorker, bool]:
+        """The worker, and whether it came (back) to life with this message. A repeated join changes nothing. The caller
+        has checked the signature of the key that it names; `vouched`: something else proves that the id is its own."""
         worker = self._workers.get(message.worker_id)
         if worker is None:
             self._make_room()
             incarnation = self.first_incarnation
             worker = KnownWorker(message.worker_id, message.instance, message.hostname, incarnation, now, now)
             self._workers[message.worker_id] = worker
-            return worker, True
+            arrived = True
+        else:
+            self._check_owner(worker, message, vouched)
+            arrived = self._join_again(worker, message, now)
+        if message.proof is not UNSET and message.proof.key not in worker.keys:
+            worker.keys = (*worker.keys, message.proof.key)[-MOST_KEYS:]
+        worker.session = self._session_of(worker)
+        return worker, arrived
+
+    @staticmethod
+    def _check_owner(worker: KnownWorker, message: Join, vouched: bool) -> None:
+        key = message.proof.key if message.proof is not UNSET else None
+        if worker.keys and not vouched and key not in worker.keys:
+            what = "another key than this worker's" if key is not None else "a key, and this worker shows none"
+            raise NotOwner(
+                f"worker id {worker.worker_id!r} belongs to {what}",
+                hint="choose another --worker-id; or, if it is your worker and its key is lost, join with a token of "
+                f"its own (`outerstep token new --worker {worker.worker_id}`), or ask the server's operator for "
+                f"`outerstep control release {worker.worker_id}`",
+            )
+
+    def _join_again(self, worker: KnownWorker, message: Join, now: float) -> bool:
         if message.instance == worker.instance:
             self._check_kicked(worker)
             returned = not worker.live
             worker.live, worker.last_seen, worker.expected_back = True, now, False
-            return worker, returned
+            return returned
         if message.instance in worker.retired:
             raise Fenced(
                 f"worker {worker.worker_id!r} was started again elsewhere after this process",
@@ -321,7 +363,29 @@ class Membership:
         worker.instance, worker.hostname = message.instance, message.hostname
         worker.incarnation = max(worker.incarnation + 1, self.first_incarnation)
         worker.live, worker.joined_at, worker.last_seen, worker.expected_back = True, now, now, False
-        return worker, True
+        return True
+
+    def _session_of(self, worker: KnownWorker) -> str:
+        """The same for the same start, so that a join may be repeated, by each process of a group for itself."""
+        facts = f"{worker.worker_id}\0{worker.instance}\0{worker.incarnation}"
+        return hmac.digest(self._session_secret, facts.encode(), "sha256").hex()
+
+    def holds_session(self, worker_id: str, session: str) -> bool:
+        """Is this the secret of the worker's last start?"""
+        worker = self._workers.get(worker_id)
+        return worker is not None and hmac.compare_digest(session.encode(), worker.session.encode())
+
+    def check_session(self, message: FromMember, session: str) -> None:
+        """Refuse whoever speaks for the current start of a worker that has a key, and does not know its secret. (An
+        older start is fenced, and an id without a key is anybody's.)"""
+        worker = self._workers.get(message.worker_id)
+        if worker is None or not worker.keys or message.incarnation != worker.incarnation:
+            return
+        if not hmac.compare_digest(session.encode(), worker.session.encode()):
+            raise NoSession(
+                f"worker {worker.worker_id!r} has a key, and this request does not carry the session of its join",
+                hint="join (again)",
+            )
 
     def _check_in_use(self, worker: KnownWorker, now: float) -> None:
         """Refuse an id that a worker on another machine holds."""
@@ -435,6 +499,7 @@ class Membership:
     def restore(self, worker: KnownWorker) -> None:
         """Known from before the server was restarted."""
         worker.expected_back = worker.live
+        worker.session = self._session_of(worker)
         self._workers[worker.worker_id] = worker
 
 

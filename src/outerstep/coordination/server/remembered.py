@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...types import Count, Hash, Instance, Label, Manifest, Plain, Plan, Positive, RunId, WorkerId
+from ...types import Count, Hash, Instance, Key, Label, Manifest, Plain, Plan, Positive, RunId, WorkerId
 
 LEAP = 1_000_000
 """Numbers that only grow continue so much higher after a resume: those given since the snapshot are taken. And a
@@ -25,14 +25,16 @@ class Acceptance(Plain, frozen=True):
     version: Count
 
 
-class WorkerRecord(Plain, frozen=True):
-    """One worker id: its last start, the starts before it (fenced), and by fragment what it has had accepted."""
+class WorkerRecord(Plain, frozen=True, omit_defaults=True):
+    """One worker id: its last start, the starts before it (fenced), by fragment what it has had accepted, and the keys
+    that it belongs to."""
 
     instance: Instance
     hostname: Label
     incarnation: Positive
     retired: tuple[Instance, ...]
     accepted: dict[Count, Acceptance]
+    keys: tuple[Key, ...] = ()
 
 
 class Remembered(Plain, frozen=True):

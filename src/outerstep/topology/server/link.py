@@ -7,6 +7,8 @@ import logging
 import threading
 from contextlib import suppress
 
+from msgspec import UNSET
+
 from ...coordination.worker.exchange import OrderInbox, Session
 from ...errors import ConfigError, ExchangeFailed, OuterstepError, UnknownWorker
 from ...types import Answer, Heartbeat, HeartbeatAnswer, Join, JoinAnswer, Leave, Request
@@ -60,6 +62,14 @@ class ServerLink:
         """This is how the worker joins; the first exchange does it, if there is no answer yet."""
         self.introduced = Session(join)
         self.introduced.answer = answer
+        if answer is not None and answer.session is not UNSET:
+            self._transport.show_session(join.worker_id, answer.session)
+
+    def resume(self, worker_id: str, session: str) -> None:
+        """This link is a saved worker's from now on. Its session vouches for it where its key is not at hand."""
+        self.worker_id = worker_id
+        if session:
+            self._transport.show_session(worker_id, session)
 
     def admitted(self) -> JoinAnswer:
         """The server has answered: how the fragments travel is known from here on."""

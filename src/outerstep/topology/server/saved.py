@@ -7,10 +7,11 @@ server tells whether it has it already.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from ...coordination.worker.exchange import Held, MemberFields
 from ...errors import ConfigError
@@ -32,13 +33,14 @@ class SavedSequence(Plain, frozen=True):
 
 class SavedTopology(Plain, frozen=True):
     """Beside the contributions under way, which their tickets are packed into. `sync_every`: this worker's own H, as
-    the server assigned it (0 = none)."""
+    the server assigned it (0 = none). `session`: the secret of the start that wrote it; "" = it had none."""
 
     worker_id: WorkerId
     run_id: RunId
     fragments: tuple[SavedSequence, ...]
     feedback: dict[str, Any]
     sync_every: Count = 0
+    session: Annotated[str, Meta(max_length=64)] = ""
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> SavedTopology:

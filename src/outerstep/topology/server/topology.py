@@ -429,11 +429,12 @@ class ServerTopology:
             "fragments": write_fragments(self.sequences, self._held),
             "feedback": self._feedback.state_dict(under_way),
             "sync_every": self._link.sync_every or 0,
+            "session": self.session.joined.session or "",
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = SavedTopology.read(state)
-        self._link.worker_id = saved.worker_id
+        self._link.resume(saved.worker_id, saved.session)
         self._held = saved.held
         self._link.sync_every = saved.sync_every or None
         self._feedback.load_state_dict(saved.feedback)
