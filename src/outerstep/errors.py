@@ -36,6 +36,7 @@
         ├── MissingParts             409  commit before all parts were in
         ├── Superseded               409  that agreement or sequence has been replaced by a newer one
         ├── OtherRun                 409  this server holds another run
+        ├── RunFull                  409  the run of peers has as many members as it may have
         ├── PlanMismatch             409  the run has another H, codec or number of fragments
         ├── ManifestMismatch         409  the run has another model
         ├── LengthRequired           411
