@@ -36,7 +36,7 @@ from outerstep.statements import (
 from outerstep.topology.gossip.node.records import PeerFolder
 from outerstep.topology.gossip.node.repair import repair
 from outerstep.wire.http_transport import HttpTransport
-from outerstep.wire.peers import AskSnapshot, AskTerms, OfferedSnapshot, PartList, PeerAnswer, PeerRequest
+from outerstep.wire.peers import AskSnapshot, AskTerms, OfferedSnapshot, PartList, PeerAnswer, PeerRequest, Terms
 from outerstep.wire.routes import Reply
 from peers import RULES, SHORT, SIZES, Peer, agree, start_peers, stop_peers
 from support import intercept, wait_until
@@ -477,5 +477,29 @@ def test_folders_with_a_guest_that_nobody_can_call_are_opened_and_the_run_goes_o
         check_unharmed(peers)
         wait_until(lambda: all(len(peer.node.peer.state.members) == 3 for peer in peers))
         assert bool(refused(peers[0], "guest")) != is_repaired
+    finally:
+        stop_peers(peers)
+
+
+def test_who_starts_again_through_a_liar_believes_its_own_folder(tmp_path: Path) -> None:
+    """0.2: took over whatever state the peer to join named, kept it, and never followed the others again."""
+    peers = start_peers(3, tmp_path, rules=PROMPT)
+    agree(peers)
+    gone, liar = peers.pop(1), peers[-1]
+    with liar.node.lock:
+        far = msgspec.structs.replace(liar.node.peer.state, height=2**40, tip="f" * 64)
+
+    def lie(request: PeerRequest, honest: Callable[[], PeerAnswer]) -> object:
+        answer = honest()
+        return msgspec.structs.replace(answer, state=far) if isinstance(answer, Terms) else answer
+
+    gone.node.stop()
+    lies_with(liar, lie)
+    again = Peer("b", folder=str(tmp_path / "b"), join=(liar.node.join_string,), rules=PROMPT)
+    peers.insert(1, again)
+    try:
+        again.join()
+        assert again.node.peer.state.height < far.height
+        check_unharmed(peers)
     finally:
         stop_peers(peers)

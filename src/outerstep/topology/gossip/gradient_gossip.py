@@ -175,7 +175,7 @@ class GradientGossip:
         (form,) = forms_of(terms.plan, manifest)
         self._joined = terms, form, Contents(form)
         self._node.begin(terms.encode(), terms.rules, [form.up.size_bytes], self, terms=known)
-        version = 0 if known is None else self._node.fetch_snapshot(0, patience_s=self._join_timeout_s)[0]
+        version = 0 if known is None else self._fetch_version()
         self._at(version)
         self._node.belong()
         return self._joined
@@ -204,7 +204,7 @@ class GradientGossip:
             if decided is not None:
                 return decided
             if node.is_lost(0, version):
-                newest, _ = node.fetch_snapshot(0, patience_s=self._join_timeout_s)
+                newest = self._fetch_version()
                 self._at(max(newest, version))
                 raise OutOfStep(
                     f"rounds {version} to {self._version} were agreed on without this peer, and are not to be had any "
@@ -215,11 +215,18 @@ class GradientGossip:
                     raise PeerLost(f"the others have excluded this peer ({self.node_id}): it is proven to have lied")
             node.watch(LOOK_S)
 
+    def _fetch_version(self) -> int:
+        """Where the others are."""
+
+        def check(version: int, data: memoryview) -> str:
+            return "" if bytes(data) == version.to_bytes(8, "little") else "it is of another round"
+
+        return self._node.fetch_snapshot(0, patience_s=self._join_timeout_s, check=check)[0]
+
     def _at(self, version: int) -> None:
-        before, self._version = self._version, version
+        self._version = version
         self._node.hold_anchor(0, version, _hash_of(version))
-        for taken in range(before + 1, version + 1):
-            self._node.release(0, taken)
+        self._node.release(0, version)
 
 
 def _hash_of(version: int) -> str:

@@ -277,13 +277,12 @@ class GossipTopology(PeerTopology):
         return self._as_agreed(ticket.fragment, whole, counted=counted, refused=self._reproach(ticket))
 
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        fragment, before = agreed.fragment, self._state[agreed.fragment].version
+        fragment = agreed.fragment
         if not intact:
             log.warning("fragment %d: the anchor is not the others'; taking theirs", fragment)
             return self._as_agreed(fragment, self._fetch(fragment, after=agreed.version - 1))
         self._rest(fragment, agreed.version, agreed.update.digest)
-        for version in range(before + 1, agreed.version + 1):
-            self._node.release(fragment, version)
+        self._node.release(fragment, agreed.version)
         return None
 
     # --- what must not be forgotten -----------------------------------------------------------------------------------

@@ -202,6 +202,11 @@ class DecidedRounds:
     def find(self, fragment: int, version: int) -> Taken | None:
         return next((taken for taken in self._rounds[fragment] if taken.block.version == version), None)
 
+    def release(self, fragment: int, version: int) -> None:
+        """All up to this one are adopted."""
+        for taken in self._rounds[fragment]:
+            taken.is_released = taken.is_released or taken.block.version <= version
+
     def is_lost(self, fragment: int, version: int) -> bool:
         """It was decided; but a topology that has not adopted it by now cannot."""
         if version > self.versions[fragment]:

@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ....coordination.backoff import Backoff
 from ....coordination.gossip.book import Book
 from ....coordination.gossip.chain import witnesses
@@ -246,7 +248,7 @@ class Survey:
         wrong = wrong_with_state(terms.state, fragments)
         if wrong:
             raise BadRequest(f"what {transport.address} says of the run cannot be: it {wrong}", hint="ask another peer")
-        return terms
+        return replace(terms, beats=tuple(signed for signed, _ in self._newest_beats(terms)))
 
     def _confirm(self, terms: Terms) -> Terms | None:
         """The same from more than f members, counting the one that we were sent to."""
@@ -254,7 +256,7 @@ class Survey:
         if needed == 1:
             return terms
         same: Counter[ChainState] = Counter()
-        for beat in self.beats_of(terms):
+        for _, beat in self._newest_beats(terms):
             access = self._listener.access_of(beat)
             if access is None:
                 continue
@@ -270,16 +272,16 @@ class Survey:
                 return answer
         return None
 
-    def beats_of(self, terms: Terms) -> list[Beat]:
+    def _newest_beats(self, terms: Terms) -> list[tuple[Signed, Beat]]:
         """Of the members, as they have signed them, the newest of each: nobody is asked twice, and counted as two."""
         book = Book(terms.run_id, self._key.public, self._key.sign, verify, fragments=len(terms.state.versions))
         keys = {member.key for member in terms.state.members}
-        newest: dict[str, Beat] = {}
+        newest: dict[str, tuple[Signed, Beat]] = {}
         for signed in terms.beats:
             beat = book.read(signed) if signed.author in keys else None
             if isinstance(beat, Beat):
-                known = newest.get(signed.author, beat)
-                newest[signed.author] = max(known, beat, key=lambda one: (one.incarnation, one.number))
+                known = newest.get(signed.author, (signed, beat))
+                newest[signed.author] = max(known, (signed, beat), key=lambda one: (one[1].incarnation, one[1].number))
         return list(newest.values())
 
     def newest_state(

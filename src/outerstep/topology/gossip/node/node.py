@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from ....coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ....coordination.gossip.chain import found
@@ -147,7 +148,18 @@ class Node:
                 f"the folder {self.settings.folder!r} holds run {kept.run_id}, the peers to join run {terms.run_id}: "
                 "give this peer an empty folder, or leave join out to resume the run in it"
             )
-        return terms
+        return terms if kept is None else self._resumed(kept, terms)
+
+    def _resumed(self, kept: Terms, told: Terms) -> Terms:
+        """Who has been in the run before believes its own folder: of the peer to join it hears only where the members
+        are. Where the run stands they say, as after any absence (housekeeping.py)."""
+        before = {member.key for member in kept.state.members} - {self.key}
+        if before and not before & {member.key for member in told.state.members}:
+            raise ConfigError(
+                f"of the members that the folder {self.settings.folder!r} knows, none is left in the run to join, so "
+                "nobody can tell how it went on: give this peer an empty folder, with which it joins as somebody new"
+            )
+        return replace(kept, beats=(*kept.beats, *told.beats))
 
     def _kept_terms(self) -> Terms | None:
         folder = self._folder
@@ -335,11 +347,9 @@ class Node:
             return self.rounds.is_lost(fragment, version)
 
     def release(self, fragment: int, version: int) -> None:
-        """Taken over. Others may still ask for its bytes until two more rounds are decided."""
+        """All up to this one are taken over. Others may still ask for their bytes until two more rounds are decided."""
         with self.lock:
-            taken = self.rounds.find(fragment, version)
-            if taken is not None:
-                taken.is_released = True
+            self.rounds.release(fragment, version)
 
     def fetch_snapshot(
         self, fragment: int, *, patience_s: float, check: CheckSnapshot = lambda version, data: ""

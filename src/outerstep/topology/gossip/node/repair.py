@@ -68,7 +68,8 @@ def repair(place: str | os.PathLike[str], *, dry_run: bool = False) -> FolderRep
 
 def _repair(folder: PeerFolder, facts: PeerRunFacts, kept: bytes, *, dry_run: bool) -> FolderReport:
     keepsake, spoiled = _read_keepsake(folder, kept)
-    book = Book(facts.run_id, folder.key.public, folder.key.sign, verify)
+    fragments = len(keepsake.state.versions)
+    book = Book(facts.run_id, folder.key.public, folder.key.sign, verify, fragments=fragments)
     mended = spoiled or _wrong_with_ballots(keepsake, book)
     if mended:
         keepsake = msgspec.structs.replace(keepsake, ballots=Ballots(), abstains_at=keepsake.state.height + 1)

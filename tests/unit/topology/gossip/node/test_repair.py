@@ -32,11 +32,16 @@ def signed(body: bytes) -> Signed:
     return Signed(author=GUEST.public, body=body, signature=GUEST.sign(body))
 
 
-def fill(place: Path, *beats: Signed, ballots: Ballots = Ballots()) -> Keepsake:  # noqa: B008 - frozen
+def fill(
+    place: Path,
+    *beats: Signed,
+    ballots: Ballots = Ballots(),  # noqa: B008 - frozen
+    fragments: int = 1,
+) -> Keepsake:
     """The folder of peer `a`, in a run with a guest."""
     folder = PeerFolder(place)
     members = (Member(peer_id="a", key=folder.key.public), Member(peer_id="guest", key=GUEST.public))
-    state = ChainState(height=7, tip=GENESIS, members=members, versions=(3,))
+    state = ChainState(height=7, tip=GENESIS, members=members, versions=(3,) * fragments)
     folder.take_up(PeerRunFacts(run_id=RUN, peer_id="a", token=TOKEN), b"", state, beats)
     kept = Keepsake(run_id=RUN, state=state, incarnation=4, ballots=ballots, sequences=(12,))
     folder.keep(kept)
@@ -56,9 +61,10 @@ def test_a_beat_that_names_no_place_is_left_out(tmp_path: Path) -> None:
     assert repair(tmp_path).mended == ()
 
 
-def test_what_can_be_used_stays(tmp_path: Path) -> None:
-    good = signed(beat_of("guest"))
-    kept = fill(tmp_path, good)
+@pytest.mark.parametrize("fragments", [1, 300])
+def test_what_can_be_used_stays(tmp_path: Path, fragments: int) -> None:
+    good = signed(beat_of("guest", held=((3, "0" * 32),) * fragments))
+    kept = fill(tmp_path, good, fragments=fragments)
     told = repair(tmp_path)
     assert (told.mended, told.noted) == ((), ())
     folder = PeerFolder(tmp_path)
