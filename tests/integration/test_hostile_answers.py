@@ -70,8 +70,9 @@ class Liar:
                 stack.enter_context(sock)
                 if self._identity is not None:
                     sock = stack.enter_context(self._identity[1].wrap_socket(sock, server_side=True))
-                while b"\r\n\r\n" not in sock.recv(65536):
-                    pass
+                while b"\r\n\r\n" not in (heard := sock.recv(65536)):
+                    if not heard:
+                        return
                 self.requests += 1
                 self._say(sock)
         except OSError:
@@ -225,6 +226,25 @@ def test_a_slow_link_is_waited_for_as_long_as_it_moves(
             pause.wait(0.05)
 
     assert lie(say).transport().call(LEAVE) is not None
+
+
+def test_what_comes_steadily_ends_when_its_time_is_over(lie: Callable[[Say], Liar]) -> None:
+    """However fast each window is: several requests have their time together."""
+    place = memoryview(bytearray(64 << 20))
+    liar = lie(after(announced(len(place)), steadily))
+    transport = liar.transport()
+    with answers.WATCH.within(1.0):
+        for _ in range(2):
+            with pytest.raises(TransportError, match="no longer waited for"):
+                transport.call(PART, into=place)
+    assert liar.requests == 1
+
+
+def steadily(sock: socket.socket) -> None:
+    pause = threading.Event()
+    while True:
+        sock.sendall(bytes(65536))
+        pause.wait(PAUSE_S)
 
 
 def test_of_a_long_error_the_status_is_taken_and_the_rest_left(lie: Callable[[Say], Liar]) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outerstep.coordination.gossip import bounds, heard
-from outerstep.errors import RunFull
+from outerstep.errors import RunFull, TransportError
 from outerstep.security.signing import SigningKey, make_key
 from outerstep.statements import AnyStatement, Beat, Converse, Offered, Proof, Signed, body_of
+from outerstep.topology.gossip.node import contributions, speeds
+from outerstep.wire import answers
 from outerstep.wire.http_transport import HttpTransport
+from outerstep.wire.peers import AskParts, GetHeld, PeerAnswer, PeerRequest
 from peers import SHORT, SIZES, Peer, agree, start_peers, stop_peers
 from support import wait_until
 
@@ -126,6 +132,66 @@ def come_and_go(peers: list[Peer], count: int) -> None:
     for i in range(count):
         guest = Peer(f"guest{i}", join=(peers[i % len(peers)].node.join_string,)).join()
         guest.node.leave("a short visit", patience_s=SHORT)
+
+
+class Dripping:
+    """A line to a peer that answers everything but gives no contribution away: it comes for ever, bit by bit."""
+
+    def __init__(self, line: HttpTransport, over: threading.Event) -> None:
+        self._line, self._over, self.address = line, over, line.address
+
+    def ask(self, request: PeerRequest, **how: Any) -> PeerAnswer:
+        if not isinstance(request, AskParts | GetHeld):
+            return self._line.ask(request, **how)
+        limit_s = answers.WATCH._mine.until - time.monotonic()
+        self._over.wait(limit_s)
+        raise TransportError("it dripped until its time was over")
+
+    def close(self) -> None:
+        self._line.close()
+
+
+def drip_from(liar: Peer, to: Peer, over: threading.Event) -> None:
+    reach = to.node._contacts.transport
+
+    def transport(key: str) -> HttpTransport | Dripping | None:
+        line = reach(key)
+        return Dripping(line, over) if key == liar.node.key and line is not None else line
+
+    to.node._contacts.transport = transport  # type: ignore[method-assign,assignment]
+
+
+class TestDrips:
+    def test_a_peer_that_drips_does_not_keep_all_fetching_threads(
+        self, started: Started, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(contributions, "FETCHING_THREADS", 2)
+        peers, over = started(4), threading.Event()
+        liar = peers[3]
+        for honest in peers[:3]:
+            drip_from(liar, honest, over)
+        try:
+            for fragment in (0, 1, 0, 1):
+                liar.offer(fragment, 9)  # as many as there are threads
+            wait_until(lambda: all(len(peer.node.peer.missing()) >= 2 for peer in peers[:3]))
+            for fragment in (0, 1):
+                decided = agree(peers[:3], fragment)
+                assert [peer_id for peer_id, _, _ in decided[0].contributions] == ["a", "b", "c"]
+        finally:
+            over.set()
+
+    def test_what_its_author_drips_is_fetched_from_others(
+        self, started: Started, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """To one of them alone it drips; the others have it, and decide."""
+        monkeypatch.setattr(speeds, "GRACE_S", 0.3)
+        peers, over = started(4), threading.Event()
+        victim, liar = peers[2], peers[3]
+        drip_from(liar, victim, over)
+        decided = agree(peers)
+        assert [peer_id for peer_id, _, _ in decided[2].contributions] == ["a", "b", "c", "d"]
+        assert victim.node._contacts.speeds.expected(liar.node.key) < speeds.FASTEST
+        over.set()
 
 
 class TestWhatIsKept:

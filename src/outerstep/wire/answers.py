@@ -13,6 +13,7 @@ only silence is bounded, and length.
 from __future__ import annotations
 
 import http.client
+import math
 import os
 import socket
 import threading
@@ -46,6 +47,7 @@ class PendingAnswer:
     since: float
     moved: int
     began_with: int
+    until: float
     verdict: str = ""
 
     def judge(self, now: float) -> None:
@@ -57,6 +59,8 @@ class PendingAnswer:
             return
         if moved - self.began_with > self.most_bytes:
             self.verdict = "the answer does not end: it has more bytes than any that is read"
+        elif now > self.until:
+            self.verdict = "too slow: it is not all here, and no longer waited for"
         elif moved - self.moved >= self.least_bytes:
             self.since, self.moved = now, moved
         elif now - self.since > self.window_s:
@@ -72,6 +76,16 @@ class AnswerWatch:
     open: set[PendingAnswer] = field(default_factory=set)
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
+    _mine: threading.local = field(default_factory=threading.local)
+
+    @contextmanager
+    def within(self, limit_s: float) -> Iterator[None]:
+        """Whatever this thread asks for in here, in one request or many, ends by then."""
+        self._mine.until = self.clock() + limit_s
+        try:
+            yield
+        finally:
+            del self._mine.until
 
     @contextmanager
     def over(
@@ -80,7 +94,10 @@ class AnswerWatch:
         """Around one request and its answer; a TimeoutError if it was ended. `answer_bytes` None = a message."""
         most = 2 * (sent_bytes + (MOST_BYTES if answer_bytes is None else answer_bytes)) + SPARE_BYTES
         began_with = moved_bytes(sock) or 0
-        pending = PendingAnswer(sock, window_s, LEAST_BYTES, most, self.clock(), began_with, began_with)
+        now, until = self.clock(), getattr(self._mine, "until", math.inf)
+        if now > until:
+            raise TimeoutError("too slow: it is not all here, and no longer waited for")
+        pending = PendingAnswer(sock, window_s, LEAST_BYTES, most, now, began_with, began_with, until)
         with self._lock:
             self.open.add(pending)
             if self._thread is None or not self._thread.is_alive():  # in a process that was forked it is not

@@ -12,6 +12,7 @@ records.py        nothing is said before it is written down
 repair.py         a folder that holds what cannot be carried out
 contributions.py  contributions by digest: held, decided on, fetched
 snapshots.py      anchors for a peer that joins
+speeds.py         how fast other peers were, and how long each is waited for
 housekeeping.py   what is to be done now and then
 service.py        what a node answers, and says of itself
 

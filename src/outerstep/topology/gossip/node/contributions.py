@@ -7,9 +7,11 @@ are at most three, and those of the last two decided ones.
 *Decided*: of each fragment the last two rounds, which the topology adopts and others may ask for.
 
 *Fetched*, by digest: from their author first, then from any other peer that has them. One thread looks what is wanted,
-a few fetch, each one contribution at a time. The parts of one that have arrived stay: the next holder is asked for the
-rest. A part with a wrong digest is thrown away and asked for elsewhere; the peer that sent it is not asked for this
-contribution again, but nothing is held against it: a link may have done it.
+a few fetch, each one contribution at a time; at one holder two at most, and none for longer than its speed so far
+allows (speeds.py), so that a peer that drips its answers keeps neither all threads nor any contribution. The parts of
+one that have arrived stay: the next holder is asked for the rest. A part with a wrong digest is thrown away and asked
+for elsewhere; the peer that sent it is not asked for this contribution again, but nothing is held against it: a link
+may have done it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import logging
 import queue
 import random
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +33,7 @@ from ....errors import NotFound, OuterstepError
 from ....events import ContributionRefused
 from ....pool import Pool, Room
 from ....statements import ChainState, Change, Decision, Member, Offered, Round
+from ....wire.answers import WATCH
 from ....wire.http_transport import HttpTransport
 from ....wire.peers import AskParts, GetHeld, PartList, about_contribution
 from .calls import ask, get_part
@@ -38,6 +42,7 @@ from .listener import Contacts
 from .records import Recorder
 from .settings import Callbacks
 from .shared import Shared
+from .speeds import MOST_AT_ONE, Speeds
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +77,10 @@ class Arrival:
     def view(self, index: int) -> memoryview:
         begin, end = part_range(index, self.parts.size_bytes, self.parts.part_size_bytes)
         return self.room.view[begin:end]
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(len(self.view(index)) for index in self.missing)
 
 
 class Payloads:
@@ -240,6 +249,7 @@ class DecidedRounds:
 
 
 FETCHING_THREADS = 8
+BUSY_S = 0.1  # until a holder that others fetch from is looked at again
 BACKOFF = Backoff(first_s=0.1, longest_s=5.0)
 LOOK_EVERY_S = 1.0
 SWEEPS_UNTIL_LOST = 3  # in which every peer that answers says that it has it not
@@ -256,6 +266,7 @@ class _Job:
     absent: int = 0  # sweeps in which nobody had it
     wrong: set[str] = field(default_factory=set)  # keys of members whose bytes were not what they should be
     under_way: bool = False
+    found_busy: bool = False  # the holder that it waits for
 
 
 class Fetcher:
@@ -278,8 +289,13 @@ class Fetcher:
 
     def start(self) -> None:
         self._shared.start("peer-wanting", self._look_always)
-        for i in range(FETCHING_THREADS):
+        for i in range(self._thread_count):
             self._shared.start(f"peer-fetching-{i}", self._fetch_always)
+
+    @property
+    def _thread_count(self) -> int:
+        """Some are free, whatever so many attackers do."""
+        return max(FETCHING_THREADS, MOST_AT_ONE * (self._shared.peer.rules.attackers + 2))
 
     # --- what is wanted ---------------------------------------------------------------------------------------------
 
@@ -293,7 +309,7 @@ class Fetcher:
                     pause_s = self._pause_s()
                     shared.wait(lambda seen=seen: shared.changes != seen, pause_s)  # type: ignore[misc]
         finally:
-            for _ in range(FETCHING_THREADS):
+            for _ in range(self._thread_count):
                 self._ready.put(None)
 
     def _look(self) -> None:
@@ -339,6 +355,9 @@ class Fetcher:
                 self._recorder.note()
 
     def _put_off(self, job: _Job) -> None:
+        if job.found_busy:
+            job.not_before = self._shared.clock() + BUSY_S
+            return
         job.not_before = self._shared.clock() + BACKOFF.pause_s(job.tries, self._draw)
         job.tries += 1
         if job.absent >= SWEEPS_UNTIL_LOST:
@@ -379,7 +398,11 @@ class Fetcher:
             transport = self._contacts.transport(key)
             if transport is None:
                 continue
-            answers.append(self._fetch_from(transport, key, job))
+            with self._contacts.speeds.place_at(key) as is_free:
+                job.found_busy = not is_free
+                if not is_free:
+                    return None
+                answers.append(self._fetch_in_time(transport, key, job))
             if answers[-1] == "here":
                 self.counts["fetched"] += 1
                 self.counts["fetched_bytes"] += job.says.size_bytes
@@ -392,8 +415,8 @@ class Fetcher:
         return None
 
     def _holders(self, job: _Job) -> list[str]:
-        """Keys of those that may have it: its author, then the other members in any order, those that are silent last,
-        and last of all a peer that has sent something else before."""
+        """Keys of those that may have it: its author, then the other members in any order, those that were slow after
+        them, those that are silent last, and last of all a peer that has sent something else before."""
         with self._shared.lock:
             peer, now = self._shared.peer, self._shared.clock()
             silent = {m.key for m in peer.state.members if peer.is_silent(m.key, now)}
@@ -401,7 +424,13 @@ class Fetcher:
             own = peer.member.key
         self._draw.shuffle(keys)
         first = [job.author] if job.author != own else []
-        return sorted(first + keys, key=lambda key: (key in job.wrong, key in silent))
+        speeds = self._contacts.speeds
+        return sorted(first + keys, key=lambda key: (key in job.wrong, key in silent, -speeds.expected(key)))
+
+    def _fetch_in_time(self, transport: HttpTransport, key: str, job: _Job) -> str:
+        arrival = self._payloads.arrival(job.says.digest)
+        size_bytes = job.says.size_bytes if arrival is None else arrival.missing_bytes
+        return in_time(self._contacts.speeds, key, size_bytes, lambda: self._fetch_from(transport, key, job))
 
     def _fetch_from(self, transport: HttpTransport, key: str, job: _Job) -> str:
         """ "here", "absent" (it says that it has it not), "wrong", or "failed"."""
@@ -439,6 +468,20 @@ class Fetcher:
                 self._shared.peer.progressed(job.says.digest, self._shared.clock())
 
         return fetch_parts(transport, self._shared, arrival, job.says.digest, progressed)
+
+
+def in_time(speeds: Speeds, key: str, size_bytes: int, fetch: Callable[[], str]) -> str:
+    """What `fetch` says; it ends when this peer has had its time. Then it was "slow"."""
+    began_at, limit_s = time.monotonic(), speeds.limit_s(key, size_bytes)
+    with WATCH.within(limit_s):
+        said = fetch()
+    took_s = time.monotonic() - began_at
+    if said == "here":
+        speeds.note(key, size_bytes, took_s)
+    elif took_s >= limit_s:
+        speeds.was_too_slow(key)
+        return "slow"
+    return said
 
 
 def fetch_parts(

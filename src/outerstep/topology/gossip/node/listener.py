@@ -25,6 +25,7 @@ from ....wire.http_server import HttpServer
 from ....wire.http_transport import HttpTransport
 from ....wire.routes import Service
 from .settings import NodeSettings
+from .speeds import Speeds
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +176,7 @@ class Contacts:
         self._listener, self._find_beat, self._timeout_s = listener, find_beat, timeout_s
         self._lock = threading.Lock()
         self._known: dict[str, tuple[Access, HttpTransport]] = {}
+        self.speeds = Speeds()
 
     def transport(self, key: str) -> HttpTransport | None:
         """None: nobody has said where it is, so that it can be called."""
@@ -195,6 +197,7 @@ class Contacts:
     def keep_only(self, keys: set[str]) -> None:
         with self._lock:
             gone = [self._known.pop(key) for key in list(self._known) if key not in keys]
+        self.speeds.keep_only(keys)
         for _, transport in gone:
             transport.close()
 

@@ -19,11 +19,12 @@ from ....errors import NotFound, OuterstepError, ServerUnreachable
 from ....pool import Room, private_memory
 from ....wire.peers import SNAPSHOT_PART_BYTES, AskSnapshot, OfferedSnapshot, about_snapshot
 from .calls import ask_member
-from .contributions import Arrival, HeldPayload, cut, fetch_parts
+from .contributions import Arrival, HeldPayload, cut, fetch_parts, in_time
 from .hearing import blame
 from .listener import Contacts
 from .settings import Callbacks
 from .shared import Shared
+from .speeds import SLOWEST
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class SnapshotExchange:
             version, digest, named_by, why = self._survey(fragment, doubted)
             if named_by:
                 arrival = _expect(named_by[0][1])
-                is_here = any(self._fetch_from(key, arrival, digest) for key, _ in named_by)
+                is_here = self._fetch_from_any([key for key, _ in named_by], arrival, digest)
                 why = check(version, arrival.room.view) if is_here else "it broke off"
                 if is_here and not why:
                     return version, arrival.room.view
@@ -170,6 +171,28 @@ class SnapshotExchange:
         why = f"{parts.size_bytes} bytes in {len(parts.digests)} part(s), where it has at most {most}"
         self._blame([key], request.fragment, why)
         return f"what was named cannot be: {why}"
+
+    def _fetch_from_any(self, keys: list[str], arrival: Arrival, digest: str) -> bool:
+        """The fastest first. If all that have it were too slow, they are asked again, and given more time: the link
+        may be this peer's own."""
+        speeds = self._contacts.speeds
+        while not self._shared.is_stopping:
+            answers = []
+            for key in sorted(keys, key=speeds.expected, reverse=True):
+                is_last = speeds.expected(key) <= SLOWEST
+                answers.append(
+                    in_time(
+                        speeds,
+                        key,
+                        arrival.missing_bytes,
+                        lambda key=key: "here" if self._fetch_from(key, arrival, digest) else "failed",  # type: ignore[misc]
+                    )
+                )
+                if answers[-1] == "here":
+                    return True
+            if "slow" not in answers or is_last:
+                return False
+        return False
 
     def _fetch_from(self, key: str, arrival: Arrival, digest: str) -> bool:
         transport = self._contacts.transport(key)
