@@ -117,3 +117,10 @@ class TestBlockByBlock:
         expected = total / weight
         divide(total, weight)
         assert torch.equal(total, expected)
+
+
+def test_deltas_of_any_precision_are_weighed_in_fp32() -> None:
+    delta = torch.tensor([1.0 + 2.0**-7], dtype=torch.bfloat16)  # three times that needs more digits than bf16 has
+    mean = weighted_mean([delta, torch.zeros(1)], [3.0, 1.0])
+    assert mean.dtype == torch.float32
+    assert mean.tolist() == [0.75 * (1.0 + 2.0**-7)]

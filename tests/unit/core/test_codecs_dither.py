@@ -128,3 +128,19 @@ def test_unit_numbers_stay_inside() -> None:
     u = unit(torch.tensor([0, 0xFFFF], dtype=torch.int32))
     assert u.tolist() == [2.0**-17, 1 - 2.0**-17]
     assert (torch.tensor([127.0, -128.0, 0.0]) + u[1] < torch.tensor([128.0, -127.0, 1.0])).all()
+
+
+class TestTheNumbersAreTheSameInEveryRelease:
+    """They are part of what is sent: two ends that draw others round differently."""
+
+    def test_of_a_tensor(self) -> None:
+        assert Dither.of("run", 1, 2, "w").seed == 1584933200360370301
+        assert Dither.of("run", 12, 0, "w") != Dither.of("run", 1, 20, "w")
+
+    def test_of_its_positions(self) -> None:
+        assert Dither(5).bits(4, CPU).tolist() == [9940, 39848, 61599, 611]
+        assert Dither(5, (1 << 24) - 2).bits(4, CPU).tolist() == [5732, 50278, 61849, 48501]  # under two keys
+
+    def test_they_are_made_where_they_are_asked_for(self) -> None:
+        drawn = Dither(5).bits(4, torch.device("meta"))
+        assert (drawn.device.type, drawn.dtype) == ("meta", torch.int32)

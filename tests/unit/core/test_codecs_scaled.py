@@ -16,6 +16,14 @@ from torch import Tensor
 
 from amounts import cases
 from outerstep.core.codecs import CONTROL_2BIT, E3M0, INT4, INT8, Codec
+from outerstep.core.codecs.blocks import (
+    CPU_PIECE_VALUES,
+    DEVICE_PIECE_VALUES,
+    Scratch,
+    block_scales,
+    piece_values,
+    put_columns,
+)
 
 PROPERTY = cases(60)
 
@@ -211,3 +219,54 @@ def test_what_int8_and_int4_hold_exactly_comes_back_exactly() -> None:
     for codec, top in ((INT8, 127), (INT4, 7)):
         values = torch.arange(-top, top + 1).float() * 2.0**-10
         assert torch.equal(decoded(codec, values), values)
+
+
+class TestScales:
+    def test_a_scale_is_rounded_to_the_nearest_and_ties_to_even(self) -> None:
+        half = 2.0**-8  # of the last bit of bf16, at 1
+        found = [1.0 + half, 1.0 + 3 * half, 1.0 + half * 1.01, 1.0 + half * 0.99]
+        scales, _ = block_scales(torch.tensor(found).view(-1, 1), 1.0)
+        assert scales.view(-1).tolist() == [1.0, 1.0 + 4 * half, 1.0 + 2 * half, 1.0]
+
+    def test_or_up_so_that_no_value_exceeds_the_top(self) -> None:
+        scales, _ = block_scales(torch.tensor([[1.0 + 2.0**-20], [1.0]]), 1.0, up=True)
+        assert scales.view(-1).tolist() == [1.0 + 2.0**-7, 1.0]
+
+
+class TestOnADeviceThatTakesWholeTensors:
+    ELSEWHERE = torch.device("meta")
+
+    def test_scratch_memory_is_there_with_its_shape_and_type(self) -> None:
+        made = Scratch().like(torch.empty(2, 3, device=self.ELSEWHERE), "codes", torch.int8)
+        assert (made.device, made.shape, made.dtype) == (self.ELSEWHERE, (2, 3), torch.int8)
+
+    def test_a_piece_is_larger_than_on_a_cpu_and_holds_whole_blocks(self) -> None:
+        assert piece_values(1 << 30, 4096, self.ELSEWHERE) == DEVICE_PIECE_VALUES
+        assert piece_values(1 << 30, 4096, torch.device("cpu")) == CPU_PIECE_VALUES
+        assert piece_values(1 << 30, 3000, torch.device("cpu")) == CPU_PIECE_VALUES // 3000 * 3000
+        assert piece_values(1 << 30, CPU_PIECE_VALUES + 1, torch.device("cpu")) == CPU_PIECE_VALUES + 1
+        assert piece_values(10, 4096, torch.device("cpu")) == 10
+        assert piece_values(1, 4096, torch.device("cpu")) == piece_values(0, 4096, torch.device("cpu")) == 1
+
+    def test_columns_are_written_at_once(self) -> None:
+        out = torch.empty(2, 5, dtype=torch.uint8, device=self.ELSEWHERE)
+        columns = [torch.empty(2, width, dtype=torch.uint8, device=self.ELSEWHERE) for width in (2, 3)]
+        put_columns(out, *columns)
+        with pytest.raises(RuntimeError):
+            put_columns(out, columns[0])
+
+
+def test_small_pieces_share_the_memory_of_the_one_before() -> None:
+    scratch = Scratch()
+    first = scratch.like(torch.empty(8), "t")
+    assert scratch.like(torch.empty(8), "t").data_ptr() == first.data_ptr()
+    assert scratch.like(torch.empty(2, 3), "t").data_ptr() == first.data_ptr()
+    assert scratch.like(torch.empty(8), "other").data_ptr() != first.data_ptr()
+
+
+def test_the_weight_of_what_is_added_is_one_unless_said_otherwise() -> None:
+    values, out = torch.tensor([7.0, -3.0, 0.0, 1.0]), torch.ones(4)
+    data = torch.empty(INT4.encoded_bytes(4), dtype=torch.uint8)
+    INT4.encode(values, data)
+    INT4.decode_add(data, out)
+    assert out.tolist() == [8.0, -2.0, 1.0, 2.0]

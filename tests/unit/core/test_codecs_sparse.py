@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amounts import cases
 from outerstep.core.codecs import SPARSE64, Dither, SparseCodec
-from outerstep.core.codecs.sparse import pack_indices, tree_sum, unpack_indices
+from outerstep.core.codecs.sparse import pack_indices, tree_sum, two_bits, unpack_indices
 from outerstep.errors import ConfigError
 
 PROPERTY = cases(60)
@@ -185,3 +185,15 @@ def test_the_tree_adds_everything_once(numbers: list[int]) -> None:
 def test_stochastic_rounding_is_refused() -> None:
     with pytest.raises(ConfigError, match="'sparse64' has no stochastic rounding"):
         SPARSE64.encode(torch.ones(4), torch.empty(SPARSE64.encoded_bytes(4), dtype=torch.uint8), Dither(1))
+
+
+def test_the_bins_end_at_one_and_a_half_deviations() -> None:
+    values = [-3.0, -1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 3.0]  # mean 0, deviation √2.75, edge 2.49
+    means, bins = two_bits(torch.tensor([values]))
+    assert bins.tolist() == [[0, 1, 1, 2, 2, 2, 2, 3]]
+    assert means.tolist() == [[-3.0, -1.0, 0.5, 3.0]]
+
+
+def test_a_value_on_an_edge_belongs_to_the_bin_above() -> None:
+    exact = torch.tensor([[-1.5, 1.5, -1.5, 1.5, 0.0, 0.0, 0.0, 0.0, 0.0]])  # deviation exactly 1, edge 1.5
+    assert two_bits(exact)[1].tolist() == [[1, 3, 1, 3, 2, 2, 2, 2, 2]]

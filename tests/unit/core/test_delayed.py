@@ -314,3 +314,17 @@ class TestRefusals:
     def test_the_momentum_is_below_one(self, momentum: float) -> None:
         with pytest.raises(ConfigError, match="outer momentum must be"):
             DelayedNesterov(2, 0.7, momentum)
+
+
+def test_what_is_buffered_is_fp32_where_the_parameter_is_and_of_fragment_zero_unless_said() -> None:
+    rule = DelayedNesterov(2)
+    rule.begin({"w": torch.empty(3, dtype=torch.bfloat16, device="meta")}).done()
+    kept = rule.state_dict()["tensors"]["w"]
+    assert {(one.device.type, one.dtype, one.shape) for one in kept.values()} == {("meta", torch.float32, (3,))}
+    assert rule.buffered(0) == 1
+
+
+def test_a_parameter_whose_rate_has_no_momentum_has_no_buffers() -> None:
+    rule = DelayedNesterov(2, rates={"plain": OuterRule(0.5, 0.0)})
+    rule.begin({"plain": torch.zeros(3), "other": torch.zeros(3)})
+    assert set(rule.state_dict()["tensors"]) == {"other"}

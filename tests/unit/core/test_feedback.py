@@ -300,3 +300,37 @@ def test_a_loaded_state_is_a_copy_and_what_no_flight_holds_is_not_pending() -> N
     assert residual(feedback) == [1.0, 1.0, 1.0]
     feedback.begin(0, 1)
     assert feedback.state_dict({})["pending"] == {}
+
+
+class TestMemoryIsWhereItIsAskedFor:
+    ELSEWHERE = torch.device("meta")
+
+    def test_room_for_a_residual_is_made_at_home(self) -> None:
+        feedback = ErrorFeedback()
+        assert feedback._room("a", 5, self.ELSEWHERE).device == self.ELSEWHERE
+        assert feedback._room("a", 5, CPU).device == CPU
+
+    def test_a_residual_follows_its_home(self) -> None:
+        feedback = ErrorFeedback()
+        feedback.load_state_dict({"residuals": {"a": torch.ones(5)}, "pending": {}})
+        feedback._room("a", 5, CPU)
+        residual = feedback.residual("a")
+        assert residual is not None
+        assert residual.tolist() == [1.0] * 5
+        feedback._room("a", 5, self.ELSEWHERE)
+        residual = feedback.residual("a")
+        assert residual is not None
+        assert residual.device == self.ELSEWHERE
+
+    def test_memory_that_does_not_fit_is_not_reused(self) -> None:
+        book = Book(INT4)
+        book.step(0)
+        book.begin(0)
+        book.feedback.settle(0, None, counted=False)  # its memory is spare now
+        assert book.feedback._room("a", 7, CPU).numel() == 7
+
+
+def test_a_fragment_without_residuals_can_be_forgotten() -> None:
+    feedback = ErrorFeedback()
+    feedback.forget(3, ["a", "b"])
+    assert feedback.residual("a") is None

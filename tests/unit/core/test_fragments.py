@@ -303,3 +303,13 @@ class TestSchedule:
 
 def _steps(count: int) -> range:
     return range(1, count + 1)
+
+
+def test_tables_are_a_fragment_of_their_own_if_the_rest_just_fills_the_others() -> None:
+    specs = [spec("e", embedding=True), spec("a"), spec("f", embedding=True), spec("b")]
+    assert FragmentManager(specs, 3, embeddings_apart=True).fragments == [["e", "f"], ["a"], ["b"]]
+
+
+def test_else_they_are_dealt_with_the_rest() -> None:
+    specs = [spec("e", embedding=True), spec("f", embedding=True), spec("a"), spec("b")]
+    assert FragmentManager(specs, 4, embeddings_apart=True).fragments == [["e"], ["f"], ["a"], ["b"]]

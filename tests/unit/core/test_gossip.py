@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outerstep.core.gossip import NoLoCo, average_step, exponential_partner, noloco_step, random_partner
+from outerstep.core.gossip import NoLoCo, PairOuter, average_step, exponential_partner, noloco_step, random_partner
 from outerstep.errors import ConfigError
 
 IDS = [f"peer-{i:02d}" for i in range(8)]
@@ -118,3 +118,47 @@ def test_the_exponential_graph_goes_round_all_its_levels_and_no_further(count: i
     assert turns[:levels] == turns[levels:]
     assert all(any(turn) for turn in turns)
     assert len(set(turns)) == levels
+
+
+class TestOneStepOfAPair:
+    """`PairOuter`: the same step by ranges of values, with its momentum kept by name."""
+
+    @staticmethod
+    def drawn(count: int = 12) -> tuple[torch.Tensor, ...]:
+        source = torch.Generator().manual_seed(3)
+        return tuple(torch.randn(count, generator=source) for _ in range(4))
+
+    def test_two_ranges_move_as_the_whole_does_and_the_momentum_is_kept_for_the_next_round(self) -> None:
+        phi, own, other_phi, other = self.drawn()
+        outer, moved = PairOuter(NoLoCo()), phi.clone()
+        expected, m = phi.clone(), torch.zeros(12)
+        for _ in range(2):
+            noloco_step(expected, m, own, other_phi, other, NoLoCo())
+            for start, stop in ((0, 5), (5, 12)):
+                cut = slice(start, stop)
+                outer.block("w", moved[cut], own[cut], other_phi[cut], other[cut], start, phi)
+        assert torch.equal(moved, expected)
+        assert torch.equal(outer.momentum.tensors["w"], m)
+
+    def test_the_rules_own_numbers_are_used(self) -> None:
+        phi, own, other_phi, other = self.drawn()
+        rule = NoLoCo(momentum=0.25, outer_lr=0.5, pull=0.125)
+        moved, expected, m = phi.clone(), phi.clone(), torch.zeros(12)
+        PairOuter(rule).block("w", moved, own, other_phi, other, 0, phi)
+        noloco_step(expected, m, own, other_phi, other, rule)
+        assert torch.equal(moved, expected)
+
+    @pytest.mark.parametrize("rule", [None, NoLoCo()])
+    def test_of_a_statistic_both_take_the_mean_and_nothing_is_remembered(self, rule: NoLoCo | None) -> None:
+        phi, own, other_phi, other = self.drawn()
+        outer, moved = PairOuter(rule), phi.clone()
+        outer.block("running_mean", moved, own, other_phi, other, 0, None)
+        torch.testing.assert_close(moved, ((phi - own) + (other_phi - other)) / 2)
+        assert outer.momentum.tensors == {}
+
+    def test_without_a_rule_parameters_take_the_mean_too(self) -> None:
+        phi, own, other_phi, other = self.drawn()
+        outer, moved = PairOuter(None), phi.clone()
+        outer.block("w", moved, own, other_phi, other, 0, phi)
+        torch.testing.assert_close(moved, ((phi - own) + (other_phi - other)) / 2)
+        assert outer.momentum.tensors == {}

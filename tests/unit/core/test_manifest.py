@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from outerstep.core.manifest import MAX_BLOCK_NAME, block_of, describe
+from outerstep.core.manifest import MAX_BLOCK_NAME, BufferPolicy, block_of, describe
 from outerstep.types import Manifest, ParameterSpec
 from outerstep.wire.messages import decode_json, encode_json
 
@@ -129,3 +129,53 @@ def test_buffers_are_named_and_not_exchanged() -> None:
 def test_a_manifest_survives_the_wire(model: nn.Module) -> None:
     _, manifest = describe(model)
     assert decode_json(encode_json(manifest), Manifest) == manifest
+
+
+class Statistics(nn.Module):
+    """Buffers at the root and below: kept and not kept, floating-point and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("usual", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+@pytest.mark.parametrize("policy", ["average", "server"])
+def test_the_buffers_that_a_state_dict_holds_are_exchanged_in_the_role_of_the_policy(policy: BufferPolicy) -> None:
+    model = Statistics()
+    tensors, manifest = describe(model, policy)
+    roles = {spec.name: spec.role for spec in manifest.parameters}
+    assert roles == {
+        "norm.weight": "parameter",
+        "norm.bias": "parameter",
+        "usual": policy,
+        "norm.running_mean": policy,
+        "norm.running_var": policy,
+    }
+    assert tensors["usual"] is model.usual
+    assert tensors["norm.running_mean"] is model.norm.running_mean
+    assert manifest.buffers == ("scratch", "norm.num_batches_tracked")
+
+
+def test_local_buffers_are_only_named() -> None:
+    _, manifest = describe(Statistics())
+    assert [spec.role for spec in manifest.parameters] == ["parameter", "parameter"]
+    assert set(manifest.buffers) == {
+        "usual",
+        "scratch",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
+
+
+def test_only_tables_are_embeddings() -> None:
+    assert [name for name, spec in specs_of(Small()).items() if spec.embedding] == ["wte.weight"]
+    _, manifest = describe(Statistics(), "average")
+    assert not any(spec.embedding for spec in manifest.parameters)
+
+
+def test_the_items_of_a_list_that_is_the_model_are_its_layers() -> None:
+    model = nn.ModuleList(nn.ModuleDict({"deep": nn.Linear(2, 2)}) for _ in range(2))
+    assert {spec.block for spec in describe(model)[1].parameters} == {"0", "1"}

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from amounts import cases
 from other_vectors import computed_elsewhere
 from outerstep.core.outer import (
+    STEP_VALUES,
+    MomentumBuffers,
     Nesterov,
     OptimizerFactory,
     OuterOptimizer,
@@ -392,3 +394,70 @@ class TestPortable:
     @pytest.mark.parametrize("capability", ["default", "avx2"])
     def test_neither_vectors_nor_threads_change_a_bit(self, capability: str) -> None:
         assert computed_elsewhere(__file__, "t.TestPortable.digest()", capability) == {self.digest()}
+
+
+class TestMomentumBuffers:
+    def test_a_buffer_begins_as_fp32_zeros_whatever_the_parameter_is_made_of(self) -> None:
+        buffer = MomentumBuffers().of("w", torch.ones(2, 3, dtype=torch.bfloat16))
+        assert buffer.dtype == torch.float32
+        assert buffer.tolist() == [0.0] * 6
+
+    def test_it_is_the_same_memory_every_time(self) -> None:
+        buffers, like = MomentumBuffers(), torch.ones(3)
+        buffers.of("w", like).fill_(2.0)
+        assert buffers.of("w", like).tolist() == [2.0, 2.0, 2.0]
+        assert buffers.of("w", like).data_ptr() == buffers.tensors["w"].data_ptr()
+
+    def test_it_is_where_the_parameter_is_and_follows_it(self) -> None:
+        buffers, elsewhere = MomentumBuffers(), torch.empty(3, device="meta")
+        assert buffers.of("new", elsewhere).device == elsewhere.device
+        buffers.of("moved", torch.ones(3))
+        assert buffers.of("moved", elsewhere).device == elsewhere.device
+        assert buffers.tensors["moved"].device == elsewhere.device
+
+    def test_what_is_loaded_is_a_contiguous_copy(self) -> None:
+        buffers, given = MomentumBuffers(), torch.arange(6.0).view(2, 3).t()
+        buffers.load({"w": given})
+        given.zero_()
+        assert buffers.flat["w"].tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+
+
+class TestTheSameBitsEverywhere:
+    """`Nesterov.everywhere`: the rule of a run in which everybody steps its own copy."""
+
+    @pytest.mark.parametrize("nesterov", [True, False])
+    @pytest.mark.parametrize("momentum", [0.0, 0.8])
+    def test_it_steps_as_portable_step_does_with_the_rules_numbers(self, momentum: float, nesterov: bool) -> None:
+        rule = OuterRule(0.3, momentum, nesterov)
+        theta, expected, buf = values(0), values(0), {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        outer = Nesterov.everywhere(rule)
+        for turn in (1, 2):
+            outer.step(theta, values(turn))
+            for name, g in values(turn).items():
+                portable_step(expected[name], buf[name], g, rule.lr, rule.momentum, nesterov=rule.nesterov)
+        assert same(theta, expected)
+
+    def test_a_block_longer_than_a_cut_moves_whole(self) -> None:
+        count = STEP_VALUES + 5
+        theta, g = torch.zeros(count), torch.full((count,), -1.0)
+        Nesterov.everywhere(OuterRule(0.5, 0.5)).step({"w": theta}, {"w": g})
+        assert torch.equal(theta, torch.full((count,), 0.75))
+
+    def test_a_block_begins_at_the_first_value_unless_said_otherwise(self) -> None:
+        said, unsaid = ({"w": torch.zeros(4)} for _ in range(2))
+        outers = Nesterov(0.5, 0.5), Nesterov(0.5, 0.5)
+        outers[0].begin(said).block("w", said["w"], torch.ones(4), 0)
+        outers[1].begin(unsaid).block("w", unsaid["w"], torch.ones(4))
+        assert same(said, unsaid)
+
+
+def test_the_parameters_given_to_a_factory_want_no_gradient_of_their_own() -> None:
+    seen: list[bool] = []
+
+    def factory(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        params = list(params)
+        seen.extend(param.requires_grad for param in params)
+        return torch.optim.SGD(params, lr=0.1)
+
+    TorchOuter(factory, SHAPES)
+    assert seen == [False, False, False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outerstep.core.codecs import CODECS, SPARSE64, SparseCodec
 from outerstep.core.codecs.recipe import CodecRule, Recipe
 from outerstep.errors import ConfigError
 from outerstep.types import ParameterSpec
@@ -54,3 +55,25 @@ def test_a_sparse_codec_always_has_feedback_and_never_goes_down() -> None:
 def test_what_is_no_recipe_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Recipe.parse(text)
+
+
+def test_stochastic_rounding_is_read_written_and_kept_on_the_way_down() -> None:
+    recipe = Recipe.parse("int8+feedback+stochastic,norms=int4")
+    assert recipe.usual == CodecRule(recipe.codec(MATRIX), feedback=True, stochastic=True)
+    assert not recipe.rule(GAIN).stochastic
+    assert recipe.name == "int8+feedback+stochastic,norms=int4"
+    assert recipe.downlink().usual == CodecRule(recipe.codec(MATRIX), feedback=False, stochastic=True)
+    assert recipe.downlink().name == "int8+stochastic,norms=int4"
+
+
+@pytest.mark.parametrize(
+    ("text", "coarse"),
+    [("control-2bit", "control-2bit"), ("int4,norms=control-2bit", "control-2bit"), ("sparse64", ""), ("int8", "")],
+)
+def test_a_recipe_names_the_codec_in_it_that_is_too_coarse_to_train_with(text: str, coarse: str) -> None:
+    assert Recipe.parse(text).coarse == coarse
+
+
+def test_every_sparse_codec_that_keeps_less_than_sparse64_is_too_coarse() -> None:
+    kept = {name: codec.k for name, codec in CODECS.items() if isinstance(codec, SparseCodec)}
+    assert {name for name in kept if Recipe.parse(name).coarse} == {n for n, k in kept.items() if k < SPARSE64.k}

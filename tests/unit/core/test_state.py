@@ -112,3 +112,87 @@ def test_to_be_asked_for_the_momentum_changes_no_later_step() -> None:
         step(one, drawn(1), 10)
     for name in SHAPES:
         assert torch.equal(asked.theta[name], other.theta[name]), name
+
+
+def test_the_target_is_the_anchor_unless_it_is_other_memory() -> None:
+    theta, target = drawn(0), drawn(1)
+    assert FragmentState(ROLES, theta).target is theta
+    assert FragmentState(ROLES, theta, target=target).target is target
+
+
+def test_a_step_may_move_other_memory_than_the_target_is_in() -> None:
+    one, elsewhere = state(Nesterov(1.0, 0.5)), drawn(5)
+    taken = one.step({name: tensor.to("meta") for name, tensor in elsewhere.items()})
+    assert taken is not None
+    assert all(buf.device.type == "meta" for buf in one.momentum.values())  # it is made where the step happens
+
+
+def test_it_is_fragment_zero_unless_said_otherwise() -> None:
+    assert FragmentState(ROLES, drawn(0)).index == 0
+
+
+def test_a_delayed_rule_counts_the_steps_of_each_fragment_by_itself() -> None:
+    outer = DelayedNesterov(3)
+    of = [FragmentState({"w": "parameter"}, {"w": torch.zeros(3)}, outer, index=index) for index in range(2)]
+    for one in (of[0], of[1], of[1]):
+        taken = one.step()
+        taken.block("w", one.target["w"], torch.ones(3))
+        taken.done()
+    assert [outer.buffered(index) for index in range(2)] == [1, 2]
+
+
+def test_a_range_begins_at_the_first_value_unless_said_otherwise() -> None:
+    one = FragmentState({"w": "parameter"}, {"w": torch.zeros(3)}, Nesterov(1.0, 0.5))
+    one.step().block("w", one.target["w"], torch.ones(3))
+    assert one.momentum["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+class TestWhatIsRemembered:
+    def test_a_centre_that_is_given_is_copied_in_fp32(self) -> None:
+        given = {name: tensor.to(torch.bfloat16) for name, tensor in drawn(4).items()}
+        one = FragmentState(ROLES, drawn(0), centre=given)
+        assert {tensor.dtype for tensor in one.centre.values()} == {torch.float32}
+        assert all(torch.equal(one.centre[name], given[name].float()) for name in SHAPES)
+
+    def test_it_is_a_copy_and_the_next_is_copied_over_it(self) -> None:
+        one, aggregate = state(Nesterov()), drawn(4)
+        one.remember(aggregate)
+        aggregate["w"].zero_()
+        assert torch.equal(one.centre["w"], drawn(4)["w"])
+        memory = one.centre["w"].data_ptr()
+        one.remember(drawn(5))
+        assert torch.equal(one.centre["w"], drawn(5)["w"])
+        assert one.centre["w"].data_ptr() == memory
+
+
+class TestArriving:
+    def test_other_memory_becomes_anchor_and_target(self) -> None:
+        one, theta, target = state(Nesterov()), drawn(1), drawn(2)
+        one.arrive(1, "a", theta)
+        assert one.theta is theta
+        assert one.target is theta
+        one.arrive(2, "b", theta, target)
+        assert one.theta is theta
+        assert one.target is target
+
+    def test_without_it_both_stay_where_they_are(self) -> None:
+        target = drawn(2)
+        one = FragmentState(ROLES, drawn(1), target=target)
+        before = one.theta
+        one.arrive(7, "c")
+        assert (one.version, one.anchor_hash) == (7, "c")
+        assert one.theta is before
+        assert one.target is target
+
+
+def test_a_rule_without_momentum_writes_none() -> None:
+    one = state(Nesterov())
+    assert set(one.write().momentum) == {"w", "b"}
+    assert one.write(momentum=False).momentum == {}
+
+
+def test_momentum_that_is_read_is_made_where_theta_will_be() -> None:
+    first, second = state(Nesterov()), state(Nesterov())
+    step(first, drawn(1), 10)
+    second.read(first.write(), {name: torch.empty(shape, device="meta") for name, shape in SHAPES.items()})
+    assert all(buf.device.type == "meta" for buf in second.momentum.values())

@@ -10,6 +10,11 @@ import outerstep
 from outerstep import RobustAggregator
 from outerstep.core.aggregate import weighted_mean
 from outerstep.core.robust import RULES, CenteredClipping, Median, TrimmedMean
+from outerstep.core.robust.aggregator import make_rule
+from outerstep.core.robust.buckets import Bucketing
+from outerstep.core.robust.centres import GeometricMedian
+from outerstep.core.robust.coordinates import Mean
+from outerstep.core.robust.selection import Krum, MultiKrum
 from outerstep.errors import ConfigError
 
 
@@ -182,3 +187,42 @@ class TestMemory:
     def test_a_state_that_cannot_be_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="norm history of fragment 3"):
             RobustAggregator().load_state_dict({"history": {"3": [[float("inf")]]}, "previous": {}})
+
+
+class TestARuleByItsName:
+    def test_each_name_makes_its_rule_with_its_defaults(self) -> None:
+        assert {name: make_rule(name) for name in RULES} == {
+            "mean": Mean(),
+            "trimmed_mean": TrimmedMean(),
+            "median": Median(),
+            "krum": Krum(1),
+            "multi_krum": MultiKrum(1),
+            "geometric_median": GeometricMedian(),
+            "centered_clipping": CenteredClipping(),
+        }
+
+    def test_what_is_said_is_passed_on(self) -> None:
+        assert make_rule("trimmed_mean", trim_fraction=0.3) == TrimmedMean(0.3)
+        assert make_rule("krum", attackers=2) == Krum(2)
+        assert make_rule("multi_krum", attackers=2) == MultiKrum(2)
+        assert make_rule("geometric_median", iterations=5) == GeometricMedian(5)
+        assert make_rule("centered_clipping", clip_radius=2.0) == CenteredClipping(2.0)
+        assert make_rule("centered_clipping", clip_radius=2.0, iterations=5) == CenteredClipping(2.0, 5)
+        assert make_rule("median", bucket_size=2) == Bucketing(Median(), 2)
+
+
+def test_steps_are_what_the_norm_screen_divides_by() -> None:
+    deltas = [torch.ones(4), torch.ones(4), torch.ones(4) * 6.0]
+    aggregator = RobustAggregator("mean")
+    aggregator.aggregate(deltas, steps=[1, 1, 36])
+    assert aggregator.verdict is not None
+    assert not aggregator.verdict.refused
+    aggregator.aggregate(deltas, steps=[1, 1, 1])
+    assert set(aggregator.verdict.refused) == {"000002"}
+
+
+def test_a_single_peer_is_enough_where_that_is_said() -> None:
+    alone = RobustAggregator("mean", min_peers=1)
+    assert alone.verdict is None
+    assert alone.aggregate([torch.ones(2)]).tolist() == [1.0, 1.0]
+    assert alone.aggregate([{"w": torch.ones(2)}])["w"].tolist() == [1.0, 1.0]

@@ -8,7 +8,16 @@ from torch import Tensor
 
 from outerstep import RobustAggregator
 from outerstep.core.robust import RULES
-from outerstep.core.robust.attacks import ATTACKS, Scene
+from outerstep.core.robust.attacks import (
+    ATTACKS,
+    Attack,
+    Scene,
+    a_little_is_enough,
+    against_the_mean,
+    gaussian,
+    scaled,
+    spoiled_by,
+)
 
 SIZE, HONEST = 20_000, 7
 ATTACKER = "worker-3"
@@ -95,3 +104,36 @@ def test_an_attack_is_a_function_of_the_scene(attack: str) -> None:
     assert torch.equal(scene.own, values[0])
     assert torch.equal(scene.honest, values[1:])
     assert first.data_ptr() not in (scene.own.data_ptr(), scene.honest.data_ptr(), scene.past[0].data_ptr())
+
+
+class TestEveryAttackSendsWhatItSays:
+    OWN = torch.tensor([3.0, -4.0, 0.0, 0.0])
+    HONEST = torch.tensor([[1.0, 2.0, 3.0, 0.0], [3.0, 2.0, -1.0, 0.0]])
+
+    def sent(self, attack: Attack, seed: int = 0) -> Tensor:
+        return attack(Scene(self.OWN, self.HONEST, seed=seed))
+
+    def test_scaled(self) -> None:
+        assert self.sent(scaled(-10.0)).tolist() == [-30.0, 40.0, 0.0, 0.0]
+
+    def test_noise_has_its_length_and_is_drawn_anew_in_each_round(self) -> None:
+        first, second = self.sent(gaussian(10.0), 1), self.sent(gaussian(10.0), 2)
+        assert torch.linalg.vector_norm(first).item() == pytest.approx(50.0)
+        assert torch.equal(first, self.sent(gaussian(10.0), 1))
+        assert not torch.equal(first, second)
+
+    def test_noise_is_as_long_as_that_however_short_the_drawn_numbers_are(self) -> None:
+        for seed in range(20):
+            one = gaussian(2.0)(Scene(self.OWN[:1], self.HONEST[:, :1], seed=seed))
+            assert one.abs().item() == pytest.approx(6.0)
+
+    def test_a_little_less_than_the_mean(self) -> None:
+        assert self.sent(a_little_is_enough(1.5)).tolist() == [0.5, 2.0, -2.0, 0.0]
+
+    def test_against_the_mean(self) -> None:
+        assert self.sent(against_the_mean(0.5)).tolist() == [-1.0, -1.0, -0.5, 0.0]
+
+    def test_one_value_in_the_middle_is_spoiled_in_a_copy(self) -> None:
+        before = self.OWN.clone()
+        assert self.sent(spoiled_by(9.0)).tolist() == [3.0, -4.0, 9.0, 0.0]
+        assert torch.equal(self.OWN, before)
