@@ -356,3 +356,50 @@ class TestNormScreen:
         for wrong in (((math.nan,),), ((math.inf,),), ((-1.0,),), ((),), ((1.0,),) * (ROUNDS + 1)):
             with pytest.raises(ConfigError, match="norm history of fragment 0 must be"):
                 check_history({"0": wrong})
+
+
+class TestAtTheLimitsThemselves:
+    def test_a_rate_of_exactly_the_limit_is_taken(self) -> None:
+        assert norm_screen([1.0, 1.0, FACTOR]) == {}
+        assert set(norm_screen([1.0, 1.0, FACTOR * 1.001])) == {2}
+
+    def test_half_of_a_round_is_no_majority(self) -> None:
+        history: History = ((1.0, 1.0, 1.0),)
+        assert set(norm_screen([1.0, 1.0, 9.0, 9.0], history)) == {2, 3}
+        assert norm_screen([1.0, 9.0, 9.0], history) == {}
+
+    def test_rates_at_the_limit_make_no_majority_that_has_grown(self) -> None:
+        history: History = ((1.0, 1.0, 1.0),)
+        assert set(norm_screen([2.0, 2.0, 2.0, 3.9], history)) == {3}
+
+    def test_medians_of_zero_are_nothing_to_compare_with(self) -> None:
+        assert Usual.of([Size(0.0, 4)] * 3) is None
+        assert Usual.of([Size(1.0, 4)] * 3) is not None
+
+    def test_what_is_exactly_at_the_limit_need_not_be_looked_at_again(self) -> None:
+        screen = a_screen([1.0, 1.0])
+        assert screen.check("a", Size(LIMIT, 4), LIMIT) is False
+        assert screen.check("a", Size(LIMIT * 1.001, 4), LIMIT) is True
+
+    def test_one_that_is_taken_is_not_counted_among_the_refused_any_more(self) -> None:
+        screen = a_screen([1.0, 1.0])
+        screen.note_refused("a", 1)
+        screen.check("a", Size(1.0, 4), LIMIT)
+        assert screen.refused == {}
+
+    def test_two_workers_are_too_few_to_leave_one_out(self) -> None:
+        taken: list[tuple[str, Size | None]] = [("a", Size(1.0, 1)), ("a", Size(1.0, 1)), ("b", Size(99.0, 1))]
+        assert NormScreen().left_out(taken, LIMIT) == {}
+        assert set(NormScreen().left_out([*taken, ("c", Size(1.0, 1))], LIMIT)) == {2}
+
+    def test_a_round_as_large_as_can_be_remembered_is_remembered_whole(self) -> None:
+        screen = NormScreen()
+        sizes = [Size(float(i), 1) for i in range(1, MOST_REMEMBERED + 1)]
+        screen.include((f"w{i}", size) for i, size in enumerate(sizes))
+        assert list(screen.rounds[0][1]) == sizes
+
+    def test_of_a_larger_one_the_smallest_the_largest_and_evenly_between(self) -> None:
+        screen = NormScreen()
+        sizes = [Size(float(i), 1) for i in range(2 * MOST_REMEMBERED - 1)]
+        screen.include((f"w{i}", size) for i, size in enumerate(sizes))
+        assert list(screen.rounds[0][1]) == sizes[::2]

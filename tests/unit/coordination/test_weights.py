@@ -142,3 +142,9 @@ def test_a_worker_is_told_before_it_sends() -> None:
     check_reported(offered(0, 0), "tokens")
     with pytest.raises(WorkerError, match="by tokens, and none were reported in 5 steps"):
         check_reported(offered(5, 0), "tokens")
+
+
+def test_beside_the_usual_a_weight_is_a_ratio_and_before_there_is_a_usual_one_it_is_itself() -> None:
+    assert usual(10.0, 30.0).relative(60.0, "tokens") == 3.0
+    assert usual().relative(60.0, "tokens") == 60.0
+    assert usual(10.0, 30.0).relative(0.5, "equal") == 0.5

@@ -231,6 +231,16 @@ def test_one_that_trained_alone_is_too_few_as_well() -> None:
     assert [event["trained"] for event in desk.events("too_few")] == [1]
 
 
+def test_every_round_that_moves_nothing_is_counted_and_so_is_what_was_left_out_of_it() -> None:
+    desk = Desk("abc", aggregation=MEDIAN)
+    for sequence in (1, 2):
+        desk.contribute("a", sequence, base_version=sequence - 1)
+        for worker in "bc":
+            desk.contribute(worker, sequence, base_version=sequence - 1, steps=0)
+    assert desk.coordinator.total_too_few == 2
+    assert [desk.coordinator.members.find(worker).left_out for worker in "abc"] == [2, 0, 0]  # type: ignore[union-attr]
+
+
 def test_a_round_in_which_nobody_trained_is_no_news() -> None:
     desk = Desk("abc", aggregation=MEDIAN)
     contribute(desk, "abc", steps=0)

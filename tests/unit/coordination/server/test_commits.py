@@ -24,7 +24,16 @@ from outerstep.coordination.server.effects import Accumulate, CloseRound
 from outerstep.coordination.server.rounds import Aggregation
 from outerstep.errors import NotFinite, Refused
 from outerstep.events import PlanChanged
-from outerstep.types import Control, Heartbeat, JoinAnswer, Leave, Wishes
+from outerstep.types import (
+    Control,
+    ControlAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
+    JoinAnswer,
+    Leave,
+    OfferAnswer,
+    Wishes,
+)
 from unit.coordination.builders import Desk, make_agreement, make_join, make_key, make_offer
 
 
@@ -644,3 +653,69 @@ def test_the_oldest_checkpoints_go_first() -> None:
     assert superseded(serials, 2) == ["a", "b"]
     assert superseded(serials, 4) == superseded({}, 2) == []
     assert superseded(serials, 0) == ["a", "b", "c", "d"]
+
+
+# --- what goes through unchanged ------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_request_gets_the_coordinators_answer() -> None:
+    driver = begun("a")
+    commits, head = driver.commits, driver.head("a")
+    beat, record = commits.answer(Heartbeat(**head, step=1, steps_per_second=1.0), driver.now)
+    assert (isinstance(beat, HeartbeatAnswer), record) == (True, 0)
+    offered, record = commits.answer(make_offer("a"), driver.now)
+    assert (isinstance(offered, OfferAnswer), record) == (True, 0)
+    done, _ = commits.answer(Control(kind="sync"), driver.now)
+    assert isinstance(done, ControlAnswer)
+    assert "a" in done.done
+
+
+def test_a_heartbeat_is_heard_when_it_comes() -> None:
+    driver = begun("a")
+    driver.now += 3.0
+    driver.commits.answer(Heartbeat(**driver.head("a"), step=1, steps_per_second=1.0), driver.now)
+    assert driver.coordinator.members.find("a").last_seen == driver.now  # type: ignore[union-attr]
+
+
+def test_a_resumed_run_takes_over_the_number_of_its_last_record_and_the_size_of_its_journal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LEAST_JOURNAL_BYTES", 350)
+    monkeypatch.setattr(module, "MODELS_IN_JOURNAL", 0)
+    driver = Driver("a")
+    driver.commits.resume(5, 0, last_record=8, journal_bytes=200)
+    driver.do_all()
+    driver.contribute("a")
+    names = driver.do_all()
+    assert names.count("WriteCheckpoint") == 1  # 200 bytes were there, and each record has 100
+    ticket = driver.commits.save("asked")
+    task = driver.task()
+    assert isinstance(task, WriteCheckpoint)
+    assert (task.ticket, task.number, task.required) == (ticket, 0, False)
+
+
+def test_a_resumed_run_with_no_later_records_counts_from_its_checkpoint() -> None:
+    driver = Driver("")
+    driver.commits.resume(5, 0)
+    driver.ask(make_join("a"))
+    driver.do_all()
+    driver.commits.save("asked")
+    task = driver.task()
+    assert isinstance(task, WriteCheckpoint)
+    assert task.includes == 6  # the join's record follows the fifth
+
+
+def test_the_first_checkpoint_says_why_it_is_made_and_waits_for_nobody() -> None:
+    task = Driver("a").task()
+    assert isinstance(task, WriteCheckpoint)
+    assert task.reason
+    assert (task.required, task.ticket) == (True, 0)
+
+
+def test_a_round_in_which_nothing_is_kept_steps_over_nothing() -> None:
+    driver = begun("a", settings={})
+    driver.contribute("a")
+    driver.commits._accepted.clear()  # gathered and added before
+    [step] = driver.do(TakeStep)
+    assert isinstance(step, TakeStep)
+    assert step.accepted == ()

@@ -7,7 +7,7 @@ import pytest
 from outerstep.coordination.server.effects import StopServer
 from outerstep.errors import BadRequest, Closing, Kicked, PlanMismatch, UnknownWorker
 from outerstep.types import Control, Heartbeat, HeartbeatAnswer, Wishes
-from unit.coordination.builders import RUN, Desk, make_join
+from unit.coordination.builders import RUN, TIMEOUT_S, Desk, make_join
 
 
 def ask(desk: Desk, kind: str, **facts: Any) -> str:
@@ -255,3 +255,63 @@ class TestWhoIsMeant:
         desk = Desk("ab")
         ask(desk, "shutdown", reason="the disks are full")
         assert [beat(desk, worker).commands[0].reason for worker in "ab"] == ["the disks are full"] * 2
+
+
+class TestWhatIsSaidOfAnOrder:
+    def test_of_a_plan_what_changed_and_from_when_on(self) -> None:
+        desk = Desk("a")
+        assert "revision 1" in ask(desk, "plan", changes=Wishes(sync_every=8))
+        assert desk.events("plan") == [{"revision": 1, "sync_every": 8}]
+
+    def test_of_a_budget_its_end_or_that_there_is_none(self) -> None:
+        desk = Desk("a")
+        assert "ends at 500 tokens" in ask(desk, "budget", tokens=500)
+        assert "has no end" in ask(desk, "budget", tokens=0)
+
+    def test_of_a_shutdown_what_happens_next(self) -> None:
+        assert "then the server stops" in ask(Desk("a"), "shutdown")
+
+
+class TestABudgetThatIsSpent:
+    @staticmethod
+    def spent() -> Desk:
+        desk = Desk("a")
+        ask(desk, "budget", tokens=100)
+        desk.contribute("a", tokens=100)
+        return desk
+
+    def test_it_is_announced_once(self) -> None:
+        desk = self.spent()
+        desk.contribute("a", 2, base_version=1, tokens=100)
+        assert len(desk.events("budget_spent")) == 1
+        assert len(desk.events("drain")) == 1
+
+    def test_a_larger_one_takes_the_order_back_and_the_run_goes_on(self) -> None:
+        desk = self.spent()
+        assert orders(desk, "a") == ["drain"]
+        ask(desk, "budget", tokens=1000)
+        assert orders(desk, "a") == []
+        assert desk.coordinator.closing == ""
+        assert desk.coordinator.stop_at is None
+        desk.join("b")
+
+    def test_one_that_is_spent_already_is_announced_and_has_its_time_to_drain(self) -> None:
+        desk = self.spent()
+        ask(desk, "budget", tokens=50)
+        assert len(desk.events("budget_spent")) == 2
+        assert desk.coordinator.stop_at == desk.now + desk.coordinator.drain_timeout_s
+
+    def test_an_operators_end_is_not_taken_back_by_a_budget(self) -> None:
+        desk = Desk("a")
+        ask(desk, "shutdown", reason="holidays")
+        ask(desk, "budget", tokens=1000)
+        assert desk.coordinator.closing == "holidays"
+        assert orders(desk, "a") == ["drain"]
+
+
+def test_one_that_was_thought_dead_and_joins_again_while_the_run_ends_is_told_why_to_leave() -> None:
+    desk = Desk("ab")
+    ask(desk, "shutdown", reason="holidays")
+    desk.later(TIMEOUT_S + 1.0, alive="b")
+    desk.join("a")
+    assert [(one.kind, one.reason) for one in beat(desk, "a").commands] == [("drain", "holidays")]

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from outerstep.coordination.server.membership import local_steps
 from outerstep.errors import ConfigError
+from outerstep.types import Heartbeat
+from unit.coordination.builders import Desk
 
 speeds = st.floats(min_value=1e-6, max_value=1e6)
 NOT_SPEEDS = [0.0, -1.0, math.nan, math.inf, -math.inf]
@@ -66,3 +68,37 @@ class TestLocalSteps:
     def test_bounds_that_contradict_each_other_are_refused(self, base: int, least: int) -> None:
         with pytest.raises(ConfigError, match=f"least={least}, base={base}"):
             local_steps(1.0, 1.0, base, least)
+
+
+class TestDynamicLocalUpdates:
+    """What the coordinator says in its answers to heartbeats."""
+
+    @staticmethod
+    def beat(desk: Desk, worker: str, speed: float) -> int | None:
+        message = Heartbeat(**desk.head(worker), step=1, steps_per_second=speed)
+        return desk.coordinator.heartbeat(message, desk.now).sync_every
+
+    def test_a_slower_worker_takes_fewer_steps_and_the_fastest_the_plans(self) -> None:
+        desk = Desk("ab", dylu=True)
+        assert self.beat(desk, "a", 8.0) == 4
+        assert self.beat(desk, "b", 2.0) == 1
+        assert self.beat(desk, "a", 8.0) == 4
+
+    def test_or_as_many_as_the_server_names_for_the_fastest(self) -> None:
+        desk = Desk("ab", dylu=True, dylu_base=100)
+        assert self.beat(desk, "a", 8.0) == 100
+        assert self.beat(desk, "b", 0.8) == 10
+
+    def test_nobody_takes_fewer_steps_than_there_are_fragments(self) -> None:
+        desk = Desk("ab", fragments=3, dylu=True, dylu_base=2)
+        assert self.beat(desk, "a", 8.0) == 3
+        assert self.beat(desk, "b", 0.1) == 3
+
+    def test_a_worker_whose_speed_is_not_known_follows_the_plan(self) -> None:
+        desk = Desk("ab", dylu=True)
+        assert self.beat(desk, "a", 8.0) == 4
+        assert self.beat(desk, "b", 0.0) is None
+        assert self.beat(desk, "b", 0.5) == 1  # slower than a step in a second is a speed, too
+
+    def test_without_them_everybody_does(self) -> None:
+        assert self.beat(Desk("a"), "a", 8.0) is None

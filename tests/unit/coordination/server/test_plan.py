@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from outerstep.coordination.server.plan import DEFAULTS, Settled, changed, check_manifest, check_wishes, settle
+from outerstep.coordination.server.plan import (
+    DEFAULTS,
+    MOST_WISHED_STEPS,
+    Settled,
+    changed,
+    check_manifest,
+    check_wishes,
+    settle,
+)
 from outerstep.errors import ManifestMismatch, PlanMismatch
 from outerstep.types import Manifest, ParameterSpec, Plan, Wishes
 from unit.coordination.builders import MANIFEST
@@ -211,3 +219,38 @@ class TestManifests:
         with pytest.raises(ManifestMismatch) as refusal:
             check_manifest(run, with_parameters())
         assert "more" not in refusal.value.message
+
+
+class TestTheStepsOfTheFastest:
+    def test_everybody_begins_with_them_if_nobody_says_otherwise(self) -> None:
+        settled = settle(Wishes(), Wishes(), "a", base_sync_every=70)
+        assert (settled.sync_every, settled.said_by["sync_every"]) == (70, "dynamic local updates")
+        assert settled.num_fragments == DEFAULTS["num_fragments"]
+        assert settled.codec == DEFAULTS["codec"]
+
+    def test_what_server_or_worker_say_comes_first(self) -> None:
+        assert settle(Wishes(sync_every=40), Wishes(), "a", base_sync_every=70).sync_every == 40
+        assert settle(Wishes(), Wishes(sync_every=50), "a", base_sync_every=70).sync_every == 50
+
+
+class TestWhatAWorkerMayNotWish:
+    def test_more_steps_than_anybody_needs(self) -> None:
+        assert settle(Wishes(), Wishes(sync_every=MOST_WISHED_STEPS), "a").sync_every == MOST_WISHED_STEPS
+        with pytest.raises(PlanMismatch, match="at most"):
+            settle(Wishes(), Wishes(sync_every=MOST_WISHED_STEPS + 1), "a")
+
+    def test_to_adopt_nothing_of_what_is_agreed(self) -> None:
+        assert settle(Wishes(), Wishes(alpha=0.99, num_fragments=2, sync_every=40), "a").alpha == 0.99
+        with pytest.raises(PlanMismatch, match="below 1"):
+            settle(Wishes(), Wishes(alpha=1.0, num_fragments=2, sync_every=40), "a")
+
+    def test_unless_the_server_says_the_same(self) -> None:
+        steps = MOST_WISHED_STEPS + 1
+        assert settle(Wishes(sync_every=steps), Wishes(sync_every=steps), "a").sync_every == steps
+        both = Wishes(alpha=1.0, num_fragments=2, sync_every=40)
+        assert settle(both, Wishes(alpha=1.0), "a").alpha == 1.0
+
+
+def test_the_delay_of_fragments_is_a_whole_number_of_steps() -> None:
+    settled = settle(Wishes(sync_every=7, num_fragments=2), Wishes(), "a")
+    assert (settled.delay, type(settled.delay)) == (2, int)

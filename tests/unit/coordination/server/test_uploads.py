@@ -177,3 +177,17 @@ def test_its_turn_is_near_if_it_fits_beside_those_before_it_once_the_pool_is_emp
     assert uploads.is_near(make_key("first"))
     assert uploads.is_near(make_key("second")) is near
     assert not uploads.is_near(make_key("nobody"))
+
+
+def test_a_new_sequence_takes_the_place_of_the_old_in_its_own_fragment_only() -> None:
+    uploads = pool(offer_of("holder", CAPACITY))
+    for fragment in (0, 1):
+        assert uploads.request(make_offer("a", 1, fragment=fragment, size_bytes=60), 0.0) is None
+    assert uploads.request(make_offer("a", 2, fragment=0, size_bytes=60), 0.0) is None
+    assert uploads.queued == 2
+
+
+def test_what_is_not_there_may_be_dropped() -> None:
+    uploads = pool()
+    uploads.drop(make_key("nobody"))
+    assert uploads.held_bytes == 0

@@ -52,3 +52,11 @@ def test_what_was_not_taken_yet_is_kept_beside_what_comes_later() -> None:
     inbox.heard(answer(SYNC, sync_every=3), ())
     inbox.heard(answer(DRAIN, sync_every=4), (1,))
     assert inbox.take() == Orders(sync_every=4, drain="drain", sync="now")
+
+
+def test_an_answer_without_commands_says_the_own_h_too() -> None:
+    inbox = OrderInbox()
+    inbox.heard(answer(sync_every=7), ())
+    assert inbox.take() == Orders(sync_every=7)
+    inbox.heard(answer(), ())
+    assert inbox.take() == Orders()

@@ -1,0 +1,46 @@
+"""Who a worker is to its server, and what it goes by after joining again."""
+
+from __future__ import annotations
+
+import pytest
+
+from outerstep.coordination.worker.exchange import Outcome, Session
+from outerstep.coordination.worker.machine import Work
+from outerstep.types import JoinAnswer, JoinedFragment
+from unit.coordination.builders import MANIFEST, RUN, make_agreement, make_join, make_plan
+
+
+def joined(last_sequence: int = 5, counted_in: int = 9) -> Session:
+    session = Session(make_join("a"))
+    state = JoinedFragment(version=9, last_sequence=last_sequence, counted_in=counted_in)
+    other = JoinedFragment(version=1, last_sequence=70, counted_in=90)
+    session.answer = JoinAnswer(
+        run_id=RUN, incarnation=1, plan=make_plan(2), manifest=MANIFEST, fragments=(other, state)
+    )
+    return session
+
+
+@pytest.mark.parametrize(("used", "following"), [(0, 6), (5, 6), (7, 8)])
+def test_a_new_sequence_follows_all_that_the_worker_used_and_the_server_took(used: int, following: int) -> None:
+    assert joined().next_sequence(1, used) == following
+
+
+def test_a_worker_that_was_overtaken_asks_for_the_agreement_with_what_the_server_took_last() -> None:
+    assert joined().catching_up(1, overtaken=True) == (5, 8)
+
+
+def test_any_other_claims_nothing_and_takes_the_newest() -> None:
+    assert joined().catching_up(1, overtaken=False) == (None, -1)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("earlier_lost", [True, False])
+def test_a_late_contribution_is_lost_if_its_own_exchange_or_the_next_says_so(counted: bool, earlier_lost: bool) -> None:
+    outcome = Outcome(make_agreement(1), counted=counted, earlier_lost=earlier_lost)
+    assert outcome.late_is_lost(is_own=True) is not counted
+    assert outcome.late_is_lost(is_own=False) is earlier_lost
+
+
+def test_work_is_added_and_subtracted_number_by_number() -> None:
+    assert Work(5, 40, 300) + Work(2, 10, 100) == Work(7, 50, 400)
+    assert Work(5, 40, 300) - Work(2, 10, 100) == Work(3, 30, 200)
