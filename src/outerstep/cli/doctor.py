@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..config import SERVER, WORKER, resolve
+from ..printable import printable
 from ..security import Credentials
 from ..wire.http_transport import HttpTransport
 from .checks import Say, find_way, look_at_machine, look_at_server
@@ -91,9 +92,9 @@ def _row(finding: Finding) -> Table:
     row.add_column(width=11)
     row.add_column(overflow="fold")
     style = STYLES[finding.level]
-    row.add_row(f"[{style}]{finding.level}[/{style}]", finding.check, escape(finding.found))
+    row.add_row(f"[{style}]{finding.level}[/{style}]", finding.check, escape(printable(finding.found)))
     if finding.remedy:
-        row.add_row("", "", f"[dim]→[/dim] {escape(finding.remedy)}")
+        row.add_row("", "", f"[dim]→[/dim] {escape(printable(finding.remedy))}")
     return row
 
 
