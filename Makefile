@@ -63,8 +63,11 @@ bench: $(READY)  ## Run short versions of the benchmarks behind the numbers in d
 mutants: $(READY)  ## Mutate decisions one by one and check that a test fails (ONLY='outerstep.coordination.worker.*')
 	$(BIN)/python tests/mutants.py $(if $(ONLY),'$(ONLY)')
 
-soak: $(READY)  ## Kill and cut a real run at random, then check its histories (MINUTES=60 SEED=7)
-	$(BIN)/python tests/faults/soak.py --minutes $(or $(MINUTES),1) --seed $(or $(SEED),0)
+soak: $(READY)  ## Kill, cut and lie to real runs at random, then check their histories (MINUTES=60 SEED=7 MESSAGES=100000)
+	$(BIN)/python tests/faults/soak.py --minutes $(or $(MINUTES),1) --seed $(or $(SEED),0) --hostile
+	$(BIN)/python tests/fuzz/hostile.py server --messages $(or $(MESSAGES),10000) --seed $(or $(SEED),0)
+	$(BIN)/python tests/fuzz/hostile.py peers --messages $(or $(MESSAGES),10000) --seed $(or $(SEED),0)
+	$(BIN)/python tests/fuzz/hostile.py peers --messages $(or $(MESSAGES),10000) --seed $(or $(SEED),0) --kills 20
 
 clean:
 	rm -rf $(VENV) mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis

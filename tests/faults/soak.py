@@ -1,6 +1,7 @@
 """A long storm over a real run: everything is killed, frozen, restarted and cut off at random, over TLS.
 
     python tests/faults/soak.py --minutes 60 --seed 7
+    python tests/faults/soak.py --hostile           # meanwhile a token holder says everything there is to say
 
 A server and workers run as processes, each worker behind a line of its own (proxy.py). Then it is calm: rounds must go
 on with everybody, all must end cleanly, and the histories (histories.py) must keep every promise. The seed draws the
@@ -127,8 +128,8 @@ class Worker:
 class Storm:
     """The run, and what is done to it."""
 
-    def __init__(self, folder: Path, workers: int, seed: int) -> None:
-        self.folder, self.random = folder, random.Random(seed)
+    def __init__(self, folder: Path, workers: int, seed: int, *, compat_port: int | None = None) -> None:
+        self.folder, self.random, self.compat_port = folder, random.Random(seed), compat_port
         self.names = [f"w{i}" for i in range(workers)]
         self.address = f"127.0.0.1:{free_port()}"
         self.done: Counter[str] = Counter()
@@ -162,6 +163,7 @@ class Storm:
         flags = ["-m", "model", "-n", len(self.names), "--port", self.address.split(":")[1], "--save-dir", "run"]
         flags += ["--sync-every", SYNC_EVERY, "--round-deadline", 3, "--heartbeat-timeout", 6, "--start-deadline", 10]
         flags += ["--outer-lr", 1, "--outer-momentum", 0, "--codec", "fp32", "--event-log", "events.jsonl"]
+        flags += ["--compat-port", self.compat_port] if self.compat_port is not None else []
         self.server = self.spawn("server", ["-m", "outerstep", "server", *map(str, flags)])
         return self.server
 
@@ -177,12 +179,15 @@ class Storm:
 
     # --- the storm ------------------------------------------------------------------------------------------------
 
-    def rage(self, seconds: float) -> None:
+    def rage(self, seconds: float, meanwhile: Callable[[], None]) -> None:
         """One misfortune after the other, to whoever is up; what has ended is started again a little later."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._strike()
-            time.sleep(self.random.uniform(0.2, 3.0))
+            strike_at = time.monotonic() + self.random.uniform(0.2, 3.0)
+            while time.monotonic() < strike_at:
+                meanwhile()
+                time.sleep(0.02)
             self._do_what_is_due()
             self._restart_what_ended()
 
@@ -355,18 +360,39 @@ def summary(storm: Storm, minutes: float) -> list[str]:
     return [f"{what:<28} {value}" for what, value in facts.items()]
 
 
+def _nothing() -> None:
+    """Nobody speaks but the workers."""
+
+
+def _hostile_client(storm: Storm, seed: int) -> Callable[[], None]:
+    from fuzz.hostile import Insider  # which is built on this module
+
+    storm._wait(lambda: storm.status() is not None, "the server never answered")
+    insider = Insider(random.Random(seed), storm.address, storm.folder)
+
+    def speak() -> None:
+        for _ in range(10):
+            insider.speak()
+        storm.done["hostile messages"] = insider.messages
+        if insider.messages % 100 == 0:
+            insider.look_around()
+
+    return speak
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="A storm over a real run, and whether the promises were kept.")
     parser.add_argument("--minutes", type=float, default=1.0, help="how long it rages (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="which storm (default 0)")
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--hostile", action="store_true", help="with a hostile token holder beside the workers")
     parser.add_argument("--folder", type=Path, help="where logs and states are kept (default: a temporary one)")
     arguments = parser.parse_args()
     folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="outerstep-soak-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     storm = Storm(folder, arguments.workers, arguments.seed)
     try:
-        storm.rage(60.0 * arguments.minutes)
+        storm.rage(60.0 * arguments.minutes, _hostile_client(storm, arguments.seed) if arguments.hostile else _nothing)
         storm.calm()
         storm.finish()
     finally:
