@@ -79,3 +79,15 @@ def test_after_a_leap_everything_before_is_lost() -> None:
     assert rounds.is_lost(0, 40)
     assert rounds.is_lost(1, 41)
     assert not rounds.is_lost(0, 41)
+
+
+def test_all_up_to_a_version_are_released_at_once_however_far_it_is() -> None:
+    """A liar may name any version: nobody counts up to it."""
+    rounds = DecidedRounds(STATE)
+    for version in (1, 2):
+        rounds.add(round_of(0, version, ANNA))
+    rounds.add(round_of(1, 1, ANNA))
+    rounds.release(0, 1)
+    assert [rounds.find(0, version).is_released for version in (1, 2)] == [True, False]  # type: ignore[union-attr]
+    rounds.release(0, 2**53)
+    assert rounds.wanted().keys() == {says.digest for _, _, says in rounds.find(1, 1).offers}  # type: ignore[union-attr]
