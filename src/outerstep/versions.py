@@ -51,11 +51,10 @@ def is_spoken(protocol: int) -> bool:
 
 
 def check_spoken(protocol: int, who: str) -> None:
-    """`who` speaks to us in this protocol: do we?"""
+    """`who` speaks to us in this protocol: do we? (It reads this at its end: "here" and "there" would mislead.)"""
     if not is_spoken(protocol):
-        older = "there" if protocol < OLDEST_PROTOCOL else "here"
         raise ProtocolMismatch(
-            f"{who} speaks protocol {protocol}; spoken here: {spoken_here()}", hint=f"update outerstep {older}"
+            f"{who} speaks protocol {protocol}; understood: {spoken_here()}", hint="update outerstep at the older end"
         )
 
 

@@ -476,7 +476,7 @@ def test_another_model_tokenizer_run_or_protocol_is_refused_by_its_first_differe
             ["wants tokenizer=bytes-v2, but the run has tokenizer=bytes-v1 (said by the server)"],
         ),
         (joining(run_id="another"), 409, "other_run", [site.server.run_id, "another", "restart the worker"]),
-        (joining(protocol=9), 426, "protocol_mismatch", ["speaks protocol 9; spoken here: 1-2", "update"]),
+        (joining(protocol=9), 426, "protocol_mismatch", ["speaks protocol 9; understood: 1-2", "update"]),
         (joining(a_field_to_come={"x": 1}), 400, "bad_request", ["unknown field `a_field_to_come`"]),
     ):
         refused(site.post("/v1/join", msgspec.json.encode(facts)), status, code, *words)

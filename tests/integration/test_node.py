@@ -399,7 +399,7 @@ class TestTheDoor:
         monkeypatch.setattr("outerstep.wire.http_transport.highest_common", lambda shown: 1)
         transport = transport_to(started(1)[0])
         transport.protocol = 1
-        with pytest.raises(ProtocolMismatch, match="this run speaks protocol 2, the other peer 1") as refused:
+        with pytest.raises(ProtocolMismatch, match="this run speaks protocol 2, the peer that asks 1") as refused:
             transport.ask(AskTerms(sender="x", protocol=1))
         assert "found the run with --protocol 1" in refused.value.hint
 

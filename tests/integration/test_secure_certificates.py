@@ -198,8 +198,8 @@ def test_another_version_of_the_protocol_is_refused_saying_what_to_do(
 
     def refuse(headers: dict[str, str]) -> int:
         raise ProtocolMismatch(
-            f"the other end speaks protocol {headers['outerstep-protocol']}; spoken here: 8-9",
-            hint="update outerstep there",
+            f"the sender speaks protocol {headers['outerstep-protocol']}; understood: 8-9",
+            hint="update outerstep at the older end",
         )
 
     if ahead == "server":
@@ -215,9 +215,9 @@ def test_another_version_of_the_protocol_is_refused_saying_what_to_do(
         site.address,
         credentials=str(site.credentials.folder),
     )
-    with pytest.raises(ProtocolMismatch, match=r"speaks protocol \d; spoken here: \d-\d") as refused:
+    with pytest.raises(ProtocolMismatch, match=r"speaks protocol \d; understood: \d-\d") as refused:
         worker.start()
-    assert refused.value.hint == f"update outerstep {'there' if ahead == 'server' else 'here'}"
+    assert refused.value.hint == "update outerstep at the older end"
     assert site.server.status()["workers"] == {}
 
 

@@ -41,7 +41,7 @@ def older_server(headers: Mapping[str, str]) -> int:
     """How a server that speaks 1 alone takes a request."""
     named = int(headers.get(PROTOCOL_HEADER.lower(), "1"))
     if named != 1:
-        raise ProtocolMismatch(f"the other end speaks protocol {named}; spoken here: 1-1")
+        raise ProtocolMismatch(f"the sender speaks protocol {named}; understood: 1-1")
     return 1
 
 
@@ -55,7 +55,7 @@ class TestTheLine:
     def test_a_request_in_another_protocol_is_refused_whatever_it_asks(self, site: Site) -> None:
         said = site.post("/status", b"", f"{PROTOCOL_HEADER}: 9", method="GET")
         assert (said.status, said.body["code"]) == (426, "protocol_mismatch")
-        assert "spoken here: 1-2" in said.body["message"]
+        assert "understood: 1-2" in said.body["message"]
         assert site.post("/status", b"", f"{PROTOCOL_HEADER}: new", method="GET").status == 400
 
     def test_both_ends_speak_the_newest(self, site: Site) -> None:
@@ -264,7 +264,7 @@ def test_a_peer_of_release_0_2_is_told_why_it_cannot_join_a_run_of_protocol_2(en
     ends.start("new", "peer", "a", sync_every=2, min_peers=2)
     ends.start("old", "peer", "c")
     assert ends.processes["c"].wait(PATIENCE_S) != 0
-    assert "this run speaks protocol 2, the other peer 1" in ends.log("c")
+    assert "this run speaks protocol 2, the peer that asks 1" in ends.log("c")
     assert "found the run with --protocol 1" in ends.log("c")
     assert ends.processes["a"].poll() is None
 

@@ -156,7 +156,7 @@ def protocol_of(headers: Mapping[str, str]) -> int:
         return OLDEST_PROTOCOL
     if not re.fullmatch("[0-9]{1,6}", named):
         raise BadRequest(f"{PROTOCOL_HEADER} must be a number, got {named[:32]!r}")
-    check_spoken(int(named), "the other end")
+    check_spoken(int(named), "the sender")
     return int(named)
 
 

@@ -143,3 +143,19 @@ def test_what_makes_no_sense_together_is_refused(line: str, said: str) -> None:
     result = typed(["status", *line.split()])
     assert isinstance(result.exception, ConfigError)
     assert said in str(result.exception)
+
+
+def test_workers_of_an_older_protocol_are_marked_and_a_run_without_them_has_no_such_column() -> None:
+    assert "protocol" not in text({**SYNC, "workers": {"left": {**WORKER, "protocol": 2}}})
+    shown = text({**SYNC, "workers": {"left": {**WORKER, "protocol": 2}, "right": {**WORKER, "protocol": 1}}})
+    header, (left, right) = (
+        next(line for line in shown.splitlines() if "protocol" in line),
+        [line for line in shown.splitlines() if "alpha" in line],
+    )
+    place = [cell.strip() for cell in header.split("┃")].index("protocol")
+    assert [line.split("│")[place].strip() for line in (left, right)] == ["", "1"]
+
+
+def test_a_peers_run_names_its_protocol() -> None:
+    shown = text({"mode": "gossip", "peer_id": "p", "run_id": "abc", "begun": True, "protocol": 1, "is_member": True})
+    assert "run abc  protocol 1  block 0" in shown

@@ -87,7 +87,7 @@ class TestWhoMaySpeak:
 class TestJoining:
     def test_another_protocol_is_refused_naming_both(self) -> None:
         with pytest.raises(
-            ProtocolMismatch, match=f"protocol {PROTOCOL_VERSION + 1}; spoken here: 1-{PROTOCOL_VERSION}"
+            ProtocolMismatch, match=f"protocol {PROTOCOL_VERSION + 1}; understood: 1-{PROTOCOL_VERSION}"
         ):
             Desk("a").join("b", protocol=PROTOCOL_VERSION + 1)
 

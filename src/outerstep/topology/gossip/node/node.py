@@ -263,8 +263,8 @@ class Node:
         with self.lock:
             if protocol < self.protocol:
                 raise ProtocolMismatch(
-                    f"this run speaks protocol {self.protocol}, the other peer {protocol}",
-                    hint="update outerstep there, or found the run with --protocol 1",
+                    f"this run speaks protocol {self.protocol}, the peer that asks {protocol}",
+                    hint="update outerstep at that peer, or found the run with --protocol 1",
                 )
             if not self.shared.has_begun:
                 kept = self._kept_terms()

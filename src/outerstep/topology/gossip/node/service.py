@@ -61,7 +61,7 @@ class PeerService:
         self._check_health()
         match request:
             case AskTerms():
-                check_spoken(request.protocol, "the other peer")
+                check_spoken(request.protocol, "the peer that asks")
                 self._check_place(request.sender)
                 return self._node.terms(request.protocol)
             case Converse():
