@@ -17,12 +17,13 @@ end holds the same run. `docs/reference/wire.md` has the same in prose.
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from .types import Amount, Count, Hash, Key, Label, Plain, Positive, RunId, WorkerId
+from .versions import Since2
 
 MOST_PEERS = 64
 MOST_STATEMENTS = 4096  # in one message
@@ -119,9 +120,18 @@ class Voted(Statement, frozen=True, tag="voted"):
     block: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
+class Ownership(Plain, frozen=True):
+    """The key that a peer's name belongs to, and its signature for the peer (coordination/gossip/names.py)."""
+
+    SINCE: ClassVar[int] = 2
+
+    key: Key
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
 class Beat(Statement, frozen=True, tag="beat"):
     """`incarnation` counts the starts of the peer, `number` the beats of one. `wants`: to belong to the run, or, if it
-    does, to leave it. `held`: version and hash of each fragment's anchor."""
+    does, to leave it. `held`: version and hash of each fragment's anchor. `owner`: whose its name is."""
 
     peer_id: PeerId
     incarnation: Positive
@@ -134,6 +144,7 @@ class Beat(Statement, frozen=True, tag="beat"):
     step: Count = 0
     steps_per_second: float = 0.0
     loss: float | None = None
+    owner: Since2[Ownership] = UNSET
 
 
 AnyStatement = Offered | Proposed | Voted | Beat
@@ -146,14 +157,26 @@ class Decision(Plain, frozen=True):
     votes: Annotated[tuple[Signed, ...], Meta(min_length=1, max_length=MOST_PEERS)]
 
 
+class Name(Plain, frozen=True):
+    """A name that a peer has borne, the key that it last said so with, and the one that vouched for it."""
+
+    SINCE: ClassVar[int] = 2
+
+    peer_id: PeerId
+    key: Key
+    owner: Key | None = None
+
+
 class ChainState(Plain, frozen=True):
-    """What all blocks up to `height` have made of the run. `tip`: the digest of the last one."""
+    """What all blocks up to `height` have made of the run. `tip`: the digest of the last one. `names`: whose they are
+    (not so in a run of protocol 1)."""
 
     height: Count
     tip: Digest
     members: tuple[Member, ...]
     versions: tuple[Count, ...]
     expelled: tuple[Member, ...] = ()
+    names: Since2[tuple[Name, ...]] = UNSET
 
 
 # --- the two ends of a conversation -------------------------------------------------------------------------------

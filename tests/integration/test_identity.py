@@ -3,6 +3,8 @@ not its own? Real servers, real sockets; each person has a credentials folder of
 
 from __future__ import annotations
 
+import http.client
+import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from integration.old_clients import Answered, OldClient, like, one_client
 from outerstep.errors import IdInUse, NoIdentity, NotOwner, Refused
 from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.joining import sign_join
@@ -394,3 +397,51 @@ def test_the_first_start_of_two_users_is_theirs_alone_and_asks_for_nothing(site:
     assert file.stat().st_mode & 0o777 == 0o600
     keys = [site.server.service.coordinator.members.find(name) for name in ("a", "b")]
     assert len({worker.keys for worker in keys if worker is not None}) == 2
+
+
+# --- the compatibility port -------------------------------------------------------------------------------------------
+
+
+class FromElsewhere(OldClient):
+    """The same client on another machine of this network."""
+
+    def call(self, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60, source_address=("127.0.0.2", 0))
+        connection.request(method, path, body=body, headers={"Connection": "close", **headers})
+        response = connection.getresponse()
+        data = response.read()
+        connection.close()
+        if response.status != 200:
+            raise Answered(response.status, json.loads(data)["error"], dict(response.headers))
+        return data
+
+
+def test_neither_port_takes_an_id_from_the_other() -> None:
+    with one_client() as (server, old, start):
+        native = HandClient(HttpTransport(server.address), old.worker_id)
+        with pytest.raises(NotOwner):
+            native.join()
+        own = hand(native.transport, "native")
+        own.join()
+        with pytest.raises(Answered) as refused:
+            OldClient(f"{old.host}:{old.port}", "native").register()
+        assert refused.value.error["code"] == "not_owner"
+        own.transport.call(Leave(**own.session.head))
+        assert old.submit(like(start, 1.0)).keys() == start.keys()
+        old.register()  # and who comes back there is the same worker as before
+
+
+def test_a_client_of_the_old_protocol_is_told_by_its_address() -> None:
+    with one_client() as (_, old, start):
+        other = FromElsewhere(f"{old.host}:{old.port}", old.worker_id)
+        for said in (
+            other.register,
+            lambda: other.post_json("/heartbeat", worker_id=old.worker_id, steps_per_second=1e9),
+            lambda: other.post_json("/deregister", worker_id=old.worker_id),
+            lambda: other.submit(like(start, 1e6)),
+        ):
+            with pytest.raises(Answered, match=r"registered from 127\.0\.0\.1, and this comes from 127\.0\.0\.2"):
+                said()
+        assert old.submit(like(start, 1.0)).keys() == start.keys()
+        old.post_json("/deregister", worker_id=old.worker_id)
+        other.register()  # it has left: whoever comes now has the id

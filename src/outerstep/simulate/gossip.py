@@ -26,7 +26,8 @@ from ..coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ..coordination.gossip import chain as chains
 from ..coordination.gossip.ballot import TurnTimeouts
 from ..coordination.gossip.heard import digests_of
-from ..statements import ChainState, Converse, Decision, Member, Round, digest_of_block
+from ..coordination.gossip.names import vouched
+from ..statements import ChainState, Converse, Decision, Member, Ownership, Round, digest_of_block
 from .agenda import Agenda
 from .gossip_nonsense import callable_place
 from .gossip_scenario import GossipFault, GossipScenario
@@ -120,9 +121,13 @@ class SimPeer:
             self.identities += 1
         key, sign = world.registry.enter(f"{self.name}/{self.identities}")
         member = Member(peer_id=self.name, key=key)
+        owner, vouch = world.registry.enter(f"{self.name}/owner")
+        ownership = Ownership(key=owner, signature=vouch(vouched(RUN, self.name, key)))
         kept = self.keepsake
         if kept is None:
-            state = world.known_state() or chains.found(member, world.scenario.fragments)
+            state = world.known_state() or chains.found(
+                member, world.scenario.fragments, owner=owner, protocol=world.rules.protocol
+            )
             kept = Keepsake(run_id=RUN, state=state)
         else:
             kept = replace(kept, incarnation=kept.incarnation + 1)
@@ -133,6 +138,7 @@ class SimPeer:
         self.machine = GossipPeer(
             *(RUN, member, sign, world.registry.verify, world.rules, kept, sizes, world.agenda.now),
             can_call=callable_place,
+            owner=ownership,
         )
         self._anchors = {}
         if kept.state.height == 0 and kept.state.members == (member,):

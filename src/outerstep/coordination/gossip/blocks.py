@@ -19,7 +19,7 @@ from . import bounds, chain
 from .ballot import Verdict
 from .book import Book
 from .heard import Acquaintance, Acquaintances, Offers, digests_of, offered_in
-from .meaning import CanCall, wrong_with_block
+from .meaning import CanCall, may_be_let_in, wrong_with_block
 from .rules import GossipRules
 
 
@@ -91,11 +91,10 @@ class Blocks:
         return self.is_silent(member.key, now) or (known is not None and known.beat.wants == "leave")
 
     def _may_come(self, newcomer: Member, known: Acquaintance, now: float) -> bool:
-        if newcomer.key in self._member_keys or known.beat.wants != "belong":
+        if newcomer.key in self._member_keys or newcomer.key in self.book.proofs:
             return False
-        if any(m.key == newcomer.key or m.peer_id == newcomer.peer_id for m in self.peer.state.expelled):
-            return False
-        return now - known.heard_at <= self.rules.heartbeat_timeout_s and newcomer.key not in self.book.proofs
+        is_here = now - known.heard_at <= self.rules.heartbeat_timeout_s
+        return is_here and may_be_let_in(newcomer, known.beat, self.peer.state, self.book)
 
     def _make_round(self, now: float) -> Round | None:
         by_age = sorted(range(len(self.peer.state.versions)), key=lambda f: (self.peer.state.versions[f], f))

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
 from ...errors import ProtocolMismatch
-from ...statements import AnyStatement, Proof, Signed, body_of, key_of, statement_of
+from ...statements import AnyStatement, Beat, Proof, Signed, body_of, key_of, statement_of
 from ...versions import PROTOCOL_VERSION, needs
 from .bounds import (
     BEAT_BYTES_PER_FRAGMENT,
@@ -22,6 +24,7 @@ from .bounds import (
     is_short,
     is_within_bounds,
 )
+from .names import vouched
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]  # key, body, signature
@@ -102,6 +105,13 @@ class Book:
             return None
         self._keep_reading(signed, statement)
         return statement
+
+    def is_owned(self, beat: Beat, key: str) -> bool:
+        """Does the owner that it names vouch for the peer with this key? (One that names none claims nothing.)"""
+        if beat.owner is UNSET:
+            return True
+        body = vouched(self._run_id, beat.peer_id, key)
+        return self._verify(beat.owner.key, body, beat.owner.signature)
 
     def settle(self, signed: Signed, height: int) -> None:
         """At this height there is nothing more to be made of it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
+from msgspec import UNSET
 
 from ...statements import (
     Block,
@@ -20,10 +21,14 @@ from ...statements import (
     Change,
     Decision,
     Member,
+    Name,
     Round,
     Voted,
     digest_of_block,
 )
+from ...types import Key
+from ...versions import PROTOCOL_VERSION
+from . import names
 from .book import Book
 
 GENESIS = "0" * 64
@@ -43,9 +48,22 @@ def quorum_of(count: int, attackers: int) -> int:
     return (count + attackers_among(count, attackers)) // 2 + 1
 
 
-def found(founder: Member, fragments: int, versions: tuple[int, ...] = ()) -> ChainState:
-    """A run of one. `versions`: those of a saved state."""
-    return ChainState(height=0, tip=GENESIS, members=(founder,), versions=versions or (0,) * fragments)
+def found(
+    founder: Member,
+    fragments: int,
+    versions: tuple[int, ...] = (),
+    *,
+    owner: Key | None = None,
+    protocol: int = PROTOCOL_VERSION,
+) -> ChainState:
+    """A run of one. `versions`: those of a saved state. `owner`: of the founder's name. `protocol`: the run's."""
+    return ChainState(
+        height=0,
+        tip=GENESIS,
+        members=(founder,),
+        versions=versions or (0,) * fragments,
+        names=(Name(peer_id=founder.peer_id, key=founder.key, owner=owner),) if protocol >= 2 else UNSET,
+    )
 
 
 def in_order(members: Iterable[Member]) -> tuple[Member, ...]:
@@ -63,14 +81,14 @@ def follows(block: Block, state: ChainState) -> bool:
 
 def after(block: Block, state: ChainState) -> ChainState:
     """The run after one more decided block."""
-    members, versions, expelled = state.members, state.versions, state.expelled
+    members, versions, expelled, borne = state.members, state.versions, state.expelled, state.names
     if isinstance(block, Round):
         versions = tuple(block.version if f == block.fragment else v for f, v in enumerate(versions))
     else:
         proven = {proof.first.author for proof in block.proofs}
         fresh = {member for member in members if member.key in proven}
         expelled = in_order({*fresh, *in_order({*expelled} - fresh)[-max(MOST_EXPELLED - len(fresh), 1) :]})
-        members = block.members
+        members, borne = block.members, names.after(block, borne)
     return msgspec.structs.replace(
         state,
         height=block.height,
@@ -78,6 +96,7 @@ def after(block: Block, state: ChainState) -> ChainState:
         members=members,
         versions=versions,
         expelled=expelled,
+        names=borne,
     )
 
 

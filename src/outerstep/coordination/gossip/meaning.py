@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from msgspec import UNSET
+
 from ...statements import (
     MOST_PEERS,
     Beat,
@@ -25,6 +27,7 @@ from ...statements import (
 )
 from . import chain
 from .book import Book
+from .names import MOST_NAMES, is_anothers, owner_of
 
 CanCall = Callable[[Beat], bool]
 """Can a connection be made to the place that a beat names? By its form: whether somebody answers shows later."""
@@ -53,6 +56,9 @@ def wrong_with_state(state: ChainState, fragments: int | None = None) -> str:
     """`fragments`: how many the run has, if that is known."""
     if not state.versions or fragments not in (None, len(state.versions)):
         return f"names a run of {len(state.versions)} fragments" + (f", not {fragments}" if fragments else "")
+    names = () if state.names is UNSET else [name.peer_id for name in state.names]
+    if len(names) > MOST_NAMES or len(set(names)) != len(names):
+        return f"names {len(names)} names, where a run has {MOST_NAMES} at most, each once"
     return _wrong_with_members(state.members)
 
 
@@ -83,15 +89,18 @@ def _wrong_with_change(block: Change, state: ChainState, book: Book) -> str:
     applied = {signed.author: book.read(signed) for signed in block.applied}
     keys = {member.key for member in state.members}
     for member in block.members:
-        if member.key not in keys and not _may_be_let_in(member, applied.get(member.key), state):
-            return f"lets {member.peer_id} in, who has not asked, or is expelled"
+        if member.key not in keys and not may_be_let_in(member, applied.get(member.key), state, book):
+            return f"lets {member.peer_id} in, who has not asked, is expelled, or bears another's name"
     return _wrong_with_members(block.members)
 
 
-def _may_be_let_in(member: Member, beat: object, state: ChainState) -> bool:
+def may_be_let_in(member: Member, beat: object, state: ChainState, book: Book) -> bool:
+    """Whatever this peer has heard of it: has it asked, is it not expelled, and is its name its own?"""
     if not isinstance(beat, Beat) or beat.peer_id != member.peer_id or beat.wants != "belong":
         return False
-    return not any(m.key == member.key or m.peer_id == member.peer_id for m in state.expelled)
+    if any(m.key == member.key or m.peer_id == member.peer_id for m in state.expelled):
+        return False
+    return book.is_owned(beat, member.key) and not is_anothers(member, owner_of(beat), state)
 
 
 def _wrong_with_members(members: Sequence[Member]) -> str:

@@ -27,6 +27,7 @@ from ...statements import (
     Decision,
     Member,
     Offered,
+    Ownership,
     Proof,
     Proposed,
     Round,
@@ -77,6 +78,7 @@ class GossipPeer:
         address: str = "",
         fingerprint: str | None = None,
         can_call: CanCall = anywhere,
+        owner: Ownership | None = None,
     ) -> None:
         self.run_id, self.member, self.rules = run_id, member, rules
         self.state = keepsake.state
@@ -85,6 +87,7 @@ class GossipPeer:
         self.book = Book(run_id, member.key, sign, verify, rules.protocol, len(self.state.versions))
         self.book.attend_to(self._keys)
         self.address, self.fingerprint = address, fingerprint
+        self._owner = owner if owner is not None and rules.protocol >= 2 else UNSET
         self.wants: str = "watch"
         self.stirred = True
         self.refusals = GossipRefusals()
@@ -321,6 +324,7 @@ class GossipPeer:
                 step=step,
                 steps_per_second=steps_per_second,
                 loss=loss,
+                owner=self._owner,
             )
         )
 

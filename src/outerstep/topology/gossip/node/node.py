@@ -34,6 +34,7 @@ from msgspec.structs import replace
 
 from ....coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ....coordination.gossip.chain import found
+from ....coordination.gossip.names import is_anothers, vouched
 from ....errors import (
     Busy,
     ConfigError,
@@ -46,8 +47,9 @@ from ....errors import (
 from ....events import Event, EventSink, PeerExpelled, RoundDecided, WorkerDied, WorkerJoined, WorkerLeft
 from ....observe import FanOut
 from ....observe.status import PeerStatus
+from ....security import Credentials
 from ....security.signing import make_key, verify
-from ....statements import Beat, ChainState, Converse, Decision, Member, Offered, Round
+from ....statements import Beat, ChainState, Converse, Decision, Member, Offered, Ownership, Round
 from ....versions import OLDEST_PROTOCOL, as_spoken
 from ....wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
 from .contributions import DecidedRounds, Fetcher, Payloads
@@ -190,11 +192,18 @@ class Node:
         if len(document) > MOST_DOCUMENT_BYTES:
             raise ConfigError(f"the terms of a run have at most {MOST_DOCUMENT_BYTES} bytes, got {len(document)}")
         member = Member(peer_id=self.peer_id, key=self.key)
+        owner = Credentials(self.settings.credentials).worker_key(self.peer_id)
         if terms is None:
-            state = found(member, len(sizes), tuple(versions))
+            state = found(member, len(sizes), tuple(versions), owner=owner.public, protocol=rules.protocol)
             terms = Terms(run_id=secrets.token_hex(8), document=document, state=state, attackers=rules.attackers)
         if len(terms.state.versions) != len(sizes):
             raise ConfigError(f"the run has {len(terms.state.versions)} fragments, got sizes for {len(sizes)}")
+        if is_anothers(member, owner.public, terms.state):
+            raise ConfigError(
+                f"in this run the name {self.peer_id!r} belongs to another peer, here or away: choose another "
+                "worker_id; or, if it is this peer's, start it with the folder (peer_dir) or the credentials it had"
+            )
+        body = vouched(terms.run_id, self.peer_id, self.key)
         self._document, self._sizes = document, tuple(sizes)
         keepsake = self._take_up(terms, document, rules)
         peer = GossipPeer(
@@ -209,6 +218,7 @@ class Node:
             address=self._listener.address,
             fingerprint=self._listener.fingerprint,
             can_call=self._listener.can_call,
+            owner=Ownership(key=owner.public, signature=owner.sign(body)),
         )
         with self.lock:
             self._furnish(peer, callbacks)
@@ -489,7 +499,7 @@ class Node:
         if any(m.peer_id == self.peer_id and m.key != self.key for m in state.members):
             log.warning(
                 "a member of the run is called %r already. If it is this peer, started without its folder, it is let "
-                "in when that one has been silent for long enough; if not, choose another id",
+                "in when that one has been silent for long enough; if another of this user's, choose another id",
                 self.peer_id,
             )
 
