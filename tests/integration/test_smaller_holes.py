@@ -501,20 +501,21 @@ FROM_WORKERS: list[dict[str, str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def ports() -> Iterator[dict[str, str]]:
+    """The ports that ask for no token, by name."""
+    state = tiny_model().state_dict()
+    named: dict[str, Any] = {"num_workers": 1, "port": 0, "codec": "fp32", "advertise": "known.example.com"}
+    with (
+        DiLoCoServer(state, **named) as server,
+        CompatServer(server, 0) as compat,
+        DiLoCoServer(state, insecure=True, **named) as insecure,
+    ):
+        yield {"compatibility": compat.address, "insecure": insecure.address}
+
+
 class TestCrossSiteRequests:
     """A page in somebody's browser is no worker, also on the machine that the port is open to."""
-
-    @pytest.fixture(scope="class")
-    def ports(self) -> Iterator[dict[str, str]]:
-        """The ports that ask for no token, by name."""
-        state = tiny_model().state_dict()
-        named: dict[str, Any] = {"num_workers": 1, "port": 0, "codec": "fp32", "advertise": "known.example.com"}
-        with (
-            DiLoCoServer(state, **named) as server,
-            CompatServer(server, 0) as compat,
-            DiLoCoServer(state, insecure=True, **named) as insecure,
-        ):
-            yield {"compatibility": compat.address, "insecure": insecure.address}
 
     @pytest.mark.parametrize("port", ["compatibility", "insecure"])
     @pytest.mark.parametrize("headers", ELSEWHERE, ids=str)
