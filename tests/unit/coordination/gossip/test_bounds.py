@@ -63,7 +63,9 @@ class World:
                 one.tick(self.now)
                 for other in talking:
                     if other is not one:
-                        other.hear(through_the_wire(one.say_to(other.state.height)), self.now)
+                        said = one.say_to(other.state.height)
+                        is_sampled = len(talking) <= 10 or other is talking[0]
+                        other.hear(through_the_wire(said) if is_sampled else said, self.now)
 
     def round(self, *peers: GossipPeer) -> None:
         """One that all of them contribute to."""
@@ -309,6 +311,22 @@ class TestPlaces:
         waits = world.start("q2", full)
         assert waits.is_full
         assert "a place: the run has 64 members, the most there can be" in waits.waiting_for(0, now)
+
+    @pytest.mark.slow
+    def test_sixty_four_decide_and_the_sixty_fifth_waits(self) -> None:
+        world = World(63, GossipRules(heartbeat_timeout_s=1000.0))
+        state = world.peers[0].state
+        would_be = [world.start(f"q{i}", state) for i in range(2)]
+        for _ in range(6):
+            world.talk(*world.peers, *would_be, times=1)
+            if all(peer.is_full for peer in world.peers):
+                break
+        comes, waits = sorted(would_be, key=lambda peer: not peer.is_member)
+        assert comes.is_member
+        assert not waits.is_member
+        assert all(len(peer.state.members) == 64 for peer in world.peers)
+        world.round(*world.peers, comes)
+        assert "a place" in waits.waiting_for(0, world.now)
 
     def test_who_was_heard_first_comes_first_and_one_of_each_id(
         self, world: World, monkeypatch: pytest.MonkeyPatch
