@@ -50,6 +50,7 @@
         ├── ServerError              500  a bug or a full machine, at the server; may be retried
         │   └── ServerFailed         500  the server cannot continue
         ├── Busy                     503  retry after `retry_after_s`
+        │   └── QuotaExceeded            429  this token or worker costs too much: retry after `retry_after_s`
         └── Closing                  503  the run is ending: no worker may join
 
 A message says the rule and the value that broke it; the hint says what to do about it.
@@ -271,6 +272,12 @@ class ServerFailed(ServerError):
 
 class Busy(Refused):
     code, status = "busy", 503
+
+
+class QuotaExceeded(Busy):
+    SINCE: ClassVar[int] = 2  # ends that speak an older protocol are told its parent's code
+
+    code, status = "quota", 429
 
 
 class Closing(Refused):

@@ -29,7 +29,9 @@ class Event:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        """By name. One that may be unknown (its default is "") is left out then."""
+        held = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        return {name: value for name, (value, default) in held.items() if not value == default == ""}
 
     def __str__(self) -> str:
         """For people, on one line."""
@@ -204,23 +206,28 @@ class ContributionRefused(Refusal):
 
 @dataclass(frozen=True)
 class MessageRefused(Refusal):
-    """By the service: what a worker asks for cannot be."""
+    """By the service: what a worker asks for cannot be. `token`: the name of the one that was shown."""
 
     request: str
     worker: str | None
     code: str
     why: str
+    token: str = ""
+    address: str = ""
 
 
 @dataclass(frozen=True)
 class RequestRefused(Refusal):
-    """At the port: no valid token, no such path, no message."""
+    """At the port: no valid token, no such path, no message. `token`: the name of the one that was shown, if it is
+    valid. `worker`: for whom the request speaks, if it came to that."""
 
     code: str
     peer: str
     path: str
     request_id: str
     why: str
+    token: str = ""
+    worker: str = ""
 
 
 @dataclass(frozen=True)
@@ -323,12 +330,14 @@ class SyncOrdered(WorkersOrdered):
 
 @dataclass(frozen=True)
 class ControlReceived(Event):
-    """From an operator."""
+    """From an operator, with the token of this name, from there. (What is refused is a Refusal, too.)"""
 
     kind = "control"
     command: str
     worker: str | None
     reason: str
+    token: str = ""
+    address: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from outerstep.types import Answer, Offer, Poll, Request
 from outerstep.wire.http_transport import HttpTransport, parse_address
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.messages import decode_error
+from outerstep.wire.routes import Presented
 from outerstep.worker import DiLoCoWorker
 from support import (
     HandClient,
@@ -339,10 +340,10 @@ def test_stopping_does_not_wait_for_long_polls() -> None:
     thread = threading.Thread(target=lambda: answers.append(client.transport.call(poll)), daemon=True)
     take, asked = server.service.answer, threading.Event()
 
-    def noting(request: Request) -> Answer:
+    def noting(request: Request, shown: Presented) -> Answer:
         if isinstance(request, Poll):
             asked.set()
-        return take(request)
+        return take(request, shown)
 
     intercept(server.service, take, noting)
     thread.start()

@@ -24,7 +24,7 @@ from outerstep.types import Answer, Leave, Offer, PutPart, PutPartAnswer, Reques
 from outerstep.wire.http_server import LEAST_AT_WORK, ServiceLimits
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import SESSION_HEADER, address_of
-from outerstep.wire.routes import UnreadBody
+from outerstep.wire.routes import Presented, UnreadBody
 from outerstep.worker import DiLoCoWorker
 from support import HandClient, Ledger, count, intercept, make_frame, params_of, tiny_model, wait_until
 
@@ -246,11 +246,11 @@ def test_the_status_is_answered_while_everybody_else_waits_for_a_turn(server: Di
     client, payload, _ = begun_upload(server)
     answer = server.service.answer
 
-    def hold(request: Request) -> Answer:
+    def hold(request: Request, shown: Presented) -> Answer:
         if isinstance(request, Offer):
             inside.release()
             assert let_go.wait(20)
-        return answer(request)
+        return answer(request, shown)
 
     intercept(server.service, answer, hold)
     offers = [threading.Thread(target=client.offer, args=(len(payload),), daemon=True) for _ in range(2 * turns)]

@@ -105,7 +105,10 @@ def rotate(
 
 @app.command()
 def revoke(name: Name = None, worker: WorkerName = None, credentials: CredentialsFolder = None) -> None:
-    """Revoke a token by its name: it is refused from the next request on. (Its worker's id then takes the run's.)"""
+    """Revoke a token by its name: it is refused from the next request on. (Its worker's id then takes the run's.)
+
+    Workers that joined with it are out of the run at once.
+    """
     chosen = name or worker
     if chosen is None:
         raise ConfigError("which one? Give the NAME that `outerstep token list` shows, or --worker WORKER")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from ..coordination.server.quotas import QuotaLimits
 from ..coordination.server.rounds import OWN_RULES, Aggregation, RoundRules, RuleName
 from ..coordination.weights import MAX_WEIGHT_RATIO
 from ..defaults import OUTER_LR, OUTER_MOMENTUM, PART_SIZE_BYTES, SYNC_EVERY
@@ -169,6 +170,16 @@ class ServerConfig(Checked):
     require_identity: bool = setting(False, SECURITY,
         "Refuse workers that have neither a key nor a token of their own, as those of outerstep 0.2.")
     max_connections: Positive = setting(1024, LIMITS, "Connections open at the same time.")
+    max_joins_per_minute: Positive = setting(QuotaLimits.joins, LIMITS,
+        "Joins of newcomers with one token, of which one worker has a tenth; four minutes' worth at once.")
+    max_records_per_minute: Positive = setting(QuotaLimits.records, LIMITS,
+        "Records that their coming and going makes in the journal, of which one worker has a tenth.")
+    max_refused_per_minute: Positive = setting(QuotaLimits.refused, LIMITS,
+        "Contributions of theirs that are refused for what they are, of which one worker has a tenth.")
+    max_bytes_per_minute: Positive | None = setting(None, LIMITS,
+        "Bytes of contributions that newcomers with one token may send, and as many each other worker.", "any number")
+    max_open_uploads: Positive = setting(QuotaLimits.open_uploads, LIMITS,
+        "Contributions of newcomers with one token that may be on their way in.")
     pool_bytes: Positive = setting(512 << 20, LIMITS, "Memory for contributions on their way in, in bytes.")
     spool_bytes: Count = setting(16 << 30, LIMITS, "Disk for them when that is full, in bytes; 0 = none.")
     spool_dir: str | None = setting(None, LIMITS, "Where on disk.", "/var/tmp")
@@ -215,6 +226,16 @@ class ServerConfig(Checked):
             aggregation=self.combining,
             dylu=self.dylu,
             dylu_base=self.dylu_base_sync_every,
+        )
+
+    @property
+    def quotas(self) -> QuotaLimits:
+        return QuotaLimits(
+            joins=self.max_joins_per_minute,
+            records=self.max_records_per_minute,
+            refused=self.max_refused_per_minute,
+            bytes=self.max_bytes_per_minute,
+            open_uploads=self.max_open_uploads,
         )
 
     @property

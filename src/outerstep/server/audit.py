@@ -37,4 +37,5 @@ class Audit:
         if may:
             log_refusal(refused)
         if not refused.by_service:
-            self._events(RequestRefused(refusal.code, refused.peer, refused.path, refused.request_id, refusal.message))
+            what, who = (refused.path, refused.request_id, refusal.message), (refused.token, refused.worker)
+            self._events(RequestRefused(refusal.code, refused.peer, *what, *who))

@@ -29,7 +29,7 @@ from ..durable.run_folder import RunFolder
 from ..errors import ConfigError
 from ..events import EventSink
 from ..observe.status import ServerStatus
-from ..security import Access, Credentials, ServerIdentity, TokenGuard, is_loopback, parse_address
+from ..security import Access, Credentials, Guard, ServerIdentity, TokenGuard, is_loopback, parse_address
 from ..security.access import write_address
 from ..security.credentials import outward_host
 from ..security.guard import OpenGuard
@@ -285,7 +285,10 @@ class DiLoCoServer:
             max_connections=self.config.max_connections, control_from_anywhere=self.config.remote_control
         )
         tls = self._identity.context() if self._identity is not None else None
-        guard = TokenGuard(self._identity.tokens) if self._identity is not None else OpenGuard()
+        guard: Guard = OpenGuard()
+        if self._identity is not None:
+            guard = tokens = TokenGuard(self._identity.tokens)
+            self.service.valid_tokens = tokens.valid_names
         audit = Audit(self.service.events)
         port = self.config.port
         candidates = [port] if port is not None else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -26,6 +26,7 @@ from ..errors import (
     Busy,
     Closing,
     ConfigError,
+    QuotaExceeded,
     Refused,
     ServerError,
     ServerFailed,
@@ -53,6 +54,7 @@ from ..events import (
 from ..observe import EventLog, FanOut
 from ..observe.status import ServerStatus
 from ..printable import printable
+from ..security import Caller
 from ..security.joining import Nonces, check_signature
 from ..security.signing import derive_key
 from ..types import (
@@ -94,6 +96,7 @@ from .store import FragmentStore
 log = logging.getLogger(__name__)
 
 LONGEST_POLL_S = 20.0
+FROM_HERE = Presented(Caller("anybody"))  # within this process
 LONGEST_NAP_S = 1.0  # of the health thread
 NOTE_PATIENCE_S = 5.0  # how long an answer waits for its record
 LOUD = (  # events that are warnings
@@ -170,8 +173,10 @@ class ParameterService:
             drain_timeout_s=config.drain_timeout_s,
             session_secret=secret,
             require_identity=config.require_identity,
+            quotas=config.quotas,
         )
         self._nonces = Nonces()
+        self.valid_tokens: Callable[[], Collection[str]] | None = None  # the names of those that are; None = no tokens
         self.coordinator.remembers = folder is not None
         self.run = Run(config, self.coordinator, model, make_optimizer)
         self.failure = ""
@@ -264,16 +269,18 @@ class ParameterService:
             **pages(self),
             place_of(AskNonce): MessageRoute(AskNonce, self.nonce, is_quick=True),
             place_of(Join): MessageRoute(Join, self.join, most_bytes=MAX_JOIN_BYTES, sees_caller=True),
-            place_of(Heartbeat): MessageRoute(Heartbeat, self.answer, is_quick=True, admit=self.admit),
-            place_of(Leave): MessageRoute(Leave, self.answer, is_quick=True, admit=self.admit),
+            place_of(Heartbeat): MessageRoute(
+                Heartbeat, self.answer, is_quick=True, admit=self.admit, sees_caller=True
+            ),
+            place_of(Leave): MessageRoute(Leave, self.answer, is_quick=True, admit=self.admit, sees_caller=True),
             place_of(Offer): MessageRoute(
-                Offer, self.answer, is_quick=True, decode=self._decode_offer, admit=self.admit
+                Offer, self.answer, is_quick=True, decode=self._decode_offer, admit=self.admit, sees_caller=True
             ),
             place_of(PutPart): UploadRoute(PutPart, self.put_part, admit=self.admit),
-            place_of(Commit): MessageRoute(Commit, self.answer, admit=self.admit),
-            place_of(Poll): MessageRoute(Poll, self.answer, admit=self.admit),
+            place_of(Commit): MessageRoute(Commit, self.answer, admit=self.admit, sees_caller=True),
+            place_of(Poll): MessageRoute(Poll, self.answer, admit=self.admit, sees_caller=True),
             place_of(GetPart): DownloadRoute(GetPart, self.get_part, admit=self.admit),
-            place_of(Control): MessageRoute(Control, self.answer, speaker=None, is_order=True),
+            place_of(Control): MessageRoute(Control, self.answer, speaker=None, is_order=True, sees_caller=True),
         }
 
     def _decode_offer(self, data: bytes | bytearray) -> Offer:
@@ -305,12 +312,12 @@ class ParameterService:
             check_signature(request, self._nonces, shown.token)
             worker_id, members = request.worker_id, self.coordinator.members
             vouched = _is_own_token(worker_id, shown) or members.holds_session(worker_id, shown.session)
-            return self._decide(request, vouched=vouched)
+            return self._decide(request, vouched=vouched, token=shown.caller.name)
         except Refused as refusal:
-            self._note_refusal(request, refusal)
+            self._note_refusal(request, refusal, shown)
             raise
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request, shown: Presented = FROM_HERE) -> Answer:
         self._check_health()
         try:
             match request:
@@ -323,20 +330,23 @@ class ParameterService:
                 case Poll():
                     return self._poll(request)
                 case Control():
-                    self.events(ControlReceived(request.kind, request.worker_id, request.reason))
+                    who, where = shown.caller.name, shown.address
+                    self.events(ControlReceived(request.kind, request.worker_id, request.reason, who, where))
                     if request.kind == "save":
                         return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
                     return self._decide(request)
                 case PutPart() | GetPart():
                     raise BadRequest(f"{type(request).__name__} carries bytes")
         except Refused as refusal:
-            self._note_refusal(request, refusal)
+            self._note_refusal(request, refusal, shown)
             raise
 
-    def _note_refusal(self, request: Request, refusal: Refused) -> None:
-        if not isinstance(refusal, Busy | StaleRound | Superseded):  # those are part of a healthy run's life
-            who = getattr(request, "worker_id", None)
-            self.events(MessageRefused(type(request).__name__, who, refusal.code, str(refusal)))
+    def _note_refusal(self, request: Request, refusal: Refused, shown: Presented) -> None:
+        is_everyday = isinstance(refusal, Busy | StaleRound | Superseded)  # part of a healthy run's life
+        if not is_everyday or isinstance(refusal, QuotaExceeded):
+            what, who = type(request).__name__, getattr(request, "worker_id", None)
+            token, where = shown.caller.name, shown.address
+            self.events(MessageRefused(what, who, refusal.code, str(refusal), token, where))
 
     def put_part(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
         self._check_health()
@@ -417,6 +427,8 @@ class ParameterService:
 
     def tick(self, now: float) -> None:
         with self.changed:
+            if self.valid_tokens is not None:
+                self.coordinator.revoke(self.valid_tokens(), now)
             self.coordinator.tick(now)
             self._flush()
 
@@ -433,15 +445,17 @@ class ParameterService:
 
     # --- decisions, under the lock --------------------------------------------------------------------------------
 
-    def _decide(self, request: Join | Heartbeat | Leave | Offer | Control, *, vouched: bool = False) -> Answer:
-        """The answer, once the record that it depends on is durable. `vouched`: of a join."""
+    def _decide(
+        self, request: Join | Heartbeat | Leave | Offer | Control, *, vouched: bool = False, token: str = ""
+    ) -> Answer:
+        """The answer, once the record that it depends on is durable. `vouched`, `token`: of a join."""
         with self.changed:
             self._check_health()  # it may have stopped since the message came in
             if isinstance(request, Join) and self.coordinator.plan is None:
                 self.coordinator.check_join(request, vouched=vouched)
                 self.run.start(request)
             try:
-                answer, record = self._commits.answer(request, self.clock(), vouched=vouched)
+                answer, record = self._commits.answer(request, self.clock(), vouched=vouched, token=token)
             finally:
                 self._flush()
                 self.monitor.nudge()

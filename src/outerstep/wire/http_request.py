@@ -109,7 +109,8 @@ class HttpBody:
 @dataclass
 class HttpRequest:
     """`connections`: all that its port has. `is_admitted`: it has shown a token. `protocol`: the one that it is written
-    in. `is_with_service`: its service has it, and notes what it refuses."""
+    in. `is_with_service`: its service has it, and notes what it refuses. `token`: the name of the one that it shows;
+    `worker`: for whom it speaks."""
 
     method: str
     path: str
@@ -121,6 +122,8 @@ class HttpRequest:
     is_admitted: bool = False
     protocol: int = OLDEST_PROTOCOL
     is_with_service: bool = False
+    token: str = ""
+    worker: str = ""
 
 
 def read_request(http: h11.Connection, channel: Channel, began: bytes, connections: Connections) -> HttpRequest:

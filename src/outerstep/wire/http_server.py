@@ -35,7 +35,7 @@ from ..errors import (
 from ..printable import printable
 from ..security import Guard
 from ..security.guard import OpenGuard
-from ..versions import as_spoken, spoken_here
+from ..versions import OLDEST_PROTOCOL, as_spoken, spoken_here
 from .connections import Connection, Connections
 from .cross_site import check_site, own_names
 from .http_request import HEAD_READ_BYTES, SLICE_BYTES, Gone, HttpRequest, read_request
@@ -80,7 +80,8 @@ PARTING_S = 5.0
 
 @dataclass(frozen=True)
 class RefusedRequest:
-    """For the account of refusals. `by_service`: the service behind has said no, and taken note of it."""
+    """For the account of refusals. `by_service`: the service behind has said no, and taken note of it. `token`: the
+    name of the one that was shown; `worker`: for whom it spoke."""
 
     refusal: Refused
     peer: str
@@ -88,13 +89,16 @@ class RefusedRequest:
     path: str
     request_id: str
     by_service: bool = False
+    token: str = ""
+    worker: str = ""
 
 
 def log_refusal(refused: RefusedRequest) -> None:
     """ "Too late" and "ask again" are everyday answers; an operator wants to see the others."""
     level = logging.DEBUG if refused.refusal.status in (409, 503) else logging.INFO
     what, refusal = f"{refused.method} {refused.path}".strip() or "a request", refused.refusal
-    why = f"{what} from {refused.peer} refused: {refusal.code}: {refusal.message} [{refused.request_id}]"
+    shown = f" with the token {refused.token!r}" if refused.token else ""
+    why = f"{what} from {refused.peer}{shown} refused: {refusal.code}: {refusal.message} [{refused.request_id}]"
     log.log(level, "%s", printable(why))
 
 
@@ -309,9 +313,9 @@ class HttpServer:
         try:
             return self._serve(request, channel)
         except Refused as refusal:
-            by_service = request.is_with_service
-            self._on_refusal(RefusedRequest(refusal, request.body.peer, method, path, request_id, by_service))
-            return _error_reply(refusal, request_id)
+            who = request.is_with_service, request.token, request.worker
+            self._on_refusal(RefusedRequest(refusal, request.body.peer, method, path, request_id, *who))
+            return _error_reply(refusal, request_id, request.protocol)
         except (TimeoutError, ConnectionError) as error:
             raise Gone(str(error)) from error
         except Exception as error:  # the last line of defence of a thread that serves strangers
@@ -333,7 +337,7 @@ class HttpServer:
         caller = self._guard.admit(headers.get("authorization"))
         if not channel.connection.is_known:
             self._connections.greet(channel.connection)
-        request.is_admitted = True
+        request.is_admitted, request.token = True, caller.name
         request.protocol = protocol_of(headers)
         if route is None:
             raise no_route(self._routes, method, path)
@@ -361,6 +365,7 @@ class HttpServer:
                     # Of a large one, decoding takes many times its size for a moment.
                     message = decode_json(data, route.kind) if route.decode is None else route.decode(data)
                 check_written(message, request.protocol)
+                request.worker = getattr(message, route.speaker) if route.speaker is not None else ""
                 check_speaker(route, message, shown)
                 request.is_with_service = True
                 given = (message, shown) if route.sees_caller else (message,)
@@ -372,6 +377,7 @@ class HttpServer:
             case UploadRoute():
                 part: Any = parse_query(request.query, route.kind)
                 check_written(part, request.protocol)
+                request.worker = getattr(part, route.speaker)
                 check_speaker(route, part, shown)
                 body.check_size(MAX_PART_BYTES, "a part", "a run's parts have part_size_bytes, as its plan says")
                 with channel.away():
@@ -381,6 +387,7 @@ class HttpServer:
             case DownloadRoute():
                 part = parse_query(request.query, route.kind)
                 check_written(part, request.protocol)
+                request.worker = getattr(part, route.speaker)
                 check_speaker(route, part, shown)
                 found, bytes_ = route.handler(part)
                 return Reply(bytes_, headers=(("Content-Type", BYTES_TYPE), (HASH_HEADER, found.hash)))
@@ -423,7 +430,7 @@ def _answer(answer: object, request: HttpRequest) -> Reply:
     return Reply(encode_json(as_spoken(answer, request.protocol)))
 
 
-def _error_reply(refusal: Refused, request_id: str) -> Reply:
+def _error_reply(refusal: Refused, request_id: str, protocol: int = OLDEST_PROTOCOL) -> Reply:
     headers = [("Content-Type", JSON_TYPE)]
     if isinstance(refusal, Unauthorized):
         headers.append(("WWW-Authenticate", "Bearer"))
@@ -431,7 +438,7 @@ def _error_reply(refusal: Refused, request_id: str) -> Reply:
         headers.append(("Allow", refusal.allow))
     if refusal.retry_after_s:
         headers.append(("Retry-After", str(max(1, round(refusal.retry_after_s)))))
-    return Reply(encode_error(refusal, request_id), refusal.status, tuple(headers))
+    return Reply(encode_error(refusal, request_id, protocol), refusal.status, tuple(headers))
 
 
 def _linger(channel: Channel) -> None:

@@ -101,7 +101,7 @@ class MemoryTransport:
             answer = self._serve(route, query, encode_json(said), body, into, shown)
         except Refused as refusal:
             # Through the wire's own form, so that the twin refuses exactly as HTTP does.
-            raise decode_error(encode_error(refusal, "memory"), refusal.status) from refusal
+            raise decode_error(encode_error(refusal, "memory", self.protocol), refusal.status) from refusal
         if self.drop_answers > 0:
             self.drop_answers -= 1
             raise TransportError("the answer was lost (drop_answers)")

@@ -42,7 +42,7 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
-from ..versions import OLDEST_PROTOCOL, as_spoken, check_spoken, needs
+from ..versions import OLDEST_PROTOCOL, PROTOCOL_VERSION, as_spoken, check_spoken, needs
 from .peers import (
     AskParts,
     AskSnapshot,
@@ -180,9 +180,12 @@ def parse_query(query: str, kind: type[T]) -> T:
     return convert(facts, kind, from_text=True)
 
 
-def encode_error(error: Refused, request_id: str) -> bytes:
+def encode_error(error: Refused, request_id: str, protocol: int = PROTOCOL_VERSION) -> bytes:
+    kind = type(error)
+    while getattr(kind, "SINCE", OLDEST_PROTOCOL) > protocol:  # a code that the other end does not know
+        kind = kind.__bases__[0]
     body = ErrorBody(
-        code=error.code,
+        code=kind.code,
         message=error.message,
         hint=error.hint,
         request_id=request_id,

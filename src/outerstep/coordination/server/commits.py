@@ -168,9 +168,9 @@ class Commits:
     # --- decisions come in ------------------------------------------------------------------------------------------
 
     def answer(
-        self, request: Join | Heartbeat | Leave | Offer | Control, now: float, *, vouched: bool = False
+        self, request: Join | Heartbeat | Leave | Offer | Control, now: float, *, vouched: bool = False, token: str = ""
     ) -> tuple[Answer, int]:
-        """The answer, and the record to wait for before it may be given; 0 = none. `vouched`: of a join.
+        """The answer, and the record to wait for before it may be given; 0 = none. `vouched`, `token`: of a join.
 
         A join is durable before the worker hears of it: its incarnation must not be given away twice. A join that is
         repeated waits again. A leave is recorded, so that a restarted server does not wait for a worker that left; but
@@ -179,7 +179,7 @@ class Commits:
         try:
             match request:
                 case Join():
-                    answer: Answer = self.coordinator.join(request, now, vouched=vouched)
+                    answer: Answer = self.coordinator.join(request, now, vouched=vouched, token=token)
                 case Heartbeat():
                     answer = self.coordinator.heartbeat(request, now)
                 case Leave():
@@ -193,6 +193,8 @@ class Commits:
         order = isinstance(request, Control) and request.kind in OUTLIVE and self.coordinator.plan is not None
         if order or self._presence(request) != before:
             self.note()
+            if isinstance(request, Join | Leave):
+                self.coordinator.charge_record(request.worker_id, now)
         return answer, self._noted if order or isinstance(request, Join) else 0
 
     def _presence(self, request: object) -> tuple[int, bool, tuple[str, ...]]:

@@ -14,7 +14,7 @@ key with the same hash gets the same answer again; with another hash it is refus
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
@@ -23,7 +23,17 @@ import msgspec
 from msgspec import UNSET
 
 from ... import events
-from ...errors import Absurd, BadRequest, Closing, MissingParts, Refused, StaleRound, TooOld, UnknownWorker
+from ...errors import (
+    Absurd,
+    BadRequest,
+    Closing,
+    FutureRound,
+    MissingParts,
+    Refused,
+    StaleRound,
+    TooOld,
+    UnknownWorker,
+)
 from ...screens import LEAST_CONTRIBUTORS, NormScreen, Size
 from ...types import (
     Agreement,
@@ -67,6 +77,7 @@ from .admission import (
 from .effects import Accumulate, CloseRound, DropUpload, Effect, StopServer
 from .membership import BLAMELESS, OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
 from .plan import Settled, changed, check_manifest, check_wishes
+from .quotas import QuotaLimits, Quotas
 from .remembered import LEAP, Acceptance, Remembered, WorkerRecord
 from .rounds import MOST_REFUSALS, Closed, Fragment, RoundRules, RoundVerdict, TokenBudget
 from .uploads import Upload, Uploads
@@ -87,6 +98,7 @@ class Coordinator:
         part_size_bytes: int,
         token_budget: int | None = None,
         drain_timeout_s: float = 600.0,
+        quotas: QuotaLimits = QuotaLimits(),  # noqa: B008 - frozen
         session_secret: bytes = b"",
         require_identity: bool = False,
     ) -> None:
@@ -95,6 +107,7 @@ class Coordinator:
         self.members = Membership(heartbeat_timeout_s=heartbeat_timeout_s, session_secret=session_secret)
         self.require_identity = require_identity
         self.uploads = Uploads(capacity_bytes=pool_bytes, part_size_bytes=part_size_bytes)
+        self.quotas = Quotas(quotas)
         self.fragments: list[Fragment] = []
         self.plan: Plan | None = None
         self.manifest: Manifest | None = None
@@ -145,15 +158,17 @@ class Coordinator:
         self.fragments = list(fragments)
         self.budget.fix(len(self.fragments))
 
-    def join(self, message: Join, now: float, *, vouched: bool = False) -> JoinAnswer:
-        """`vouched`: whose id it is, is proven by something else than a key (membership.py)."""
+    def join(self, message: Join, now: float, *, vouched: bool = False, token: str = "") -> JoinAnswer:
+        """`vouched`: whose id it is, is proven by something else than a key (membership.py). `token`: the name of the
+        one that came with it."""
         self.check_join(message, vouched=vouched)
         self.now = now
+        self._check_joins(message, now, vouched, token)
         assert self.plan is not None, "fix() comes before the first join"
         assert self.manifest is not None
         before = self.members.live_ids
         worker, arrived = self.members.join(message, now, vouched=vouched)
-        worker.protocol = message.protocol
+        worker.protocol, worker.token = message.protocol, token
         if arrived:
             if worker.worker_id in before:
                 # The old process is fenced; what it had in hand or was told is lost. Nobody waits for it now, unless
@@ -178,6 +193,30 @@ class Coordinator:
             fragments=tuple(worker.state_of(i, f.published.version) for i, f in enumerate(self.fragments)),
             session=worker.session if message.proof is not UNSET else UNSET,
         )
+
+    def _check_joins(self, message: Join, now: float, vouched: bool, token: str) -> None:
+        """A join that is repeated costs nothing; and nobody pays for what another says under its id."""
+        worker = self.members.find(message.worker_id)
+        if worker is not None:
+            self.members.check_owner(worker, message, vouched)
+            if worker.live and worker.instance == message.instance:
+                return
+        is_newcomer = worker is None or worker.is_newcomer
+        self.quotas.check("records", token, message.worker_id, now, is_newcomer=is_newcomer)
+        self.quotas.check("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
+        self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
+
+    def charge_record(self, worker_id: str, now: float) -> None:
+        """Its coming or going was written down."""
+        worker = self.members.find(worker_id)
+        if worker is not None:
+            self.quotas.charge("records", worker.token, worker_id, now, is_newcomer=worker.is_newcomer)
+
+    def revoke(self, valid: Collection[str], now: float) -> None:
+        """Remove the workers that joined with a token which is none of these any more."""
+        for worker in [one for one in self.members if one.live and one.token and one.token not in valid]:
+            gone = events.WorkerLeft(worker.worker_id, f"its token {worker.token!r} was revoked, or has expired")
+            self.remove(worker, gone, now)
 
     def heartbeat(self, message: Heartbeat, now: float) -> HeartbeatAnswer:
         worker = self._heard(message, now)
@@ -225,6 +264,7 @@ class Coordinator:
         if upload is not None:
             upload.heard_at = now
         else:
+            self._check_costs(worker, message, now)
             for other in self.uploads.of(worker.worker_id, message.fragment):
                 self.drop(other.key)
             upload = self.uploads.request(message, now)
@@ -237,6 +277,14 @@ class Coordinator:
             soon = self.uploads.is_near(message.key)
             return OfferAnswer(state="wait", retry_after_s=ASK_AGAIN_SOON_S if soon else ASK_AGAIN_S)
         return OfferAnswer(state="send", missing=upload.missing)
+
+    def _check_costs(self, worker: KnownWorker, message: Offer, now: float) -> None:
+        """May it send something more?"""
+        token, worker_id, quotas = worker.token, worker.worker_id, self.quotas
+        quotas.check("refused", token, worker_id, now, is_newcomer=worker.is_newcomer and worker.was_refused)
+        quotas.check("bytes", token, worker_id, now, is_newcomer=worker.is_newcomer)
+        if worker.is_newcomer:
+            quotas.open_upload(token, message.key, self.uploads.is_open)
 
     def begin_part(self, message: PutPart, now: float) -> Upload | PutPartAnswer:
         """Where the part belongs; or, if it is here already, the answer."""
@@ -258,6 +306,11 @@ class Coordinator:
         """Its bytes are in place and have the hash that was announced."""
         begun = self.begin_part(message, now)
         if isinstance(begun, Upload):
+            begin, end = begun.parts.range(message.part)
+            worker = self._heard(message, now)
+            self.quotas.charge(
+                "bytes", worker.token, worker.worker_id, now, is_newcomer=worker.is_newcomer, amount=end - begin
+            )
             begun.part_hashes[message.part] = message.hash
             return PutPartAnswer(state="stored")
         return begun
@@ -383,6 +436,9 @@ class Coordinator:
         is_late = isinstance(refusal, StaleRound | TooOld) and fragment.published.version < round_.version - 1
         if is_late or isinstance(refusal, BLAMELESS):
             return
+        if not isinstance(refusal, StaleRound | TooOld | FutureRound):  # refused for what it is, not for when it came
+            worker.was_refused = True
+            self.quotas.charge("refused", worker.token, worker.worker_id, now, is_newcomer=worker.is_newcomer)
         if is_offence and isinstance(refusal, OFFENCE_KINDS):
             self._note_offence(worker, refusal, now)
         if worker.conduct.is_quarantined(now) or not round_.refuse(worker.worker_id):

@@ -200,6 +200,8 @@ class KnownWorker:
     conduct: Conduct = field(default_factory=Conduct)
     kicked: str = ""  # why, until another instance joins
     protocol: int | None = None  # that it joined in; None: before the server was restarted
+    token: str = ""  # the name of the one that it joined with
+    was_refused: bool = False  # a contribution, for what it was
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     accepted: dict[int, Acceptance] = field(default_factory=dict)  # per fragment, the last one
     closed: dict[int, Acceptance] = field(default_factory=dict)  # and the last one whose round has closed
@@ -211,6 +213,11 @@ class KnownWorker:
     def is_guest(self) -> bool:
         """Is nothing known of it but that it was here?"""
         return not (self.accepted or self.kicked or self.conduct.total)
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Has nothing of it been accepted yet?"""
+        return not self.accepted
 
     # --- the ledger -----------------------------------------------------------------------------------------------
 
@@ -265,6 +272,7 @@ class KnownWorker:
             retired=tuple(self.retired),
             accepted=dict(self.closed),
             keys=self.keys,
+            token=self.token,
         )
 
     @classmethod
@@ -273,7 +281,7 @@ class KnownWorker:
         worker = cls(worker_id, record.instance, record.hostname, record.incarnation, now, now, live=False)
         worker.retired.extend(record.retired)
         worker.accepted, worker.closed = dict(record.accepted), dict(record.accepted)
-        worker.keys = record.keys
+        worker.keys, worker.token = record.keys, record.token
         return worker
 
 
@@ -323,7 +331,7 @@ class Membership:
             self._workers[message.worker_id] = worker
             arrived = True
         else:
-            self._check_owner(worker, message, vouched)
+            self.check_owner(worker, message, vouched)
             arrived = self._join_again(worker, message, now)
         if message.proof is not UNSET and message.proof.key not in worker.keys:
             worker.keys = (*worker.keys, message.proof.key)[-MOST_KEYS:]
@@ -331,7 +339,7 @@ class Membership:
         return worker, arrived
 
     @staticmethod
-    def _check_owner(worker: KnownWorker, message: Join, vouched: bool) -> None:
+    def check_owner(worker: KnownWorker, message: Join, vouched: bool) -> None:
         key = message.proof.key if message.proof is not UNSET else None
         if worker.keys and not vouched and key not in worker.keys:
             what = "another key than this worker's" if key is not None else "a key, and this worker shows none"

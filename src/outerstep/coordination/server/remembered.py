@@ -26,8 +26,8 @@ class Acceptance(Plain, frozen=True):
 
 
 class WorkerRecord(Plain, frozen=True, omit_defaults=True):
-    """One worker id: its last start, the starts before it (fenced), by fragment what it has had accepted, and the keys
-    that it belongs to."""
+    """One worker id: its last start, the starts before it (fenced), by fragment what it has had accepted, the keys that
+    it belongs to, and the name of the token that it joined with."""
 
     instance: Instance
     hostname: Label
@@ -35,6 +35,7 @@ class WorkerRecord(Plain, frozen=True, omit_defaults=True):
     retired: tuple[Instance, ...]
     accepted: dict[Count, Acceptance]
     keys: tuple[Key, ...] = ()
+    token: Label = ""
 
 
 class Remembered(Plain, frozen=True):

@@ -81,6 +81,9 @@ class Uploads:
     def queued(self) -> int:
         return len(self._queue)
 
+    def is_open(self, key: ContributionKey) -> bool:
+        return key in self.by_key or key in self._queue
+
     def of(self, worker_id: str | None = None, fragment: int | None = None) -> list[Upload]:
         """Those of this worker, for this fragment. None = of any."""
         return [
