@@ -694,15 +694,26 @@ def test_a_resumed_run_takes_over_the_number_of_its_last_record_and_the_size_of_
     assert (task.ticket, task.number, task.required) == (ticket, 0, False)
 
 
-def test_a_resumed_run_with_no_later_records_counts_from_its_checkpoint() -> None:
+@pytest.mark.parametrize(("base", "last_record", "includes"), [(0, 0, 1), (5, 0, 6), (5, 8, 9)])
+def test_a_resumed_run_counts_from_its_checkpoint_or_the_last_record_behind_it(
+    base: int, last_record: int, includes: int
+) -> None:
     driver = Driver("")
-    driver.commits.resume(5, 0)
+    driver.commits.resume(base, 0, **({"last_record": last_record} if last_record else {}))
     driver.ask(make_join("a"))
     driver.do_all()
     driver.commits.save("asked")
     task = driver.task()
     assert isinstance(task, WriteCheckpoint)
-    assert task.includes == 6  # the join's record follows the fifth
+    assert task.includes == includes  # with the record of the join
+
+
+def test_the_first_round_of_a_resumed_run_is_followed_by_a_checkpoint_too() -> None:
+    driver = Driver("a")
+    driver.commits.resume(5, 0)
+    driver.do_all()
+    driver.contribute("a")
+    assert "WriteCheckpoint" in driver.do_all()
 
 
 def test_the_first_checkpoint_says_why_it_is_made_and_waits_for_nobody() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from outerstep.coordination.server.coordinator import ASK_AGAIN_S, ASK_AGAIN_SOON_S
-from outerstep.errors import NotFinite, Quarantined, Refused
-from unit.coordination.builders import SIZE_BYTES, TIMEOUT_S, Desk, make_key
+from outerstep.coordination.server.commits import Commits
+from outerstep.coordination.server.coordinator import ASK_AGAIN_S, ASK_AGAIN_SOON_S, Coordinator
+from outerstep.coordination.server.rounds import RoundRules
+from outerstep.errors import BadRequest, MissingParts, NotFinite, Quarantined, Refused
+from outerstep.types import PROTOCOL_VERSION, Control, Wishes
+from unit.coordination.builders import RUN, SIZE_BYTES, TIMEOUT_S, Desk, make_key
 
 
 class TestComingsAndGoings:
@@ -111,3 +114,66 @@ class TestWhatIsLeftOut:
         for version in (1, 2):
             desk.coordinator.note_verdict(0, version, {"a": "it points away"}, [])
         assert [desk.coordinator.members.find(worker).left_out for worker in "ab"] == [2, 0]  # type: ignore[union-attr]
+
+
+class TestWhatIsKeptOfEachWorker:
+    def test_one_that_leaves_takes_only_its_own_unfinished_contributions_along(self) -> None:
+        desk = Desk("abc")
+        desk.offer("a")
+        desk.offer("b")
+        desk.leave("a")
+        assert desk.dropped == [make_key("a")]
+        assert [upload.key for upload in desk.coordinator.uploads.of()] == [make_key("b")]
+
+    def test_the_protocol_it_speaks(self) -> None:
+        desk = Desk("a")
+        member = desk.coordinator.members.find("a")
+        assert member is not None
+        assert member.protocol == PROTOCOL_VERSION
+
+    def test_a_commit_that_comes_too_early_shows_that_it_is_there(self) -> None:
+        desk = Desk("ab")
+        desk.offer("a")
+        desk.now += 1.0
+        with pytest.raises(MissingParts):
+            desk.commit("a")
+        assert desk.coordinator.uploads.by_key[make_key("a")].heard_at == desk.now
+
+
+def test_one_that_asks_for_more_than_the_open_round_can_bring_gets_what_there_is() -> None:
+    answer = Desk("a").poll("a", after=1)  # it holds an agreement from before the server was restarted
+    assert answer.agreement is not None
+    assert answer.agreement.version == 0
+
+
+def test_tokens_are_counted_by_the_clock() -> None:
+    desk = Desk("a")
+    for sequence in (1, 2):
+        desk.now += 5.0
+        desk.contribute("a", sequence, base_version=sequence - 1, tokens=100)
+    assert desk.coordinator.budget.per_second == 20.0
+
+
+class TestBeforeTheFirstWorker:
+    @staticmethod
+    def coordinator() -> Coordinator:
+        return Coordinator(
+            run_id=RUN,
+            rules=RoundRules(num_workers=1),
+            heartbeat_timeout_s=1.0,
+            pool_bytes=1,
+            part_size_bytes=1,
+            token_budget=700,
+        )
+
+    def test_the_budget_is_the_one_that_the_server_was_started_with(self) -> None:
+        assert self.coordinator().budget.limit == 700
+
+    def test_no_round_is_complete_and_there_is_no_plan_to_change(self) -> None:
+        made = self.coordinator()
+        assert made.sync_round == 0
+        with pytest.raises(BadRequest, match="no plan"):
+            made.control(Control(kind="plan", changes=Wishes(sync_every=8)), 0.0)
+
+    def test_there_is_nothing_to_save(self) -> None:
+        assert Commits(self.coordinator(), "round").is_saved

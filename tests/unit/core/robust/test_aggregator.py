@@ -226,3 +226,26 @@ def test_a_single_peer_is_enough_where_that_is_said() -> None:
     assert alone.verdict is None
     assert alone.aggregate([torch.ones(2)]).tolist() == [1.0, 1.0]
     assert alone.aggregate([{"w": torch.ones(2)}])["w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("length", [1e-3, 1.0, 1e3])
+def test_five_are_enough_for_the_cosine_screen_however_short_they_are(length: float) -> None:
+    common = some(1, 1000)[0]
+    deltas = [length * (common + each) for each in some(5, 1000, seed=1)]
+    deltas[3] = -deltas[3]
+    aggregator = RobustAggregator("mean", cosine_screen=True, min_peers=5)
+    aggregator.aggregate(deltas)
+    assert aggregator.verdict is not None
+    assert set(aggregator.verdict.refused) == {"000003"}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 1.0, 1.5])
+def test_the_smoothing_of_a_geometric_median_is_a_fraction(smoothing: float) -> None:
+    with pytest.raises(ConfigError):
+        GeometricMedian(smoothing=smoothing)
+
+
+@pytest.mark.parametrize("radius", [0.0, float("inf"), float("nan")])
+def test_a_radius_to_clip_at_is_a_positive_number(radius: float) -> None:
+    with pytest.raises(ConfigError):
+        CenteredClipping(radius)
