@@ -78,6 +78,7 @@ ROOMS = {
         modules=("outerstep.coordination.gossip.*",),
         files=("src/outerstep/coordination/gossip/*",),
         tests=("tests/unit/coordination/gossip",),
+        too_slow="test_few_schedules or at_a_time_as_fit or two_hundred_come_and_go",
     ),
     "core": Room(
         modules=("outerstep.core.*",),
