@@ -247,6 +247,22 @@ def test_a_worker_moved_to_another_machine_is_known_by_its_saved_state(site: Sit
     assert there.worker("left").join().incarnation == 3
 
 
+def test_a_process_of_a_group_on_another_machine_joins_again_by_the_session_it_was_told(
+    owner: Person, attacker: Person
+) -> None:
+    """Rank 0 has joined; another rank, whose user has another folder there, finds the worker declared dead."""
+    first = owner.worker("left")
+    answer = first.join()
+    assert answer.session
+    other = attacker.worker("left", instance=first.session.join_request.instance)
+    with pytest.raises(NotOwner):
+        other.join()
+    other.transport.show_session("left", answer.session)
+    assert other.join() == answer
+    alive(other)
+    first.transport.call(Heartbeat(**first.session.head, step=1, steps_per_second=1.0))
+
+
 def test_a_lost_key_is_replaced_by_a_token_of_the_workers_own(site: Site, owner: Person, tmp_path: Path) -> None:
     left = owner.worker("left")
     left.join()
