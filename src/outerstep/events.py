@@ -171,6 +171,16 @@ class WorkerCountedOut(Event):
 
 
 @dataclass(frozen=True)
+class ClaimBounded(Event):
+    """A worker claims more tokens than it can have seen. What does not count now is held for its next contributions."""
+
+    kind = "claim_bounded"
+    worker: str
+    claimed: int
+    counted: int
+
+
+@dataclass(frozen=True)
 class ContributionsNotChosen(Event):
     kind = "not_chosen"
     fragment: int

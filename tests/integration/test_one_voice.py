@@ -63,21 +63,36 @@ def send_many(client: HandClient, version: int) -> int:
     return taken
 
 
-def run_rounds(folder: Path, *, lies: bool) -> list[float]:
-    with serving(folder) as (server, clients):
-        for version in range(3):
+def run_rounds(folder: Path, *, lies: bool, weight_by: str) -> tuple[list[float], int]:
+    """Four rounds: the model, and the tokens in it."""
+    with serving(folder, weight_by=weight_by) as (server, clients):
+        for version in range(4):
             if lies and version == 1:
                 assert send_many(clients[LIAR], version) == 1
             else:
-                send(clients[LIAR], 1, version)
+                send(clients[LIAR], 1, version, 10**12 if lies and version == 3 else TOKENS)
             for worker in HONEST:
                 send(clients[worker], 0, version)
             wait_until(lambda version=version: server.sync_round == version + 1)  # type: ignore[misc]
-        return server.get_global_params()["cells"].tolist()  # type: ignore[no-any-return]
+        status = server.service.status()
+        assert status.closing == "", "the budget is not spent"
+        return server.get_global_params()["cells"].tolist(), status.tokens.total
 
 
-def test_99_contributions_to_one_round_move_the_model_like_one_honest_one(tmp_path: Path) -> None:
-    assert run_rounds(tmp_path / "lies", lies=True) == run_rounds(tmp_path / "honest", lies=False)
+@pytest.mark.parametrize("weight_by", ["equal", "tokens"])
+def test_99_contributions_and_a_trillion_tokens_move_model_and_budget_like_one_honest_one(
+    tmp_path: Path, weight_by: str
+) -> None:
+    """A claim counts up to four times what the others do in the same time, and weighs as much as it counts. (However
+    long this machine took between two messages: at most `max_weight_ratio` times what is usual.)"""
+    honest, honest_tokens = run_rounds(tmp_path / "honest", lies=False, weight_by=weight_by)
+    moved, tokens = run_rounds(tmp_path / "lies", lies=True, weight_by=weight_by)
+    assert honest == [-3.0, -1.0]
+    assert honest_tokens == 4 * 4 * TOKENS
+    assert honest_tokens <= tokens <= honest_tokens + 9 * TOKENS
+    most = 1 / 4 if weight_by == "equal" else 10 / 13  # of the last round
+    assert -1.0 - most + 1 / 4 - 1e-6 <= moved[1] <= -1.0
+    assert sum(moved) == pytest.approx(-4.0)
 
 
 def test_99_contributions_at_the_compatibility_port_move_the_model_like_one_honest_one(

@@ -80,6 +80,9 @@ class ServerConfig(Checked):
         "What a contribution's weight is: equal for all, or its size.")
     max_weight_ratio: AtLeastOne = setting(MAX_WEIGHT_RATIO, ROUNDS,
         "No weight is further than this factor from the usual one.")
+    max_tokens_per_s: AtLeastOne | None = setting(None, ROUNDS,
+        "Of the tokens, samples and steps that a worker claims, so many count, times the seconds since its last "
+        "contribution.", "4 times the median of the others; a lone worker is not bounded", flags="--max-tokens-per-s")
     norm_screen: NotNegative = setting(FACTOR, ROUNDS,
         "Leave out contributions that are so many times as large as usual; 0 = none.")
     token_budget: Positive | None = setting(None, ROUNDS,
@@ -222,6 +225,7 @@ class ServerConfig(Checked):
             weigh_staleness=self._weighs_staleness,
             weight_by=self.weight_by,
             max_weight_ratio=self.max_weight_ratio,
+            max_tokens_per_s=self.max_tokens_per_s,
             norm_screen=self.norm_screen,
             aggregation=self.combining,
             dylu=self.dylu,

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from ... import events
 from ...errors import (
@@ -74,6 +75,7 @@ from .admission import (
     check_same_part,
     check_sections,
 )
+from .claims import PATIENCE_S, ClaimedWork, allowed, settle
 from .effects import Accumulate, CloseRound, DropUpload, Effect, StopServer
 from .membership import BLAMELESS, OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
 from .plan import Settled, changed, check_manifest, check_wishes
@@ -263,6 +265,8 @@ class Coordinator:
                 check_same_offer(message, upload.offer)
         if upload is not None:
             upload.heard_at = now
+        elif (early_s := worker.claimant(message.fragment).free_at - now) > 0.0 and self.rules.takes_late:
+            return OfferAnswer(state="wait", retry_after_s=early_s)  # it pushes too often
         else:
             self._check_costs(worker, message, now)
             for other in self.uploads.of(worker.worker_id, message.fragment):
@@ -339,12 +343,12 @@ class Coordinator:
             return begun
         offer, rules, worker = begun.offer, self.rules, self._heard(message, now)
         fragment = self.fragments[offer.fragment]
-        round_ = fragment.round
-        size = Size(norm, offer.steps) if norm is not None and offer.steps and rules.norm_screen else None
+        round_, plausible = fragment.round, self._plausible(worker, offer, fragment, now)
+        size = Size(norm, plausible.steps) if norm is not None and offer.steps and rules.norm_screen else None
         look_again = size is not None and self._check_size(worker, offer, fragment, size, now)
         keep = look_again or not rules.aggregation.is_plain
         staleness = round_.staleness(offer.base_version)
-        raw = reported(offer, rules.weight_by)
+        raw = reported(plausible, rules.weight_by)
         weight = fragment.usual.bounded(raw, rules.weight_by, rules.max_weight_ratio)
         weight *= staleness_factor(staleness) if rules.weigh_staleness else 1.0
         already = sum(voice.weight for voice in round_.voices(offer.worker_id))
@@ -354,7 +358,8 @@ class Coordinator:
         )
         entry = Acceptance(sequence=offer.sequence, payload_hash=message.payload_hash, version=round_.version)
         worker.enter(offer, entry, staleness, norm)
-        round_.count(participant, rules, now, reported=raw, tokens=offer.tokens, size=size, kept=keep)
+        work = ClaimedWork(offer.steps, offer.samples, offer.tokens)
+        round_.count(participant, rules, now, reported=raw, work=work, size=size, kept=keep)
         self.total_accepted += 1
         del self.uploads.by_key[begun.key]  # no more parts are taken; its room is held until its bytes are gone
         scale = fragment.usual.relative(weight, rules.weight_by)
@@ -364,6 +369,41 @@ class Coordinator:
         answer = CommitAnswer(version=round_.version)
         self.close_if_ready(fragment, now)
         return answer
+
+    def _plausible(self, worker: KnownWorker, offer: Offer, fragment: Fragment, now: float) -> Offer:
+        """With the steps, samples and tokens that may be true, as far as closed rounds tell."""
+        elapsed_s, most_per_s = now - worker.claimant(offer.fragment).last_at, self.rules.max_tokens_per_s
+        bounded = {
+            unit: int(
+                allowed(getattr(offer, unit), fragment.rates.limit(worker.worker_id, unit, most_per_s), elapsed_s)
+            )
+            for unit in ("steps", "samples", "tokens")
+        }
+        return replace(offer, **bounded)
+
+    def _settle_claims(self, fragment: Fragment, now: float) -> None:
+        """A round closes: so many of the tokens that its contributions claim count."""
+        index, round_ = fragment.published.fragment, fragment.round
+        for worker in filter(None, map(self.members.find, round_.contributors)):
+            worker.claims[index] = worker.claimant(index)
+        live = [worker for worker in self.members if worker.live]
+        known = {worker.worker_id: worker.claims[index] for worker in self.members if index in worker.claims}
+        silent = {w.worker_id for w in live if index not in w.claims and now - w.joined_at < PATIENCE_S}
+        fragment.rates, counted = settle(
+            round_.claims,
+            known,
+            live={worker.worker_id for worker in live},
+            others_come=bool(silent & self.members.awaited_ids(now)),
+            most_per_s=self.rules.max_tokens_per_s,
+            push_ratio=self.rules.max_weight_ratio,
+        )
+        round_.tokens = [float(tokens) for tokens in counted]
+        for claim, tokens in zip(round_.claims, counted, strict=True) if index == 0 else ():  # all see the same tokens
+            member = self.members.find(claim.worker_id)
+            if member is not None:
+                member.tokens += tokens
+            if tokens < claim.work.tokens:
+                self._effects.append(events.ClaimBounded(claim.worker_id, int(claim.work.tokens), tokens))
 
     def reject(self, key: ContributionKey, refusal: Refused, now: float) -> None:
         """The driver looked inside and found it unfit: it will never be accepted."""
@@ -468,6 +508,7 @@ class Coordinator:
             return
         index, contributors = fragment.published.fragment, fragment.round.contributors
         turned_away = self._turned_away(fragment, now)
+        self._settle_claims(fragment, now)
         closed = fragment.close(self.rules, self.members.awaited_ids(now), len(turned_away))
         self.members.round_closed(index, contributors)
         self.budget.add(index, closed.tokens, now)

@@ -59,6 +59,7 @@ from ...errors import (
 )
 from ...types import Command, FromMember, Heartbeat, Join, JoinedFragment, OfContribution, Offer
 from ..backoff import Backoff
+from .claims import Claimant
 from .remembered import LEAP, Acceptance, WorkerRecord
 
 MOST_SPEED_RATIO = 64.0
@@ -208,6 +209,7 @@ class KnownWorker:
     commands: dict[int, Command] = field(default_factory=dict)  # by id: sent with every heartbeat until acknowledged
     keys: tuple[str, ...] = ()  # that the id belongs to; () = nobody has brought one yet
     session: str = field(default="", repr=False)  # of this start; asked for if the id belongs to a key
+    claims: dict[int, Claimant] = field(default_factory=dict)  # per fragment
 
     @property
     def is_guest(self) -> bool:
@@ -218,6 +220,10 @@ class KnownWorker:
     def is_newcomer(self) -> bool:
         """Has nothing of it been accepted yet?"""
         return not self.accepted
+
+    def claimant(self, fragment: int) -> Claimant:
+        """Its claims at this fragment, which begin when it joins. Nothing is kept of one that has made none."""
+        return self.claims.get(fragment) or Claimant(self.joined_at)
 
     # --- the ledger -----------------------------------------------------------------------------------------------
 
@@ -251,7 +257,6 @@ class KnownWorker:
         self.delta_norm = norm
         self.contributions += 1
         self.bytes_received += offer.size_bytes
-        self.tokens += offer.tokens if offer.fragment == 0 else 0  # each fragment sees the same tokens
 
     def last_sequence(self, fragment: int) -> int:
         entry = self.accepted.get(fragment)

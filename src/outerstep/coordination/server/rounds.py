@@ -27,6 +27,7 @@ from ...errors import ConfigError
 from ...screens import FACTOR, LEAST_FOR_COSINES, NormScreen, Size
 from ...types import Agreement, Mode, Participant, WeightBy
 from ..weights import MAX_WEIGHT_RATIO, UsualWeight
+from .claims import Claim, ClaimedWork, UsualRates
 
 RuleName = Literal["mean", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median", "centered_clipping"]
 
@@ -190,6 +191,7 @@ class RoundRules:
     weigh_staleness: bool = True
     weight_by: WeightBy = "equal"
     max_weight_ratio: float = MAX_WEIGHT_RATIO
+    max_tokens_per_s: float | None = None  # that a worker is believed to see; None = by what the others do
     norm_screen: float = FACTOR  # times the usual norm; 0 = off
     aggregation: Aggregation = Aggregation()
     dylu: bool = False
@@ -245,7 +247,8 @@ class OpenRound:
     participants: list[Participant] = field(default_factory=list)
     contributors: set[str] = field(default_factory=set)  # their worker ids
     reported: list[float] = field(default_factory=list)  # what its contributions said they weigh
-    tokens: list[float] = field(default_factory=list)  # and how many tokens they said are in them
+    tokens: list[float] = field(default_factory=list)  # and how many tokens count of those they said are in them
+    claims: list[Claim] = field(default_factory=list)  # what each of them said, and when
     sizes: list[tuple[str, Size | None]] = field(default_factory=list)  # whose, and how large; None = not screened
     kept: list[bool] = field(default_factory=list)  # and whether they can still be left out
     refusals: dict[str, int] = field(default_factory=dict)  # by worker id, of what it brought to this round
@@ -283,14 +286,15 @@ class OpenRound:
         now: float,
         *,
         reported: float,
-        tokens: int,
+        work: ClaimedWork,
         size: Size | None,
         kept: bool,
     ) -> None:
         self.participants.append(participant)
         self.contributors.add(participant.worker_id)
         self.reported.append(reported)
-        self.tokens.append(float(tokens))
+        self.tokens.append(work.tokens)
+        self.claims.append(Claim(participant.worker_id, now, work))
         self.sizes.append((participant.worker_id, size))
         self.kept.append(kept)
         if self.first_at is None:
@@ -386,6 +390,7 @@ class Fragment:
     usual: UsualWeight = field(default_factory=UsualWeight)
     usual_tokens: UsualWeight = field(default_factory=UsualWeight)
     screen: NormScreen = field(default_factory=NormScreen)
+    rates: UsualRates = field(default_factory=lambda: UsualRates({}))
 
     @classmethod
     def at(cls, published: Agreement, max_payload_bytes: int | Callable[[int], int], max_sections: int = 1) -> Fragment:

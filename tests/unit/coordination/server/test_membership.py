@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from outerstep.coordination.server import membership
+from outerstep.coordination.server.claims import Claimant
 from outerstep.coordination.server.membership import RETURN_S, KnownWorker, Membership
 from outerstep.coordination.server.remembered import Acceptance
 from outerstep.errors import Busy, Fenced, IdInUse, UnknownWorker
@@ -226,30 +227,30 @@ class TestLedger:
 class TestWhatWasAccepted:
     """A worker's line in the status: it adds up over its contributions."""
 
-    def test_contributions_bytes_and_tokens_add_up(self) -> None:
+    def test_contributions_and_bytes_add_up(self) -> None:
         worker = KnownWorker("a", "a-start-1", "home", 1, 0.0, 0.0)
-        worker.enter(
-            make_offer("a", 1, size_bytes=16, tokens=5), Acceptance(sequence=1, payload_hash="ab", version=1), 0, 1.5
-        )
-        assert (worker.contributions, worker.bytes_received, worker.tokens) == (1, 16, 5)
-        worker.enter(
-            make_offer("a", 2, size_bytes=24, tokens=6), Acceptance(sequence=2, payload_hash="cd", version=4), 2, 0.5
-        )
-        assert (worker.contributions, worker.bytes_received, worker.tokens) == (2, 40, 11)
+        worker.enter(make_offer("a", 1, size_bytes=16), Acceptance(sequence=1, payload_hash="ab", version=1), 0, 1.5)
+        assert (worker.contributions, worker.bytes_received) == (1, 16)
+        worker.enter(make_offer("a", 2, size_bytes=24), Acceptance(sequence=2, payload_hash="cd", version=4), 2, 0.5)
+        assert (worker.contributions, worker.bytes_received) == (2, 40)
         assert (worker.staleness, worker.delta_norm) == (2, 0.5)
         assert worker.accepted == {0: Acceptance(sequence=2, payload_hash="cd", version=4)}
 
-    def test_tokens_are_counted_with_one_fragment_since_all_see_the_same(self) -> None:
+    def test_each_fragment_has_a_last_one(self) -> None:
         worker = KnownWorker("a", "a-start-1", "home", 1, 0.0, 0.0)
         for fragment in (0, 1, 2):
             worker.enter(
-                make_offer("a", 1, fragment=fragment, tokens=5),
-                Acceptance(sequence=1, payload_hash="ab", version=1),
-                0,
-                None,
+                make_offer("a", 1, fragment=fragment), Acceptance(sequence=1, payload_hash="ab", version=1), 0, None
             )
-        assert (worker.contributions, worker.tokens) == (3, 5)
+        assert worker.contributions == 3
         assert worker.accepted == dict.fromkeys(range(3), Acceptance(sequence=1, payload_hash="ab", version=1))
+
+    def test_it_may_claim_what_it_did_since_it_joined_and_keeps_nothing_before_it_claims(self) -> None:
+        worker, _ = Membership(heartbeat_timeout_s=10.0).join(make_join("a"), 50.0)
+        assert (worker.claimant(0).last_at, worker.claims) == (50.0, {})
+        worker.claims[0] = Claimant(70.0)
+        assert worker.claimant(0) is worker.claims[0]
+        assert worker.claimant(1).last_at == 50.0
 
     def test_a_round_that_closes_takes_the_last_of_its_contributors_alone(self) -> None:
         members = members_with("a", "b")

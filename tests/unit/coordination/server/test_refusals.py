@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from outerstep.coordination.server.claims import ClaimedWork
 from outerstep.coordination.server.membership import BLAMELESS
 from outerstep.coordination.server.rounds import MOST_REFUSALS, Aggregation, OpenRound, RoundRules
 from outerstep.errors import (
@@ -203,7 +204,7 @@ def test_below_that_it_is_still_expected() -> None:
 def test_a_worker_that_is_in_the_round_is_not_counted_out_of_it() -> None:
     made = OpenRound(1, {"z"})
     who = Participant(worker_id="z", sequence=1, weight=1.0)
-    made.count(who, RoundRules(num_workers=1), 0.0, reported=1.0, tokens=0, size=None, kept=False)
+    made.count(who, RoundRules(num_workers=1), 0.0, reported=1.0, work=ClaimedWork(1, 0, 0), size=None, kept=False)
     assert [made.refuse("z") for _ in range(MOST_REFUSALS)] == [False] * MOST_REFUSALS
     assert (made.expected, made.counted_out) == ({"z"}, set())
 

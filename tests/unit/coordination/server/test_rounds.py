@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from outerstep.coordination.server.claims import ClaimedWork
 from outerstep.coordination.server.rounds import OpenRound, RoundRules, RoundVerdict
 from outerstep.types import Participant
 from unit.coordination.builders import TIMEOUT_S, Desk
@@ -16,7 +17,7 @@ def open_round(expected: str, contributions: str = "", **rules: Any) -> tuple[Op
     round_, fixed = OpenRound(1, set(expected)), RoundRules(**{"num_workers": len(expected), **rules})
     for moment, worker in enumerate(contributions):
         participant = Participant(worker_id=worker, sequence=moment + 1, weight=1.0)
-        round_.count(participant, fixed, float(moment), reported=1.0, tokens=0, size=None, kept=False)
+        round_.count(participant, fixed, float(moment), reported=1.0, work=ClaimedWork(1, 0, 0), size=None, kept=False)
     return round_, fixed
 
 
