@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,7 +21,8 @@ from outerstep.coordination.server.commits import Commits, CutJournal, Task, Wri
 from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.effects import CloseRound
 from outerstep.coordination.server.membership import KnownWorker
-from outerstep.coordination.server.rounds import RoundRules
+from outerstep.coordination.server.rounds import Fragment, RoundRules
+from outerstep.coordination.server.uploads import Upload
 from outerstep.coordination.worker.effects import Adopt, Carry, Effect, Result
 from outerstep.coordination.worker.exchange import Outcome
 from outerstep.coordination.worker.machine import InFlight, Progress, WorkerMachine
@@ -36,7 +38,7 @@ QUICK, FULL, AT_ONCE = 300, 5_000, 500
 KINDS = {"crash", "pause", "replace", "cut", "cut_up", "cut_down", "bad_weather", "lost", "repeated", "damaged"}
 KINDS |= {"kick", "drain", "sync", "new_plan", "deferred", "late", "resumed", "overtaken"}
 KINDS |= {"server_crash", "power_cut", "died_writing", "disk_full", "disk_error", "held_back", "disk_failed"}
-KINDS |= {"checkpoint", "survived", "damaged_checkpoint"}
+KINDS |= {"checkpoint", "survived", "damaged_checkpoint", "liar_voices", "liar_refused"}
 
 
 def check_seeds(seeds: range) -> None:
@@ -140,6 +142,32 @@ class CountsDuplicates(Coordinator):
         member = self.members.find(message.worker_id)
         if member is not None:
             member.accepted.pop(message.fragment, None)
+
+
+class HearsEveryVoice(Coordinator):
+    """Takes as many contributions of a worker into one round as it sends."""
+
+    def offer(self, message: Offer, now: float) -> OfferAnswer:
+        with mock.patch("outerstep.coordination.server.admission.check_voice"):
+            return super().offer(message, now)
+
+    def begin_commit(self, message: Commit, now: float) -> Upload | CommitAnswer:
+        with mock.patch("outerstep.coordination.server.admission.check_voice"):
+            return super().begin_commit(message, now)
+
+
+class WaitsForTheRefused(Coordinator):
+    """Goes on waiting for a worker, however often it refuses what that brings."""
+
+    def _note_refusal(self, *args: Any, **how: Any) -> None:
+        pass
+
+
+class BelievesEveryClaim(Coordinator):
+    """Counts tokens as they are claimed."""
+
+    def _settle_claims(self, fragment: Fragment, now: float) -> None:
+        pass
 
 
 class ForgivesFences(Coordinator):
@@ -344,6 +372,9 @@ def decided_by(bug: type[WorkerMachine]) -> dict[str, Any]:
     ("bug", "symptom"),
     [
         (served_by(CountsDuplicates), "applied twice"),
+        (served_by(HearsEveryVoice), "liar has [0-9]+ voices"),
+        (served_by(WaitsForTheRefused), "no progress"),
+        (served_by(BelievesEveryClaim), "tokens are said to be in the model"),
         (served_by(ForgivesFences), "gave up: Superseded|vanished|applied twice"),
         pytest.param(served_by(LeaksRoom), "no progress", marks=pytest.mark.slow),
         (served_by(StepsFromNothing), "closed with 0 contributions"),

@@ -77,6 +77,10 @@ class History(Told):
         made.append(RoundMade(anchor_hash, contents))
         if len({p.worker_id for p in participants}) < floor:
             self.violated(f"fragment {fragment} version {version} closed with {len(participants)} contributions")
+        for worker_id in {p.worker_id for p in participants}:
+            voices = [p.staleness for p in participants if p.worker_id == worker_id]
+            if len(voices) > 2 or len(set(voices)) < len(voices):
+                self.violated(f"{worker_id} has {len(voices)} voices in version {version} of fragment {fragment}")
         for key, steps in contents:
             for step in steps:
                 if (fragment, step) in self.applied:

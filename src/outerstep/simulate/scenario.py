@@ -8,6 +8,9 @@ from typing import Literal
 
 from ..coordination.server.rounds import RoundRules
 
+LIARS: tuple[Literal["", "voices", "refused"], ...] = ("", "", "voices", "", "refused")
+MOST_TOKENS_PER_S = 50.0  # of each worker
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -48,6 +51,7 @@ class Scenario:
     durability: Literal["round", "checkpoint"] = "round"
     checkpoint_every: int = 4  # rounds
     restart_s: float = 5.0  # after a power cut
+    liar: Literal["", "voices", "refused"] = ""  # one more worker, that lies (server_liar.py)
 
     @staticmethod
     def drawn(seed: int) -> Scenario:
@@ -66,6 +70,7 @@ class Scenario:
             round_deadline_s=rng.choice([None, 10.0, 20.0]),
             start_deadline_s=rng.choice([None, 25.0]),
             max_staleness=rng.choice([1, 2, 4]) * (4 if asynchronous else 1),
+            max_tokens_per_s=MOST_TOKENS_PER_S,
         )
         storm_s = rng.uniform(20.0, 90.0)
         kinds = ["crash", "pause", "replace", "cut", "cut_up", "cut_down", "bad_weather"]
@@ -90,6 +95,7 @@ class Scenario:
             pool_parts=rng.choice([1, 3, 64]),
             kept_updates=seed % 4,  # not drawn: the rest of a seed's scenario stays what it was
             save_every=(0, 4, 1, 3)[seed // 4 % 4],
+            liar=LIARS[seed // 2 % len(LIARS)],
             loss=rng.choice([0.0, 0.05, 0.2]),
             repeat=rng.choice([0.0, 0.1, 0.5]),
             damage=rng.choice([0.0, 0.02]),

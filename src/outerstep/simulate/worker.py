@@ -395,6 +395,7 @@ class SimWorker:
             steps=send.steps,
             codec="fp32",
             size_bytes=self._scenario.parts * PART_BYTES,
+            tokens=send.steps,
         )
         steps = list(fragment.unsent)
         hashes = (part_hash(f"{offer.key} {steps} {i}".encode()) for i in range(self._scenario.parts))

@@ -15,6 +15,7 @@ from .history import History
 from .network import Conditions, Network
 from .scenario import Fault, Scenario
 from .server import SimServer
+from .server_liar import SimLiar
 from .storage import Machine
 from .worker import SimSaved, SimWorker
 
@@ -51,6 +52,9 @@ class World:
         self._starts = 0
         self.everyone: list[SimWorker] = []
         self.current = [self._start(i) for i in range(scenario.workers)]
+        if scenario.liar:
+            SimLiar(scenario, self.agenda, self.server)
+            self.history.faults[f"liar_{scenario.liar}"] += 1
         for fault in scenario.faults:
             self.agenda.at(fault.at_s, self._inject(fault))
 
@@ -72,6 +76,7 @@ class World:
         self.server.crash(0.0)  # whatever happened before: what was promised is on the disk
         agenda.run_until(lambda: self.server.is_up, limit_s=agenda.now + 1.0)
         self._check_nothing_lost([worker for worker in self.everyone if worker.left])
+        self._check_tokens()
         self.history.check_beliefs()
         return self._close()
 
@@ -189,6 +194,13 @@ class World:
             self.current[index] = self._start(index)
         elif self.agenda.now < self.scenario.calm_after_s + CALM_LIMIT_S / 2:
             self.agenda.after(2.0, lambda: self._restart_when_gone(index, told))
+
+    def _check_tokens(self) -> None:
+        """Nobody has claimed more than it can have done. (A second counts for each contribution, however soon it
+        comes: hence the factor.)"""
+        total, most_per_s = self.server.coordinator.budget.total, self.scenario.rules.max_tokens_per_s
+        if most_per_s is not None and total > 2.0 * most_per_s * self.agenda.now * (self.scenario.workers + 1):
+            self.history.violated(f"{total} tokens are said to be in the model after {self.agenda.now:.0f} s")
 
     def _check_nothing_lost(self, leavers: list[SimWorker]) -> None:
         """Every step of a process that ended cleanly has been applied, or it is known why not. (A process that resumed
