@@ -22,7 +22,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta
 
-from .types import Amount, Count, Hash, Key, Label, Plain, Positive, RunId, WorkerId
+from .types import Amount, Count, Hash, Key, Label, Plain, Positive, RunId, Signature, WorkerId
 from .versions import Since2
 
 MOST_PEERS = 64
@@ -131,7 +131,8 @@ class Ownership(Plain, frozen=True):
 
 class Beat(Statement, frozen=True, tag="beat"):
     """`incarnation` counts the starts of the peer, `number` the beats of one. `wants`: to belong to the run, or, if it
-    does, to leave it. `held`: version and hash of each fragment's anchor. `owner`: whose its name is."""
+    does, to leave it. `held`: version and hash of each fragment's anchor. `owner`: whose its name is.
+    `invitation`: where only invited peers come, the inviter's signature (`invitation_body`)."""
 
     peer_id: PeerId
     incarnation: Positive
@@ -145,6 +146,7 @@ class Beat(Statement, frozen=True, tag="beat"):
     steps_per_second: float = 0.0
     loss: float | None = None
     owner: Since2[Ownership] = UNSET
+    invitation: Since2[Signature] = UNSET
 
 
 AnyStatement = Offered | Proposed | Voted | Beat
@@ -196,6 +198,11 @@ class Converse(Plain, frozen=True):
 def body_of(statement: AnyStatement) -> bytes:
     """What is signed."""
     return msgspec.msgpack.encode(statement)
+
+
+def invitation_body(run_id: str, peer_id: str, key: str) -> bytes:
+    """What an inviter signs: the peer of this id, with this key, may belong to the run."""
+    return "\0".join(["outerstep invitation", run_id, peer_id, key]).encode()
 
 
 def statement_of(body: bytes) -> AnyStatement | None:

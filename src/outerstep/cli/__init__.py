@@ -9,7 +9,7 @@ import typer
 
 from ..errors import OuterstepError, Refused
 from ..printable import printable
-from . import config, control, demo, doctor, join, lighthouse, peer, repair, server, status, token, worker
+from . import config, control, demo, doctor, invite, join, lighthouse, peer, repair, server, status, token, worker
 
 # The end of each --help; docs/reference/exit-codes.md says more.
 MISTAKE = "2 = a mistake in the arguments or settings, or the server said no; 130 = Ctrl-C"
@@ -41,6 +41,7 @@ app.command("server", epilog=SERVER_CODES)(server.server)
 app.command("join", epilog=CODES)(join.join)
 app.command("worker", epilog=WORKER_CODES, context_settings={"allow_interspersed_args": False})(worker.worker)
 app.command("peer", epilog=WORKER_CODES, context_settings={"allow_interspersed_args": False})(peer.peer)
+app.command("invite", epilog=CODES)(invite.invite)
 app.command("repair", epilog=CODES)(repair.repair)
 app.command("lighthouse", epilog=CODES)(lighthouse.lighthouse)
 app.command("status", epilog=CODES)(status.status)

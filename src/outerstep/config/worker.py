@@ -136,6 +136,11 @@ class GossipConfig(Checked):
         "as the run has it, founder: all")
     protocol: Positive | None = setting(None, PEERS,
         "Protocol of the run; 1 lets peers of release 0.2 join it.", "as the run has it, founder: the newest")
+    invite_only: bool | None = setting(None, PEERS,
+        "Let only peers belong to the run that the founder has invited with `outerstep invite`.",
+        "as the run has it, founder: off")
+    invitation: str | None = setting(None, PEERS,
+        "What `outerstep invite` printed for this peer.", "none, or that in the peer's folder")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -176,6 +176,7 @@ def _by_gossip(worker: LocalWorker, config: WorkerConfig) -> Topology:
             folder=own.peer_dir,
             credentials=config.credentials,
             insecure=own.insecure,
+            invitation=own.invitation or "",
             beat_every_s=min(config.heartbeat_interval_s or PEER_BEAT_S, PEER_BEAT_S),
         ),
         GossipSettings(
@@ -194,6 +195,7 @@ def _by_gossip(worker: LocalWorker, config: WorkerConfig) -> Topology:
                 heartbeat_timeout_s=own.heartbeat_timeout_s,
                 pattern=own.pattern,
                 protocol=own.protocol,
+                invite_only=own.invite_only,
             ),
             join_timeout_s=config.join_timeout_s,
             announce=announce if own.announce else lambda node: None,

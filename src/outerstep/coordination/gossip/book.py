@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from ...errors import ProtocolMismatch
-from ...statements import AnyStatement, Beat, Proof, Signed, body_of, key_of, statement_of
+from ...statements import AnyStatement, Beat, Proof, Signed, body_of, invitation_body, key_of, statement_of
 from ...versions import PROTOCOL_VERSION, needs
 from .bounds import (
     BEAT_BYTES_PER_FRAGMENT,
@@ -29,6 +29,7 @@ from .names import vouched
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]  # key, body, signature
 
+MOST_INVITATIONS = 256  # whose signatures need not be checked again
 STRANGERS = ""  # whose statements are kept as if all were one author's
 
 
@@ -52,8 +53,11 @@ class Book:
         verify: Verify,
         protocol: int = PROTOCOL_VERSION,
         fragments: int = 1,
+        inviter: str = "",
     ) -> None:
-        """`key`: one's own. `protocol`: the run's."""
+        """`key`: one's own. `protocol`, `inviter`: the run's."""
+        self._inviter = inviter
+        self._invited: dict[tuple[str, str, str], bool] = {}
         self._run_id, self._key, self._protocol, self._fragments = run_id, key, protocol, fragments
         self._sign, self._verify = sign, verify
         share_bytes = KEPT_BYTES + KEPT_BYTES_PER_FRAGMENT * fragments
@@ -112,6 +116,20 @@ class Book:
             return True
         body = vouched(self._run_id, beat.peer_id, key)
         return self._verify(beat.owner.key, body, beat.owner.signature)
+
+    def has_invitation(self, key: str, beat: Beat) -> bool:
+        """May a peer with this key come to the run? Only if its inviter says so, where there is one."""
+        if not self._inviter or key == self._inviter:
+            return True
+        if beat.invitation is UNSET:
+            return False
+        shown = (key, beat.peer_id, beat.invitation)
+        if shown not in self._invited:
+            if len(self._invited) >= MOST_INVITATIONS:
+                self._invited.clear()
+            body = invitation_body(self._run_id, beat.peer_id, key)
+            self._invited[shown] = self._verify(self._inviter, body, bytes.fromhex(beat.invitation))
+        return self._invited[shown]
 
     def settle(self, signed: Signed, height: int) -> None:
         """At this height there is nothing more to be made of it."""

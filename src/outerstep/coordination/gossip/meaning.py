@@ -90,15 +90,17 @@ def _wrong_with_change(block: Change, state: ChainState, book: Book) -> str:
     keys = {member.key for member in state.members}
     for member in block.members:
         if member.key not in keys and not may_be_let_in(member, applied.get(member.key), state, book):
-            return f"lets {member.peer_id} in, who has not asked, is expelled, or bears another's name"
+            return f"lets {member.peer_id} in, who has not asked, is not invited, is expelled, or bears another's name"
     return _wrong_with_members(block.members)
 
 
 def may_be_let_in(member: Member, beat: object, state: ChainState, book: Book) -> bool:
-    """Whatever this peer has heard of it: has it asked, is it not expelled, and is its name its own?"""
+    """Whatever this peer has heard of it: has it asked, is it invited, not expelled, and is its name its own?"""
     if not isinstance(beat, Beat) or beat.peer_id != member.peer_id or beat.wants != "belong":
         return False
     if any(m.key == member.key or m.peer_id == member.peer_id for m in state.expelled):
+        return False
+    if not book.has_invitation(member.key, beat):
         return False
     return book.is_owned(beat, member.key) and not is_anothers(member, owner_of(beat), state)
 

@@ -77,6 +77,7 @@ class GossipPeer:
         *,
         address: str = "",
         fingerprint: str | None = None,
+        invitation: str = "",
         can_call: CanCall = anywhere,
         owner: Ownership | None = None,
     ) -> None:
@@ -84,10 +85,11 @@ class GossipPeer:
         self.state = keepsake.state
         self.incarnation = keepsake.incarnation
         self._abstains_at = keepsake.abstains_at
-        self.book = Book(run_id, member.key, sign, verify, rules.protocol, len(self.state.versions))
+        self.book = Book(run_id, member.key, sign, verify, rules.protocol, len(self.state.versions), rules.inviter)
         self.book.attend_to(self._keys)
         self.address, self.fingerprint = address, fingerprint
         self._owner = owner if owner is not None and rules.protocol >= 2 else UNSET
+        self._invitation = invitation if rules.inviter else ""
         self.wants: str = "watch"
         self.stirred = True
         self.refusals = GossipRefusals()
@@ -325,6 +327,7 @@ class GossipPeer:
                 steps_per_second=steps_per_second,
                 loss=loss,
                 owner=self._owner,
+                invitation=self._invitation or UNSET,
             )
         )
 

@@ -18,13 +18,15 @@ class GossipRules:
     `attackers`: how many may say what they like (chain.py says how many must then agree). `min_peers`: contributions
     that a round needs at least, beside more than half of the members. `round_deadline_s`: how long after its first
     contribution a round waits for members that are alive; None: as long as they are. `heartbeat_timeout_s`: how long a
-    member may be silent. `protocol`: in which all that is signed is said, for as long as the run lasts."""
+    member may be silent. `protocol`: in which all that is signed is said, for as long as the run lasts. `inviter`: the
+    key of whoever invites peers; "" = a peer needs no invitation."""
 
     min_peers: int = 2
     attackers: int = 1
     heartbeat_timeout_s: float = PEER_HEARTBEAT_TIMEOUT_S
     round_deadline_s: float | None = None
     protocol: int = PROTOCOL_VERSION
+    inviter: str = ""
     pace: TurnTimeouts = field(default_factory=TurnTimeouts)
 
     def __post_init__(self) -> None:
@@ -34,5 +36,7 @@ class GossipRules:
             raise ConfigError(f"attackers must be at least 0, got {self.attackers}")
         if not is_spoken(self.protocol):
             raise ConfigError(f"protocol must be one of {spoken_here()}, got {self.protocol}: update outerstep")
+        if self.inviter and self.protocol < 2:
+            raise ConfigError(f"invite_only needs protocol 2, got {self.protocol}: leave one of the two out")
         if not 0.0 < self.heartbeat_timeout_s < math.inf:
             raise ConfigError(f"heartbeat_timeout_s must be > 0 s, got {self.heartbeat_timeout_s:g}")

@@ -71,7 +71,7 @@ class PeerTopology(ABC):
         own = self._settings.wishes
         known = self._node.ask_terms(self._settings.join_timeout_s)
         if known is None:
-            return found(manifest, wishes, own, self._node.peer_id), None
+            return found(manifest, wishes, own, self._node.peer_id, self._node.key), None
         terms = GossipTerms.decode(known.document)
         check_joiner(terms, manifest, wishes, own)
         return terms, known

@@ -50,6 +50,7 @@ class GradientGossip:
         round_deadline_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
         protocol: int | None = None,
+        invite_only: bool | None = None,
         join_timeout_s: float = JOIN_TIMEOUT_S,
         **node: Any,
     ) -> None:
@@ -58,9 +59,9 @@ class GradientGossip:
             node_id: a name that no other peer has.
             peers: addresses or join strings of peers in the run; none: found one.
             codec: bf16 if nobody says otherwise; "sparse64" sends the largest 64 of 4096 values, and the rest later.
-            min_peers, attackers, round_deadline_s, heartbeat_timeout_s, protocol: as between training peers; left out,
-                as the run has it.
-            node: further settings of `peer.NodeSettings`: listen, advertise, folder, credentials, insecure.
+            min_peers, attackers, round_deadline_s, heartbeat_timeout_s, protocol, invite_only: as between training
+                peers; left out, as the run has it.
+            node: further settings of `peer.NodeSettings`: listen, advertise, folder, credentials, insecure, invitation.
         """
         self.node_id, self.counted = node_id, False
         self._wishes = GossipWishes(
@@ -69,6 +70,7 @@ class GradientGossip:
             round_deadline_s=round_deadline_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
             protocol=protocol,
+            invite_only=invite_only,
         )
         self._codec, self._join_timeout_s = codec, join_timeout_s
         self._node = Node(NodeSettings(peer_id=node_id, join=tuple(peers), **node))
@@ -168,7 +170,7 @@ class GradientGossip:
         manifest, wishes = Manifest(parameters=specs), Wishes(codec=self._codec, sync_every=1)
         known = self._node.ask_terms(self._join_timeout_s)
         if known is None:
-            terms = found(manifest, wishes, self._wishes, self.node_id, by_hand=True)
+            terms = found(manifest, wishes, self._wishes, self.node_id, self._node.key, by_hand=True)
         else:
             terms = GossipTerms.decode(known.document)
             check_joiner(terms, manifest, wishes, self._wishes, by_hand=True)

@@ -19,7 +19,7 @@ from ...core.gossip import NoLoCo
 from ...core.outer import OuterRule
 from ...core.robust import RobustAggregator
 from ...errors import BadRequest, ConfigError, PlanMismatch
-from ...types import Manifest, Plain, Plan, Positive, WeightBy, Wishes
+from ...types import Key, Manifest, Plain, Plan, Positive, WeightBy, Wishes
 from ...versions import OLDEST_PROTOCOL, PROTOCOL_VERSION, Since2, as_spoken
 from ..terms import draw_up
 
@@ -46,6 +46,7 @@ class GossipWishes:
     heartbeat_timeout_s: float | None = None
     pattern: Pattern | None = None  # all
     protocol: int | None = None  # the highest
+    invite_only: bool | None = None  # False
 
 
 class GossipTerms(Plain, frozen=True):
@@ -67,6 +68,7 @@ class GossipTerms(Plain, frozen=True):
     pattern: Pattern
     by_hand: bool = False  # nobody trains a model: contributions are exchanged (gradient_gossip.py)
     protocol: Since2[Positive] = msgspec.UNSET  # in protocol 1 nobody said so
+    inviter: Since2[Key] = msgspec.UNSET  # the founder's key, if a peer needs an invitation
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -122,12 +124,15 @@ class GossipTerms(Plain, frozen=True):
             heartbeat_timeout_s=self.heartbeat_timeout_s,
             round_deadline_s=self.round_deadline_s,
             protocol=OLDEST_PROTOCOL if self.protocol is msgspec.UNSET else self.protocol,
+            inviter="" if self.inviter is msgspec.UNSET else self.inviter,
         )
 
 
-def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str, *, by_hand: bool = False) -> GossipTerms:
-    """The terms of a run that begins here. Everybody gets everybody's contributions, and takes the step from them: of
-    what came out nothing travels, so there is no codec for it."""
+def found(
+    manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str, key: str = "", *, by_hand: bool = False
+) -> GossipTerms:
+    """The terms of a run that begins here; `peer_id` and `key` are the founder's. Everybody gets everybody's
+    contributions, and takes the step from them: of what came out nothing travels, so there is no codec for it."""
     if wishes.down_codec not in (None, "same", "fp32"):
         raise ConfigError(
             f"down_codec is how a server sends agreements; between peers only contributions travel, got "
@@ -155,6 +160,7 @@ def found(manifest: Manifest, wishes: Wishes, own: GossipWishes, peer_id: str, *
         pattern=own.pattern or "all",
         by_hand=by_hand,
         protocol=PROTOCOL_VERSION if own.protocol is None else own.protocol,
+        inviter=key if own.invite_only else msgspec.UNSET,
     )
     terms.check()
     return as_spoken(terms, terms.rules.protocol)
@@ -236,4 +242,5 @@ def _wished(plan: Plan, wishes: Wishes) -> list[tuple[str, Any, Any]]:
 
 def _own(terms: GossipTerms, own: GossipWishes) -> list[tuple[str, Any, Any]]:
     has = {**msgspec.structs.asdict(terms), "weight_by": terms.plan.weight_by, "protocol": terms.rules.protocol}
+    has["invite_only"] = bool(terms.rules.inviter)
     return [(field.name, has[field.name], getattr(own, field.name)) for field in fields(GossipWishes)]

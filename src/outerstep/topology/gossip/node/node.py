@@ -49,7 +49,7 @@ from ....observe import FanOut
 from ....observe.status import PeerStatus
 from ....security import Credentials
 from ....security.signing import make_key, verify
-from ....statements import Beat, ChainState, Converse, Decision, Member, Offered, Ownership, Round
+from ....statements import Beat, ChainState, Converse, Decision, Member, Offered, Ownership, Round, invitation_body
 from ....versions import OLDEST_PROTOCOL, as_spoken
 from ....wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
 from .contributions import DecidedRounds, Fetcher, Payloads
@@ -204,8 +204,9 @@ class Node:
                 "worker_id; or, if it is this peer's, start it with the folder (peer_dir) or the credentials it had"
             )
         body = vouched(terms.run_id, self.peer_id, self.key)
+        invitation = self._check_invited(terms.run_id, rules)
         self._document, self._sizes = document, tuple(sizes)
-        keepsake = self._take_up(terms, document, rules)
+        keepsake = self._take_up(terms, document, rules, invitation)
         peer = GossipPeer(
             terms.run_id,
             member,
@@ -217,6 +218,7 @@ class Node:
             self.clock(),
             address=self._listener.address,
             fingerprint=self._listener.fingerprint,
+            invitation=invitation,
             can_call=self._listener.can_call,
             owner=Ownership(key=owner.public, signature=owner.sign(body)),
         )
@@ -233,7 +235,23 @@ class Node:
         self._warn_of_namesake(terms.state)
         self._warn_of_lost(terms.state)
 
-    def _take_up(self, terms: Terms, document: bytes, rules: GossipRules) -> Keepsake:
+    def _check_invited(self, run_id: str, rules: GossipRules) -> str:
+        """This peer's invitation, if the run wants one. Without, it would wait for ever."""
+        kept = self._folder.facts if self._folder is not None else None
+        invitation = self.settings.invitation or ("" if kept is None or kept.invitation is UNSET else kept.invitation)
+        if not rules.inviter or rules.inviter == self.key:
+            return ""
+        body = invitation_body(run_id, self.peer_id, self.key)
+        if not invitation or not verify(rules.inviter, body, bytes.fromhex(invitation)):
+            raise ConfigError(
+                f"this run takes invited peers only, and {self.peer_id!r} has "
+                f"{'another invitation' if invitation else 'none'}: let its founder run "
+                f"`outerstep invite {self.peer_id} {self.key}`, and pass what that prints as --invitation, with the "
+                "same --worker-id and --peer-dir"
+            )
+        return invitation
+
+    def _take_up(self, terms: Terms, document: bytes, rules: GossipRules, invitation: str) -> Keepsake:
         """What this peer must not forget; with a folder, what the folder holds."""
         if self._folder is None:
             return Keepsake(run_id=terms.run_id, state=terms.state)
@@ -243,6 +261,7 @@ class Node:
             token=self._listener.token,
             attackers=rules.attackers,
             protocol=rules.protocol,
+            invitation=invitation or UNSET,
         )
         try:
             return self._folder.take_up(as_spoken(facts, rules.protocol), document, terms.state, terms.beats)

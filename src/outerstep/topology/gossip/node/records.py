@@ -36,7 +36,7 @@ from ....events import DiskFails, DiskWorks
 from ....security.secret_files import make_folder, read_secret, write_secret
 from ....security.signing import SigningKey, open_key
 from ....statements import ChainState, Decision, PeerId, Signed
-from ....types import Plain, Positive, RunId
+from ....types import Plain, Positive, RunId, Signature
 from ....versions import Since2
 from .shared import Shared
 
@@ -168,6 +168,7 @@ class PeerRunFacts(Plain, frozen=True):
     format: str = FORMAT
     version: Positive = VERSION
     protocol: Since2[Positive] = msgspec.UNSET
+    invitation: Since2[Signature] = msgspec.UNSET
 
 
 class PeerFolder:

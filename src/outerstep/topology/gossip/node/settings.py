@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,7 @@ class NodeSettings:
     addresses or join strings of peers; none, and nothing in the folder: this peer founds a run. `folder`: where its
     identity and what it must not forget are kept; None = in memory only, and a restart makes it somebody else.
     `credentials`: the user's folder with certificate and tokens. `insecure`: plain HTTP without tokens.
+    `invitation`: what the founder of a run that wants one said of this peer (`outerstep invite`).
     `memory_bytes`: of contributions; what does not fit lies in a spool file."""
 
     peer_id: str
@@ -28,6 +30,7 @@ class NodeSettings:
     folder: str | None = None
     credentials: str | None = None
     insecure: bool = False
+    invitation: str = ""
     beat_every_s: float = PEER_BEAT_S
     part_size_bytes: int = PART_SIZE_BYTES
     memory_bytes: int = 1 << 30
@@ -39,6 +42,11 @@ class NodeSettings:
             raise ConfigError(
                 f"a peer id has 1 to 128 letters, digits, '.', ':', '-' or '_'; got {self.peer_id!r}"
             ) from error
+        if not re.fullmatch(r"([0-9a-f]{128})?", self.invitation):
+            raise ConfigError(
+                f"an invitation has 128 hexadecimal digits, got {len(self.invitation)} characters: give the line that "
+                "`outerstep invite` printed"
+            )
         if self.beat_every_s <= 0.0:
             raise ConfigError(f"beat_every_s must be > 0 s, got {self.beat_every_s:g}")
         if not 1 <= self.part_size_bytes <= MAX_PART_BYTES:
