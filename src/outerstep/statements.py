@@ -88,15 +88,29 @@ class Proof(Plain, frozen=True):
     second: Signed
 
 
+class Withdrawal(Plain, frozen=True):
+    """The inviter takes an invitation back (`withdrawal_body`): this peer does not belong to the run from now on."""
+
+    SINCE: ClassVar[int] = 2
+
+    peer_id: PeerId
+    key: Key
+    signature: Signature
+
+
+Withdrawals = Annotated[tuple[Withdrawal, ...], Meta(min_length=1, max_length=MOST_PEERS)]
+
+
 class Change(Plain, frozen=True, tag="change", tag_field="kind"):
     """The members of the run from now on, in the order of their ids. A new one is there because of a beat of its own;
-    one that lied is gone because of a proof."""
+    one that lied is gone because of a proof, and one whose invitation was withdrawn because of that."""
 
     height: Positive
     parent: Digest
     members: Annotated[tuple[Member, ...], Meta(min_length=1, max_length=MOST_PEERS)]
     applied: Annotated[tuple[Signed, ...], Meta(max_length=MOST_PEERS)] = ()
     proofs: Annotated[tuple[Proof, ...], Meta(max_length=MOST_PEERS)] = ()
+    withdrawn: Since2[Withdrawals] = UNSET
 
 
 Block = Round | Change
@@ -193,11 +207,17 @@ class Converse(Plain, frozen=True):
     statements: Annotated[tuple[Signed, ...], Meta(max_length=MOST_STATEMENTS)] = ()
     proofs: Annotated[tuple[Proof, ...], Meta(max_length=MOST_PEERS)] = ()
     decisions: Annotated[tuple[Decision, ...], Meta(max_length=MOST_DECISIONS)] = ()
+    withdrawn: Since2[Withdrawals] = UNSET
 
 
 def body_of(statement: AnyStatement) -> bytes:
     """What is signed."""
     return msgspec.msgpack.encode(statement)
+
+
+def withdrawal_body(run_id: str, peer_id: str, key: str) -> bytes:
+    """What an inviter signs to take an invitation back."""
+    return "\0".join(["outerstep withdrawal", run_id, peer_id, key]).encode()
 
 
 def invitation_body(run_id: str, peer_id: str, key: str) -> bytes:

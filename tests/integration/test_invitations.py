@@ -13,8 +13,9 @@ import torch
 
 from outerstep import GradientGossip
 from outerstep.errors import ConfigError
-from outerstep.statements import invitation_body
+from outerstep.statements import Converse, Withdrawal, invitation_body, withdrawal_body
 from outerstep.topology.gossip.node.invitations import invite
+from outerstep.wire.http_transport import HttpTransport
 from peers import RULES, Peer, agree, stop_peers
 from support import wait_until
 from typed import typed
@@ -93,9 +94,60 @@ def test_the_founder_invites_from_its_folder_while_it_runs_and_a_restart_needs_n
             ben = GradientGossip("ben", [anna.join_string], folder=hut, **own)
             await asyncio.gather(anna.gossip_round(grad), ben.gossip_round(grad))
             assert anna.peers == ben.peers == ("anna", "ben")
-            await ben.close()
+            said = typed(["invite", "ben", key, "--peer-dir", house, "--withdraw"])
+            assert said.exit_code == 0, said.output
+            assert "ben is expelled by the next block" in said.output
+            await asyncio.to_thread(wait_until, lambda: anna.peers == ("anna",))
+            ben._node.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), 120.0))
+
+
+def withdrawal(by: Peer, peer: Peer) -> Withdrawal:
+    body = withdrawal_body(by.node.peer.run_id, peer.name, peer.node.key)
+    return Withdrawal(peer_id=peer.name, key=peer.node.key, signature=by.node._key.sign(body).hex())
+
+
+def tell(peer: Peer, *withdrawn: Withdrawal) -> None:
+    told = Converse(run_id=peer.node.peer.run_id, sender="somebody", height=0, withdrawn=withdrawn)
+    HttpTransport(peer.node.join_string).ask(told)
+
+
+def test_a_withdrawn_invitation_ends_a_membership_by_a_block_whoever_is_told(run: list[Peer]) -> None:
+    founder, guest = run
+    late = invited(founder, "late").join()
+    run.append(late)
+    tell(late, withdrawal(founder, guest))
+    wait_until(lambda: members(founder) == members(late) == ["founder", "late"])
+    agree([founder, late])
+    with founder.node.lock:
+        assert [member.peer_id for member in founder.node.peer.state.expelled] == ["guest"]
+    assert members(founder) == ["founder", "late"]  # though the guest still asks, with its invitation
+    assert [peer.node.failure for peer in (founder, late)] == ["", ""]
+
+
+def test_whoever_is_withdrawn_before_it_comes_never_belongs(run: list[Peer]) -> None:
+    founder, guest = run
+    late = invited(founder, "late")
+    run.append(late)
+    tell(guest, withdrawal(founder, late))
+    wait_until(lambda: [one.peer_id for one in founder.node.peer.state.expelled] == ["late"])
+    late.begin(late.node.ask_terms(30.0))
+    late.heal()
+    late.node.belong()
+    wait_until(lambda: late.node.key in founder.node.peer.contacts)
+    for _ in range(3):
+        agree([founder, guest])
+    assert members(founder) == ["founder", "guest"]
+
+
+def test_nobody_but_the_inviter_withdraws_anybody_and_not_even_it_itself(run: list[Peer]) -> None:
+    founder, guest = run
+    tell(founder, withdrawal(guest, founder), withdrawal(founder, founder))
+    tell(guest, withdrawal(guest, guest))
+    agree([founder, guest])
+    assert members(founder) == members(guest) == ["founder", "guest"]
+    assert founder.node.status().refused == {"somebody": 2}
 
 
 def test_what_invite_cannot_do_it_says(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def _peer(status: PeerStatus, address: str) -> RenderableType:
     ]
     if not status.is_member:
         lines.append("[yellow]it is not a member of the run, or not yet[/yellow]")
-    for word, who in (("silent", status.silent), ("proven to lie, and expelled", status.expelled)):
+    for word, who in (("silent", status.silent), ("expelled (proven to lie, or no longer invited)", status.expelled)):
         lines += [f"[red]{word}: {_escaped(', '.join(who))}[/red]"] if who else []
     if status.refused:
         counts = ", ".join(f"{who} {count}" for who, count in sorted(status.refused.items()))

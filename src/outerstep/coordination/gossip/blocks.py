@@ -2,7 +2,8 @@
 
     Round    when all members that are worth waiting for have contributed, or its deadline is over: of those that
              started from the same anchor, at least `min_peers` and more than half of the members
-    Change   when a member is proven to lie, is silent or wants to leave, or somebody wants to come; it goes first
+    Change   when a member is proven to lie, is no longer invited, is silent or wants to leave, or somebody wants to
+             come; it goes first
 
 A peer is for a round if all its contributions are here and can be used; for a change if it has seen the reason itself,
 or holds the proof. Where it cannot tell yet it waits, and the ballot's timer decides for it.
@@ -14,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...statements import Beat, Block, ChainState, Change, Member, Offered, Round
+from msgspec import UNSET
+
+from ...statements import MOST_PEERS, Beat, Block, ChainState, Change, Member, Offered, Round, Withdrawal
 from . import bounds, chain
 from .ballot import Verdict
 from .book import Book
@@ -60,7 +63,8 @@ class Blocks:
         members = chain.in_order(
             [*stay.values(), *(Member(peer_id=k.beat.peer_id, key=k.signed.author) for k in applied)]
         )
-        if members == self.peer.state.members or not members:
+        withdrawn = self._withdrawn()
+        if (members == self.peer.state.members and not withdrawn) or not members:
             return None
         return Change(
             height=self.peer.state.height + 1,
@@ -68,7 +72,13 @@ class Blocks:
             members=members,
             applied=tuple(known.signed for known in applied),
             proofs=tuple(self.book.proofs[key] for key in expelled),
+            withdrawn=withdrawn or UNSET,
         )
+
+    def _withdrawn(self) -> tuple[Withdrawal, ...]:
+        """Those that no block has named yet."""
+        known = {member.key for member in self.peer.state.expelled}
+        return tuple(one for key, one in sorted(self.book.withdrawn.items()) if key not in known)[:MOST_PEERS]
 
     def _newcomers(self, stay: Mapping[str, Member], now: float) -> list[Acquaintance]:
         """Those that may come, one of each id, who was heard first before the others, as many as there are places."""
@@ -83,7 +93,7 @@ class Blocks:
         return sorted(chosen, key=lambda known: known.beat.peer_id)
 
     def _should_go(self, member: Member, now: float) -> bool:
-        if member.key in self.book.proofs:
+        if member.key in self.book.proofs or member.key in self.book.withdrawn:
             return True
         if member.key == self.peer.member.key:
             return self.peer.wants == "leave"
@@ -182,7 +192,8 @@ class Blocks:
         proven = {proof.first.author for proof in block.proofs}
         if proven - (self._member_keys - keys):
             return "bad"  # a proof is against a member, which is then one no more
-        leaving = [m for m in self.peer.state.members if m.key not in keys and m.key not in proven]
+        named = proven | {one.key for one in chain.withdrawn_in(block)}
+        leaving = [m for m in self.peer.state.members if m.key not in keys and m.key not in named]
         return "good" if all(self._may_be_let_go(m) for m in leaving) else "unknown"
 
     def _may_be_let_go(self, member: Member) -> bool:

@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from ...errors import ProtocolMismatch
-from ...statements import AnyStatement, Beat, Proof, Signed, body_of, invitation_body, key_of, statement_of
+from ...statements import (
+    AnyStatement,
+    Beat,
+    Proof,
+    Signed,
+    Withdrawal,
+    body_of,
+    invitation_body,
+    key_of,
+    statement_of,
+    withdrawal_body,
+)
 from ...versions import PROTOCOL_VERSION, needs
 from .bounds import (
     BEAT_BYTES_PER_FRAGMENT,
@@ -65,6 +76,7 @@ class Book:
         self._said: Shares[tuple[object, ...], Signed] = Shares(share_bytes)
         self._members = {key}
         self.proofs: dict[str, Proof] = {}  # by the key of the peer that is proven to lie
+        self.withdrawn: dict[str, Withdrawal] = {}  # by the key of the peer, until a block says so
 
     @property
     def size_bytes(self) -> int:
@@ -117,11 +129,26 @@ class Book:
         body = vouched(self._run_id, beat.peer_id, key)
         return self._verify(beat.owner.key, body, beat.owner.signature)
 
+    def is_withdrawn(self, withdrawal: Withdrawal) -> bool:
+        """Did the run's inviter take this invitation back? (It cannot take back its own place.)"""
+        if not self._inviter or withdrawal.key == self._inviter:
+            return False
+        body = withdrawal_body(self._run_id, withdrawal.peer_id, withdrawal.key)
+        return self._verify(self._inviter, body, bytes.fromhex(withdrawal.signature))
+
+    def withdraw(self, withdrawal: Withdrawal) -> bool:
+        """Keep it, if it is one. Nobody but the inviter can make any, so that they need no other bound."""
+        if withdrawal.key not in self.withdrawn:
+            if not self.is_withdrawn(withdrawal):
+                return False
+            self.withdrawn[withdrawal.key] = withdrawal
+        return True
+
     def has_invitation(self, key: str, beat: Beat) -> bool:
         """May a peer with this key come to the run? Only if its inviter says so, where there is one."""
         if not self._inviter or key == self._inviter:
             return True
-        if beat.invitation is UNSET:
+        if beat.invitation is UNSET or key in self.withdrawn:
             return False
         shown = (key, beat.peer_id, beat.invitation)
         if shown not in self._invited:

@@ -24,6 +24,7 @@ from ...statements import (
     Name,
     Round,
     Voted,
+    Withdrawal,
     digest_of_block,
 )
 from ...types import Key
@@ -79,6 +80,10 @@ def follows(block: Block, state: ChainState) -> bool:
     return block.fragment < len(state.versions) and block.version == state.versions[block.fragment] + 1
 
 
+def withdrawn_in(block: Change) -> tuple[Withdrawal, ...]:
+    return () if block.withdrawn is UNSET else block.withdrawn
+
+
 def after(block: Block, state: ChainState) -> ChainState:
     """The run after one more decided block."""
     members, versions, expelled, borne = state.members, state.versions, state.expelled, state.names
@@ -87,6 +92,7 @@ def after(block: Block, state: ChainState) -> ChainState:
     else:
         proven = {proof.first.author for proof in block.proofs}
         fresh = {member for member in members if member.key in proven}
+        fresh |= {Member(peer_id=one.peer_id, key=one.key) for one in withdrawn_in(block)}
         expelled = in_order({*fresh, *in_order({*expelled} - fresh)[-max(MOST_EXPELLED - len(fresh), 1) :]})
         members, borne = block.members, names.after(block, borne)
     return msgspec.structs.replace(

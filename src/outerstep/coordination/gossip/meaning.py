@@ -82,8 +82,13 @@ def _wrong_with_round(block: Round, state: ChainState, book: Book) -> str:
 
 
 def _wrong_with_change(block: Change, state: ChainState, book: Book) -> str:
-    if block.members == state.members:
+    withdrawn = {one.key for one in chain.withdrawn_in(block)}
+    if block.members == state.members and not withdrawn - {member.key for member in state.expelled}:
         return "names a change that changes nothing"
+    if not all(map(book.is_withdrawn, chain.withdrawn_in(block))):
+        return "names a withdrawal that the inviter did not sign"
+    if any(member.key in withdrawn for member in block.members):
+        return "keeps a peer whose invitation it withdraws"
     if not all(map(book.proves, block.proofs)):
         return "names a change with a proof that proves nothing"
     applied = {signed.author: book.read(signed) for signed in block.applied}

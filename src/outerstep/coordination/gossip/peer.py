@@ -20,6 +20,7 @@ from msgspec import UNSET
 
 from ...statements import (
     MOST_DECISIONS,
+    MOST_PEERS,
     MOST_STATEMENTS,
     Beat,
     ChainState,
@@ -33,6 +34,7 @@ from ...statements import (
     Round,
     Signed,
     Voted,
+    Withdrawal,
 )
 from ...types import Plain, Positive
 from ...versions import Since2
@@ -122,12 +124,15 @@ class GossipPeer:
                 self._settle(decision, now, teller)
         for proof in told.proofs:
             self._convict(proof, teller)
+        withdrawn = () if told.withdrawn is UNSET else told.withdrawn
+        for withdrawal in withdrawn:
+            self._withdraw(withdrawal, teller)
         height = self.state.height
         news = [signed for signed in told.statements if not self.book.is_settled(signed, height)]
         for signed in news:
             if self._listen(signed, now, teller):
                 self.book.settle(signed, height)
-        if news or told.decisions or told.proofs:
+        if news or told.decisions or told.proofs or withdrawn:
             self._advance(now)
 
     def _listen(self, signed: Signed, now: float, teller: str) -> bool:
@@ -189,6 +194,14 @@ class GossipPeer:
             self.stirred = True
         else:
             self.refusals.note(teller, "passed on a proof that proves nothing")
+
+    def _withdraw(self, withdrawal: Withdrawal, teller: str) -> None:
+        if any(member.key == withdrawal.key for member in self.state.expelled):
+            return
+        if self.book.withdraw(withdrawal):
+            self.stirred = True
+        else:
+            self.refusals.note(teller, "passed on a withdrawal that the inviter did not sign")
 
     def hold(self, digest: str, now: float, *, good: bool) -> None:
         """The bytes with this digest are here; `good`: they can be used."""
@@ -278,6 +291,7 @@ class GossipPeer:
             ),
             proofs=self._proofs_to_tell(),
             decisions=self._decisions_after(height),
+            withdrawn=tuple(self.book.withdrawn.values())[:MOST_PEERS] or UNSET,
         )
 
     def _proofs_to_tell(self) -> tuple[Proof, ...]:
@@ -480,6 +494,8 @@ class GossipPeer:
         if isinstance(decision.block, Round):
             self._rounds = [*self._rounds, decision.block][-2 * len(self.state.versions) :]
         self._forget_convicts()
+        for member in self.state.expelled:
+            self.book.withdrawn.pop(member.key, None)
         self._ballot = self._open_ballot()
         # What it offered before it was let in counts once it is.
         self._offers.prune(self.state.versions, {*self._keys, self.member.key}, self.recent_rounds())

@@ -214,7 +214,10 @@ class GradientGossip:
                 )
             with node.lock:
                 if node.peer.is_expelled:
-                    raise PeerLost(f"the others have excluded this peer ({self.node_id}): it is proven to have lied")
+                    withdrawn = "its invitation was withdrawn, or " if node.peer.rules.inviter else ""
+                    raise PeerLost(
+                        f"the others have excluded this peer ({self.node_id}): {withdrawn}it is proven to have lied"
+                    )
             node.watch(LOOK_S)
 
     def _fetch_version(self) -> int:

@@ -195,10 +195,11 @@ class GossipTopology(PeerTopology):
         with self._node.lock:
             peer, now = self._node.peer, time.monotonic()
             if peer.is_expelled:
+                withdrawn = "its invitation was withdrawn, or " if peer.rules.inviter else ""
                 return PeerLost(
-                    f"the others have excluded this peer ({self._node.peer_id}): it is proven to have signed two "
-                    "things that exclude each other. Was its folder (peer_dir) copied, or restored from a backup? "
-                    "Start it under another worker_id with an empty folder"
+                    f"the others have excluded this peer ({self._node.peer_id}): {withdrawn}it is proven to have "
+                    "signed two things that exclude each other. Was its folder (peer_dir) copied, or restored from a "
+                    "backup? Start it under another worker_id with an empty folder"
                 )
             if not peer.is_short_of_peers(now):
                 ticket.short_since = None
