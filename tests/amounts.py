@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -15,6 +15,7 @@ USUAL = 100  # max_examples of the profile "ci"
 
 def cases(count: int, **more: Any) -> Callable[[F], F]:
     """So many drawn cases in `make test`; as many more or fewer as the profile has more or fewer than usual."""
+    more.setdefault("suppress_health_check", [HealthCheck.too_slow])  # a busy machine says nothing about the code
     many = max(count * settings.default.max_examples // USUAL, 1)  # type: ignore[union-attr]
     return settings(max_examples=many, deadline=None, **more)  # type: ignore[return-value]
 
