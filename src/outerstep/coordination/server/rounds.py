@@ -327,7 +327,7 @@ class OpenRound:
         counted_out = self.counted_out
         live -= counted_out
         contributors = self.contributors
-        missing = self.expected - contributors
+        missing = self.expected - contributors - counted_out  # a run that starts late expects all that are there
         floor = rules.needed(turned_away)
         if len(contributors) < floor:
             able = live - contributors

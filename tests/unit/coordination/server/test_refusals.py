@@ -222,6 +222,16 @@ def test_no_round_waits_for_it_to_be_complete() -> None:
     assert not desk.closed
 
 
+def test_a_run_that_starts_late_does_not_wait_for_who_was_counted_out_before() -> None:
+    """Whoever is there when the run starts is expected; it was refused too often already then."""
+    round_ = a_round("a", "b")
+    round_.expected = {"a", "b", "z"}
+    for worker in "ab":
+        round_.contributors.add(worker)
+    verdict = round_.verdict(RoundRules(num_workers=2), 0.0, started=True, live=frozenset("abz"), turned_away=0)
+    assert verdict.close
+
+
 def test_to_a_rule_it_is_one_of_the_bad_ones_that_were_there() -> None:
     desk = Desk("abcd", aggregation=Aggregation(aggregation="trimmed_mean", trim_fraction=0.25))
     for worker in "abc":
