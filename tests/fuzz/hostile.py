@@ -358,7 +358,7 @@ def attack_peers(
             liar.look_around()
             for name in NAMES:
                 peers.check_alive(name)
-            if liar.messages * (kills + 1) > messages * (killed + 1):
+            if killed < kills and liar.messages * (kills + 1) > messages * (killed + 1):
                 killed += 1
                 peers.kill(liar.rng.choice(NAMES))
             if not warm and liar.messages > messages // 20:  # caches and arenas are filled
