@@ -469,7 +469,8 @@ class Insider:
         value = grammar.draw(kind)
         session = rng.choice([self.session] * 3 + ["", "0" * 64, "\xff"])
         said: dict[str, Any] = {"Outerstep_Session": session, "protocol": rng.choice([2, 2, 2, 1])}
-        said["token"] = None if rng.random() < 0.95 else rng.choice(["", "run-nonsense", "x" * 300])
+        # (Whoever shows wrong tokens again and again is answered a second later each time.)
+        said["token"] = None if rng.random() < 0.998 else rng.choice(["", "run-nonsense", "x" * 300])
         if kind in (PutPart, GetPart):
             pairs = value.items() if isinstance(value, dict) else []
             path += "?" + "&".join(f"{_plain(name)}={_plain(one)}" for name, one in pairs)
@@ -484,7 +485,7 @@ class Insider:
 
     def _speak_as_of_old(self, line: Line) -> None:
         rng, grammar = self.rng, self.grammar
-        if rng.random() < 0.7:
+        if rng.random() < 0.97:  # a submission that is still one waits for its round
             path = rng.choice(list(COMPAT_REQUESTS))
             line.say("POST", path, as_json(grammar.draw(COMPAT_REQUESTS[path])))
         else:
