@@ -367,7 +367,8 @@ def _nothing() -> None:
 def _hostile_client(storm: Storm, seed: int) -> Callable[[], None]:
     from fuzz.hostile import Insider  # which is built on this module
 
-    storm._wait(lambda: storm.status() is not None, "the server never answered")
+    # Whoever is first owns an id: the workers have theirs before somebody else may take them.
+    storm._wait(lambda: storm.round() >= 1 and all(one.is_at_work for one in storm.workers), "no round was made")
     insider = Insider(random.Random(seed), storm.address, storm.folder)
 
     def speak() -> None:
