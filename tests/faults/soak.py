@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -179,15 +180,12 @@ class Storm:
 
     # --- the storm ------------------------------------------------------------------------------------------------
 
-    def rage(self, seconds: float, meanwhile: Callable[[], None]) -> None:
+    def rage(self, seconds: float) -> None:
         """One misfortune after the other, to whoever is up; what has ended is started again a little later."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._strike()
-            strike_at = time.monotonic() + self.random.uniform(0.2, 3.0)
-            while time.monotonic() < strike_at:
-                meanwhile()
-                time.sleep(0.02)
+            time.sleep(self.random.uniform(0.2, 3.0))
             self._do_what_is_due()
             self._restart_what_ended()
 
@@ -360,25 +358,21 @@ def summary(storm: Storm, minutes: float) -> list[str]:
     return [f"{what:<28} {value}" for what, value in facts.items()]
 
 
-def _nothing() -> None:
-    """Nobody speaks but the workers."""
-
-
-def _hostile_client(storm: Storm, seed: int) -> Callable[[], None]:
+def _speak(storm: Storm, seed: int, over: threading.Event) -> None:
+    """In a thread of its own: a frozen server lets whoever speaks to it wait."""
     from fuzz.hostile import Insider  # which is built on this module
 
     # Whoever is first owns an id: the workers have theirs before somebody else may take them.
     storm._wait(lambda: storm.round() >= 1 and all(one.is_at_work for one in storm.workers), "no round was made")
-    insider = Insider(random.Random(seed), storm.address, storm.folder)
-
-    def speak() -> None:
-        for _ in range(10):
+    try:
+        insider = Insider(random.Random(seed), storm.address, storm.folder)
+        while not over.wait(0.02):
             insider.speak()
-        storm.done["hostile messages"] = insider.messages
-        if insider.messages % 100 == 0:
-            insider.look_around()
-
-    return speak
+            storm.done["hostile messages"] = insider.messages
+            if insider.messages % 30 == 0:
+                insider.look_around()
+    except Exception as error:  # noqa: BLE001 - in a thread: what it was is a problem of the storm
+        storm.problems.append(f"the hostile client was answered what nobody may be: {error!r}")
 
 
 def main() -> int:
@@ -391,9 +385,12 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="outerstep-soak-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    storm = Storm(folder, arguments.workers, arguments.seed)
+    storm, over = Storm(folder, arguments.workers, arguments.seed), threading.Event()
     try:
-        storm.rage(60.0 * arguments.minutes, _hostile_client(storm, arguments.seed) if arguments.hostile else _nothing)
+        if arguments.hostile:
+            threading.Thread(target=_speak, args=(storm, arguments.seed, over), daemon=True).start()
+        storm.rage(60.0 * arguments.minutes)
+        over.set()
         storm.calm()
         storm.finish()
     finally:
