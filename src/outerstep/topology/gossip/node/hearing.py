@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from ....events import MessageRefused
@@ -38,11 +39,13 @@ def _hear_piece(shared: Shared, piece: Converse, teller: str) -> None:
 
 
 def _pieces(told: Converse) -> Iterator[Converse]:
-    empty = replace(told, statements=(), proofs=(), decisions=())
+    empty = replace(told, statements=(), proofs=(), decisions=(), withdrawn=UNSET)
     for decision in told.decisions:
         yield replace(empty, decisions=(decision,))
     for proof in told.proofs:
         yield replace(empty, proofs=(proof,))
+    for withdrawal in () if told.withdrawn is UNSET else told.withdrawn:
+        yield replace(empty, withdrawn=(withdrawal,))
     for statement in told.statements:
         yield replace(empty, statements=(statement,))
 
