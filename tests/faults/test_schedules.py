@@ -124,6 +124,25 @@ def test_without_faults_every_round_has_everybody() -> None:
     assert all(count == 3 * scenario.sync_every for count in list(steps_per_round.values())[:-1])
 
 
+@pytest.mark.parametrize(("fragments", "slow_steps"), [(1, 2), (3, 3)])
+def test_dynamic_local_updates_follow_speeds_that_are_far_apart(fragments: int, slow_steps: int) -> None:
+    rules = RoundRules(num_workers=2, quorum=1, asynchronous=True, dylu=True, max_staleness=1000)
+    history = run(
+        Scenario(
+            rules=rules, workers=2, fragments=fragments, sync_every=130, step_s=(0.5, 0.5 * 65), calm_after_s=5_000.0
+        ),
+        1,
+    )
+    assert not history.violations
+    steps = Counter(key for (fragment, _), key in history.applied.items() if fragment == 0)
+    slow = [steps[key] for key in sorted(steps, key=lambda key: key.sequence) if key.worker_id == "w1"]
+    fast = [steps[key] for key in sorted(steps, key=lambda key: key.sequence) if key.worker_id == "w0"]
+    # The first cycle began before anybody knew its speed, and its last steps are in the second contribution of a
+    # fragment; the last contribution ends with the run.
+    assert set(slow[2:-1]) == {slow_steps}
+    assert set(fast[2:-1]) == {130}
+
+
 # --- planted bugs: the schedules must notice -------------------------------------------------------------------------
 
 

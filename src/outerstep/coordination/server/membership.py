@@ -62,7 +62,9 @@ from ..backoff import Backoff
 from .claims import Claimant
 from .remembered import LEAP, Acceptance, WorkerRecord
 
-MOST_SPEED_RATIO = 64.0
+MOST_SPEED_RATIO = 10_000.0
+"""Of two speeds in one run. Machines lie thousands of times apart: a laptop, and a node full of GPUs. Beyond this a
+reported speed is a slip, or a lie."""
 
 SPEED_PRECISION = 1e-9
 """Relative. v_w/v_max·H_base is rounded twice, so a product meant to be whole can fall short by a few 1e-16 and lose a

@@ -94,6 +94,18 @@ class TestDynamicLocalUpdates:
         assert self.beat(desk, "a", 8.0) == 3
         assert self.beat(desk, "b", 0.1) == 3
 
+    @pytest.mark.parametrize(("fast", "slow"), [(65.0, 1.0), (64.0, 1.0), (6500.0, 1.0), (2.0, 0.001)])
+    @pytest.mark.parametrize("third", [None, 1.0, 3.0])
+    def test_speeds_may_be_far_apart(self, fast: float, slow: float, third: float | None) -> None:
+        desk = Desk("abc", fragments=2, dylu=True, dylu_base=1000)
+        if third is not None:
+            self.beat(desk, "c", third * slow)
+        self.beat(desk, "b", slow)
+        assert self.beat(desk, "a", fast) == 1000
+        assert self.beat(desk, "b", slow) == max(2, math.floor(slow / fast * 1000))
+        if third is not None:
+            assert self.beat(desk, "c", third * slow) == max(2, math.floor(third * slow / fast * 1000))
+
     def test_a_worker_whose_speed_is_not_known_follows_the_plan(self) -> None:
         desk = Desk("ab", dylu=True)
         assert self.beat(desk, "a", 8.0) == 4
