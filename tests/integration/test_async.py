@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -212,9 +213,8 @@ def test_each_parameter_group_of_the_outer_sgd_keeps_its_own_rate() -> None:
     ("settings", "problem"),
     [
         ({"outer_optimizer_factory": lambda params: torch.optim.Adam(params)}, "torch.optim.SGD, got Adam"),
-        ({"outer_optimizer_factory": lambda params: torch.optim.SGD(params, lr=1.0)}, "momentum=0"),
         ({"outer_optimizer_factory": lambda params: torch.optim.SGD(params, momentum=0.9)}, "nesterov=False"),
-        ({"nesterov": False}, "nesterov=False"),
+        ({"nesterov": False}, r"nesterov=False with outer_momentum=0\.9: choose outer_momentum=0"),
         ({"dn_buffer_size": 3, "async_mode": False}, "needs async_mode"),
         ({"quorum": 2}, "async_mode is quorum 1"),
     ],
@@ -224,6 +224,25 @@ def test_what_delayed_nesterov_is_not_made_for_is_refused_at_construction(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         DiLoCoServer(tiny_model().state_dict(), num_workers=3, port=0, **{"async_mode": True, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nesterov": False, "outer_lr": 0.5, "outer_momentum": 0.0},
+        {"outer_optimizer_factory": lambda params: torch.optim.SGD(params, lr=0.5)},
+    ],
+)
+def test_without_momentum_there_is_nothing_to_delay(settings: dict[str, Any]) -> None:
+    """Each push moves the weights by its N-th, and that is all."""
+    server = DiLoCoServer(
+        Ledger(1).state_dict(), num_workers=2, port=0, async_mode=True, codec="fp32", sync_every=4, **settings
+    )
+    server.service.start()
+    hand = Hand(server, 0, cells=1)
+    for pushes in range(1, 4):
+        hand.count(4)
+        assert server.get_global_params()["cells"].tolist() == [pushes * 4 * 0.5 / 2]
 
 
 # --- the grace window -----------------------------------------------------------------------------------------------

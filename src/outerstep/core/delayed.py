@@ -175,10 +175,10 @@ def _zeros(like: Tensor) -> Tensor:
 
 
 def _check_group(index: int, group: Mapping[str, object]) -> None:
-    """Refuse what the rule has no place for, rather than leave it out in silence."""
+    """Refuse what the rule has no place for, rather than leave it out in silence. Without momentum it has no place for
+    Nesterov's either: each push moves the weights by its N-th, and that is all."""
     remedies = {
-        "momentum": (bool(group["momentum"]), "give it momentum, for example 0.9"),
-        "nesterov": (bool(group["nesterov"]), "set nesterov=True"),
+        "nesterov": (group["nesterov"] or not group["momentum"], "set nesterov=True, or momentum=0"),
         "dampening": (not group["dampening"], "set dampening=0"),
         "weight_decay": (not group["weight_decay"], "decay the weights in the inner optimizer"),
         "maximize": (not group["maximize"], "set maximize=False"),
@@ -186,7 +186,7 @@ def _check_group(index: int, group: Mapping[str, object]) -> None:
     for option, (fits, remedy) in remedies.items():
         if not fits:
             raise ConfigError(
-                "Delayed Nesterov needs SGD with Nesterov momentum and nothing else; "
+                "Delayed Nesterov needs SGD with Nesterov momentum, or with none, and nothing else; "
                 f"parameter group {index} has {option}={group[option]}; {remedy}"
             )
 

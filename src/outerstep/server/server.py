@@ -322,9 +322,10 @@ def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> 
         )
     if factory is not None:
         check_factory(factory)
-    elif buffer_size and not config.nesterov:
+    elif buffer_size and config.outer_momentum and not config.nesterov:
         raise ConfigError(
-            "Delayed Nesterov is what its name says: with nesterov=False choose dn_buffer_size=0, or outer_momentum=0"
+            "Delayed Nesterov has no plain momentum, got nesterov=False with "
+            f"outer_momentum={config.outer_momentum:g}: choose outer_momentum=0 (none at all), or dn_buffer_size=0"
         )
     _make_optimizer(config, factory, {"probe": (1,)})
     return lambda config, manifest: _make_optimizer(config, factory, _shapes(manifest))

@@ -230,6 +230,15 @@ class TestFromSgd:
             direct.push(0, expected, values(seed))
         assert same(theta, expected)
 
+    def test_without_momentum_it_is_plain_descent_by_each_pushs_part(self) -> None:
+        built = DelayedNesterov.from_sgd(2, sgd(lr=0.5, momentum=0.0, nesterov=False), SHAPES)
+        theta, expected = values(0), values(0)
+        for seed in range(1, 5):
+            built.push(0, theta, values(seed))
+            for name, g in values(seed).items():
+                expected[name].sub_((g / 2).mul_(0.5))
+        assert same(theta, expected)
+
     def test_each_group_has_its_own_rate(self) -> None:
         def factory(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
             a, b, c = params
@@ -249,8 +258,7 @@ class TestFromSgd:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"momentum": 0.0, "nesterov": False}, r"momentum=0\.0; give it momentum"),
-            ({"nesterov": False}, r"nesterov=False; set nesterov=True"),
+            ({"nesterov": False}, r"nesterov=False; set nesterov=True, or momentum=0"),
             ({"weight_decay": 0.1}, r"weight_decay=0\.1; decay the weights in the inner optimizer"),
             ({"maximize": True}, r"maximize=True; set maximize=False"),
         ],
