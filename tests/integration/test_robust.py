@@ -378,14 +378,3 @@ def test_workers_train_and_leave_under_a_rule() -> None:
     found = in_threads(*(lambda worker=worker: train(worker) for worker in "abc"))
     assert [cells.tolist() for cells in found] == [[0.0, 0.0, 0.0, 6.0]] * 3
     server.service.stop()
-
-
-@pytest.mark.parametrize(("aggregation", "tells"), [("mean", True), ("median", False)])
-def test_similarity_is_told_of_means_only(aggregation: str, tells: bool) -> None:
-    """It is read off the norm of a mean; what another rule makes has another norm."""
-    with DiLoCoServer(tiny_model().state_dict(), num_workers=5, aggregation=aggregation, **PLAIN) as server:
-        contribute(server, by_hand(server), {worker: delta(worker, 0) for worker in WORKERS})
-        fragments: list[dict[str, Any]] = server.status()["fragments"]  # type: ignore[assignment]
-        watched = fragments[0]["watched"]
-    assert watched["aggregated_grad_norm"] > 0.0
-    assert ("peer_grad_similarity" in watched) is tells

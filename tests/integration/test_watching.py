@@ -90,6 +90,53 @@ def test_every_worker_is_told_how_the_round_went(codec: str, fragments: int) -> 
         assert {name: worker[name] for name in NAMES[1:]} == {name: metrics[0][name] for name in NAMES[1:]}
 
 
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        (3, {"aggregation": "median"}),
+        (4, {"aggregation": "trimmed_mean", "trim_fraction": 0.25, "bucket_size": 1}),
+        (5, {"aggregation": "krum"}),
+        (3, {"aggregation": "centered_clipping", "clip_radius": 0.01, "num_fragments": 2}),
+        (5, {"aggregation": "mean", "cosine_screen": True}),
+        (6, {"aggregation": "median", "bucket_size": 2}),
+    ],
+    ids=str,
+)
+def test_similarity_and_divergence_are_told_under_every_rule(workers: int, settings: dict[str, Any]) -> None:
+    """They are the contributions', whatever the rule makes of them; only the aggregate's norm is the rule's."""
+    server = DiLoCoServer(
+        tiny_model().state_dict(), num_workers=workers, port=0, codec="fp32", sync_every=4, norm_screen=100, **settings
+    )
+    server.service.start()
+    metrics, seen = run_together(server, workers, 8)
+    fragments = settings.get("num_fragments", 1)
+    lasts = [torch.cat([one.deltas[f][-1] for f in range(fragments)]) for one in seen]
+    similarity, norm, apart = expected(lasts, [1.0] * workers)
+    for worker in metrics:
+        assert worker["peer_grad_similarity"] == pytest.approx(similarity, abs=1e-4 if fragments == 1 else 0.05)
+        assert worker["weight_divergence"] == pytest.approx(apart, rel=1e-4)
+        is_mean = settings["aggregation"] == "mean"
+        assert (worker["aggregated_grad_norm"] == pytest.approx(norm, rel=1e-5)) is is_mean
+
+
+def test_a_restarted_server_remembers_how_its_last_round_went(tmp_path: Path) -> None:
+    def make() -> DiLoCoServer:
+        made = DiLoCoServer(
+            tiny_model().state_dict(), num_workers=3, port=0, codec="fp32", sync_every=4, aggregation="median",
+            save_dir=str(tmp_path),
+        )  # fmt: skip
+        made.service.start()
+        return made
+
+    server = make()
+    run_together(server, 3, 4)
+    [told] = server.status()["fragments"]  # type: ignore[misc]
+    server.service.writer.close()  # killed: what it knows is in its journal
+    [again] = make().status()["fragments"]  # type: ignore[misc]
+    assert again["watched"] == told["watched"]
+    assert told["watched"].keys() == set(NAMES[1:])
+
+
 def test_contributions_count_with_their_weights() -> None:
     server = DiLoCoServer(
         tiny_model().state_dict(), num_workers=2, port=0, codec="fp32", weight_by="samples", sync_every=4

@@ -1,5 +1,5 @@
 """The metrics of a round, computed from numbers that every topology already knows: the norms of the contributions and
-of the aggregate.
+of their mean. (Under another rule than the mean they are taken while the rule reads the contributions.)
 
     Δ_i, w_i                 worker i's contribution, and its weight
     Δ̄ = Σ w_i·Δ_i / W        the mean, W = Σ w_i
@@ -28,31 +28,31 @@ def watched(
     own_norm: float | None,
     norms: Sequence[float],
     weights: Sequence[float],
-    aggregated_norm: float,
-    *,
-    is_mean: bool = True,
+    mean_norm: float | None,
+    aggregated_norm: float | None = None,
 ) -> Watched:
-    """The metrics of one round of one fragment, from ‖Δ_i‖ and w_i of the contributions and ‖Δ̄‖ of the aggregate.
+    """The metrics of one round of one fragment, from ‖Δ_i‖ and w_i of the contributions and ‖Δ̄‖ of their mean.
 
-    `own_norm`: of this worker's own contribution (None = it had none, or the caller is not a worker). `is_mean`: False
-    if a rule other than the mean made the aggregate; then the identities do not hold, and its norm does not tell how
-    similar the contributions were."""
-    if not all(map(math.isfinite, (*norms, aggregated_norm))):
+    `own_norm`: of this worker's own contribution (None = it had none, or the caller is not a worker). `mean_norm`: None
+    if it is not known; then nobody can tell how similar the contributions were. `aggregated_norm`: of what another rule
+    than the mean made of them; None = the mean is the aggregate."""
+    made = mean_norm if aggregated_norm is None else aggregated_norm
+    if not all(map(math.isfinite, (*norms, mean_norm or 0.0, made or 0.0))):
         return Watched()
-    if not is_mean:
-        return Watched(pseudo_grad_norm=own_norm, aggregated_grad_norm=aggregated_norm)
+    if mean_norm is None:
+        return Watched(pseudo_grad_norm=own_norm, aggregated_grad_norm=made)
     weighted, total, cosine, variance = list(zip(norms, weights, strict=True)), sum(weights), None, None
     own = sum((w * n) ** 2 for n, w in weighted)
     pairs = sum(w * n for n, w in weighted) ** 2 - own
     if sum(n > 0.0 and w > 0.0 for n, w in weighted) >= 2 and pairs > 0.0:
         # The norms are rounded, so the cosine may be just outside.
-        cosine = max(-1.0, min(1.0, ((total * aggregated_norm) ** 2 - own) / pairs))
+        cosine = max(-1.0, min(1.0, ((total * mean_norm) ** 2 - own) / pairs))
     if total > 0.0:
-        variance = max(0.0, sum(w * n * n for n, w in weighted) / total - aggregated_norm * aggregated_norm)
+        variance = max(0.0, sum(w * n * n for n, w in weighted) / total - mean_norm * mean_norm)
     return Watched(
         pseudo_grad_norm=own_norm,
         peer_grad_similarity=cosine,
-        aggregated_grad_norm=aggregated_norm,
+        aggregated_grad_norm=made,
         weight_divergence=variance,
     )
 

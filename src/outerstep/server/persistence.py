@@ -36,7 +36,7 @@ from ..durable.run_folder import JOURNAL, RunFolder, has_journal
 from ..errors import ModelError, ServerError
 from ..events import EventSink, SaveFailed, StateSaved
 from ..pool import private_memory
-from ..types import Count, Hash, Participant, Plain, Positive
+from ..types import Count, Hash, Participant, Plain, Positive, Watched
 from .publish import NextVersion
 from .run import Run
 from .saved import save_state
@@ -63,6 +63,7 @@ class RoundRecord(Plain, frozen=True):
     participants: tuple[Participant, ...]
     anchor_hash: Hash
     pushes: tuple[RecordedPush, ...] = ()
+    seen: Watched | None = None  # of contributions that another rule than the mean combined: the mean does not tell it
 
 
 class RecordHead(Plain, frozen=True):
@@ -121,6 +122,7 @@ class RunWriter:
             participants=stepped.participants,
             anchor_hash=stepped.made.result()[0],
             pushes=pushes,
+            seen=stepped.made.seen,
         )
         return record, payload
 

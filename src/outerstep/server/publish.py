@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 import torch
 import xxhash
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..core.codecs import FP32, Dither
@@ -186,6 +187,7 @@ class NextVersion:
         self.mean: Tensor | None = None  # what T moved along, if it is to be kept until this is published
         self.pushes: Sequence[float] | None = None  # how much each counted, if it moved along one after the other
         self.squares = 0.0  # Σ g² of what T moved along at once
+        self.seen: Watched | None = None  # how similar contributions were that another rule than the mean combined
         self._down, self.from_above = down, False  # True: an agreement of a layer above, without contributions
         self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
         self._anchor = xxhash.xxh3_128()
@@ -205,13 +207,16 @@ class NextVersion:
         there is no aggregate, so nothing is known; of one it is that push."""
         if self.from_above:
             return None
+        made = math.sqrt(self.squares)
+        if self.seen is not None:
+            return replace(self.seen, aggregated_grad_norm=made)
         counted = [p for p in participants if p.weight > 0.0]
         norms = [p.norm for p in counted if p.norm is not None]
         if self.pushes is None:
             is_mean = self._down.follows_means and len(norms) == len(counted)
-            return watched_round(None, norms, [p.weight for p in counted], math.sqrt(self.squares), is_mean=is_mean)
+            return watched_round(None, norms, [p.weight for p in counted], made if is_mean else None, made)
         if len(norms) == len(self.pushes) == 1:
-            return watched_round(None, norms, self.pushes, self.pushes[0] * norms[0], is_mean=False)
+            return watched_round(None, norms, self.pushes, None, self.pushes[0] * norms[0])
         return None
 
     def follow(self, block: Block) -> None:

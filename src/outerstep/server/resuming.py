@@ -208,6 +208,7 @@ def _replay_round(round_: RoundRecord, record: Record, stores: list[FragmentStor
     made = store.close(
         round_.version, optimizer, recorded_addends(round_, record.payload) if round_.kind == "pushes" else ()
     )
+    made.seen = round_.seen
     published = store.publish(made, round_.participants)
     if published.agreement.anchor_hash != round_.anchor_hash:
         raise ModelError(

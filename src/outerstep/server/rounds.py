@@ -26,7 +26,9 @@ from ..coordination.server.commits import (
 )
 from ..coordination.server.effects import Accumulate
 from ..core.robust import ScreenVerdict
+from ..core.watch import watched
 from ..errors import ModelError, ServerError
+from ..types import Participant, Watched
 from .intake import Intake
 from .persistence import RunWriter, SteppedRound
 from .run import Run
@@ -167,6 +169,7 @@ class RoundsThread:
             out = {*verdict.refused, *verdict.unused} if verdict is not None else set()
             participants = tuple(replace(p, weight=0.0) if p.worker_id in out else p for p in participants)
         made = store.close(closing.version, run.optimizer, addends, self._clock(), keep_mean=self._commits.journals)
+        made.seen = _seen(verdict, closing.participants) if verdict is not None else None
         return SteppedRound(store, made, participants, addends, verdict)
 
     def _combine(self, store: FragmentStore, task: TakeStep) -> ScreenVerdict | None:
@@ -225,3 +228,14 @@ class RoundsThread:
             self.saves[task.ticket] = made
         if refused is not None:
             raise OSError(str(refused)) from refused
+
+
+def _seen(verdict: ScreenVerdict, participants: Iterable[Participant]) -> Watched | None:
+    """How similar the accepted contributions were, whatever the rule made of them. None: a norm is not known, or the
+    aggregate is their mean, which tells it by itself."""
+    by_id = {p.worker_id: p for p in sorted(participants, key=lambda p: p.sequence) if p.weight > 0.0}
+    accepted = [by_id[worker_id] for worker_id in verdict.accepted if worker_id in by_id]
+    norms = [p.norm for p in accepted if p.norm is not None]
+    if verdict.mean_norm is None or len(norms) < len(verdict.accepted):
+        return None
+    return watched(None, norms, [p.weight for p in accepted], verdict.mean_norm)

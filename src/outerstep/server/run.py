@@ -163,7 +163,7 @@ class Run:
             for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
         ]
         for store in stores:
-            store.down.follows_means = config.combining.name == "mean"
+            store.down.follows_means = config.combining.aggregation == "mean"
         return stores
 
     def open(

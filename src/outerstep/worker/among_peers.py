@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from ..core.outer import Nesterov, OuterRule
@@ -142,11 +141,10 @@ class AmongPeers:
         assert verdict is not None
         for number, why in verdict.refused.items():
             log.warning("pseudo-gradient %d of %d is refused: %s", int(number) + 1, len(offered), why)
-        accepted = [offered[int(number)] for number in verdict.accepted]
-        mean_norm = norm_of(_mean([one[name] for one in accepted]) for name in agreed)
-        own = norm_of(sent.values())
-        seen = watched(own if math.isfinite(own) else None, verdict.rates, [1.0] * len(accepted), mean_norm)
-        return agreed, replace(seen, aggregated_grad_norm=norm_of(agreed.values()))
+        own, made = norm_of(sent.values()), norm_of(agreed.values())
+        mean_norm = made if verdict.mean_norm is None else verdict.mean_norm
+        own_norm = own if math.isfinite(own) else None
+        return agreed, watched(own_norm, verdict.rates, [1.0] * len(verdict.accepted), mean_norm, made)
 
     @torch.no_grad()
     def _adopt(self, agreed: Mapping[str, Tensor], sent: Mapping[str, Tensor], sent_at: int) -> None:
@@ -187,13 +185,6 @@ class AmongPeers:
         self._outer.momentum.load(state["momentum"])
         self._steps, self._agreed_at, self._due = state["steps"], state["agreed_at"], state["due"]
         self._sync_count, self._watching = state["sync_count"], Watching(self._steps)
-
-
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total.add_(tensor)
-    return total.div_(len(tensors))
 
 
 def _lone_replica(model: nn.Module, buffers: Literal["average", "local"]) -> Replica:

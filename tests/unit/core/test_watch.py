@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from amounts import cases
@@ -103,9 +104,21 @@ def test_what_does_not_count_is_not_in_the_divergence() -> None:
     assert watched(1.0, [1.0, 1000.0], [1.0, 0.0], 1.0).weight_divergence == 0.0
 
 
-def test_of_another_rule_than_the_mean_only_the_norms_are_known() -> None:
-    seen = watched(1.0, [1.0, 2.0, 3.0], [1.0] * 3, 0.5, is_mean=False)
+def test_if_the_mean_is_not_known_only_the_norms_are() -> None:
+    seen = watched(1.0, [1.0, 2.0, 3.0], [1.0] * 3, None, 0.5)
     assert seen == Watched(pseudo_grad_norm=1.0, aggregated_grad_norm=0.5)
+
+
+def test_another_rule_than_the_mean_changes_the_norm_of_the_aggregate_and_nothing_else() -> None:
+    norms, weights = [1.0, 2.0, 3.0], [1.0, 2.0, 1.0]
+    seen, of_the_mean = (watched(1.0, norms, weights, 1.5, made) for made in (0.25, None))
+    assert seen == replace(of_the_mean, aggregated_grad_norm=0.25)
+    assert of_the_mean.aggregated_grad_norm == 1.5
+
+
+@pytest.mark.parametrize(("mean", "made"), [(math.nan, 1.0), (1.0, math.inf), (None, math.nan)])
+def test_of_what_is_not_finite_nothing_is_told(mean: float | None, made: float) -> None:
+    assert watched(1.0, [1.0, 2.0], [1.0, 1.0], mean, made) == Watched()
 
 
 def test_norms_that_are_a_little_off_never_lead_out_of_range() -> None:

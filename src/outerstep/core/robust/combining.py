@@ -17,9 +17,11 @@ from itertools import pairwise
 from typing import Generic
 
 import torch
+from torch import Tensor
 
 from ...errors import ConfigError, NotFinite
 from ...screens import LEAST_FOR_COSINES, History, norm_screen, rate
+from ..watch import sum_of_squares
 from .buckets import Bucketing
 from .coordinates import Mean
 from .cosines import check_enough_for_cosines, cosine_screen
@@ -74,6 +76,7 @@ class ScreenVerdict:
     refused: Mapping[str, str] = field(default_factory=dict)  # worker id → why
     rates: tuple[float, ...] = ()  # ‖Δ‖/√steps of the accepted, for `screens.remember`
     unused: tuple[str, ...] = ()  # accepted, but the rule chose others (Krum)
+    mean_norm: float | None = None  # ‖Σ w·Δ / Σ w‖ of the accepted, to be watched; None: the aggregate is that mean
 
 
 def combine(
@@ -125,11 +128,30 @@ def aggregate(
     used: list[Reader[B]] = [ordered[i].values for i in chosen]
     if rule.needs_centre:
         used.insert(0, centre or Zeros())
-    stack = Stack(len(used), blocks, device)
+    stack, mean = Stack(len(used), blocks, device), _MeanSquares([ordered[i].weight for i in chosen], device)
     for block in blocks:
-        out.write(block, combine(stack.fill(used, block)))
+        values = stack.fill(used, block)
+        if not isinstance(rule, Mean):
+            mean.add(values[-len(chosen) :])  # without the centre; while they are in the cache
+        out.write(block, combine(values))
     unused = combine.unused if isinstance(combine, Selection) else ()
-    return replace(verdict, unused=tuple(verdict.accepted[i] for i in unused))
+    return replace(
+        verdict,
+        unused=tuple(verdict.accepted[i] for i in unused),
+        mean_norm=None if isinstance(rule, Mean) else math.sqrt(mean.total),
+    )
+
+
+class _MeanSquares:
+    """‖Σ w·Δ / Σ w‖², block by block. Nothing is decided by it, so its last bits need not be the same everywhere."""
+
+    def __init__(self, weights: Sequence[float], device: torch.device) -> None:
+        self._shares = torch.tensor(weights, dtype=torch.float64, device=device).div_(sum(weights)).float()
+        self.total = 0.0
+
+    def add(self, values: Tensor) -> None:
+        """[n, m] of one block."""
+        self.total += sum_of_squares(self._shares @ values)
 
 
 def in_order(candidates: Sequence[Candidate[B]]) -> list[Candidate[B]]:

@@ -285,12 +285,13 @@ class PeerState:
         by_id = {c.worker_id: c for c in candidates}
         counted = {peer_id: by_id[peer_id].weight for peer_id in verdict.accepted}
         norms = [rate * math.sqrt(by_id[p].steps) for p, rate in zip(verdict.accepted, verdict.rates, strict=True)]
+        made_norm = math.sqrt(sum(sum_of_squares(values.view(-1)) for values in made.values() if values.numel()))
         seen = watched(
             dict(zip(verdict.accepted, norms, strict=True)).get(own_id),
             norms,
             list(counted.values()),
-            math.sqrt(sum(sum_of_squares(values.view(-1)) for values in made.values() if values.numel())),
-            is_mean=rule.name == "mean",
+            made_norm if verdict.mean_norm is None else verdict.mean_norm,
+            made_norm,
         )
         self._histories[fragment] = remember(self._histories[fragment], verdict.rates)
         if rule.needs_centre:
