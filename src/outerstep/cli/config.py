@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..config import NOT_SET, ROLES, SERVER, WORKER, Role, make_command, make_config, resolve
+from ..config import NOT_SET, ROLES, SERVER, WORKER, Role, make_command, make_config, resolve, warnings_about
 from ..config.kinds import shown
 from ..config.reference import commented_toml
 from ..config.toml_file import FILE_NAME
 from ..errors import ConfigError
 from ..security import redact
 from .options import ConfigFile, Found, takes_settings
+from .server import with_run_folder
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Show the settings, or write a file of them.")
 show_app = typer.Typer(
@@ -105,6 +106,9 @@ def _print(role: Role, found: Found) -> None:
 
 def _check(role: Role, found: Found) -> None:
     """Values that contradict each other or are out of range are an error here too; a missing one is shown as such."""
+    found = with_run_folder(found) if role is SERVER else found
     make_command(role, found)
     if all(found[field].source != NOT_SET for field in role.config_fields):
         make_config(role, found)
+    for warning in warnings_about(role, found):
+        typer.secho(f"warning: {warning}", fg="yellow", err=True)

@@ -95,7 +95,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 def _annotation(role: Role, setting: Setting) -> Any:
     """A switch is a switch; every other value comes as text and is read as a variable's would be, "none" included."""
     kind = role.kinds[setting.field]
-    help_ = f"{escape(setting.help)} [dim]{escape(role.default_text(setting))}[/dim]"
+    help_ = f"{escape(setting.sentence)} [dim]{escape(role.default_text(setting))}[/dim]"
     if kind.base is bool:
         *short, long = setting.flags.split()
         flags = [*short, f"{long}/{setting.opposite}"]

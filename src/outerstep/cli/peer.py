@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Annotated
 
 import typer
 
-from ..config import WORKER, Sourced, WorkerConfig, make_config, settings_of
+from ..config import WORKER, Sourced, make_config
 from ..config import resolve as resolve_settings
 from ..errors import ConfigError
 from .options import ConfigFile, Found, takes_settings
 from .worker import become
 
 PEER_DIR = "outerstep-peer"
-NOT_FOR_PEERS = frozenset(("topology", "server_addr", "down_codec", "group", "give_up_after_s", "on_divergence")).union(
-    *(settings_of(type(section)) for section in (WorkerConfig.server, WorkerConfig.allreduce, WorkerConfig.torchft))
+NOT_FOR_PEERS = frozenset(
+    setting.field
+    for setting in WORKER.settings
+    if setting.field in ("topology", "server_addr", "group")
+    or (setting.needs is not None and not setting.needs.holds(SimpleNamespace(topology="gossip")))
 )
 PEER = dataclasses.replace(WORKER, without=NOT_FOR_PEERS)
 

@@ -14,7 +14,17 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from ..config import SERVER, ServerCommand, ServerConfig, Sourced, make_command, make_config, naming_sources, values_of
+from ..config import (
+    SERVER,
+    ServerCommand,
+    ServerConfig,
+    Sourced,
+    make_command,
+    make_config,
+    naming_sources,
+    values_of,
+    warnings_about,
+)
 from ..durable.run_folder import DEFAULT_PLACE, RUN_FILE
 from ..errors import ConfigError
 from ..observe.log_lines import PrintableFormatter
@@ -26,6 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..server import DiLoCoServer
+
+log = logging.getLogger(__name__)
 
 RESUME_HERE = "save_dir"  # what --resume means by itself
 
@@ -47,6 +59,8 @@ def server(found: Found) -> None:
         raise ConfigError("no model to train: give -m MODEL_DIR, or --resume with a saved state")
     console = Console(stderr=True)
     _show_log(console)
+    for warning in warnings_about(SERVER, found):
+        log.warning("%s", warning)
     with Stopping() as stopping:
         made = _make(found, config, command)
         stopping.gently(made.request_stop)

@@ -3,6 +3,7 @@
     server.py     ServerConfig
     worker.py     WorkerConfig, with one section for each topology
     setting.py    a field that also says its flags, its panel in --help, and a sentence
+    effects.py    what a setting needs to have an effect, and what becomes of one that has none
     kinds.py      what a field's type says: its range, and how the text of a flag or a variable becomes a value
     checks.py     every value against its kind
     keywords.py   a config from flat keywords, with an answer to a misspelt one
@@ -18,6 +19,7 @@ found["heartbeat_timeout_s"].source              # "outerstep.toml:12"
 from __future__ import annotations
 
 from ..security import DEFAULT_PORT
+from .effects import TOPOLOGIES, WITHOUT_SERVER
 from .keywords import build, settings_of, unknown, values_of, with_current_names
 from .server import DEFAULT_HOST, ServerCommand, ServerConfig
 from .setting import Setting
@@ -30,12 +32,11 @@ from .sources import (
     make_config,
     naming_sources,
     resolve,
+    warnings_about,
 )
 from .table import ROLES, SERVER, WORKER, Role
 from .worker import (
     LIGHTHOUSE_VARIABLE,
-    TOPOLOGIES,
-    WITHOUT_SERVER,
     WorkerCommand,
     WorkerConfig,
     check_topology_name,
@@ -71,5 +72,6 @@ __all__ = [
     "settings_of",
     "unknown",
     "values_of",
+    "warnings_about",
     "with_current_names",
 ]

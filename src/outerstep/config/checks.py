@@ -24,10 +24,10 @@ class Checked:
         for name, kind in kinds_of(type(self)).items():
             if hasattr(self, name):  # else it is a section's, which has checked it
                 words = *kind.choices, *self.own_words.get(name, ())
-                _check(name, getattr(self, name), replace(kind, choices=words))
+                check_value(name, getattr(self, name), replace(kind, choices=words))
 
 
-def _check(name: str, value: Any, kind: Kind) -> None:
+def check_value(name: str, value: Any, kind: Kind) -> None:
     if value is None and kind.optional:
         return
     if kind.words:

@@ -13,6 +13,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
+from .effects import without_effect
 
 T = TypeVar("T")
 
@@ -47,7 +48,15 @@ def build(kind: type[T], settings: Mapping[str, Any]) -> T:
             (sections.setdefault(section, {}) if section else values)[field.name] = settings[field.name]
     for section, given in sections.items():
         values[section] = type(getattr(kind, section))(**given)
-    return kind(**values)
+    made = kind(**values)  # what is wrong with a value is said first
+    idle = without_effect(known, settings)
+    if idle:
+        raise ConfigError("; ".join(_no_effect(name, settings[name], needs.text) for name, needs in idle.items()))
+    return made
+
+
+def _no_effect(name: str, value: object, needed: str) -> str:
+    return f"{name} ({value!r}) needs {needed}, and has no effect here: add that, or leave {name} out"
 
 
 def with_current_names(kind: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def markdown_table(role: Role) -> str:
         opposite = [setting.opposite] if role.kinds[setting.field].base is bool else []
         flags = ", ".join(f"`{flag}`" for flag in [*setting.flags.split(), *opposite])
         variables = ", ".join(f"`{name}`" for name in role.variables(setting.field))
-        text = f"{setting.help} {role.default_text(setting)}".replace("|", "\\|")
+        text = f"{setting.sentence} {role.default_text(setting)}".replace("|", "\\|")
         lines.append(f"| `{setting.field}` | {flags} | {variables} | {text} |")
     return "\n".join(lines)
 
@@ -31,13 +31,25 @@ def markdown_table(role: Role) -> str:
 def renew(page: str) -> str:
     """The page with its tables as the code has them, each between its two marks."""
     tables = {f"{role.name} settings": markdown_table(role) for role in ROLES.values()}
-    for name, table in {**tables, "old names": _old_names()}.items():
+    for name, table in {**tables, "needs": _needs(), "old names": _old_names()}.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
         assert pattern.search(page), f"the page has no {begin} … {end}"
         text = f"{begin}\n{table}\n{end}"
         page = pattern.sub(lambda _, text=text: text, page)  # type: ignore[misc]
     return page
+
+
+def _needs() -> str:
+    """What has an effect only together with something else, by what that is."""
+    lines = ["| role | needs | settings |", "|---|---|---|"]
+    for role in ROLES.values():
+        groups: dict[str, list[str]] = {}
+        for setting in role.settings:
+            if setting.needs is not None:
+                groups.setdefault(setting.needs.text, []).append(f"`{setting.field}`")
+        lines += [f"| {role.name} | {text} | {', '.join(names)} |" for text, names in groups.items()]
+    return "\n".join(lines)
 
 
 def _old_names() -> str:
@@ -54,7 +66,7 @@ def commented_toml() -> str:
         for setting in role.settings:
             kind = role.kinds[setting.field]
             choices = f" ({', '.join(kind.choices)})" if kind.choices else ""
-            lines += ["", f"# {setting.help}{choices} {role.default_text(setting)}"]
+            lines += ["", f"# {setting.sentence}{choices} {role.default_text(setting)}"]
             lines.append(f"# {setting.field} = {_toml(role, setting)}")
     return "\n".join(lines) + "\n"
 

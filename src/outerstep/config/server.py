@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ..coordination.server.quotas import QuotaLimits
-from ..coordination.server.rounds import OWN_RULES, Aggregation, RoundRules, RuleName
+from ..coordination.server.rounds import OWN_RULES, WHOSE, Aggregation, RoundRules, RuleName
 from ..coordination.weights import MAX_WEIGHT_RATIO
 from ..defaults import OUTER_LR, OUTER_MOMENTUM, PART_SIZE_BYTES, SYNC_EVERY
 from ..errors import ConfigError
@@ -15,6 +15,7 @@ from ..screens import FACTOR
 from ..security import DEFAULT_PORT, parse_address
 from ..types import Count, Positive, Wishes
 from .checks import Checked, check_label, check_mixing, wishes_of
+from .effects import Needs
 from .kinds import AtLeastOne, NotNegative
 from .setting import (
     AGGREGATION,
@@ -34,6 +35,15 @@ from .setting import (
 DEFAULT_HOST = "127.0.0.1"
 FIRST_WORKER = "the first worker's wish, else"
 
+QUORUM = Needs("quorum or async_mode (--async)", lambda c: c.quorum is not None or c.async_mode)
+SEVERAL = Needs("num_fragments above 1", lambda c: c.num_fragments != 1)
+PLACE = Needs("save_dir", lambda c: c.save_dir is not None)
+
+
+def _of_rules(field: str) -> Needs:
+    rules = WHOSE[field]
+    return Needs(f"aggregation {' or '.join(rules)}", lambda c: c.aggregation in rules)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCommand(Checked):
@@ -43,7 +53,8 @@ class ServerCommand(Checked):
     model: str | None = setting(None, MODEL,
         "Folder with model.safetensors, or shards and their index; outerstep.save_model writes one.",
         "none; --save-dir or --resume must then hold a run", flags="-m --model")
-    from_checkpoint: bool = setting(False, MODEL, "The model is a training checkpoint.", flags="-c --from-checkpoint")
+    from_checkpoint: bool = setting(False, MODEL, "The model is a training checkpoint.", flags="-c --from-checkpoint",
+        needs=Needs("model (-m)", lambda c: c.model is not None))
     # fmt: on
 
 
@@ -66,11 +77,13 @@ class ServerConfig(Checked):
     min_workers: Positive = setting(RoundRules.min_workers, ROUNDS, "No round closes with fewer contributions.")
     quorum: Positive | None = setting(None, ROUNDS, "Contributions that close a round.", "all expected workers")
     grace_s: NotNegative = setting(RoundRules.grace_s, ROUNDS,
-        "Seconds to wait for more once the quorum is in.", flags="--grace --grace-period")
+        "Seconds to wait for more once the quorum is in.", flags="--grace --grace-period", needs=QUORUM)
     round_deadline_s: NotNegative | None = setting(None, ROUNDS,
-        "Close a round so many seconds after its first contribution.", "wait for all that are alive")
+        "Close a round so many seconds after its first contribution.", "wait for all that are alive",
+        needs=Needs("rounds that wait: no async_mode, or grace_s", lambda c: not c.async_mode or c.grace_s))
     start_deadline_s: NotNegative | None = setting(None, ROUNDS,
-        "Start without the missing workers after so many seconds.", "wait for num_workers")
+        "Start without the missing workers after so many seconds.", "wait for num_workers",
+        needs=Needs("a start that waits: no async_mode", lambda c: not c.async_mode))
     heartbeat_timeout_s: NotNegative = setting(120.0, ROUNDS,
         "Seconds of silence until a worker counts as dead; 0 = never.")
     tokenizer: str | None = setting(None, ROUNDS,
@@ -92,34 +105,39 @@ class ServerConfig(Checked):
         "multi_krum, geometric_median or centered_clipping.")
     trim_fraction: NotNegative | None = setting(None, AGGREGATION,
         "Of trimmed_mean: the fraction of values left out at each end.",
-        "0.2, and at least one")
+        "0.2, and at least one", needs=_of_rules("trim_fraction"))
     attackers: Positive | None = setting(None, AGGREGATION,
-        "f of krum and multi_krum: how many bad ones to withstand.", "1")
+        "f of krum and multi_krum: how many bad ones to withstand.", "1", needs=_of_rules("attackers"))
     clip_radius: NotNegative | None = setting(None, AGGREGATION,
         "Of centered_clipping: no contribution pulls farther than this from the last aggregate.",
-        "the median distance to it")
+        "the median distance to it", needs=_of_rules("clip_radius"))
     aggregation_iterations: Positive | None = setting(None, AGGREGATION,
-        "Of geometric_median and centered_clipping.", "32 and 3")
+        "How often the rule improves its result.", "32 and 3", needs=_of_rules("aggregation_iterations"))
     bucket_size: Positive = setting(1, AGGREGATION,
-        "Average random groups of so many contributions before the rule; 1 = do not, 2 is usual.")
+        "Average random groups of so many contributions before the rule; 1 = do not, 2 is usual.",
+        needs=Needs("an aggregation other than mean", lambda c: c.aggregation != "mean"))
     cosine_screen: bool = setting(False, AGGREGATION,
         "Leave out contributions that point away from the mean of the others; needs five contributions.")
     async_mode: bool = setting(False, ASYNC, "Every contribution is a round of its own: nobody waits.", flags="--async")
     dn_buffer_size: Count | None = setting(None, ASYNC,
         "N of Delayed Nesterov: momentum takes part at every Nth contribution; 0 = off, which diverged in our "
-        "measurement.", "num_workers if asynchronous")
+        "measurement.", "num_workers if asynchronous",
+        needs=Needs("async_mode (--async)", lambda c: c.async_mode or c.dn_buffer_size == 0))
     dylu: bool = setting(False, ASYNC, "Dynamic local updates: slower workers take fewer steps between exchanges.")
-    dylu_base_sync_every: Positive | None = setting(None, ASYNC, "H of the fastest worker.", "sync_every")
+    dylu_base_sync_every: Positive | None = setting(None, ASYNC, "H of the fastest worker.", "sync_every",
+        needs=Needs("dylu", lambda c: c.dylu))
     staleness_policy: Literal["log", "weight"] | None = setting(None, ASYNC,
-        "weight: late contributions count less; log: they are only noted.", "log if asynchronous, else weight")
+        "weight: late contributions count less; log: they are only noted.", "log if asynchronous, else weight",
+        needs=QUORUM)
     max_staleness: Count | None = setting(None, ASYNC,
         "Refuse contributions that are more rounds old.", "4, asynchronous: 16 per worker")
     num_fragments: Positive | None = setting(None, STREAMING,
         "Exchange the model in so many pieces.", f"{FIRST_WORKER} 1", flags="--num-fragments --fragments")
     fragment_strategy: Literal["contiguous", "strided", "counted"] = setting("contiguous", STREAMING,
         "contiguous: neighbouring layers together; strided: layer i in fragment i mod P; counted: as many tensors "
-        "in each, as clients of the older protocol cut.")
-    embeddings_apart: bool = setting(False, STREAMING, "Give the embedding tables a fragment of their own.")
+        "in each, as clients of the older protocol cut.", needs=SEVERAL)
+    embeddings_apart: bool = setting(False, STREAMING, "Give the embedding tables a fragment of their own.",
+        needs=SEVERAL)
     fragment_delay: Count | None = setting(None, STREAMING,
         "τ: steps between sending a fragment and adopting its agreement.",
         f"{FIRST_WORKER} 0 for one fragment and up to 5 for several")
@@ -143,12 +161,13 @@ class ServerConfig(Checked):
         "outerstep-run; from Python, or with --durability none: nothing is kept")
     durability: Literal["round", "checkpoint", "none"] = setting("round", SAVING,
         "round: every round is on disk before a worker hears of it; checkpoint: only saved states are; none: only "
-        "those that you ask for.")
+        "those that you ask for.", needs=Needs("save_dir", lambda c: c.save_dir is not None or c.durability == "none"))
     model_files: str | None = setting(None, SAVING,
         "Folder whose configuration and tokenizer go with every saved model.", "the model's own")
     save_every: Count = setting(0, SAVING,
-        "Save a state every so many rounds too; 0 = when asked to, at the end, and when the journal is long.")
-    keep_saves: Positive = setting(3, SAVING, "Saved states to keep; older ones are deleted.")
+        "Save a state every so many rounds too; 0 = when asked to, at the end, and when the journal is long.",
+        needs=PLACE)
+    keep_saves: Positive = setting(3, SAVING, "Saved states to keep; older ones are deleted.", needs=PLACE)
     resume: str | None = setting(None, SAVING,
         "Resume from a saved state, or the newest in a folder; without a value: the run in --save-dir, which must "
         "exist.", "the run in --save-dir, else a new one")
@@ -160,11 +179,13 @@ class ServerConfig(Checked):
     compat_port: Count | None = setting(None, NETWORK,
         "Serve the documented torch.save endpoints on this port too, in plain HTTP without tokens.", "off")
     compat_host: str | None = setting(None, NETWORK,
-        "Where that port listens; anyone who reaches it can change the model.", "127.0.0.1, with --insecure as --host")
+        "Where that port listens; anyone who reaches it can change the model.", "127.0.0.1, with --insecure as --host",
+        needs=Needs("compat_port", lambda c: c.compat_port is not None))
     advertise: str | None = setting(None, NETWORK,
         "Host, or host:port, that the join string names.", "--host, for 0.0.0.0 this machine's address")
     credentials: str | None = setting(None, SECURITY,
-        "Folder with the server's certificate and tokens.", "~/.config/outerstep")
+        "Folder with the server's certificate and tokens.", "~/.config/outerstep",
+        needs=Needs("TLS and tokens: no insecure", lambda c: not c.insecure))
     tls_cert: str | None = setting(None, SECURITY, "Certificate to show, as a PEM file.", "one made at the first start")
     tls_key: str | None = setting(None, SECURITY, "Its private key, as a PEM file.", "one made at the first start")
     insecure: bool = setting(False, SECURITY,
@@ -185,7 +206,8 @@ class ServerConfig(Checked):
         "Contributions of newcomers with one token that may be on their way in.")
     pool_bytes: Positive = setting(512 << 20, LIMITS, "Memory for contributions on their way in, in bytes.")
     spool_bytes: Count = setting(16 << 30, LIMITS, "Disk for them when that is full, in bytes; 0 = none.")
-    spool_dir: str | None = setting(None, LIMITS, "Where on disk.", "/var/tmp")
+    spool_dir: str | None = setting(None, LIMITS, "Where on disk.", "/var/tmp",
+        needs=Needs("spool_bytes above 0", lambda c: c.spool_bytes != 0))
     part_size_bytes: Positive = setting(PART_SIZE_BYTES, LIMITS, "Size of the parts that payloads travel in.")
     drain_timeout_s: NotNegative = setting(600.0, LIMITS, "Seconds that a shutdown waits for the workers to finish.")
     # fmt: on
@@ -272,16 +294,10 @@ def _check_together(config: ServerConfig) -> None:
         raise ConfigError(f"async_mode closes a round with one contribution; got min_workers {config.min_workers}")
     if config.quorum is not None and config.quorum < config.min_workers:
         raise ConfigError(f"quorum ({config.quorum}) must not be below min_workers ({config.min_workers})")
-    if config.dn_buffer_size and not config.async_mode:
-        raise ConfigError(f"dn_buffer_size ({config.dn_buffer_size}) needs async_mode=True")
-    if config.save_every and config.save_dir is None:
-        raise ConfigError(f"save_every ({config.save_every}) needs save_dir")
     if 0.0 < config.norm_screen < 1.0:
         raise ConfigError(
             f"norm_screen must be ≥ 1, or 0 for none, got {config.norm_screen:g}: below 1 the usual size is too large"
         )
-    if config.durability == "checkpoint" and config.save_dir is None:
-        raise ConfigError("durability 'checkpoint' needs save_dir, the folder that the run is kept in")
     if config.durability == "none" and config.save_every:
         raise ConfigError(f"save_every ({config.save_every}) saves by itself, durability 'none' does not: choose one")
     _check_security(config)
@@ -311,8 +327,6 @@ def _check_security(config: ServerConfig) -> None:
         raise ConfigError("insecure is plain HTTP, tls_cert is TLS: leave one of the two out")
     if config.advertise is not None:
         parse_address(config.advertise)
-    if config.compat_host is not None and config.compat_port is None:
-        raise ConfigError(f"compat_host ({config.compat_host!r}) needs compat_port")
 
 
 def _check_aggregation(config: ServerConfig) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from .effects import Needs, with_topology
+
 T = TypeVar("T")
 
 # The panels of --help, in their order.
@@ -32,17 +34,27 @@ PANELS = (
     (REPLICAS := "torchft"),
     (PEERS := "Between peers"),
 )
+OF_PANEL = {REPLICAS: with_topology("torchft"), PEERS: with_topology("gossip")}  # what all settings of a panel need
 
 
 @dataclass(frozen=True)
 class Setting:
-    """`unset` says what None means. A switch, "--async", also has its opposite, "--no-async"."""
+    """`unset` says what None means. A switch, "--async", also has its opposite, "--no-async". `needs`: without it the
+    setting has no effect."""
 
     field: str
     panel: str
     help: str
     unset: str
     flags: str
+    needs: Needs | None = None
+
+    @property
+    def sentence(self) -> str:
+        """For --help and the reference, without the default. What a whole panel needs is not repeated."""
+        if self.needs is None or self.panel in OF_PANEL:
+            return self.help
+        return f"{self.help} Needs {self.needs.text}."
 
     @property
     def flag(self) -> str:
@@ -55,12 +67,12 @@ class Setting:
         return f"--no-{self.flag.removeprefix('--')}"
 
 
-def setting(default: T, panel: str, help_: str, unset: str = "", *, flags: str = "") -> T:
+def setting(default: T, panel: str, help_: str, unset: str = "", *, flags: str = "", needs: Needs | None = None) -> T:
     """A field with a default. `flags` "" = "--" and the field's name, without "_s"."""
-    made: T = field(default=default, metadata=row(panel, help_, unset, flags=flags))
+    made: T = field(default=default, metadata=row(panel, help_, unset, flags=flags, needs=needs))
     return made
 
 
-def row(panel: str, help_: str, unset: str = "", *, flags: str = "") -> dict[str, Any]:
+def row(panel: str, help_: str, unset: str = "", *, flags: str = "", needs: Needs | None = None) -> dict[str, Any]:
     """The metadata of a field without a default."""
-    return {"panel": panel, "help": help_, "unset": unset, "flags": flags}
+    return {"panel": panel, "help": help_, "unset": unset, "flags": flags, "needs": needs or OF_PANEL.get(panel)}

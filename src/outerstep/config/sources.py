@@ -13,14 +13,16 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..security import JOIN_VARIABLE, is_join_string, parse_join_string, redact
-from .keywords import build, unknown, with_current_names
-from .kinds import write
+from .checks import check_value
+from .effects import WITHOUT_SERVER, Needs, without_effect
+from .keywords import build, settings_of, unknown, with_current_names
+from .kinds import kinds_of, write
 from .table import ROLES, Role
 from .toml_file import FILE_NAME, read_file
-from .worker import WITHOUT_SERVER
 
 CONFIG_VARIABLE = "OUTERSTEP_CONFIG"
 DEFAULT, NOT_SET = "default", "not set"
+HERE = ("flag ", "keyword ", "`")  # how the sources begin that speak for one start alone
 TYPO_RATIO = 0.85  # a variable this similar to one of ours is a slip; others may belong to somebody else
 
 
@@ -34,6 +36,11 @@ class Sourced:
     @property
     def is_said(self) -> bool:
         return self.source not in (DEFAULT, NOT_SET)
+
+    @property
+    def is_of_this_start(self) -> bool:
+        """A flag or a keyword; a variable and a line of the file may be there for other commands too."""
+        return self.source.startswith(HERE)
 
 
 def resolve(
@@ -106,14 +113,37 @@ def make_config(role: Role, found: Mapping[str, Sourced]) -> Any:
                 f"{field} is not set: give {role.by_field[field].flag}, or set {variables}, or write {field} under "
                 f"[{role.name}] in {FILE_NAME}"
             )
-    with naming_sources(found):
-        return build(role.config, {field: found[field].value for field in role.config_fields})
+    return _build(role.config, found)
 
 
 def make_command(role: Role, found: Mapping[str, Sourced]) -> Any:
     """What the command is told beside its config, checked in the same way."""
+    return _build(role.command, found)
+
+
+def _build(kind: type[Any], found: Mapping[str, Sourced]) -> Any:
+    aside, kinds = _set_aside(kind, found), kinds_of(kind)
     with naming_sources(found):
-        return build(role.command, {field: found[field].value for field in role.command_fields})
+        for field in aside:
+            check_value(field, found[field].value, kinds[field])
+        return build(kind, {field: found[field].value for field in settings_of(kind) if field not in aside})
+
+
+def warnings_about(role: Role, found: Mapping[str, Sourced]) -> list[str]:
+    """One line for each setting that a variable or the file states and that has no effect in the chosen mode."""
+    aside = _set_aside(role.config, found) | _set_aside(role.command, found)
+    return [
+        f"{field} ({found[field].value!r}, {found[field].source}) is left out: it needs {needs.text}, and has no "
+        "effect here"
+        for field, needs in aside.items()
+    ]
+
+
+def _set_aside(kind: type[Any], found: Mapping[str, Sourced]) -> dict[str, Needs]:
+    """The settings without an effect that are no reason to refuse the start."""
+    fields = settings_of(kind)
+    idle = without_effect(fields, {field: found[field].value for field in fields})
+    return {field: needs for field, needs in idle.items() if not found[field].is_of_this_start}
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -16,16 +16,22 @@ from ..errors import ConfigError
 from ..security import redact
 from ..types import Count, Positive, Wishes, WorkerId
 from .checks import Checked, check_label, check_mixing, wishes_of
+from .effects import TOPOLOGIES, WITHOUT_SERVER, with_topology
 from .keywords import unknown, values_of
 from .kinds import AtLeastOne, NotNegative
 from .setting import EXCHANGES, JOINING, NO_SERVER, PATIENCE, PEERS, REPLICAS, row, setting
 
-WITHOUT_SERVER = ("allreduce", "gossip", "torchft")
-TOPOLOGIES = ("server", *WITHOUT_SERVER)
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"  # where torchft itself looks for it
 AS_THE_RUN = "as the run has it"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 TYPO_RATIO = 0.75  # a name this similar to one of ours is a slip; any other may be the user's own topology
+
+
+SERVER_ONLY, SERVER_OR_REPLICAS = with_topology("server"), with_topology("server", "torchft")
+SERVER_OR_PEERS = with_topology("server", "gossip")
+NO_SERVER_TO_SAY = replace(
+    with_topology(*WITHOUT_SERVER), text=f"{with_topology(*WITHOUT_SERVER).text} (else it is the server's to say)"
+)
 
 
 # fmt: off
@@ -42,12 +48,15 @@ class ServerLinkConfig(Checked):
     """topology="server": how this worker deals with its server."""
 
     dylu: bool | None = setting(None, EXCHANGES,
-        "Let the server set this worker's sync_every by its speed.", "if the run does so")
+        "Let the server set this worker's sync_every by its speed.", "if the run does so", needs=SERVER_ONLY)
     connections: Positive = setting(Patience.calls_in_flight, EXCHANGES,
-        "Parts of one exchange that travel at the same time, each on a connection of its own.")
+        "Parts of one exchange that travel at the same time, each on a connection of its own.",
+        needs=SERVER_ONLY)
     offline_after_s: NotNegative = setting(30.0, PATIENCE,
-        "After so many seconds without an answer: train on, and contribute when the server is back.")
-    offline_rounds: Count = setting(4, PATIENCE, "How many exchanges may stay open like that.")
+        "After so many seconds without an answer: train on, and contribute when the server is back.",
+        needs=SERVER_OR_REPLICAS)
+    offline_rounds: Count = setting(4, PATIENCE, "How many exchanges may stay open like that.",
+        needs=SERVER_OR_REPLICAS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +64,16 @@ class ServerlessConfig(Checked):
     """Every topology without a server: what a server would decide. All workers must say the same."""
 
     outer_lr: NotNegative | None = setting(None, NO_SERVER,
-        "η of the outer step.", f"{OUTER_LR}, with a server as it says")
+        "η of the outer step.", f"{OUTER_LR}", needs=NO_SERVER_TO_SAY)
     outer_momentum: NotNegative | None = setting(None, NO_SERVER,
-        "μ of the outer step.", f"{OUTER_MOMENTUM}, with a server as it says")
+        "μ of the outer step.", f"{OUTER_MOMENTUM}", needs=NO_SERVER_TO_SAY)
     nesterov: bool | None = setting(None, NO_SERVER,
-        "Nesterov or plain momentum.", "Nesterov, with a server as it says")
+        "Nesterov or plain momentum.", "Nesterov", needs=NO_SERVER_TO_SAY)
     weight_by: Literal["equal", "samples", "tokens"] | None = setting(None, NO_SERVER,
-        "What a contribution's weight is: equal for all, or its size.", "equal, with a server as it says")
+        "What a contribution's weight is: equal for all, or its size.", "equal", needs=NO_SERVER_TO_SAY)
     on_divergence: Literal["stop", "repair"] = setting("stop", NO_SERVER,
-        "If anchors differ that should be the same: stop, or continue with rank 0's (torchft: what most hold).")
+        "If anchors differ that should be the same: stop, or continue with rank 0's (torchft: what most hold).",
+        needs=with_topology("allreduce", "torchft"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +81,7 @@ class AllReduceConfig(Checked):
     """topology="allreduce" (docs/concepts/allreduce.md)."""
 
     peer_timeout_s: AtLeastOne = setting(1800.0, NO_SERVER,
-        "Seconds to wait for a rank that is alive and does not exchange.")
+        "Seconds to wait for a rank that is alive and does not exchange.", needs=with_topology("allreduce"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,18 +181,20 @@ class WorkerConfig(Checked):
         "The server's host:port, or its whole join string; http://host:port for a server started with --insecure.",
         "none; topology server needs it", flags="--server"))
     credentials: str | None = setting(None, JOINING,
-        "Folder in which `outerstep join` stores tokens and fingerprints.", "~/.config/outerstep")
+        "Folder in which `outerstep join` stores tokens and fingerprints.", "~/.config/outerstep",
+        needs=SERVER_OR_PEERS)
     worker_id: str | None = setting(None, JOINING, "A name that survives restarts.", "made from host and process")
-    heartbeat_interval_s: NotNegative = setting(30.0, JOINING, "Seconds between signs of life.")
+    heartbeat_interval_s: NotNegative = setting(30.0, JOINING, "Seconds between signs of life.", needs=SERVER_OR_PEERS)
     join_timeout_s: NotNegative = setting(JOIN_TIMEOUT_S, JOINING,
-        "Seconds to wait for a server that does not answer yet.")
+        "Seconds to wait for a server that does not answer yet.", needs=with_topology("server", "gossip", "torchft"))
     sync_every: Positive | None = setting(None, EXCHANGES, "H: local steps between two exchanges.", AS_THE_RUN)
     num_fragments: Positive | None = setting(None, EXCHANGES,
         "Exchange the model in so many pieces.", AS_THE_RUN, flags="--num-fragments --fragments")
     bf16_comm: bool | None = setting(None, EXCHANGES, "Send bf16, or with --no-bf16 fp32.", AS_THE_RUN, flags="--bf16")
     codec: str | None = setting(None, EXCHANGES,
         "How contributions travel; says more than --bf16 can.", AS_THE_RUN)
-    down_codec: str | None = setting(None, EXCHANGES, "How agreements travel.", AS_THE_RUN)
+    down_codec: str | None = setting(None, EXCHANGES, "How agreements travel.", AS_THE_RUN,
+        needs=with_topology("server", "allreduce", "torchft"))
     fragment_delay: Count | None = setting(None, EXCHANGES,
         "τ: steps between sending a fragment and adopting its agreement.", AS_THE_RUN)
     fragment_alpha: NotNegative | None = setting(None, EXCHANGES,
@@ -196,13 +208,15 @@ class WorkerConfig(Checked):
     anchor: Literal["device", "host"] = setting("device", EXCHANGES,
         "Keep the last agreed weights beside the model, or in host memory if a GPU has no room for them.")
     group: Literal["auto", "off"] = setting("auto", EXCHANGES,
-        "Be one worker together with the other ranks of a torchrun job, or each rank its own.")
+        "Be one worker together with the other ranks of a torchrun job, or each rank its own.",
+        needs=with_topology("server", "gossip", "torchft"))
     on_exit: Literal["global", "local"] = setting("global", EXCHANGES,
         "What the model holds afterwards: the agreed weights or its own.")
     give_up_after_s: NotNegative = setting(7200.0, PATIENCE,
-        "End with an error after so many seconds without an answer.")
+        "End with an error after so many seconds without an answer.", needs=SERVER_OR_REPLICAS)
     stalled_after_s: NotNegative = setting(900.0, PATIENCE,
-        "Without an optimizer step for so many seconds: stop the heartbeats, so that the others continue; 0 = never.")
+        "Without an optimizer step for so many seconds: stop the heartbeats, so that the others continue; 0 = never.",
+        needs=SERVER_OR_PEERS)
     exit_patience_s: NotNegative = setting(60.0, PATIENCE,
         "Seconds that a clean exit waits for a round that cannot close.")
     handle_signals: bool = setting(True, PATIENCE,
@@ -262,7 +276,7 @@ class WorkerConfig(Checked):
 
 
 def _check_topology(config: WorkerConfig) -> None:
-    """What a server decides is not a worker's to say; without one, somebody must, and some things cannot be had."""
+    """A server has an address, and nothing else has one."""
     name = config.topology
     if name == "server":
         if config.server_addr is None:
@@ -270,29 +284,14 @@ def _check_topology(config: WorkerConfig) -> None:
                 "server_addr must be text, got None: give the server's address, or a topology without a server: "
                 f"{', '.join(WITHOUT_SERVER)}"
             )
-        for field in ("outer_lr", "outer_momentum", "nesterov", "weight_by"):
-            value = getattr(config.serverless, field)
-            if value is not None:
-                raise ConfigError(
-                    f"{field} is the server's to say, got {value!r} for a worker: start the server with it, or choose "
-                    f"a topology without a server: {', '.join(WITHOUT_SERVER)}"
-                )
     elif name in WITHOUT_SERVER:
         if config.server_addr is not None:
             raise ConfigError(
                 f"topology {name!r} has no server, got server_addr {redact(config.server_addr)!r}: leave one of the "
                 "two out"
             )
-        if config.server.dylu:
-            raise ConfigError(f"dylu needs a server: with topology={name!r} all take the same steps")
     else:
         check_topology_name(name)
-    if name in TOPOLOGIES and name != "gossip":
-        for field, value in values_of(config.gossip).items():
-            if value not in (None, False) and field != "listen":
-                raise ConfigError(
-                    f"{field} is for peers, and the topology is {name!r}: say topology='gossip', or leave it out"
-                )
 
 
 def check_topology_name(name: str) -> None:

@@ -10,12 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import WORKER, Sourced, make_config, naming_sources, resolve, unknown, values_of, with_current_names
+from ..config import (
+    WORKER,
+    Sourced,
+    make_config,
+    naming_sources,
+    resolve,
+    unknown,
+    values_of,
+    warnings_about,
+    with_current_names,
+)
 from ..errors import ConfigError
 from ..events import EventSink
 from ..observe.log_lines import PrintableFormatter
 from ..topology.protocol import Topology
 from .worker import CUSTOM, DiLoCoWorker, RoundObserver
+
+log = logging.getLogger(__name__)
 
 
 def attach(
@@ -50,6 +62,8 @@ def attach(
         )
     config = make_config(WORKER, found)
     _show_log()
+    for warning in warnings_about(WORKER, found):
+        log.warning("%s", warning)
     with naming_sources(found):
         values = values_of(config)
         values["topology"] = given or values["topology"]

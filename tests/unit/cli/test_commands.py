@@ -139,9 +139,7 @@ class TestFlags:
     def test_each_setting_has_one_that_sets_it_and_nothing_else(self, role: Role) -> None:
         examples, special = {int: 64, float: 0.5, str: "/tmp"}, {"advertise": "h:1", "topology": "gossip"}
         needed = {
-            "save_every": " --save-dir x",
-            "dn_buffer_size": " --async",
-            "compat_host": " --compat-port 1",
+            "from_checkpoint": " -m x",
             "tls_cert": " --tls-key x",
             "tls_key": " --tls-cert x",
         }
@@ -162,7 +160,7 @@ class TestFlags:
         text = " ".join(run(f"{role.name} --help").replace("│", " ").split())
         for setting in role.settings:
             assert setting.flag in text
-            assert f"{setting.help} {role.default_text(setting)}" in text
+            assert f"{setting.sentence} {role.default_text(setting)}" in text
 
     def test_a_trim_that_trims_nothing_is_refused_with_where_it_was_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One of the settings is in a file, one in a variable, one on the command line."""

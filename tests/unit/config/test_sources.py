@@ -388,6 +388,7 @@ class TestOldNames:
         Path("outerstep.toml").write_text(f"[{role.name}]\n\n{old} = {json.dumps(value)}\n")
         assert resolve(role, {}, environ={})[current] == Sourced(value, "outerstep.toml:3")
         required = {"num_workers": 4} if role is SERVER else {"topology": "gossip"}
+        required |= {"quorum": 2} if current == "grace_s" else {}
         assert values_of(build(role.config, {**required, old: value}))[current] == value
 
     @pytest.mark.parametrize(("role", "old", "current"), OLD, ids=lambda value: getattr(value, "name", value))

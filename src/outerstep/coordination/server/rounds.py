@@ -36,7 +36,7 @@ OWN_RULES: dict[str, int] = {}  # a user's, and how many contributions each is d
 LEAST = 3
 HAIR = 1e-9  # as in core/robust/coordinates.py: ⌊(1/49)·49⌋ is 0 in floating point
 
-_WHOSE: dict[str, tuple[RuleName, ...]] = {
+WHOSE: dict[str, tuple[RuleName, ...]] = {
     "trim_fraction": ("trimmed_mean",),
     "attackers": ("krum", "multi_krum"),
     "clip_radius": ("centered_clipping",),
@@ -75,7 +75,7 @@ class Aggregation:
     cosine_screen: bool = False
 
     def __post_init__(self) -> None:
-        for name, rules in _WHOSE.items():
+        for name, rules in WHOSE.items():
             value = getattr(self, name)
             if value is not None and self.aggregation not in rules:
                 raise ConfigError(
