@@ -181,6 +181,17 @@ class ClaimBounded(Event):
 
 
 @dataclass(frozen=True)
+class NothingLearned(Event):
+    """Zeros: the worker has trained, and the last pseudo-gradient of every fragment is zero. Said once, until one is
+    not. `steps`: in the last of them."""
+
+    kind = "zeros"
+    worker: str
+    steps: int
+    why: str = field(default="is its optimizer the one that its model trains with?", init=False)
+
+
+@dataclass(frozen=True)
 class ContributionsNotChosen(Event):
     kind = "not_chosen"
     fragment: int

@@ -42,6 +42,7 @@ from ..events import (
     Event,
     EventSink,
     MessageRefused,
+    NothingLearned,
     ScreenForgotten,
     ServerStarted,
     ServerStopped,
@@ -100,7 +101,7 @@ FROM_HERE = Presented(Caller("anybody"))  # within this process
 LONGEST_NAP_S = 1.0  # of the health thread
 NOTE_PATIENCE_S = 5.0  # how long an answer waits for its record
 LOUD = (  # events that are warnings
-    *(ContributionLeftOut, ContributionRefused, ScreenForgotten, TooFewTrained),
+    *(ContributionLeftOut, ContributionRefused, NothingLearned, ScreenForgotten, TooFewTrained),
     *(WorkerCountedOut, WorkerDied, WorkerKicked, WorkerQuarantined),
 )
 

@@ -39,7 +39,7 @@ from ..coordination.worker.effects import (
 )
 from ..coordination.worker.machine import LOOK_EVERY_S, Offline, Work, WorkerMachine
 from ..errors import ExchangeFailed
-from ..events import Adoption, ExchangeDeferred, PlanChanged, RoundReport
+from ..events import Adoption, ExchangeDeferred, NothingLearned, PlanChanged, RoundReport
 from ..observe import FanOut
 from ..topology.protocol import Agreed, Contribution, Joined, Ticket, Topology, anchors_of
 from . import saved as states
@@ -125,6 +125,7 @@ class Synchronizer:
         self._agreed: dict[int, tuple[Ticket, Agreed]] = {}
         self._saved = saved
         self._own: dict[str, Tensor] = {}
+        self._zeros: set[int] = set()  # fragments whose last contribution was zero
         self._patience_s: float | None = None
         self.machine = WorkerMachine(joined.worker_id, joined.plan, Work(*joined.work), offline)
         self.watching = Watching(self.machine.work.steps if saved is None else saved.work.steps)
@@ -324,6 +325,8 @@ class Synchronizer:
                 continue
             how, fragment = ADOPTIONS[type(move)], move.fragment
             agreed, is_over = self._agreed[fragment][1], self.machine.state.fragments[fragment].in_flight is None
+            if is_over and agreed.watched is not None and sent.get(fragment, 0):
+                self._note_zeros(fragment, agreed.watched.pseudo_grad_norm, sent[fragment])
             self._reports.append(
                 partial(
                     RoundReport,
@@ -341,6 +344,21 @@ class Synchronizer:
                     waited_s=time.monotonic() - self._driven_at,
                 )
             )
+
+    def _note_zeros(self, fragment: int, norm: float | None, steps: int) -> None:
+        """`norm` is that of this worker's contribution, if it counts in the round. A fragment may be frozen: only if
+        none has learned anything is something wrong. Said once, until one has."""
+        if norm is None:
+            return
+        learned = len(self._zeros) < len(self.machine.plan.fragments)
+        (self._zeros.add if norm == 0.0 else self._zeros.discard)(fragment)
+        if learned and len(self._zeros) == len(self.machine.plan.fragments):
+            log.warning(
+                "%d optimizer steps changed no weight of the model: every pseudo-gradient of this worker is zero. "
+                "Is the optimizer the one the model trains with? (Or its learning rate is 0.)",
+                steps,
+            )
+            self._events(NothingLearned(self._worker_id, steps))
 
     def _move(self, move: Move) -> bool:
         """Of local weights and anchor. True: that made the anchor the agreed one."""

@@ -357,7 +357,10 @@ class Coordinator:
             worker_id=offer.worker_id, sequence=offer.sequence, weight=weight, staleness=staleness, norm=norm
         )
         entry = Acceptance(sequence=offer.sequence, payload_hash=message.payload_hash, version=round_.version)
+        learned = len(worker.zeros) < len(self.fragments)
         worker.enter(offer, entry, staleness, norm)
+        if learned and len(worker.zeros) == len(self.fragments):
+            self._effects.append(events.NothingLearned(worker.worker_id, offer.steps))
         work = ClaimedWork(offer.steps, offer.samples, offer.tokens)
         round_.count(participant, rules, now, reported=raw, work=work, size=size, kept=keep)
         self.total_accepted += 1

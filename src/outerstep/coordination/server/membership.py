@@ -199,6 +199,7 @@ class KnownWorker:
     bytes_received: int = 0
     tokens: int = 0
     delta_norm: float | None = None  # ‖Δ‖ of its last contribution
+    zeros: set[int] = field(default_factory=set)  # fragments whose last contribution had steps in it, and was zero
     left_out: int = 0  # contributions that were there, and are not in what their rounds agreed on
     conduct: Conduct = field(default_factory=Conduct)
     kicked: str = ""  # why, until another instance joins
@@ -257,6 +258,8 @@ class KnownWorker:
         self.accepted[offer.fragment] = accepted
         self.staleness = staleness
         self.delta_norm = norm
+        if offer.steps:
+            (self.zeros.add if norm == 0.0 else self.zeros.discard)(offer.fragment)
         self.contributions += 1
         self.bytes_received += offer.size_bytes
 
