@@ -13,6 +13,7 @@ import outerstep
 
 SOURCE = Path(outerstep.__file__).parent
 PLAIN = {
+    "attached",
     "types",
     "errors",
     "events",
@@ -28,6 +29,7 @@ PLAIN = {
 # room -> what of outerstep it may import, besides itself
 MAY_IMPORT = {
     "types": {"versions"},
+    "attached": set(),
     "errors": set(),
     "versions": {"errors"},
     "digest": set(),

@@ -127,12 +127,12 @@ def test_a_worker_hands_its_settings_to_the_script_and_keeps_its_exit_code() -> 
         "sys.exit(7)"
     )
     done = outerstep(
-        "worker", "--server", "10.0.0.1:8512", "--sync-every", "250", "--no-bf16", "--worker-id", "left",
+        "worker", "--server", "http://127.0.0.1:9", "--sync-every", "250", "--no-bf16", "--worker-id", "left",
         "--num-fragments", "4", "--heartbeat-interval", "5", "-d", "0", "--", sys.executable, "-c", script,
     )  # fmt: skip
     assert done.returncode == 7
     assert json.loads(done.stdout) == {
-        "DILOCO_SERVER": "10.0.0.1:8512",
+        "DILOCO_SERVER": "http://127.0.0.1:9",
         "DILOCO_SYNC_EVERY": "250",
         "DILOCO_BF16_COMM": "0",
         "DILOCO_WORKER_ID": "left",
@@ -144,7 +144,7 @@ def test_a_worker_hands_its_settings_to_the_script_and_keeps_its_exit_code() -> 
 
 def test_what_a_worker_leaves_out_follows_the_plan() -> None:
     script = "import os; print([k for k in os.environ if k.startswith('DILOCO_')])"
-    done = outerstep("worker", "--server", "h:1", "--", sys.executable, "-c", script)
+    done = outerstep("worker", "--server", "http://127.0.0.1:9", "--", sys.executable, "-c", script)
     assert done.stdout.strip() == "['DILOCO_SERVER']"
 
 

@@ -21,7 +21,7 @@ SERVER_CODES = (
 )
 WORKER_CODES = (
     "Exit codes: the script's own, whatever they are; 143 = SIGTERM and 130 = Ctrl-C, if its loop did not end by "
-    "itself; 2 = it was not started."
+    "itself; 2 = it was not started: a mistake in the arguments or settings, or the server does not let it in."
 )
 DOCTOR_CODES = f"Exit codes: 0 = nothing failed; 1 = something did; {MISTAKE}."
 

@@ -12,7 +12,7 @@ from ..config import WORKER, Sourced, make_config
 from ..config import resolve as resolve_settings
 from ..errors import ConfigError
 from .options import ConfigFile, Found, takes_settings
-from .worker import become
+from .worker import become, find_program, script_environment
 
 PEER_DIR = "outerstep-peer"
 NOT_FOR_PEERS = frozenset(
@@ -47,4 +47,4 @@ def peer(
     said.setdefault("announce", Sourced(True, "`outerstep peer`"))
     everything = resolve_settings(WORKER, said, file=config_file)
     make_config(WORKER, everything)
-    become(command, command, everything, config_file)
+    become(find_program(command, command), command, script_environment(everything, config_file), place="gossip")

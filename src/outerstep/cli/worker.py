@@ -8,12 +8,26 @@ from typing import Annotated
 
 import typer
 
-from ..config import CONFIG_VARIABLE, WORKER, WorkerCommand, environment_for, make_command, make_config
+from ..attached import ATTACHED_VARIABLE
+from ..config import (
+    CONFIG_VARIABLE,
+    WORKER,
+    WorkerCommand,
+    WorkerConfig,
+    environment_for,
+    make_command,
+    make_config,
+)
 from ..errors import ConfigError
-from ..security import is_join_string, parse_address, parse_join_string
+from .last_word import promise
 from .options import ConfigFile, Found, takes_settings
+from .reaching import check_server
 
 TRAINER = "forgather"
+NEVER_ATTACHED = (
+    "outerstep: the command ended and took no part in the run ({place}): it never called outerstep.attach or "
+    "DiLoCoWorker. Put `with outerstep.attach(model, optimizer):` around its training loop"
+)
 SCRIPT = "Training script"
 
 
@@ -37,30 +51,42 @@ def worker(
     """Start a training script as a worker of a run.
 
     The script itself joins, with two lines: [bold]with outerstep.attach(model, optimizer):[/bold] around its loop.
-    This command only tells it where and how, through environment variables. With -p or -t, or if the command is the
+    This command tells it where and how, through environment variables, once it has seen that the server is the right
+    one and lets this machine in. With -p or -t, or if the command is the
     word [bold]train[/bold], what is run is [bold]forgather … train[/bold].
     """
-    server = make_config(WORKER, found).server_addr
-    if server is not None:
-        parse_join_string(server) if is_join_string(server) else parse_address(server)
+    config: WorkerConfig = make_config(WORKER, found)
     words = training_command(command, project, template)
-    become(words, command, found, config_file)
+    program, environ = find_program(words, command), script_environment(found, config_file)
+    if config.server_addr is not None:
+        silence = check_server(config.server_addr, config.credentials)
+        if silence:
+            typer.secho(
+                f"warning: {silence}. Is the server running, and may this machine reach it (--host)? The script is "
+                f"started all the same; it waits {config.join_timeout_s:g} s for the server (--join-timeout)",
+                fg="yellow",
+                err=True,
+            )
+    become(program, words, environ, place=config.place if words is command else "")
 
 
-def become(words: list[str], typed: list[str], found: Found, config_file: str | None) -> None:
-    """Replace this process by the training command, which finds `found` in its environment. So nothing stands in
-    between that would have to pass signals on and exit codes back: SLURM, systemd and Kubernetes speak with the script
-    itself."""
+def script_environment(found: Found, config_file: str | None) -> dict[str, str]:
+    """In which the training command finds `found`."""
     own: WorkerCommand = make_command(WORKER, found)
     environ = environment_for(WORKER, found, os.environ)
     if config_file is not None:  # the script must not find another one in its folder
         environ[CONFIG_VARIABLE] = os.path.abspath(config_file)
     if own.devices is not None:
         environ["CUDA_VISIBLE_DEVICES"] = own.devices
-    program = shutil.which(words[0])
-    if program is None:
-        raise ConfigError(_not_found(words, typed))
-    os.execve(program, words, environ)
+    return environ
+
+
+def become(program: str, words: list[str], environ: dict[str, str], *, place: str) -> None:
+    """Replace this process by the training command. So nothing stands in between that would have to pass signals on and
+    exit codes back: SLURM, systemd and Kubernetes speak with the script itself. If it ends and has not joined the run
+    at `place`, that is said ("" = it joins by other means)."""
+    file = promise(NEVER_ATTACHED.format(place=place)) if place else ""
+    os.execve(program, words, {**environ, ATTACHED_VARIABLE: file})
 
 
 def training_command(command: list[str], project: str | None, template: str | None) -> list[str]:
@@ -71,6 +97,13 @@ def training_command(command: list[str], project: str | None, template: str | No
         word for flag, value in (("-p", project), ("-t", template)) if value is not None for word in (flag, value)
     ]
     return [TRAINER, *chosen, *command]
+
+
+def find_program(words: list[str], typed: list[str]) -> str:
+    program = shutil.which(words[0])
+    if program is None:
+        raise ConfigError(_not_found(words, typed))
+    return program
 
 
 def _not_found(words: list[str], typed: list[str]) -> str:

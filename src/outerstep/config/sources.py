@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..attached import ATTACHED_VARIABLE
 from ..errors import ConfigError
 from ..security import JOIN_VARIABLE, is_join_string, parse_join_string, redact
 from .checks import check_value
@@ -213,7 +214,7 @@ def _from_environment(
 
 def _check_variables(environ: Mapping[str, str]) -> None:
     known = {name for role in ROLES.values() for field in role.by_field for name in role.variables(field)}
-    known |= {CONFIG_VARIABLE, JOIN_VARIABLE}
+    known |= {CONFIG_VARIABLE, JOIN_VARIABLE, ATTACHED_VARIABLE}
     for name in environ:
         if name.startswith(("OUTERSTEP_", "DILOCO_")) and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=TYPO_RATIO)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..attached import note_attached
 from ..config import WorkerConfig, build
 from ..coordination.worker.machine import Offline
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
@@ -80,6 +81,7 @@ class DiLoCoWorker:
         """`event_sink` gets each event (events.py), `on_round` the report of each round. `stateful`: what
         a worker that replaces another must know too, by name: a scheduler, a sampler, anything with state_dict() and
         load_state_dict(). Only where workers heal from each other (docs/concepts/torchft.md)."""
+        note_attached()
         given = None if isinstance(topology, str) else topology
         if given is not None:
             topology = None if server_addr is not None else CUSTOM

@@ -362,6 +362,12 @@ class TestServer:
 
 
 class TestWorker:
+    @pytest.fixture(autouse=True)
+    def _nobody_is_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """tests/integration/test_reaching.py looks at servers, and at the end of scripts."""
+        monkeypatch.setattr("outerstep.cli.worker.check_server", lambda server, credentials: "")
+        monkeypatch.setattr("outerstep.cli.worker.promise", lambda message: "file")
+
     @pytest.mark.parametrize(
         ("command", "project", "template", "words"),
         [
@@ -390,6 +396,7 @@ class TestWorker:
             "DILOCO_SERVER": "h:1",
             "DILOCO_BF16_COMM": "0",
             "OUTERSTEP_STALLED_AFTER_S": "5",
+            "OUTERSTEP_ATTACHED_FILE": "file",
             "CUDA_VISIBLE_DEVICES": "1",
         }
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...attached import note_attached
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...defaults import JOIN_TIMEOUT_S
@@ -63,6 +64,7 @@ class GradientGossip:
                 peers; left out, as the run has it.
             node: further settings of `peer.NodeSettings`: listen, advertise, folder, credentials, insecure, invitation.
         """
+        note_attached()
         self.node_id, self.counted = node_id, False
         self._wishes = GossipWishes(
             min_peers=min_peers,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...attached import note_attached
 from ...errors import ConfigError, ExchangeFailed
 from ...types import Plan, Wishes
 from ...wire.http_transport import HttpTransport
@@ -30,6 +31,7 @@ class DiLoCoClient:
     """A pseudo-gradient is `global − local` (the sign of plain SGD's gradient), by parameter name."""
 
     def __init__(self, server_addr: str, *, timeout: float = 30.0, transport: Transport | None = None) -> None:
+        note_attached()
         self._transport = transport or HttpTransport(server_addr, timeout_s=timeout)
         self._seats: dict[str, _Seat] = {}
 

@@ -1,0 +1,97 @@
+"""Is a server there, is it the right one, and does it let this machine in? Asked before a training script is started.
+
+A mistake that no waiting can mend is raised, as one line: no join string, another certificate, a token that is not
+valid, a port of something else. A server that is not there *yet* is none: workers may be started first.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+
+from ..errors import (
+    ConfigError,
+    Forbidden,
+    NoCredentials,
+    OuterstepError,
+    Refused,
+    TlsRequired,
+    TransportError,
+    Unauthorized,
+    UntrustedServer,
+)
+from ..security import DEFAULT_PORT, Access, Credentials, is_join_string, parse_address, parse_join_string
+from ..wire.http_transport import HttpTransport
+from ..wire.messages import PROBE_PATH, STATUS_PATH
+
+PATIENCE_S = 5.0
+MOST_BYTES = 1 << 20  # of a status that somebody else's server answers with
+
+
+def check_server(server: str, credentials: str | None) -> str:
+    """Why nobody answers yet, in one line, or "". Raises what waiting does not mend."""
+    named = parse_join_string(server) if is_join_string(server) else Access(*parse_address(server))
+    try:
+        line = HttpTransport(server, timeout_s=PATIENCE_S, credentials=credentials)
+    except NoCredentials as error:
+        raise NoCredentials(f"{error}{_neighbours(named, credentials)}") from error
+    try:
+        return _look(line, named)
+    finally:
+        line.close()
+
+
+def _look(line: HttpTransport, named: Access) -> str:
+    try:
+        line.probe_up(memoryview(b""))
+        status = line.status()
+    except (Unauthorized, TlsRequired):
+        raise
+    except Forbidden:
+        return ""  # a token that may join and not look
+    except (UntrustedServer, Refused) as error:
+        raise _not_a_server(named, error) from error
+    except TransportError as error:
+        return str(error)
+    if status.get("mode") == "gossip":
+        raise ConfigError(
+            f"{named.address} is a peer of a run without a server: start the script with `outerstep peer --join "
+            f"{named.address} -- …`"
+        )
+    return ""
+
+
+def _not_a_server(named: Access, error: OuterstepError) -> OuterstepError:
+    """What answers there instead, as far as it says so without being shown a token."""
+    if _says_in_plain(named, "GET", STATUS_PATH, "sync_round"):
+        if _says_in_plain(named, "PUT", PROBE_PATH, "time_s"):
+            return error  # a server without TLS: the error says how to write that
+        return ConfigError(
+            f"{named.address} is a port of the older protocol (--compat-port), for clients of that: give the server's "
+            f"own port, which it printed when it started ({DEFAULT_PORT} unless told otherwise)"
+        )
+    if isinstance(error, UntrustedServer):
+        return error
+    return ConfigError(
+        f"{named.address} is not the port of an outerstep server, it answered: {error}. Give the port that the server "
+        f"printed when it started ({DEFAULT_PORT} unless told otherwise)"
+    )
+
+
+def _says_in_plain(named: Access, method: str, path: str, word: str) -> bool:
+    """Does it answer plain HTTP with a JSON object that has this key?"""
+    connection = http.client.HTTPConnection(named.host, named.port, timeout=PATIENCE_S)
+    try:
+        connection.request(method, path)
+        said = json.loads(connection.getresponse().read(MOST_BYTES))
+    except (OSError, http.client.HTTPException, ValueError, RecursionError):
+        return False  # nobody who speaks HTTP
+    finally:
+        connection.close()
+    return isinstance(said, dict) and word in said
+
+
+def _neighbours(named: Access, credentials: str | None) -> str:
+    """A port is easily mistyped: which ones of that host are known?"""
+    known = [address for address in Credentials(credentials).known() if parse_address(address)[0] == named.host]
+    return f". Known on that host: {', '.join(sorted(known))}" if known else ""
