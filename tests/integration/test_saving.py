@@ -227,9 +227,11 @@ def test_another_sync_every_at_resume_is_a_change_of_plan(tmp_path: Path) -> Non
     server = make_server(tmp_path)
     HandClient(MemoryTransport(server.service)).join()
     server.save_state()
-    plan: Any = make_server(None, resume=str(tmp_path), sync_every=9).status()["plan"]
-    assert plan["sync_every"] == 9
-    assert plan["revision"] > 1_000_000  # beyond any that was given since the state was saved
+    resumed = make_server(None, resume=str(tmp_path), sync_every=9)
+    plan: Any = resumed.status()["plan"]
+    assert (plan["sync_every"], plan["revision"]) == (9, 1), "people are told how often it was changed"
+    assert resumed.service.coordinator.plan is not None
+    assert resumed.service.coordinator.plan.revision > 1_000_000  # beyond any that was given since the state was saved
 
 
 def test_a_state_of_the_old_layout_goes_on_with_its_momentum(tmp_path: Path) -> None:

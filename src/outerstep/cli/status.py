@@ -142,7 +142,7 @@ def _plan(plan: PlanStatus | None) -> str:
         alpha = plan.fragment_alpha
         taken = "carried" if plan.fragment_carry else f"mixed with α {alpha:g}" if alpha else "overwritten"
         text += f", adopted {plan.fragment_delay} step(s) later and {taken}"
-    return text + (f", revision {plan.revision}" if plan.revision else "")
+    return text + (f", changed {plan.revision} time(s) (revision {plan.revision})" if plan.revision else "")
 
 
 def _asynchronous(status: ServerStatus) -> str:

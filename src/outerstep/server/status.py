@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from ..coordination.server.membership import KnownWorker
+from ..coordination.server.remembered import changes_in
 from ..coordination.server.rounds import TokenBudget
 from ..core.delayed import DelayedNesterov
 from ..durable.journal import Journal
@@ -22,15 +23,6 @@ from .persistence import RunWriter
 from .run import Run
 
 VERSION = version("outerstep")  # read once: it is in a file, and the status is made with the lock held
-
-
-def _silence(run: Run, expected: set[str], now: float) -> str:
-    """Which of the workers that a round waits for have been silent lately, and when they are evicted."""
-    timeout_s = run.config.heartbeat_timeout_s
-    quiet = [m for m in run.coordinator.members if m.worker_id in expected and now - m.last_seen > timeout_s / 2 > 0]
-    return "".join(
-        f"; {m.worker_id} silent for {now - m.last_seen:.0f} s, given up after {timeout_s:g} s" for m in quiet
-    )
 
 
 def _tokens(budget: TokenBudget) -> TokensStatus:
@@ -128,7 +120,7 @@ def build_status(
             fragment_delay=plan.delay,
             fragment_alpha=plan.alpha,
             fragment_carry=plan.carry,
-            revision=plan.revision,
+            revision=changes_in(plan.revision),
             said_by=settled.said_by,
         ),
         workers={
@@ -163,8 +155,7 @@ def build_status(
                 watched=known(fragment.published.watched) if fragment.published.watched is not None else {},
                 contributed=sorted(fragment.round.contributors),
                 expected=sorted(fragment.round.expected),
-                waiting_for=coordinator.verdict(fragment, now).waiting_for
-                + _silence(run, fragment.round.expected, now),
+                waiting_for=coordinator.waiting_for(fragment, now),
             )
             for fragment in coordinator.fragments
         ],

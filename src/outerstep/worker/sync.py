@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..coordination.server.remembered import changes_in
 from ..coordination.worker.effects import (
     Adopt,
     Carry,
@@ -49,7 +50,8 @@ from .watching import Watching
 
 log = logging.getLogger(__name__)
 
-SAY_SO_S = 5.0  # a worker that waits longer than this says for whom
+SAY_SO_S = 5.0  # a worker that waits longer than this says for whom,
+SAY_AGAIN_S = 60.0  # after this again, and then each time that it has waited twice as long
 
 MESSAGES: dict[NoteKind, tuple[int, str]] = {
     "agreed": (
@@ -173,14 +175,16 @@ class Synchronizer:
             effects = event()
             waited = bool(machine.waiting)
             self._do(effects)
-            said = False
+            say_at_s = SAY_SO_S
             while machine.waiting:
                 slice_s = LOOK_EVERY_S / len(machine.waiting)
                 sights = {f: self._tickets[f].look(slice_s if f in machine.waiting else 0.0) for f in machine.in_sight}
                 reasons = {sight.waiting_for for sight in sights.values()} - {""}
-                if reasons and not said and time.monotonic() - began_at > SAY_SO_S:
-                    log.info("waiting for %s", " and ".join(sorted(reasons)))
-                    said = True
+                waited_s = time.monotonic() - began_at
+                if reasons and waited_s > say_at_s:
+                    since = f", for {waited_s:.0f} s" if say_at_s > SAY_SO_S else ""
+                    log.info("waiting%s for %s", since, " and ".join(sorted(reasons)))
+                    say_at_s = max(SAY_AGAIN_S, 2.0 * say_at_s)
                 asked, late = bool(self._interrupts.asked), self._interrupts.is_late
                 self._do(machine.looked(sights, asked_to_leave=asked, out_of_time=late))
         except BaseException as error:
@@ -383,7 +387,7 @@ class Synchronizer:
             facts["up_mb"], facts["down_mb"] = agreed.bytes_sent / 1e6, agreed.bytes_received / 1e6
         elif note.kind == "plan":
             plan = self.machine.plan
-            self._events(PlanChanged(plan.revision, {"sync_every": plan.sync_every, "delay": plan.delay}))
+            self._events(PlanChanged(changes_in(plan.revision), {"sync_every": plan.sync_every, "delay": plan.delay}))
         elif note.kind == "deferred":
             self._events(ExchangeDeferred(self._worker_id, note.steps))
         level, text = MESSAGES[note.kind]

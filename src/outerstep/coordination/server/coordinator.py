@@ -80,7 +80,7 @@ from .effects import Accumulate, CloseRound, DropUpload, Effect, StopServer
 from .membership import BLAMELESS, OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
 from .plan import Settled, changed, check_manifest, check_wishes
 from .quotas import QuotaLimits, Quotas
-from .remembered import LEAP, Acceptance, Remembered, WorkerRecord
+from .remembered import LEAP, Acceptance, Remembered, WorkerRecord, changes_in
 from .rounds import MOST_REFUSALS, Closed, Fragment, RoundRules, RoundVerdict, TokenBudget
 from .uploads import Upload, Uploads
 
@@ -536,6 +536,12 @@ class Coordinator:
         live, turned_away = self.members.awaited_ids(now), len(self._turned_away(fragment, now))
         return fragment.round.verdict(self.rules, now, started=self.started, live=live, turned_away=turned_away)
 
+    def waiting_for(self, fragment: Fragment, now: float) -> str:
+        """For whom or what the open round waits, for people; and if one of those may be dead, until when."""
+        verdict, open_round = self.verdict(fragment, now), fragment.round
+        silent = "" if verdict.stuck else self.members.perhaps_dead(open_round.expected - open_round.contributors, now)
+        return f"{verdict.waiting_for}; {silent}" if verdict.waiting_for and silent else verdict.waiting_for
+
     def _turned_away(self, fragment: Fragment, now: float) -> frozenset[str]:
         """For a rule: the live workers that are not in the open round because they are in quarantine, because what they
         brought to it was refused for its size, or because it was refused too often."""
@@ -609,7 +615,7 @@ class Coordinator:
         return PollAnswer(
             agreement=None,
             last_sequence=last_sequence,
-            waiting_for=verdict.waiting_for[:256],
+            waiting_for=self.waiting_for(fragment, now)[:256],
             stuck=verdict.stuck,
             wanted=wanted,
             retry_after_s=ASK_AGAIN_SOON_S if wanted else ASK_AGAIN_S,
@@ -676,7 +682,7 @@ class Coordinator:
                 if self.plan is None:
                     raise BadRequest("there is no plan to change before the first worker has joined")
                 self.next_plan = changed(self.next_plan or self.plan, message.changes)
-                revision, stated = self.next_plan.revision, msgspec.to_builtins(message.changes)
+                revision, stated = changes_in(self.next_plan.revision), msgspec.to_builtins(message.changes)
                 self._effects.append(events.PlanChanged(revision, {k: v for k, v in stated.items() if v is not None}))
                 return ControlAnswer(done=f"plan revision {revision} holds from the next round that closes")
             case "budget":

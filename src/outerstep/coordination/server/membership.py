@@ -26,6 +26,7 @@ import hmac
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, Literal
@@ -463,6 +464,20 @@ class Membership:
         worker.live = False
         worker.commands.clear()
         self._workers.move_to_end(worker.worker_id)
+
+    def perhaps_dead(self, worker_ids: AbstractSet[str], now: float) -> str:
+        """Which of these has not been heard from for longer than a live one would be silent, and what becomes of it;
+        "" = none. A worker beats three times within the timeout."""
+        there = [worker for worker in self if worker.live and worker.worker_id in worker_ids]
+        worker = min(there, key=lambda each: each.last_seen, default=None)
+        if worker is None or not self._timeout_s or now - worker.last_seen <= self._timeout_s / 2:
+            return ""
+        silent_s = now - worker.last_seen
+        left_s = max(self._timeout_s - silent_s, 0.0)
+        return (
+            f"{worker.worker_id} has been silent for {silent_s:.0f} s; in {left_s:.0f} s it counts as dead and the "
+            "round goes on without it (--heartbeat-timeout)"
+        )
 
     def silent(self, now: float) -> list[KnownWorker]:
         """The live workers that have not been heard from for too long."""

@@ -16,6 +16,11 @@ LEAP = 1_000_000
 worker's sequence may grow by no more at a time, so that nobody brings it to its end."""
 
 
+def changes_in(revision: int) -> int:
+    """How often the plan of this revision has been changed: what a person wants to know, without the leaps."""
+    return revision % LEAP
+
+
 class Acceptance(Plain, frozen=True):
     """The last contribution of a worker to a fragment that was accepted: on disk, of closed rounds only. Hash None: not
     known any more."""

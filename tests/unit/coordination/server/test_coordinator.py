@@ -173,6 +173,23 @@ class TestPolling:
         assert answer.waiting_for == "contributions of b"
         assert answer.retry_after_s > 0
 
+    def test_a_silent_partner_is_named_with_what_becomes_of_it(self) -> None:
+        desk = Desk("ab", heartbeat_timeout_s=120.0)
+        desk.contribute("a")
+        desk.now += 59.0
+        assert desk.poll("a").waiting_for == "contributions of b", "a beat may be that late"
+        desk.now += 12.0
+        assert desk.poll("a").waiting_for == (
+            "contributions of b; b has been silent for 71 s; in 49 s it counts as dead and the round goes on without "
+            "it (--heartbeat-timeout)"
+        )
+
+    def test_where_nobody_ever_counts_as_dead_nothing_is_announced(self) -> None:
+        desk = Desk("ab", heartbeat_timeout_s=0.0)
+        desk.contribute("a")
+        desk.now += 1e6
+        assert desk.poll("a").waiting_for == "contributions of b"
+
     @pytest.mark.parametrize("after", [-1, 0, 1])
     def test_the_newest_agreement_is_handed_to_whoever_holds_an_older_one(self, after: int) -> None:
         desk = Desk("ab")

@@ -268,7 +268,7 @@ def test_a_run_that_cannot_be_is_not_founded(around: Around, settings: dict[str,
 
 def test_what_is_for_peers_is_refused_with_a_server(around: Around) -> None:
     model = tiny_model()
-    with pytest.raises(ConfigError, match="aggregation is for peers"):
+    with pytest.raises(ConfigError, match="needs topology gossip, and has no effect here"):
         DiLoCoWorker(model, torch.optim.SGD(model.parameters()), "127.0.0.1:1", aggregation="median")
 
 
