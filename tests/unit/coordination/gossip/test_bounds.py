@@ -20,6 +20,7 @@ from outerstep.statements import (
     Offered,
     Proof,
     Proposed,
+    Round,
     Signed,
     Voted,
     body_of,
@@ -270,6 +271,8 @@ class TestWhatIsTold:
     def test_what_does_not_fit_is_passed_over(self) -> None:
         assert those_that_fit([("a", 5), ("b", 50), ("c", 5)], 10, 10) == ["a", "c"]
         assert those_that_fit([("a", 1), ("b", 1), ("c", 1)], 10, 2) == ["a", "b"]
+        assert those_that_fit([("a", 4), ("b", 7), ("c", 6), ("d", 1)], 10, 10) == ["a", "c"]
+        assert in_turn([], "own") == []
 
 
 class TestShares:
@@ -289,8 +292,64 @@ class TestShares:
         shares.put("a", 2, "huge", 20 * bounds.ENTRY_BYTES)
         assert (shares.get("a", 1), shares.get("a", 2)) == ("new", None)
         assert shares.size_bytes == bounds.ENTRY_BYTES + 100
+        shares.put("b", 1, "b's", 100)
         shares.keep_only({"b"})
-        assert (shares.get("a", 1), shares.size_bytes) == (None, 0)
+        assert (shares.get("a", 1), shares.get("b", 1)) == (None, "b's")
+        assert shares.size_bytes == bounds.ENTRY_BYTES + 100
+
+    def test_one_as_large_as_a_share_is_kept(self) -> None:
+        shares: Shares[int, str] = Shares(bounds.ENTRY_BYTES + 100)
+        shares.put("a", 1, "fits", 100)
+        assert (shares.get("a", 1), shares.get("a", 2), shares.get("b", 1)) == ("fits", None, None)
+        shares.put("a", 2, "does not", 101)
+        assert (shares.get("a", 1), shares.get("a", 2)) == ("fits", None)
+
+
+class TestHowLongAStatementMayBe:
+    def test_a_beat_by_the_number_of_fragments(self) -> None:
+        most = bounds.MOST_BEAT_BYTES + 3 * bounds.BEAT_BYTES_PER_FRAGMENT
+        assert bounds.is_within_bounds(beat("x"), most, 3)
+        assert not bounds.is_within_bounds(beat("x"), most + 1, 3)
+
+    def test_offers_and_votes_are_short_by_themselves(self) -> None:
+        assert bounds.is_within_bounds(offered(), MIB, 1)
+
+    def test_a_round(self, world: World) -> None:
+        signed = world.say("p0", offered())
+        block = Round(height=1, parent="0" * 64, fragment=0, version=1, base_hash=BASE, offers=(signed,))
+        said = Proposed(run_id=RUN, height=1, turn=0, block=block)
+        assert bounds.is_within_bounds(said, bounds.MOST_ROUND_BYTES, 1)
+        assert not bounds.is_within_bounds(said, bounds.MOST_ROUND_BYTES + 1, 1)
+
+    def test_a_change_as_a_whole_and_by_its_beats_and_proofs(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        applied = (world.say("x", beat("x")), world.say("y", beat("y")))
+        proofs = (contradiction(world, "p2"), contradiction(world, "p3"))
+        state = world.peers[0].state
+        said = proposed(change(state, state.members[:2], applied, proofs), 0)
+        spare = 2 * bounds.BEAT_BYTES_PER_FRAGMENT
+        assert bounds.is_within_bounds(said, bounds.MOST_CHANGE_BYTES + spare, 2)
+        assert not bounds.is_within_bounds(said, bounds.MOST_CHANGE_BYTES + spare + 1, 2)
+        beats, proven = sum(map(bounds.size_of, applied)), sum(map(bounds.proof_bytes, proofs))
+        monkeypatch.setattr(bounds, "MOST_APPLIED_BYTES", beats - spare)
+        monkeypatch.setattr(bounds, "MOST_PROOF_BYTES", proven)
+        assert bounds.is_within_bounds(said, 1, 2)
+        monkeypatch.setattr(bounds, "MOST_PROOF_BYTES", proven - 1)
+        assert not bounds.is_within_bounds(said, 1, 2)
+        monkeypatch.setattr(bounds, "MOST_PROOF_BYTES", proven)
+        monkeypatch.setattr(bounds, "MOST_APPLIED_BYTES", beats - spare - 1)
+        assert not bounds.is_within_bounds(said, 1, 2)
+
+    @pytest.mark.parametrize("longer", [0, 1])
+    def test_a_proof_by_the_longer_of_its_two(self, world: World, monkeypatch: pytest.MonkeyPatch, longer: int) -> None:
+        short, long = world.say("x", beat("x")), world.say("x", beat("x", address="h" * 50))
+        proof = Proof(first=(short, long)[longer], second=(long, short)[longer])
+        assert bounds.proof_bytes(proof) == len(short.body) + len(long.body)
+        monkeypatch.setattr(bounds, "MOST_PROVEN_BYTES", len(long.body))
+        assert bounds.is_short(proof)
+        monkeypatch.setattr(bounds, "MOST_PROVEN_BYTES", len(long.body) - 1)
+        assert not bounds.is_short(proof)
 
 
 class TestPlaces:
