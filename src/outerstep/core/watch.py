@@ -44,7 +44,7 @@ def watched(
     weighted, total, cosine, variance = list(zip(norms, weights, strict=True)), sum(weights), None, None
     own = sum((w * n) ** 2 for n, w in weighted)
     pairs = sum(w * n for n, w in weighted) ** 2 - own
-    if sum(n > 0.0 and w > 0.0 for n, w in weighted) >= 2 and pairs > 0.0:
+    if pairs > 0.0:  # at least two count
         # The norms are rounded, so the cosine may be just outside.
         cosine = max(-1.0, min(1.0, ((total * mean_norm) ** 2 - own) / pairs))
     if total > 0.0:

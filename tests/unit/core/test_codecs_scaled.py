@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from amounts import cases
 from outerstep.core.codecs import CONTROL_2BIT, E3M0, INT4, INT8, Codec
@@ -262,6 +265,44 @@ def test_small_pieces_share_the_memory_of_the_one_before() -> None:
     assert scratch.like(torch.empty(8), "t").data_ptr() == first.data_ptr()
     assert scratch.like(torch.empty(2, 3), "t").data_ptr() == first.data_ptr()
     assert scratch.like(torch.empty(8), "other").data_ptr() != first.data_ptr()
+
+
+@dataclass
+class FreshMemory(TorchDispatchMode):
+    """How many bytes each result has that is not put where an argument is."""
+
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.sizes += [memory.nbytes() for memory in made if memory.data_ptr() not in given]
+        return result
+
+
+class TestMemory:
+    """Getting fresh memory from the system can cost more than the arithmetic."""
+
+    def test_a_grid_works_in_the_memory_it_is_given(self) -> None:
+        t, spare, codes = torch.linspace(-64, 64, 512).view(2, 256), torch.empty(2, 256), torch.empty(2, 256).char()
+        with FreshMemory() as fresh:
+            E3M0.grid.codes(t, spare, codes)
+            E3M0.grid.levels(codes, spare)
+        assert fresh.sizes == []
+
+    def test_a_codec_takes_scratch_for_one_piece_however_many_there_are(self) -> None:
+        values = torch.linspace(-1, 1, 3 * CPU_PIECE_VALUES)
+        data = torch.empty(E3M0.encoded_bytes(values.numel()), dtype=torch.uint8)
+        with FreshMemory() as fresh:
+            E3M0.encode(values, data)
+        assert [size for size in fresh.sizes if size >= 4 * CPU_PIECE_VALUES] == [4 * CPU_PIECE_VALUES] * 2
+        with FreshMemory() as fresh:
+            E3M0.decode(data, values)
+        assert [size for size in fresh.sizes if size >= CPU_PIECE_VALUES] == [CPU_PIECE_VALUES]
 
 
 def test_the_weight_of_what_is_added_is_one_unless_said_otherwise() -> None:

@@ -125,6 +125,11 @@ def test_norms_that_are_a_little_off_never_lead_out_of_range() -> None:
     seen = watched(1.0, [0.99, 0.99], [1.0, 1.0], 1.0)
     assert seen.peer_grad_similarity == 1.0
     assert seen.weight_divergence == 0.0
+    assert watched(1.0, [1.0, 1.01], [1.0, 1.0], 0.0).peer_grad_similarity == -1.0
+
+
+def test_norms_whose_squares_are_too_small_for_a_float_have_no_similarity() -> None:
+    assert watched(1e-200, [1e-200, 1e-200], [1.0, 1.0], 1e-200).peer_grad_similarity is None
 
 
 @cases(100)
@@ -175,6 +180,11 @@ class TestAsAWorkerSeesIt:
         assert seen == Watched(
             pseudo_grad_norm=4.0, peer_grad_similarity=0.5, aggregated_grad_norm=2.0, weight_divergence=1.0
         )
+
+    def test_one_contribution_is_the_last_one(self) -> None:
+        seen = as_seen_by("a", self.agreement(("b", 9.0), ("a", 3.0)))
+        assert seen is not None
+        assert seen.pseudo_grad_norm == 3.0
 
     def test_without_one_there_is_none(self) -> None:
         assert as_seen_by("a", self.agreement(("b", 9.0))) == self.ROUND

@@ -30,6 +30,7 @@ class TestCosineScreen:
         for i, found in enumerate(cosines(measured(x))):
             others = torch.cat([x[:i], x[i + 1 :]]).mean(0)
             assert found == pytest.approx(float(torch.cosine_similarity(x[i], others, dim=0)), abs=1e-5)
+        assert cosines(measured(x / 1024)) == pytest.approx(cosines(measured(x))), "whatever their length"
 
     @pytest.mark.parametrize("n", [5, 8, 16])
     def test_honest_ones_pass_and_a_flipped_one_does_not(self, n: int) -> None:
@@ -54,6 +55,7 @@ class TestCosineScreen:
     def test_zeros_have_no_direction_and_pass(self) -> None:
         x = honest(6)
         x[0] = 0.0
+        assert cosines(measured(x))[0] == 0.0
         assert cosine_screen(measured(x)) == {}
         assert cosine_screen(measured(torch.zeros(5, 10))) == {}
 

@@ -146,9 +146,10 @@ class TestAgainstThePlainForm:
         each = [sum(w[i] for i in group) for group in groups]
         near(applied(Bucketing(Median(), seed="round 7"), x, w), plain.median(means, each), 1e-5)
         near(applied(Bucketing(Mean(), seed="round 7"), x, w), plain.mean(xs, w), 1e-5)
+        centre = some(1, m, seed + 1)
         near(
-            applied(Bucketing(CenteredClipping(1.0, 2), seed="round 7"), x, w),
-            plain.centered_clipping(means, each, np.zeros(m), 1.0, 2),
+            applied(Bucketing(CenteredClipping(1.0, 2), seed="round 7"), x, w, centre),
+            plain.centered_clipping(means, each, centre.double().numpy()[0], 1.0, 2),
             0.02,
         )
         scores = sorted(plain.krum_scores(means, 1))
@@ -269,6 +270,10 @@ class TestMedian:
             for rule in (Median(), TrimmedMean()):
                 assert not torch.signbit(applied(rule, zeros[order])).item()
 
+    def test_a_small_weight_beside_large_ones_still_tips_the_balance(self) -> None:
+        weights = [2.0**24, 1.0, 2.0**24]  # fp32 could not tell 2²⁴ + 1 from 2²⁴
+        assert applied(Median(), torch.tensor([[0.0], [1.0], [5.0]]), weights) == 1.0
+
     def test_weights_that_balance_exactly_give_the_middle_of_two(self) -> None:
         assert applied(Median(), torch.tensor([[1.0], [5.0], [7.0]]), [2, 1, 1]).tolist() == [3.0]
 
@@ -286,8 +291,20 @@ class TestKrum:
     def test_too_few_for_so_many_attackers_are_refused_with_what_would_do(self) -> None:
         with pytest.raises(ConfigError, match=r"krum against 2 attackers needs n ≥ 2f \+ 3 = 7 .* got 6; assume 1"):
             Krum(2).check(6, [1.0] * 6)
+        with pytest.raises(ConfigError, match="got 7; assume 2 at most,"):
+            Krum(3).check(7, [1.0] * 7)
         with pytest.raises(ConfigError, match=r"multi_krum against 1 attackers .* got 4; wait for five"):
             MultiKrum(1).check(4, [1.0] * 4)
+
+    def test_without_neighbours_all_scores_are_equal(self) -> None:
+        found = products([Tensors({"x": row}) for row in some(3, 5, 1)], cut({"x": 5}, 3), CPU)
+        assert krum_scores(found, 1) == [0.0] * 3
+
+    def test_of_those_that_a_screen_left_no_more_are_taken_for_attackers_than_they_withstand(self) -> None:
+        """Of five one was refused. Four withstand none, so that each counts its two nearest, not one."""
+        x = torch.tensor([[0.0], [0.5], [5.0], [6.0]])
+        found = products([Tensors({"x": row}) for row in x], cut({"x": 1}, 4), CPU)
+        assert Krum(1).begin(RuleInputs(5, (1.0,) * 4, found))(x) == x[1]
 
     def test_krum_refuses_weights_by_name(self) -> None:
         with pytest.raises(ConfigError, match=r"krum takes one .* cannot weigh them, got weights from 1 to 2"):
