@@ -29,6 +29,13 @@ WeightBy = Literal["equal", "samples", "tokens"]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Label = Annotated[str, Meta(max_length=256)]
 WorkerId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:\-]*\Z")]
+MOST_INFO = 16  # facts that a worker may tell of itself
+WHOLE = 2**53  # whole numbers beyond are not the same in every JSON
+LONGEST_INFO_NAME, LONGEST_INFO = 64, 256
+InfoName = Annotated[str, Meta(min_length=1, max_length=LONGEST_INFO_NAME)]
+InfoValue = bool | Annotated[int, Meta(ge=-WHOLE, le=WHOLE)] | float | Annotated[str, Meta(max_length=LONGEST_INFO)]
+Info = Annotated[dict[InfoName, InfoValue], Meta(max_length=MOST_INFO)]
+"""What a worker tells of itself beside its host (its GPUs, say): shown to people, and no round depends on it."""
 RunId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_\-]+\Z")]
 Instance = Annotated[str, Meta(min_length=8, max_length=64, pattern=r"^[A-Za-z0-9_\-]+\Z")]
 LONGEST_NAME = 512  # of a tensor, in characters
@@ -148,7 +155,7 @@ class Join(Plain, frozen=True):
     """A worker introduces itself. `instance` is random at each start of the process; a rejoin names its `run_id`.
     `continues`: it resumes from its own saved state, with the steps it had taken; so rounds that waited for the
     previous process wait for this one. `proof`: of the key that the worker id belongs to; a worker of protocol 1 has
-    none."""
+    none. `info`: what it tells of itself, for people."""
 
     protocol: Count
     worker_id: WorkerId
@@ -159,6 +166,7 @@ class Join(Plain, frozen=True):
     run_id: RunId | None = None
     continues: bool = False
     proof: Since2[JoinProof] = UNSET
+    info: Since2[Info] = UNSET
 
 
 class JoinedFragment(Plain, frozen=True):
@@ -210,11 +218,14 @@ class Heartbeat(FromMember, frozen=True):
 
 
 class HeartbeatAnswer(Plain, frozen=True):
-    """`sync_every`: this worker's own H from now on (dynamic local updates), if it differs from the plan's."""
+    """`sync_every`: this worker's own H from now on (dynamic local updates), if it differs from the plan's.
+    `num_workers`: how many the run reckons with; `num_registered`: how many are live."""
 
     sync_round: Count
     sync_every: Positive | None = None
     commands: tuple[Command, ...] = ()
+    num_workers: Since2[Count] = UNSET
+    num_registered: Since2[Count] = UNSET
 
 
 class Leave(FromMember, frozen=True):

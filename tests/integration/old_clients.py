@@ -64,7 +64,7 @@ class OldClient:
         finally:
             connection.close()
         if response.status != 200:
-            raise Answered(response.status, json.loads(data)["error"], dict(response.headers))
+            raise Answered(response.status, json.loads(data), dict(response.headers))
         return data
 
     def post_json(self, path: str, **fields: object) -> bytes:

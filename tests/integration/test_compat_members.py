@@ -80,7 +80,7 @@ def test_heartbeats_report_speed_and_round() -> None:
     with one_client() as (server, client, params):
         client.submit(like(params, 1.0))
         answer = json.loads(client.post_json("/heartbeat", worker_id="a", steps_per_second=3.5))
-        assert answer == {"status": "ok", "sync_round": 1}
+        assert answer == {"status": "ok", "sync_round": 1, "num_workers": 1, "num_registered": 1}
         assert workers_of(server)["a"]["steps_per_second"] == 3.5
         assert workers_of(server)["a"]["hostname"] == "machine-a"
 
@@ -113,10 +113,10 @@ def test_an_id_that_lives_on_another_machine_is_refused() -> None:
         assert caught.value.error["code"] == "id_in_use"
 
 
-def test_status_is_the_servers_own() -> None:
+def test_status_has_all_that_the_servers_own_has() -> None:
     with one_client() as (server, client, _):
         got = json.loads(client.call("GET", "/status"))
-        assert got.keys() == server.status().keys()
+        assert got.keys() > server.status().keys()
         assert got["heartbeat_timeout"] == 120.0
         assert got["min_workers"] == 1
         assert got["total_worker_deaths"] == 0
@@ -133,7 +133,7 @@ def test_who_waits_when_the_server_stops_is_told_to_come_back() -> None:
         status, data = response_of(waiting)
         waiting.close()
         assert status == 503
-        assert json.loads(data)["error"]["code"] == "busy"
+        assert json.loads(data)["code"] == "busy"
 
 
 @pytest.mark.parametrize("weight_by", ["samples", "tokens"])

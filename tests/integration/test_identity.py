@@ -428,7 +428,7 @@ class FromElsewhere(OldClient):
         data = response.read()
         connection.close()
         if response.status != 200:
-            raise Answered(response.status, json.loads(data)["error"], dict(response.headers))
+            raise Answered(response.status, json.loads(data), dict(response.headers))
         return data
 
 

@@ -8,6 +8,8 @@ wire of today, and its contributions pass the same coordinator and the same ledg
     limits.py     how much and how long
     archive.py    torch.save's bytes, described without unpickling them
     tensors.py    and compared with the run's model
+    names.py      worker ids, and how a client introduces itself
+    answers.py    status, heartbeats and errors as old clients read them
     client.py     one registered worker: what it holds, what it has under way, what is a repeat
     endpoints.py  the seven endpoints
     server.py     their port, on the HTTP server of wire/

@@ -19,6 +19,12 @@ An id that was registered here belongs to this server: nobody can join under it 
 register here under an id that belongs to a worker there. Among the clients of this port an id belongs to the address
 that registered it, for as long as its worker is alive.
 
+After a restart of the server its clients go on as if nothing had been, so their places are made again from the ledger:
+who was here, from where, and which version holds the last contribution of each. What a client submits then was computed
+from that version, unless these are the very bytes that are in it already: those are a repeat whose answer was lost
+with the old process. (By the hash of what they become in the run's codec. One with error feedback makes other bytes of
+the same values each time; there such a repeat counts again.)
+
 What the server asks of a worker (to finish, to exchange now) the old protocol cannot say. A client that is to finish
 gets the answer it waits for, and then leaves the run: `CompatClient` does so for it, and refuses what it says next.
 """
@@ -30,22 +36,30 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
+from ..coordination.server.membership import KnownWorker
+from ..coordination.server.remembered import Acceptance
 from ..coordination.worker.exchange import Patience
+from ..digest import payload_hash
 from ..errors import Closing, NotOwner, OuterstepError, Refused, ServerError, StaleRound
 from ..pool import Pool, Room
 from ..server.service import ParameterService
 from ..topology.protocol import Agreed, Contribution, anchors_of
 from ..topology.server.exchange import ServerTicket
-from ..topology.server.topology import ServerTopology
+from ..topology.server.topology import HEAR, ServerTopology
 from ..types import Plan, Wishes
+from .names import Introduction
 
 log = logging.getLogger(__name__)
 
 PATIENCE = Patience(first_backoff_s=0.05, longest_backoff_s=1.0, poll_wait_s=1.0)
 """The server is in this process. A poll counts as a sign of life, so it must end soon after its client has gone."""
+
+POLLS_PER_TIMEOUT = 4
+"""And it must come again before a short heartbeat timeout is over."""
 
 NEWS_S = 2.0
 """How long a submit waits for the news that its client has got the answer before."""
@@ -73,24 +87,32 @@ class FragmentSubmission:
     """
 
     def __init__(
-        self, topology: ServerTopology, fragment: int, names: Sequence[str], payload: ReadPayload, base: int, steps: int
+        self,
+        topology: ServerTopology,
+        fragment: int,
+        names: Sequence[str],
+        payload: ReadPayload,
+        base: int,
+        steps: int,
+        counted_in: int | None = None,
     ) -> None:
+        """`counted_in`: the version that holds it already; None = it is begun now."""
         self.fragment = fragment
         self.base = base
         self.digest = payload.digest
         self.agreed: Agreed | None = None
-        self.version: int | None = None  # the agreed one, also when that is gone
+        self.version = counted_in  # the agreed one, also when that is gone
         self.failure: Refused | None = None
         self.on_their_way = 0  # answers that were written, and nobody knows yet whether they arrived
         self._topology = topology
         self._names = names
-        self._payload: ReadPayload | None = payload
+        self._payload: ReadPayload | None = payload if counted_in is None else None
         self._steps = steps
         self._tries = 0
         self._holders = 0
         self._carried = True
         self._lock = threading.Lock()
-        self._ticket: ServerTicket | None = self._begin(base)
+        self._ticket: ServerTicket | None = self._begin(base) if counted_in is None else None
 
     @property
     def settled(self) -> bool:
@@ -132,18 +154,7 @@ class FragmentSubmission:
     def _begin(self, base: int) -> ServerTicket:
         assert self._payload is not None
         self._tries += 1
-        deltas = {name: self._payload.tensors[name] for name in self._names}
-        return self._topology.begin(
-            Contribution(
-                fragment=self.fragment,
-                base_version=base,
-                oldest_base=base,
-                steps=self._steps,
-                samples=0,
-                tokens=0,
-                deltas=deltas,
-            )
-        )
+        return self._topology.begin(contribution_of(self.fragment, self._names, self._payload, base, self._steps))
 
     def _adopt(self, ticket: ServerTicket) -> None:
         """If the round had closed without us, the same steps go into the next one: a rebased pseudo-gradient is the
@@ -167,40 +178,70 @@ class FragmentSubmission:
         self._ticket = self._payload = None
 
 
+def contribution_of(fragment: int, names: Sequence[str], payload: ReadPayload, base: int, steps: int) -> Contribution:
+    deltas = {name: payload.tensors[name] for name in names}
+    return Contribution(fragment, base_version=base, oldest_base=base, steps=steps, samples=0, tokens=0, deltas=deltas)
+
+
 class CompatClient:
-    """One registered worker, made by `join`, which also gives the newest anchors. They are not kept: that would be a
-    model per client."""
+    """One registered worker, made by `join`, which also gives the newest anchors (they are not kept: that would be a
+    model per client); or by `restored`, of a worker that was here before the server was restarted. That one joins when
+    its client speaks: nothing else is a sign of life."""
 
     @classmethod
     def join(
-        cls, service: ParameterService, worker_id: str, hostname: str, address: str
+        cls, service: ParameterService, introduction: Introduction, wishes: Wishes
     ) -> tuple[CompatClient, Sequence[Agreed]]:
-        client = cls(service, worker_id, hostname, address)
-        joined = client.topology.join(None, Wishes())
+        client = cls(service, introduction, secrets.token_hex(8))
+        joined = client.topology.join(None, wishes)
         client.plan = joined.plan
         anchors = [agreed for _, agreed in anchors_of(client.topology, joined)]
         client._versions = [agreed.version for agreed in anchors]
         return client, anchors
 
-    def __init__(self, service: ParameterService, worker_id: str, hostname: str, address: str) -> None:
-        self.worker_id = worker_id
-        self.hostname = hostname
-        self.address = address
-        self.instance = secrets.token_hex(8)
+    @classmethod
+    def restored(cls, service: ParameterService, worker: KnownWorker) -> CompatClient | None:
+        """None: it did not come in here."""
+        introduction = Introduction.remembered(worker.worker_id, worker.hostname, worker.info)
+        if introduction is None or not service.is_own(worker):
+            return None
+        client = cls(service, introduction, worker.instance)
+        client._before = dict(worker.closed)
+        return client
+
+    def __init__(self, service: ParameterService, introduction: Introduction, instance: str) -> None:
+        self.worker_id, self.said = introduction.worker_id, introduction.said
+        self.hostname, self.address = introduction.hostname, introduction.address
+        self.instance = instance
+        self._introduction = introduction
         self.sync_every: int | None = None  # if the run gives this worker a number of its own
         self.left = False  # it was told to finish, and has
         self._service = service
         self._steps_per_second = 0.0
         self._drain = ""  # why it is to finish
         self.topology = self._new_topology()
-        self.plan: Plan
+        self.plan: Plan | None = None
         self._versions: list[int] = []  # what the client was handed
+        self._before: dict[int, Acceptance] = {}  # per fragment, its last contribution before the server was restarted
         self._submissions: dict[int, FragmentSubmission] = {}
         self._lock = threading.Condition()
 
     @property
     def is_idle(self) -> bool:
         return not self._submissions
+
+    def wake(self) -> Plan:
+        """The client speaks: if that is the first time since the server was restarted, it takes its place again."""
+        with self._lock:
+            if self.plan is None:
+                self.topology.introduce(None, Wishes(), HEAR)
+                joined = self.topology.session.joined
+                self._versions = [
+                    min(state.counted_in, state.version) if state.last_sequence else state.version
+                    for state in joined.fragments
+                ]
+                self.plan = joined.plan
+            return self.plan
 
     def join_again(self) -> Sequence[Agreed]:
         """For a client that came back: as the same start of the same worker, so that what it had under way stays.
@@ -233,9 +274,18 @@ class CompatClient:
             hint="stop this client; POST /register to take part again, if the run continues",
         )
 
-    def check_address(self, address: str) -> None:
+    def is_reconnect(self, introduction: Introduction) -> bool:
+        """Is this the same client, which lost its connection?"""
+        same = (introduction.said, introduction.hostname, introduction.address)
+        return not self.left and same == (self.said, self.hostname, self.address)
+
+    def check_speaker(self, said: str, address: str) -> None:
         """The old protocol has neither keys nor tokens: that it comes from where the worker registered is all there is
-        to tell its client by."""
+        to tell its client by. (And two texts never mean the same worker, whatever they come to here.)"""
+        if said != self.said:
+            raise NotOwner(
+                f"worker id {self.worker_id!r} stands for that of another client here", hint="choose another worker id"
+            )
         if address != self.address:
             raise NotOwner(
                 f"worker {self.worker_id!r} is registered from {self.address}, and this comes from {address}",
@@ -295,6 +345,7 @@ class CompatClient:
         with self._lock:
             for agreed in anchors:
                 self._versions[agreed.fragment] = max(self._versions[agreed.fragment], agreed.version)
+                self._before.pop(agreed.fragment, None)
 
     def agreements(self, submissions: Sequence[FragmentSubmission]) -> list[Agreed]:
         """What these submissions came to, while they are held. In place of one that was answered before, the newest."""
@@ -351,19 +402,42 @@ class CompatClient:
         return True
 
     def _new_submission(self, fragment: int, payload: ReadPayload) -> FragmentSubmission:
-        plan = self.plan
-        # The client does not say how many steps it took. What the plan asks for is the best guess.
-        return FragmentSubmission(
-            self.topology, fragment, plan.fragments[fragment], payload, self._versions[fragment], plan.sync_every
-        )
+        plan, base = self.wake(), self._versions[fragment]
+        names, counted_in = plan.fragments[fragment], None
+        before = self._before.pop(fragment, None)
+        if before is not None and self._hash_of(
+            contribution_of(fragment, names, payload, base, 0), before.sequence
+        ) == (before.payload_hash):
+            log.info("%s submits again what it had submitted before the restart; it is in", self.worker_id)
+            counted_in = before.version
+        return FragmentSubmission(self.topology, fragment, names, payload, base, self._steps(plan), counted_in)
+
+    def _steps(self, plan: Plan) -> int:
+        """The client does not say how many steps it took. What it was started with, or told to do, is the best guess;
+        then what the plan asks for."""
+        advised = self.sync_every if self._introduction.follows_advice else None
+        return advised or self._introduction.sync_every or plan.sync_every
+
+    def _hash_of(self, contribution: Contribution, sequence: int) -> str:
+        """Of what goes to the server if this is contributed under that number."""
+        twin = self._new_topology()
+        twin.follow(self.topology.session.join_request, self.topology.session.joined)
+        up = twin.forms[contribution.fragment].up
+        frame = twin.new_payload(contribution.deltas, up)
+        twin.encode(contribution, sequence, frame, up)
+        hashes = frame.known_hashes
+        frame.release()
+        return payload_hash([hashes[part] for part in sorted(hashes)])
 
     def _new_topology(self) -> ServerTopology:
+        alive_s = self._service.config.heartbeat_timeout_s / POLLS_PER_TIMEOUT or PATIENCE.poll_wait_s
         return ServerTopology(
             self._service.transport_of(self.worker_id),
             worker_id=self.worker_id,
             instance=self.instance,
             hostname=self.hostname,
-            patience=PATIENCE,
+            patience=replace(PATIENCE, poll_wait_s=min(PATIENCE.poll_wait_s, alive_s)),
+            info=self._introduction.info,
         )
 
 

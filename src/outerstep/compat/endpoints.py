@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import struct
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ParamSpec, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..digest import data_hash
-from ..errors import BadRequest, Busy, Fenced, OuterstepError, Refused, ServerError, UnknownWorker
+from ..errors import BadRequest, Busy, Fenced, OuterstepError, PlanMismatch, Refused, ServerError, UnknownWorker
 from ..pool import Pool
 from ..server import DiLoCoServer
 from ..topology.protocol import Agreed
-from ..types import Count, Label, Manifest, WorkerId
+from ..types import Count, Label, Manifest, Wishes
 from ..wire.http_request import HttpBody, HttpRequest
-from ..wire.messages import BYTES_TYPE, decode_json, encode_json
+from ..wire.messages import BYTES_TYPE, convert, decode_json, encode_json
 from ..wire.routes import MessageRoute, PlainRoute, Presented, Reply, Routes
+from .answers import StatusPage
 from .client import CompatClient, FragmentSubmission, ReadPayload, as_refusal
 from .limits import MAX_HEADER_BYTES, CompatLimits, body_limit_bytes
+from .names import Introduction, SaidId, id_of
 from .tensors import expect, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
@@ -36,27 +42,28 @@ LEFT_OUT = "X-Outerstep-Left-Out"
 
 
 class Register(Struct, frozen=True, kw_only=True):
-    """Clients send more than this; it is not looked at."""
+    """`told`: whatever else a client says of itself."""
 
-    worker_id: WorkerId
+    worker_id: SaidId
     hostname: Label = ""
+    told: dict[str, Any] = {}
 
 
 class CompatHeartbeat(Struct, frozen=True, kw_only=True):
-    worker_id: WorkerId
+    worker_id: SaidId
     steps_per_second: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
 
 
 class Deregister(Struct, frozen=True, kw_only=True):
-    worker_id: WorkerId
+    worker_id: SaidId
 
 
 class SubmitHeader(Struct, frozen=True, kw_only=True):
-    worker_id: WorkerId
+    worker_id: SaidId
 
 
 class FragmentHeader(Struct, frozen=True, kw_only=True):
-    worker_id: WorkerId
+    worker_id: SaidId
     fragment_id: Count
 
 
@@ -80,11 +87,23 @@ class Endpoints:
         self._writing = threading.Lock()
         self._untrained: dict[str, Tensor] | None = None
         self._closed: Refused | None = None
+        self._page = StatusPage(server)
+        self._restore()
+
+    def _restore(self) -> None:
+        """The clients that were here when the server was stopped or killed. They do not know of it, and go on."""
+        service = self._server.service
+        with service.changed:
+            live = [worker for worker in service.coordinator.members if worker.live]
+        found = filter(None, (CompatClient.restored(service, worker) for worker in live))
+        self._clients = {client.worker_id: client for client in itertools.islice(found, self._limits.max_workers)}
+        if self._clients:
+            log.info("%d client(s) of the older protocol have their places again", len(self._clients))
 
     @property
     def routes(self) -> Routes:
         return {
-            ("POST", "/register"): _message(Register, self.register),
+            ("POST", "/register"): replace(_message(Register, self.register), decode=_read_register),
             ("POST", "/heartbeat"): _message(CompatHeartbeat, self.heartbeat),
             ("POST", "/deregister"): _message(Deregister, self.deregister),
             ("GET", "/global_params"): PlainRoute(self.global_params),
@@ -103,25 +122,42 @@ class Endpoints:
 
     def register(self, request: Register, shown: Presented) -> Reply:
         """Joins the run, or reconnects an id that is registered. Either way the newest parameters."""
+        introduction = Introduction.of(request.worker_id, request.hostname, shown.address, request.told)
         with self._registering:
-            client, anchors = self._admit(request, shown.address)
+            client, anchors = self._admit(introduction)
         return Reply(self._whole_model(anchors), headers=BYTES, handed=lambda: client.hand_anchors(anchors))
 
-    def _admit(self, request: Register, address: str) -> tuple[CompatClient, Sequence[Agreed]]:
-        client = self._clients.get(request.worker_id)
+    def _admit(self, introduction: Introduction) -> tuple[CompatClient, Sequence[Agreed]]:
+        worker_id = introduction.worker_id
+        client = self._clients.get(worker_id)
         if client is not None and self._is_live(client):
-            client.check_address(address)
-        same = client is not None and (client.hostname, client.address) == (request.hostname, address)
-        if client is not None and same and not client.left:
+            client.check_speaker(introduction.said, introduction.address)
+        if client is not None and client.is_reconnect(introduction):
             try:
+                client.wake()
                 return client, client.join_again()
             except Fenced:
-                log.info("%s registers again after a newer start had taken its place", request.worker_id)
+                log.info("%s registers again after a newer start had taken its place", worker_id)
         # Another machine, or none: a new start of this worker. The coordinator says whether the id is free.
         if client is None:
             self._make_room()
-        client, anchors = CompatClient.join(self._server.service, request.worker_id, request.hostname, address)
-        self._clients[request.worker_id] = client
+        client, anchors = self._join(introduction)
+        self._clients[worker_id] = client
+        return client, anchors
+
+    def _join(self, introduction: Introduction) -> tuple[CompatClient, Sequence[Agreed]]:
+        """What it asks for settles what is open in a run that nobody has joined yet. Later, and where that cannot be,
+        the client is taken as it is: the old servers did not ask."""
+        service = self._server.service
+        if service.coordinator.plan is None:
+            wishes = introduction.wishes(self._server.config.wishes)
+            for wished in (wishes, msgspec.structs.replace(wishes, sync_every=None)):
+                with contextlib.suppress(PlanMismatch):
+                    return CompatClient.join(service, introduction, wished)
+        client, anchors = CompatClient.join(service, introduction, Wishes())
+        plan, steps = client.wake(), introduction.sync_every
+        if steps is not None and steps != plan.sync_every:
+            log.warning("%s exchanges every %d steps, and the run has %d", client.worker_id, steps, plan.sync_every)
         return client, anchors
 
     def _make_room(self) -> None:
@@ -147,19 +183,17 @@ class Endpoints:
         client.listen(request.steps_per_second)
         client.obey()
         client.check_here()
-        answer: dict[str, object] = {"status": "ok", "sync_round": self._server.sync_round}
-        if client.sync_every is not None:
-            answer["recommended_sync_every"] = client.sync_every
-        return answer
+        return self._page.heartbeat(client.sync_every)
 
     def deregister(self, request: Deregister, shown: Presented) -> dict[str, object]:
         """Leaving twice is leaving."""
+        worker_id = id_of(request.worker_id)
         with self._registering:
-            if request.worker_id in self._clients:
+            if worker_id in self._clients:
                 self._client(request.worker_id, shown.address)
-            client = self._clients.pop(request.worker_id, None)
+            client = self._clients.pop(worker_id, None)
         if client is not None:
-            client.leave(_unknown(request.worker_id, "deregistered"), "deregistered")
+            client.leave(_unknown(worker_id, "deregistered"), "deregistered")
         return {"status": "ok"}
 
     # --- parameters -----------------------------------------------------------------------------------------------
@@ -168,7 +202,7 @@ class Endpoints:
         return Reply(write_tensors(self._server.get_global_params()), headers=BYTES)
 
     def status(self, request: HttpRequest) -> Reply:
-        return Reply(encode_json(self._server.status()))
+        return Reply(encode_json(self._page.status(list(self._clients.values()))))
 
     # --- contributions --------------------------------------------------------------------------------------------
 
@@ -176,7 +210,7 @@ class Endpoints:
         """The whole model: all fragments, and the whole state dict comes back."""
         header = decode_json(self._header(request.body), SubmitHeader)
         client = self._client(header.worker_id, request.body.peer)
-        fragments = range(len(client.plan.fragments))
+        fragments = range(len(client.wake().fragments))
         submissions, agreed = self._contribute(client, fragments, "the run's model", request.body)
         return self._answer(client, submissions, agreed, self._whole_model(agreed))
 
@@ -184,7 +218,7 @@ class Endpoints:
         """One fragment of the plan, and the same comes back."""
         header = decode_json(self._header(request.body), FragmentHeader)
         client = self._client(header.worker_id, request.body.peer)
-        fragment, count = header.fragment_id, len(client.plan.fragments)
+        fragment, count = header.fragment_id, len(client.wake().fragments)
         if fragment >= count:
             raise BadRequest(
                 f"fragment {fragment} does not exist: the plan has {count}",
@@ -241,7 +275,7 @@ class Endpoints:
                 submission.let_go()
 
     def _read(self, client: CompatClient, fragments: Sequence[int], what: str, body: HttpBody) -> ReadPayload:
-        plan, size_bytes = client.plan, body.left
+        plan, size_bytes = client.wake(), body.left
         names = [name for fragment in fragments for name in plan.fragments[fragment]]
         expected = expect(self._manifest, names, self._state_names, what)
         if size_bytes == 0:
@@ -287,11 +321,13 @@ class Endpoints:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _client(self, worker_id: str, address: str) -> CompatClient:
+    def _client(self, said: str, address: str) -> CompatClient:
+        worker_id = id_of(said)
         client = self._clients.get(worker_id)
         if client is None:
             raise _unknown(worker_id, "not registered with this server")
-        client.check_address(address)
+        client.check_speaker(said, address)
+        client.wake()
         return client
 
     @property
@@ -324,6 +360,12 @@ class Endpoints:
 
 def _unknown(worker_id: str, why: str) -> UnknownWorker:
     return UnknownWorker(f"worker {worker_id!r} is {why}", hint="POST /register first; it answers with the parameters")
+
+
+def _read_register(data: bytes | bytearray) -> Register:
+    told = decode_json(data, dict)
+    known = {name: told.pop(name) for name in ("worker_id", "hostname") if name in told}
+    return convert({**known, "told": told}, Register)
 
 
 def _message(kind: type[Any], handler: Callable[[Any, Presented], object]) -> MessageRoute:

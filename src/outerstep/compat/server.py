@@ -15,6 +15,7 @@ from ..server import DiLoCoServer
 from ..wire.http_server import HttpServer
 from ..wire.limits import ServiceLimits
 from ..wire.sockets import KEEPALIVE_PROBES
+from .answers import old_error_reply
 from .endpoints import Endpoints
 from .limits import CompatLimits
 
@@ -55,7 +56,12 @@ class CompatServer:
         )
         try:
             self._http = HttpServer(
-                self._endpoints.routes, self._host, port, bounds, names=[server.config.advertise or ""]
+                self._endpoints.routes,
+                self._host,
+                port,
+                bounds,
+                names=[server.config.advertise or ""],
+                reply_to_error=old_error_reply,
             )
         except OSError as error:
             raise ConfigError(

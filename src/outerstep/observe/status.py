@@ -53,6 +53,7 @@ class WorkerStatus(MemberStatus, frozen=True, kw_only=True):
     offences: int = 0
     quarantine: QuarantineStatus | None = None
     joined_s: float = 0.0
+    info: dict[str, bool | int | float | str] = {}  # what it tells of itself
 
 
 class PeerMemberStatus(MemberStatus, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from ..config import ServerConfig
 from ..coordination.server.commits import Commits, is_news
 from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.effects import DropUpload, StopServer
+from ..coordination.server.membership import KnownWorker
 from ..durable.run_folder import RunFolder
 from ..errors import (
     BadRequest,
@@ -303,6 +304,10 @@ class ParameterService:
         """For a worker that comes in through another port of this process, and has no key: this server has one for it.
         So its id is nobody's who comes in here, and who comes in there can take nobody's."""
         return MemoryTransport(self, key=derive_key(self._secret, worker_id))
+
+    def is_own(self, worker: KnownWorker) -> bool:
+        """Did it come in through such a port, of this process or of the one before it?"""
+        return derive_key(self._secret, worker.worker_id).public in worker.keys
 
     def nonce(self, request: AskNonce) -> NonceAnswer:
         return NonceAnswer(nonce=self._nonces.make())

@@ -143,6 +143,7 @@ def build_status(
                 quarantine=_quarantine(member, now),
                 last_seen_s=round(now - member.last_seen, 1),
                 joined_s=round(now - member.joined_at, 1),
+                info=member.info,
             )
             for member in coordinator.members
             if member.live

@@ -105,7 +105,8 @@ def log_refusal(refused: RefusedRequest) -> None:
 class HttpServer:
     """Listens on `host:port` (port 0 = any free one) and serves `routes`. With a `guard`, a request without its token
     gets nothing but 401, whatever it asks; public routes alone are for everybody. Without one, workers are, but no web
-    pages; `names`: which the port is reached under, beside addresses."""
+    pages; `names`: which the port is reached under, beside addresses. `reply_to_error`: given a refusal, the request's
+    id and the protocol; None = as every port of today answers."""
 
     def __init__(
         self,
@@ -117,12 +118,14 @@ class HttpServer:
         guard: Guard = OpenGuard(),  # noqa: B008 - holds nothing
         on_refusal: Callable[[RefusedRequest], None] = log_refusal,
         names: Collection[str] = (),
+        reply_to_error: Callable[[Refused, str, int], Reply] | None = None,
     ) -> None:
         self._routes = routes
         self._tls = tls
         self._guard = guard
         self._names = own_names(host, *names)
         self._on_refusal = on_refusal
+        self._error_reply = reply_to_error or error_reply
         self._limits = limits
         self._connections = Connections(limits, time.monotonic)
         self._pace = Pace(self._connections, limits, time.monotonic)
@@ -227,7 +230,9 @@ class HttpServer:
         self._on_refusal(RefusedRequest(refusal, peer_of(connection.sock), "", "", request_id))
         self._connections.refusals.note(connection.address)
         channel = Channel(connection, None, self._limits.stall_s)
-        self._send(channel, h11.Connection(h11.SERVER), _error_reply(refusal, request_id), close=True)
+        self._send(
+            channel, h11.Connection(h11.SERVER), self._error_reply(refusal, request_id, OLDEST_PROTOCOL), close=True
+        )
         _linger(channel)
         raise Gone("it spoke plain HTTP")
 
@@ -305,7 +310,7 @@ class HttpServer:
                 refusal, status = unauthorized, unauthorized.status
         request_id = secrets.token_hex(6)
         self._on_refusal(RefusedRequest(refusal, peer, "", "", request_id))
-        return dataclasses.replace(_error_reply(refusal, request_id), status=status)
+        return dataclasses.replace(self._error_reply(refusal, request_id, OLDEST_PROTOCOL), status=status)
 
     def _reply(self, request: HttpRequest, channel: Channel) -> Reply:
         request_id = secrets.token_hex(6)
@@ -315,7 +320,7 @@ class HttpServer:
         except Refused as refusal:
             who = request.is_with_service, request.token, request.worker
             self._on_refusal(RefusedRequest(refusal, request.body.peer, method, path, request_id, *who))
-            return _error_reply(refusal, request_id, request.protocol)
+            return self._error_reply(refusal, request_id, request.protocol)
         except (TimeoutError, ConnectionError) as error:
             raise Gone(str(error)) from error
         except Exception as error:  # the last line of defence of a thread that serves strangers
@@ -323,7 +328,7 @@ class HttpServer:
             failure = ServerError(
                 f"internal error ({type(error).__name__})", hint=f"see the server's log: {request_id}"
             )
-            return _error_reply(failure, request_id)
+            return self._error_reply(failure, request_id, OLDEST_PROTOCOL)
 
     def _serve(self, request: HttpRequest, channel: Channel) -> Reply:
         """Who asks, what for, and the answer. The token comes first: without one, nobody learns which paths there are.
@@ -410,7 +415,7 @@ class HttpServer:
         headers = [("Content-Length", str(len(reply.body))), *reply.headers]
         if close:
             headers.append(("Connection", "close"))
-        head = http.send(h11.Response(status_code=reply.status, headers=headers))
+        head = http.send(h11.Response(status_code=reply.status, headers=headers, reason=reply.reason))
         assert head is not None
         body = memoryview(reply.body)
         if len(body) > HEAD_READ_BYTES:
@@ -430,7 +435,7 @@ def _answer(answer: object, request: HttpRequest) -> Reply:
     return Reply(encode_json(as_spoken(answer, request.protocol)))
 
 
-def _error_reply(refusal: Refused, request_id: str, protocol: int = OLDEST_PROTOCOL) -> Reply:
+def error_reply(refusal: Refused, request_id: str, protocol: int) -> Reply:
     headers = [("Content-Type", JSON_TYPE)]
     if isinstance(refusal, Unauthorized):
         headers.append(("WWW-Authenticate", "Bearer"))
@@ -461,4 +466,4 @@ def _await_close(channel: Channel) -> None:
             return
 
 
-__all__ = ["HttpServer", "RefusedRequest", "ServiceLimits", "log_refusal"]
+__all__ = ["HttpServer", "RefusedRequest", "ServiceLimits", "error_reply", "log_refusal"]

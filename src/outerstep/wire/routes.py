@@ -57,12 +57,14 @@ class UnreadBody(Protocol):
 
 @dataclass(frozen=True)
 class Reply:
-    """`handed` is called before the last bytes are written; and then `ended`, as soon as it is known whether the client
-    has got them all, or that nobody will know."""
+    """`reason`: the words after the status, which is all that some clients show of an error. `handed` is called
+    before the last bytes are written; and then `ended`, as soon as it is known whether the client has got them all, or
+    that nobody will know."""
 
     body: bytes | memoryview
     status: int = 200
     headers: tuple[tuple[str, str], ...] = (("Content-Type", JSON_TYPE),)
+    reason: bytes = b""
     handed: Callable[[], None] | None = None
     ended: Callable[[bool], None] | None = None
 

@@ -226,7 +226,16 @@ class Coordinator:
             sync_round=self.sync_round,
             sync_every=self.local_steps(worker),
             commands=tuple(worker.commands.values()),
+            num_workers=self.num_workers,
+            num_registered=len(self.members.live_ids),
         )
+
+    @property
+    def num_workers(self) -> int:
+        """How many the run reckons with: those that the operator announced until it starts, and then those that are
+        live, but no fewer than a round needs."""
+        live = len(self.members.live_ids)
+        return max(live, self.rules.floor if self.started else self.rules.num_workers)
 
     def local_steps(self, worker: KnownWorker) -> int | None:
         """Dynamic local updates: H for this worker, by its speed beside the fastest. None = as the plan says."""

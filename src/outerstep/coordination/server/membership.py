@@ -58,7 +58,7 @@ from ...errors import (
     UnknownWorker,
     UnsupportedMedia,
 )
-from ...types import Command, FromMember, Heartbeat, Join, JoinedFragment, OfContribution, Offer
+from ...types import Command, FromMember, Heartbeat, InfoValue, Join, JoinedFragment, OfContribution, Offer
 from ..backoff import Backoff
 from .claims import Claimant
 from .remembered import LEAP, Acceptance, WorkerRecord
@@ -214,6 +214,7 @@ class KnownWorker:
     keys: tuple[str, ...] = ()  # that the id belongs to; () = nobody has brought one yet
     session: str = field(default="", repr=False)  # of this start; asked for if the id belongs to a key
     claims: dict[int, Claimant] = field(default_factory=dict)  # per fragment
+    info: dict[str, InfoValue] = field(default_factory=dict)  # what it tells of itself, while it is live
 
     @property
     def is_guest(self) -> bool:
@@ -284,6 +285,7 @@ class KnownWorker:
             accepted=dict(self.closed),
             keys=self.keys,
             token=self.token,
+            info=self.info,
         )
 
     @classmethod
@@ -292,7 +294,7 @@ class KnownWorker:
         worker = cls(worker_id, record.instance, record.hostname, record.incarnation, now, now, live=False)
         worker.retired.extend(record.retired)
         worker.accepted, worker.closed = dict(record.accepted), dict(record.accepted)
-        worker.keys, worker.token = record.keys, record.token
+        worker.keys, worker.token, worker.info = record.keys, record.token, record.info
         return worker
 
 
@@ -346,6 +348,8 @@ class Membership:
             arrived = self._join_again(worker, message, now)
         if message.proof is not UNSET and message.proof.key not in worker.keys:
             worker.keys = (*worker.keys, message.proof.key)[-MOST_KEYS:]
+        if message.info is not UNSET:
+            worker.info = message.info
         worker.session = self._session_of(worker)
         return worker, arrived
 
@@ -461,7 +465,7 @@ class Membership:
 
     def gone(self, worker: KnownWorker) -> None:
         """It left, died or was removed: the orders on their way to it are void."""
-        worker.live = False
+        worker.live, worker.info = False, {}
         worker.commands.clear()
         self._workers.move_to_end(worker.worker_id)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...types import Count, Hash, Instance, Key, Label, Manifest, Plain, Plan, Positive, RunId, WorkerId
+from msgspec import field
+
+from ...types import Count, Hash, Info, Instance, Key, Label, Manifest, Plain, Plan, Positive, RunId, WorkerId
 
 LEAP = 1_000_000
 """Numbers that only grow continue so much higher after a resume: those given since the snapshot are taken. And a
@@ -32,7 +34,7 @@ class Acceptance(Plain, frozen=True):
 
 class WorkerRecord(Plain, frozen=True, omit_defaults=True):
     """One worker id: its last start, the starts before it (fenced), by fragment what it has had accepted, the keys that
-    it belongs to, and the name of the token that it joined with."""
+    it belongs to, the name of the token that it joined with, and what it tells of itself."""
 
     instance: Instance
     hostname: Label
@@ -41,6 +43,7 @@ class WorkerRecord(Plain, frozen=True, omit_defaults=True):
     accepted: dict[Count, Acceptance]
     keys: tuple[Key, ...] = ()
     token: Label = ""
+    info: Info = field(default_factory=dict)
 
 
 class Remembered(Plain, frozen=True):

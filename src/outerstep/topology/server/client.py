@@ -8,38 +8,78 @@ client.deregister("my_worker")
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import secrets
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from msgspec import UNSET
 from torch import Tensor
 
 from ...attached import note_attached
-from ...errors import ConfigError, ExchangeFailed
-from ...types import Plan, Wishes
+from ...defaults import JOIN_TIMEOUT_S
+from ...errors import ConfigError, ExchangeFailed, TransportError
+from ...printable import printable
+from ...types import LONGEST_INFO, LONGEST_INFO_NAME, MOST_INFO, WHOLE, InfoValue, Plan, Wishes
 from ...wire.http_transport import HttpTransport
 from ...wire.transport import Transport
 from ..protocol import Agreed, Contribution, Joined, anchors_of
 from .exchange import ServerTicket
 from .topology import ServerTopology
 
+log = logging.getLogger(__name__)
+
 TRIES = 4
+RETRIES = 3
+LONGEST_PAUSE_S = 60.0
+T = TypeVar("T")
 
 
 class DiLoCoClient:
-    """A pseudo-gradient is `global − local` (the sign of plain SGD's gradient), by parameter name."""
+    """A pseudo-gradient is `global − local` (the sign of plain SGD's gradient), by parameter name.
 
-    def __init__(self, server_addr: str, *, timeout: float = 30.0, transport: Transport | None = None) -> None:
+    `max_retries`: how often a request that got no answer is sent again, after `retry_delay` seconds, and twice as long
+    each time; None = 3 times, and to register for as long as a worker would try (join_timeout). A submit does not count
+    its tries: it is the same contribution however often it is sent, and outlasts a restart of the server.
+    """
+
+    def __init__(
+        self,
+        server_addr: str,
+        timeout: float = 30.0,
+        max_retries: int | None = None,
+        retry_delay: float = 1.0,
+        *,
+        transport: Transport | None = None,
+    ) -> None:
+        if max_retries is not None and max_retries < 0:
+            raise ConfigError(f"max_retries must be >= 0, got {max_retries}")
+        if not 0.0 < retry_delay < 3600.0:
+            raise ConfigError(f"retry_delay must be a number of seconds > 0, got {retry_delay}")
         note_attached()
         self._transport = transport or HttpTransport(server_addr, timeout_s=timeout)
+        self._retries = RETRIES if max_retries is None else max_retries
+        self._retry_delay_s = retry_delay
+        self._join_timeout_s = JOIN_TIMEOUT_S if max_retries is None else sum(self._pauses())
         self._seats: dict[str, _Seat] = {}
 
     def register(self, worker_id: str, info: Mapping[str, object] | None = None, **wishes: object) -> dict[str, Tensor]:
-        """Join and get the global parameters. `wishes`: sync_every, codec, num_fragments, if you care."""
-        hostname = str((info or {}).get("hostname", socket.gethostname()))
+        """Join and get the global parameters. `info`: what the status is to show of this worker, `hostname` first of
+        all. `wishes`: sync_every, codec, num_fragments, if you care."""
+        told = dict(info or {})
+        hostname = str(told.pop("hostname", socket.gethostname()))
         topology = ServerTopology(
-            self._transport, worker_id=worker_id, instance=secrets.token_hex(8), hostname=hostname
+            self._transport,
+            worker_id=worker_id,
+            instance=secrets.token_hex(8),
+            hostname=hostname,
+            join_timeout_s=self._join_timeout_s,
+            info=as_info(told),
         )
         seat = _Seat(topology, topology.join(None, Wishes(**wishes)))  # type: ignore[arg-type]
         self._seats[worker_id] = seat
@@ -84,27 +124,78 @@ class DiLoCoClient:
         """The newest global parameters this client holds for `worker_id`."""
         return self._seat(worker_id).params()
 
-    def heartbeat(self, worker_id: str, steps_per_second: float = 0.0, step: int = 0) -> int | None:
-        """A sign of life. Returns how many steps to take between exchanges, if the run gives each worker its own."""
+    def heartbeat(self, worker_id: str, steps_per_second: float = 0.0, step: int = 0) -> dict[str, object]:
+        """A sign of life. The answer has `status`, `sync_round`, `num_workers` (how many the run reckons with) and
+        `num_registered` (how many are live); `recommended_sync_every`, if the run gives this worker a number of steps
+        of its own; and `drain` or `sync` with a reason, if it is to finish, or to exchange now."""
         topology = self._seat(worker_id).topology
-        topology.heartbeat(step, steps_per_second, None)
-        return topology.orders(at_exchange=False).sync_every
+        self._retried(lambda: topology.heartbeat(step, steps_per_second, None))
+        heard, orders = topology.last_heard, topology.orders(at_exchange=False)
+        answer: dict[str, object] = {"status": "ok"}
+        if heard is not None:  # None: it was taken for dead, and has joined again instead
+            counts = {"num_workers": heard.num_workers, "num_registered": heard.num_registered}
+            answer["sync_round"] = heard.sync_round
+            answer |= {name: count for name, count in counts.items() if count is not UNSET}
+        if orders.sync_every is not None:
+            answer["recommended_sync_every"] = orders.sync_every
+        return answer | {name: why for name, why in (("drain", orders.drain), ("sync", orders.sync)) if why}
 
     def deregister(self, worker_id: str) -> None:
         self._seat(worker_id).topology.leave("deregistered")
         del self._seats[worker_id]
 
     def get_status(self) -> dict[str, object]:
-        return self._transport.status()
+        return self._retried(self._transport.status)
 
     def close(self) -> None:
         self._transport.close()
+
+    def _retried(self, ask: Callable[[], T]) -> T:
+        """What got no answer is asked again."""
+        for pause_s in self._pauses():
+            try:
+                return ask()
+            except TransportError as error:
+                log.warning("%s; trying again in %.1f s", error, pause_s)
+                time.sleep(pause_s)
+        return ask()
+
+    def _pauses(self) -> list[float]:
+        """In seconds, between one try and the next."""
+        return [min(self._retry_delay_s * 2.0 ** min(i, 32), LONGEST_PAUSE_S) for i in range(self._retries)]
 
     def _seat(self, worker_id: str) -> _Seat:
         seat = self._seats.get(worker_id)
         if seat is None:
             raise ConfigError(f"worker {worker_id!r} is not registered with this client; call register first")
         return seat
+
+
+def as_info(told: Mapping[str, object]) -> dict[str, InfoValue]:
+    """What a worker tells of itself, as it may be kept and shown: a few facts, short, of a kind that every terminal can
+    print. A list or a mapping becomes its JSON; what is too long is cut, and what is too much is left out."""
+    facts = {
+        printable(name[:LONGEST_INFO_NAME])[:LONGEST_INFO_NAME]: _as_fact(value)
+        for name, value in list(told.items())[:MOST_INFO]
+    }
+    if len(told) > MOST_INFO:
+        log.warning("of %d facts that a worker tells of itself the first %d are kept", len(told), MOST_INFO)
+    return {name: fact for name, fact in facts.items() if name}
+
+
+def _as_fact(value: object) -> InfoValue:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) <= WHOLE else f"{value:#x}"[:LONGEST_INFO]
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, list | tuple | dict):
+        try:
+            value = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):  # of something that JSON has no word for: as Python writes it
+            value = repr(value)
+    return printable(str(value)[:LONGEST_INFO])[:LONGEST_INFO]
 
 
 @dataclass(frozen=True)

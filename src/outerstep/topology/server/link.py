@@ -31,6 +31,7 @@ class ServerLink:
         self.introduced: Session | None = None
         self.forms: list[Form] = []
         self.is_shut = False
+        self.last_heard: HeartbeatAnswer | None = None
         self._transport = transport
         self._inbox = OrderInbox()  # written by the heartbeat's thread, read by the training's
         self._lock = threading.Lock()  # guards it
@@ -123,6 +124,7 @@ class ServerLink:
             return
         assert isinstance(answer, HeartbeatAnswer)
         with self._lock:
+            self.last_heard = answer
             self._inbox.heard(answer, acknowledged)
 
     def orders(self, *, at_exchange: bool) -> Orders:

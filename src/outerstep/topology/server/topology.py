@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import UNSET
 from torch import Tensor
 
 from ...coordination.weights import check_reported
@@ -24,7 +25,7 @@ from ...core.feedback import ErrorFeedback
 from ...core.watch import as_seen_by
 from ...defaults import JOIN_TIMEOUT_S
 from ...errors import ExchangeFailed, OtherRun, Refused, UntrustedServer
-from ...types import PROTOCOL_VERSION, Agreement, Join, JoinAnswer, Manifest, Offer, Wishes
+from ...types import PROTOCOL_VERSION, Agreement, HeartbeatAnswer, InfoValue, Join, JoinAnswer, Manifest, Offer, Wishes
 from ...wire.frames import Layout
 from ...wire.transport import Transport
 from ..encode import Excerpt, Sender, as_deltas, write_frame
@@ -55,11 +56,14 @@ class ServerTopology:
         patience: Patience = Patience(),  # noqa: B008 - frozen
         join_timeout_s: float = JOIN_TIMEOUT_S,
         memory: Memory | None = None,
+        info: Mapping[str, InfoValue] | None = None,
     ) -> None:
-        """`memory`: where frames are kept; None = nothing is kept for the next one."""
+        """`memory`: where frames are kept; None = nothing is kept for the next one. `info`: what the worker tells of
+        itself, for people."""
         self._link = ServerLink(transport, worker_id)
         self.orders, self.leave, self.close = self._link.orders, self._link.leave, self._link.close
         self._instance, self._hostname = instance, hostname
+        self._info = dict(info) if info else UNSET
         self._patience, self._join_timeout_s = patience, join_timeout_s
         self._rng = random.Random(instance)  # of the pauses between tries
         self._memory = memory or Memory()
@@ -99,6 +103,7 @@ class ServerTopology:
             wishes=wishes,
             run_id=restored.run_id if restored is not None else None,
             continues=restored is not None,
+            info=self._info,
         )
         self._link.introduce(join)
         # The first fetch does the joining; only then is it known how many fragments there are.
@@ -130,6 +135,11 @@ class ServerTopology:
             return
         self.overtaken = self._restored.overtaken(last)
         self.sequences = [max(pair) for pair in zip(last, self._restored.sequences, strict=True)]
+
+    @property
+    def last_heard(self) -> HeartbeatAnswer | None:
+        """The server's answer to the last heartbeat."""
+        return self._link.last_heard
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         self._memory.rest()
