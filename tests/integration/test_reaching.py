@@ -101,6 +101,14 @@ def test_no_join_string_names_the_ports_of_that_host_that_are_known(tmp_path: Pa
     assert told("192.0.2.7:8600", tmp_path).endswith("Known on that host: 192.0.2.7:8512")
 
 
+def test_a_server_of_another_user_of_this_machine_wants_a_join_string(site: Site, tmp_path: Path) -> None:
+    said = told(site.address, tmp_path)
+    assert said.startswith(
+        f"NoCredentials: {site.address} answers, and is no server of this user: give the join string"
+    )
+    assert "has not started a server" in check_server(f"127.0.0.1:{free_port()}", str(tmp_path)), "it may yet"
+
+
 @pytest.mark.parametrize("plain", [False, True], ids=["secure", "http"])
 def test_the_port_of_the_older_protocol(site: Site, compat: str, plain: bool) -> None:
     said = told(f"http://{compat}" if plain else at(site, compat))

@@ -233,6 +233,27 @@ def test_a_second_server_on_the_folder_is_refused_and_the_first_one_named(tmp_pa
     DiLoCoServer(None, 1, port=0, save_dir=str(tmp_path)).stop()
 
 
+def test_weights_given_to_a_folder_that_holds_a_run_are_said_not_to_be_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Ledgers(tmp_path / "run")
+    run.rounds(3)
+    assert "are not used" not in caplog.text, "a new run begins with them"
+    run.restart()
+    assert (
+        f"the weights given (-m) are not used: the run in {run.folder} goes on from its own, at round 3. For a new run "
+        "choose another save_dir (--save-dir), or move this one away"
+    ) in caplog.text
+    state = str(run.server.save_state())
+    kill(run.server)
+    caplog.clear()
+    kill(make_server(tmp_path / "other", Ledger, resume=state))
+    assert f"the run in {state} goes on from its own, at round 3. For a new run leave resume out" in caplog.text
+    caplog.clear()
+    DiLoCoServer(None, 1, port=0, save_dir=str(run.folder)).service.writer.close()
+    assert "are not used" not in caplog.text, "none were given"
+
+
 def test_a_run_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     run = Ledgers(tmp_path)
     run.rounds(1)

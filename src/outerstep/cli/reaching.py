@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 
 from ..errors import (
     ConfigError,
@@ -35,10 +36,23 @@ def check_server(server: str, credentials: str | None) -> str:
         line = HttpTransport(server, timeout_s=PATIENCE_S, credentials=credentials)
     except NoCredentials as error:
         raise NoCredentials(f"{error}{_neighbours(named, credentials)}") from error
+    if Credentials(credentials).find(server) is None and _takes_calls(named):
+        raise NoCredentials(
+            f"{named.address} answers, and is no server of this user: give the join string that it printed to "
+            f"`outerstep join -`. (If it was started with --insecure, and you trust the network: http://{named.address})"
+        )
     try:
         return _look(line, named)
     finally:
         line.close()
+
+
+def _takes_calls(named: Access) -> bool:
+    try:
+        socket.create_connection((named.host, named.port), timeout=PATIENCE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _look(line: HttpTransport, named: Access) -> str:

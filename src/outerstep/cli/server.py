@@ -65,7 +65,7 @@ def server(found: Found) -> None:
         made = _make(found, config, command)
         stopping.gently(made.request_stop)
         try:
-            _serve(made, config, console, what=config.resume or command.model or str(config.save_dir))
+            _serve(made, config, console, what=str(command.model))
         finally:
             made.stop()
     _check_end(made)
@@ -104,8 +104,15 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 
 def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: str) -> None:
     made.start()
-    then = f"resuming at round {made.sync_round}" if made.is_resumed else f"waiting for {config.num_workers} worker(s)"
-    _tell(console, f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {then}.")
+    then = f"the first round waits for {_workers(config.num_workers)} (-n)"
+    later = f"A round goes on with the workers that are alive, at least {config.rules.floor} ({config.rules.floor_is})"
+    if made.is_resumed:
+        what, then = config.resume or str(config.save_dir), f"resuming at round {made.sync_round}"
+    elif config.async_mode:
+        then = "waiting for workers"
+    if config.async_mode:
+        later = "Each contribution is a round of its own (--async)"
+    _tell(console, f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {then}. {later}.")
     if config.insecure:
         _say(f"On each worker:\n\n    outerstep worker --server http://{made.address} -- python train.py\n")
     else:
@@ -118,6 +125,10 @@ def _serve(made: DiLoCoServer, config: ServerConfig, console: Console, *, what: 
     with CompatServer(made, config.compat_port, config.compat_host) as compat:
         _tell(console, f"The older protocol on [bold]{escape(compat.address)}[/bold].\n")
         made.wait()
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _invite(made: DiLoCoServer, config: ServerConfig) -> None:

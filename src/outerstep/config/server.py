@@ -71,10 +71,12 @@ class ServerConfig(Checked):
 
     # fmt: off
     num_workers: Positive = field(
-        metadata=row(ROUNDS, "Workers that the first round waits for.", flags="-n --num-workers"))
+        metadata=row(ROUNDS, "Workers that the first round waits for; later ones go on with those that are alive.",
+            flags="-n --num-workers"))
     sync_every: Positive | None = setting(None, ROUNDS,
         "H: local steps between two exchanges.", f"{FIRST_WORKER} {SYNC_EVERY}")
-    min_workers: Positive = setting(RoundRules.min_workers, ROUNDS, "No round closes with fewer contributions.")
+    min_workers: Positive = setting(RoundRules.min_workers, ROUNDS,
+        "No round closes with fewer contributions, also when workers died or left.")
     quorum: Positive | None = setting(None, ROUNDS, "Contributions that close a round.", "all expected workers")
     grace_s: NotNegative = setting(RoundRules.grace_s, ROUNDS,
         "Seconds to wait for more once the quorum is in.", flags="--grace --grace-period", needs=QUORUM)

@@ -184,7 +184,7 @@ class WorkerConfig(Checked):
         "Folder in which `outerstep join` stores tokens and fingerprints.", "~/.config/outerstep",
         needs=SERVER_OR_PEERS)
     worker_id: str | None = setting(None, JOINING, "A name that survives restarts.", "made from host and process")
-    heartbeat_interval_s: NotNegative = setting(30.0, JOINING, "Seconds between signs of life.", needs=SERVER_OR_PEERS)
+    heartbeat_interval_s: NotNegative = setting(30.0, JOINING, "Seconds between signs of life.")
     join_timeout_s: NotNegative = setting(JOIN_TIMEOUT_S, JOINING,
         "Seconds to wait for a server that does not answer yet.", needs=with_topology("server", "gossip", "torchft"))
     sync_every: Positive | None = setting(None, EXCHANGES, "H: local steps between two exchanges.", AS_THE_RUN)

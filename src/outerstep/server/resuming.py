@@ -60,11 +60,7 @@ def find_run(config: ServerConfig, folder: RunFolder | None) -> ResumePoint | No
     if folder is not None and (wanted is None or wanted.resolve() == folder.place.resolve()):
         if holds_run(folder):
             found = _newest_in(folder.place, in_place=True)
-            log.info(
-                "%s holds run %s: resuming it. (For a new run choose another save_dir, or move this one away.)",
-                folder.place,
-                found.state.run_id,
-            )
+            log.info("%s holds run %s: resuming it", folder.place, found.state.run_id)
             return found
         if wanted is not None:
             raise ConfigError(f"there is nothing to resume in {str(wanted)!r}: leave resume out to begin a run there")

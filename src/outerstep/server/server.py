@@ -102,7 +102,7 @@ class DiLoCoServer:
         event_sink: EventSink | None,
     ) -> ParameterService:
         """Of a new run, or of the one that is resumed from save_dir or from `resume`."""
-        found = find_run(self.config, folder)
+        found, unused = find_run(self.config, folder), model_state_dict is not None
         if found is not None:
             if model_state_dict is not None:
                 _check_same_model(model_state_dict, found.state, self.config)
@@ -121,6 +121,15 @@ class DiLoCoServer:
         )
         if found is not None:
             service.restore(found)
+            if unused:
+                place, remedy = self.config.resume, "leave resume out"
+                if found.in_place:
+                    place, remedy = self.config.save_dir, "choose another save_dir (--save-dir), or move this one away"
+                log.warning(
+                    "the weights given (-m) are not used: the run in %s goes on from its own, at round %d. For a "
+                    "new run %s",
+                    *(place, service.coordinator.sync_round, remedy),
+                )
         return service
 
     @property

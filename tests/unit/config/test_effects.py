@@ -45,7 +45,6 @@ SERVED, RANKS, PEERS, REPLICAS = (
 )
 WORKER_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "credentials": ("x", RANKS, SERVED),
-    "heartbeat_interval_s": (5.0, REPLICAS, PEERS),
     "stalled_after_s": (5.0, RANKS, SERVED),
     "join_timeout_s": (5.0, RANKS, REPLICAS),
     "group": ("off", RANKS, SERVED),
