@@ -77,6 +77,8 @@ class Grammar:
                 return rng.random() < 0.5
             case kinds.NoneType():
                 return None
+            case kinds.AnyType():
+                return rng.choice(ODD)
             case kinds.LiteralType():
                 return rng.choice(kind.values)
             case kinds.TupleType():

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from outerstep.cli.reaching import check_server
+from outerstep.cli.reaching import check_server, is_old_port
 from outerstep.compat import CompatServer
 from outerstep.errors import OuterstepError
 from ports import free_port
 from sites import Site
+from typed import typed
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,24 @@ def test_the_port_of_the_older_protocol(site: Site, compat: str, plain: bool) ->
     said = told(f"http://{compat}" if plain else at(site, compat))
     assert said.startswith(f"ConfigError: {compat} is a port of the older protocol (--compat-port)")
     assert "give the server's own port" in said
+
+
+def test_the_original_is_told_which_port_it_needs(
+    site: Site, compat: str, web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_old_port(compat)
+    for other in (site.address, site.server.access.join_string, web, f"127.0.0.1:{free_port()}"):
+        assert not is_old_port(other)
+    started = []
+    (tmp_path / "forgather").write_text("")
+    (tmp_path / "forgather").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("os.execve", lambda program, words, environ: started.append(environ["DILOCO_SERVER"]))
+    for server, said in ((compat, False), (site.server.access.join_string, True)):
+        done = typed(["worker", "--server", server, "-p", "project", "-t", "train.yaml", "train"])
+        assert done.exit_code == 0, done.output
+        assert ("needs the port for that: start the server with --compat-port 8513" in done.output) == said
+        assert started.pop() in server
 
 
 def test_a_port_of_something_else(site: Site, web: str) -> None:

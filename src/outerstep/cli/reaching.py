@@ -47,6 +47,14 @@ def check_server(server: str, credentials: str | None) -> str:
         line.close()
 
 
+def is_old_port(server: str) -> bool:
+    """Is it a port of the older protocol: a server's compatibility port, or a server of that time?"""
+    if is_join_string(server):
+        return False
+    named = Access(*parse_address(server))
+    return _says_in_plain(named, "GET", STATUS_PATH, "sync_round") and not _is_ours(named)
+
+
 def _takes_calls(named: Access) -> bool:
     try:
         socket.create_connection((named.host, named.port), timeout=PATIENCE_S).close()
@@ -78,7 +86,7 @@ def _look(line: HttpTransport, named: Access) -> str:
 def _not_a_server(named: Access, error: OuterstepError) -> OuterstepError:
     """What answers there instead, as far as it says so without being shown a token."""
     if _says_in_plain(named, "GET", STATUS_PATH, "sync_round"):
-        if _says_in_plain(named, "PUT", PROBE_PATH, "time_s"):
+        if _is_ours(named):
             return error  # a server without TLS: the error says how to write that
         return ConfigError(
             f"{named.address} is a port of the older protocol (--compat-port), for clients of that: give the server's "
@@ -90,6 +98,10 @@ def _not_a_server(named: Access, error: OuterstepError) -> OuterstepError:
         f"{named.address} is not the port of an outerstep server, it answered: {error}. Give the port that the server "
         f"printed when it started ({DEFAULT_PORT} unless told otherwise)"
     )
+
+
+def _is_ours(named: Access) -> bool:
+    return _says_in_plain(named, "PUT", PROBE_PATH, "time_s")
 
 
 def _says_in_plain(named: Access, method: str, path: str, word: str) -> bool:

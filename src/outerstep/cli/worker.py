@@ -21,12 +21,16 @@ from ..config import (
 from ..errors import ConfigError
 from .last_word import promise
 from .options import ConfigFile, Found, takes_settings
-from .reaching import check_server
+from .reaching import check_server, is_old_port
 
 TRAINER = "forgather"
 NEVER_ATTACHED = (
     "outerstep: the command ended and took no part in the run ({place}): it never called outerstep.attach or "
     "DiLoCoWorker. Put `with outerstep.attach(model, optimizer):` around its training loop"
+)
+OLD_PROTOCOL = (
+    "forgather's own worker speaks the older protocol and needs the port for that: start the server with --compat-port "
+    "8513, and give --server HOST:8513. The server's own port is for training code that uses outerstep"
 )
 SCRIPT = "Training script"
 
@@ -52,14 +56,17 @@ def worker(
 
     The script itself joins, with two lines: [bold]with outerstep.attach(model, optimizer):[/bold] around its loop.
     This command tells it where and how, through environment variables, once it has seen that the server is the right
-    one and lets this machine in. With -p or -t, or if the command is the
-    word [bold]train[/bold], what is run is [bold]forgather … train[/bold].
+    one and lets this machine in. With -p or -t, or if the command is the word [bold]train[/bold], what is run is
+    [bold]forgather … train[/bold]; forgather's own worker needs the server's [bold]--compat-port[/bold].
     """
     config: WorkerConfig = make_config(WORKER, found)
     words = training_command(command, project, template)
     program, environ = find_program(words, command), script_environment(found, config_file)
     if config.server_addr is not None:
-        silence = check_server(config.server_addr, config.credentials)
+        is_old = words is not command and is_old_port(config.server_addr)
+        if words is not command and not is_old:
+            typer.secho(f"note: {OLD_PROTOCOL}", err=True)
+        silence = "" if is_old else check_server(config.server_addr, config.credentials)
         if silence:
             typer.secho(
                 f"warning: {silence}. Is the server running, and may this machine reach it (--host)? The script is "
@@ -111,5 +118,5 @@ def _not_found(words: list[str], typed: list[str]) -> str:
         return f"command not found: {words[0]!r}; write the training command after --"
     return (
         f"command not found: {TRAINER!r}, which -p, -t and `train` stand for; "
-        "for a script of your own write `-- python train.py` instead"
+        f"for a script of your own write `-- python train.py` instead. ({OLD_PROTOCOL})"
     )

@@ -383,7 +383,9 @@ class TestWorker:
 
     def test_without_forgather_it_says_what_to_write_instead(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nonexistent")
-        with pytest.raises(ConfigError, match=r"command not found: 'forgather'.* write `-- python train.py` instead"):
+        with pytest.raises(
+            ConfigError, match=r"command not found: 'forgather'.*`-- python train.py` instead.*--compat-port"
+        ):
             run("worker --server h:1 -p my_project -t train.yaml train")
 
     def test_settings_from_a_file_reach_the_script(self, monkeypatch: pytest.MonkeyPatch) -> None:
