@@ -382,6 +382,17 @@ class WorkerStarted(Event):
 
 
 @dataclass(frozen=True)
+class WeightsChanged(Event):
+    """Outside `optimizer.step()`, by step `step` of this worker: it continues from the agreed weights, without those
+    of its steps that were not sent."""
+
+    kind = "outside_change"
+    worker: str
+    step: int
+    steps_dropped: int
+
+
+@dataclass(frozen=True)
 class ExchangeDeferred(Event):
     """Nobody answers; training goes on. `exchanges`: so many are deferred now."""
 

@@ -122,12 +122,12 @@ class Member:
         self.unsent[cell] += amount
         return self
 
-    def begin(self) -> None:
+    def begin(self, *, owes_nothing: bool = False) -> None:
         self.sent = self.unsent.clone()
 
         def begin(rank: Rank) -> None:
             deltas = {"cells": -self.sent[rank.rows]}  # anchor − local
-            contribution = Contribution(0, self.version, self.oldest_base, 1, 0, 0, deltas)
+            contribution = Contribution(0, self.version, self.oldest_base, 1, 0, 0, deltas, owes_nothing)
             rank.ticket = rank.topology.begin(contribution)
 
         self.everywhere(begin)

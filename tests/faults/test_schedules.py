@@ -36,7 +36,7 @@ from outerstep.types import Commit, CommitAnswer, FromMember, OfContribution, Of
 
 QUICK, FULL, AT_ONCE = 300, 5_000, 500
 KINDS = {"crash", "pause", "replace", "cut", "cut_up", "cut_down", "bad_weather", "lost", "repeated", "damaged"}
-KINDS |= {"kick", "drain", "sync", "new_plan", "deferred", "late", "resumed", "overtaken"}
+KINDS |= {"kick", "drain", "sync", "new_plan", "load", "deferred", "late", "resumed", "overtaken"}
 KINDS |= {"server_crash", "power_cut", "died_writing", "disk_full", "disk_error", "held_back", "disk_failed"}
 KINDS |= {"checkpoint", "survived", "damaged_checkpoint", "liar_voices", "liar_refused"}
 
@@ -331,11 +331,11 @@ class ForgetsWhatItDeferred(WorkerMachine):
 class NeverBeginsACycleAnew(WorkerMachine):
     """Counts the steps of its first cycle for ever."""
 
-    def stepped(self) -> list[Effect]:
+    def stepped(self, *, changed: bool = False) -> list[Effect]:
         cycle = self.state.cycle
         cycle.step = max(cycle.step, 10_000 if self.metrics.sync_count else 0)
         cycle.sync_every = 10_001 + self.work.steps if self.metrics.sync_count else cycle.sync_every
-        return super().stepped()
+        return super().stepped(changed=changed)
 
 
 class LetsOthersWait(WorkerMachine):
@@ -362,8 +362,15 @@ class ResumesWithoutItsFlights(WorkerMachine):
 class LeavesAtOnce(WorkerMachine):
     """Contributes nothing at the end of training."""
 
-    def finish(self, *, keep_local: bool = False) -> list[Effect]:
+    def finish(self, *, keep_local: bool = False, changed: bool = False) -> list[Effect]:
         return self._depart()
+
+
+class StillCountsWhatItGaveUp(WorkerMachine):
+    """Starts over from the anchor, and sends the steps that went with its weights all the same."""
+
+    def _forget_local(self) -> None:
+        pass
 
 
 class ForgetsTheLate(SimWorker):
@@ -413,6 +420,7 @@ def decided_by(bug: type[WorkerMachine]) -> dict[str, Any]:
         pytest.param(decided_by(SendsWhatOvertookIt), "applied twice", marks=pytest.mark.slow),
         (decided_by(ResumesWithoutItsFlights), "applied twice"),
         (decided_by(LeavesAtOnce), "vanished"),
+        (decided_by(StillCountsWhatItGaveUp), "believes in"),
         pytest.param(
             {"worker_type": ForgetsTheLate},
             "reported as counted, but its steps were not applied",

@@ -151,8 +151,8 @@ def test_the_speed_is_of_training_and_survives_an_exchange() -> None:
     paced.worker._resumed_at = 0.0
     exchange = paced.worker._started.stepped
 
-    def slow_exchange() -> bool:
-        exchanged = exchange()
+    def slow_exchange(**how: bool) -> bool:
+        exchanged = exchange(**how)
         now[0] += 3600.0 if exchanged else 0.0
         return exchanged
 

@@ -14,9 +14,10 @@ MOST_TOKENS_PER_S = 50.0  # of each worker
 
 @dataclass(frozen=True)
 class Fault:
-    """At `at_s`, for `lasts_s`: crash, pause, replace, cut, cut_up, cut_down (a worker's link), bad_weather; or an
-    operator: kick, drain, sync, new_plan; or the server: server_crash, power_cut (at the operation number `operation`
-    of its disk from then on), disk_full, disk_error, damaged_checkpoint (found at its next start)."""
+    """At `at_s`, for `lasts_s`: crash, pause, replace, cut, cut_up, cut_down (a worker's link), bad_weather; load
+    (other weights, into a worker's model); or an operator: kick, drain, sync, new_plan; or the server: server_crash,
+    power_cut (at the operation number `operation` of its disk from then on), disk_full, disk_error, damaged_checkpoint
+    (found at its next start)."""
 
     kind: str
     at_s: float
@@ -81,27 +82,39 @@ class Scenario:
         )
         fragments = rng.choice([1, 1, 2, 3])
         sync_every = rng.randint(fragments, 8)
-        return Scenario(
-            rules=rules,
-            workers=workers,
-            fragments=fragments,
-            sync_every=sync_every,
-            delay=rng.choice([0, 0, min(1, sync_every - 1), sync_every - 1]),
-            carry=rng.random() < 0.7,
-            offline_after_s=rng.choice([8.0, 20.0]),
-            offline_exchanges=rng.choice([0, 1, 4]),
-            step_s=tuple(rng.choice([0.5, 1.0, 1.0, 3.0]) for _ in range(workers)),
-            parts=rng.randint(1, 3),
-            pool_parts=rng.choice([1, 3, 64]),
-            kept_updates=seed % 4,  # not drawn: the rest of a seed's scenario stays what it was
-            save_every=(0, 4, 1, 3)[seed // 4 % 4],
-            liar=LIARS[seed // 2 % len(LIARS)],
-            loss=rng.choice([0.0, 0.05, 0.2]),
-            repeat=rng.choice([0.0, 0.1, 0.5]),
-            damage=rng.choice([0.0, 0.02]),
-            faults=faults,
-            calm_after_s=max((f.at_s + f.lasts_s for f in faults), default=0.0),
-        ).with_server_faults(seed, storm_s)
+        return (
+            Scenario(
+                rules=rules,
+                workers=workers,
+                fragments=fragments,
+                sync_every=sync_every,
+                delay=rng.choice([0, 0, min(1, sync_every - 1), sync_every - 1]),
+                carry=rng.random() < 0.7,
+                offline_after_s=rng.choice([8.0, 20.0]),
+                offline_exchanges=rng.choice([0, 1, 4]),
+                step_s=tuple(rng.choice([0.5, 1.0, 1.0, 3.0]) for _ in range(workers)),
+                parts=rng.randint(1, 3),
+                pool_parts=rng.choice([1, 3, 64]),
+                kept_updates=seed % 4,  # not drawn: the rest of a seed's scenario stays what it was
+                save_every=(0, 4, 1, 3)[seed // 4 % 4],
+                liar=LIARS[seed // 2 % len(LIARS)],
+                loss=rng.choice([0.0, 0.05, 0.2]),
+                repeat=rng.choice([0.0, 0.1, 0.5]),
+                damage=rng.choice([0.0, 0.02]),
+                faults=faults,
+                calm_after_s=max((f.at_s + f.lasts_s for f in faults), default=0.0),
+            )
+            .with_server_faults(seed, storm_s)
+            .with_loads(seed, storm_s)
+        )
+
+    def with_loads(self, seed: int, storm_s: float) -> Scenario:
+        """Drawn apart from the rest too. Fewer than would end a worker."""
+        rng = random.Random(f"loads {seed}")
+        count = rng.randint(1, 3) if seed % 5 in (2, 3) else 0
+        loads = (Fault("load", rng.uniform(0.0, storm_s), 0.0, rng.randrange(self.workers)) for _ in range(count))
+        faults = self.faults + tuple(loads)
+        return replace(self, faults=faults, calm_after_s=max((f.at_s + f.lasts_s for f in faults), default=0.0))
 
     def with_server_faults(self, seed: int, storm_s: float) -> Scenario:
         """Drawn apart from the rest, which stays what it was: in most runs the server dies, or its disk does not work

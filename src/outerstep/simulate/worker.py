@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..coordination.worker.effects import (
     Adopt,
@@ -32,6 +33,7 @@ from ..coordination.worker.effects import (
     Resume,
     Send,
     Sight,
+    StartOver,
 )
 from ..coordination.worker.exchange import Exchange, Held, OrderInbox, Outcome, Patience, Sending, Session, Share
 from ..coordination.worker.machine import LOOK_EVERY_S, Metrics, Offline, WorkerMachine, WorkerState
@@ -69,6 +71,7 @@ class SimSent:
     steps: list[StepName]
     deferred: bool = False
     reopened: bool = False
+    overtaken: bool = False  # the local weights were given up after it was sent
 
     @property
     def offer(self) -> Offer:
@@ -162,7 +165,7 @@ class SimWorker:
         self._carrier = SimCarrier(self._link, agenda, network, server, history, self._soon)
         self._machine: WorkerMachine | None = None
         self._looks = 0
-        self._asked_to_leave = self._is_training = False
+        self._asked_to_leave = self._is_training = self._is_changed = False
         self._inbox = OrderInbox()
         self._drain = self._may_abandon = False
         self._told = 0  # how many steps the machine said that it gave up
@@ -180,6 +183,10 @@ class SimWorker:
     def pause(self, seconds: float) -> None:
         """SIGSTOP: time goes on without it; then it wakes up and carries on where it was."""
         self._paused_until = self._agenda.now + seconds
+
+    def load(self) -> None:
+        """Other weights, which are in the model until its worker starts over."""
+        self._is_changed = True
 
     def leave_when_done(self) -> None:
         """As a signal asks for it."""
@@ -239,9 +246,9 @@ class SimWorker:
         machine.state.cycle.assigned = orders.sync_every
         self._drain = self._drain or bool(orders.drain)
         if self._is_leaving:
-            self._drive(machine.finish)
+            self._drive(partial(machine.finish, changed=self._take_change()))
         elif orders.sync:
-            self._drive(machine.sync_all)
+            self._drive(partial(machine.sync_all, changed=self._take_change()))
         else:
             every = self._scenario.save_every
             if every and (machine.work.steps % every) == 0:
@@ -254,7 +261,11 @@ class SimWorker:
             assert fragment.held is not None
             fragment.unsent[self.worker_id, self.steps_taken] = fragment.held.version
             self.own.add((i, (self.worker_id, self.steps_taken)))
-        self._drive(self.machine.stepped)
+        self._drive(partial(self.machine.stepped, changed=self._take_change()))
+
+    def _take_change(self) -> bool:
+        changed, self._is_changed = self._is_changed, False
+        return changed
 
     def _drive(self, event: Callable[[], list[Effect]]) -> None:
         """An event, what comes of it, and what comes after that."""
@@ -326,10 +337,8 @@ class SimWorker:
                 case Adopt() | Rebase() | Carry() | Mix() | Prove():
                     self._move(effect)
                     self._do(self.machine.confirmed(effect.fragment, None))
-                case Reload():
-                    for i, fragment in enumerate(self.fragments):
-                        kept = fragment.in_flight.steps if fragment.in_flight is not None else []
-                        self._give_up(i, set(fragment.unsent) - set(kept))
+                case Reload() | StartOver():
+                    self._start_over()
                 case Recall(index):
                     self.fragments[index].in_flight = self.fragments[index].late
                 case CatchUp(index):
@@ -352,25 +361,40 @@ class SimWorker:
         fragment = self.fragments[move.fragment]
         result, sent = fragment.result, fragment.in_flight
         assert result is not None
-        if isinstance(move, Adopt | Carry | Mix) and result.counted:
+        overtaken = sent if isinstance(move, Rebase) and sent is not None and sent.overtaken else None
+        if overtaken is not None and not result.counted:
+            self._give_up({move.fragment: set(overtaken.steps)})
+        if (isinstance(move, Adopt | Carry | Mix) or overtaken) and result.counted:
             if sent is None:  # a saved state was overtaken: its steps are in the model, or lost to another start
                 self.discarded |= {(move.fragment, step) for step in fragment.unsent}
             counted = set(sent.steps if sent is not None else fragment.unsent)
             fragment.unsent = {step: on for step, on in fragment.unsent.items() if step not in counted}
         if isinstance(move, Adopt):
-            self._give_up(move.fragment, set(fragment.unsent))
-        carried = isinstance(move, Carry | Mix) and not (sent is not None and sent.deferred)
+            self._give_up({move.fragment: set(fragment.unsent)})
+        carried = (isinstance(move, Carry | Mix) or overtaken) and not (sent is not None and sent.deferred)
         for step, on in fragment.unsent.items():
             fragment.unsent[step] = result.version if carried else min(on, result.version)
         if self.machine.state.fragments[move.fragment].in_flight is None:
             fragment.in_flight = fragment.exchange = None
 
-    def _give_up(self, index: int, steps: set[StepName]) -> None:
-        fragment, metrics = self.fragments[index], self.machine.metrics
+    def _start_over(self) -> None:
+        """What is in flight was sent all the same; it is not in the weights any more."""
+        unsent = {i: set(fragment.unsent) for i, fragment in enumerate(self.fragments)}
+        for i, fragment in enumerate(self.fragments):
+            if fragment.in_flight is not None:
+                fragment.in_flight.overtaken = True
+                unsent[i] -= set(fragment.in_flight.steps)
+        self._give_up(unsent)
+
+    def _give_up(self, gone: Mapping[int, set[StepName]]) -> None:
+        """By fragment. A step that several of them lose is said to be lost once."""
+        metrics = self.machine.metrics
         told, self._told = self._told, metrics.steps_discarded + metrics.steps_overwritten
-        if self._told - told >= len(steps):
-            self.discarded |= {(index, step) for step in steps}
-        fragment.unsent = {step: on for step, on in fragment.unsent.items() if step not in steps}
+        for index, steps in gone.items():
+            if self._told - told >= len(steps):
+                self.discarded |= {(index, step) for step in steps}
+            fragment = self.fragments[index]
+            fragment.unsent = {step: on for step, on in fragment.unsent.items() if step not in steps}
 
     def _check_weights(self) -> None:
         """State and weights change together: what the machine believes to be unsent is what the weights hold."""

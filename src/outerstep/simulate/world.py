@@ -141,6 +141,8 @@ class World:
                     self.current[fault.worker] = self._start(fault.worker)
                 case "kick" | "drain" | "sync" | "new_plan":
                     self._order(fault)
+                case "load":
+                    worker.load()
                 case "bad_weather":
                     self.network.conditions = Conditions(delay_s=0.5, loss=0.4, repeat=0.3, damage=0.05)
                     self.agenda.after(fault.lasts_s, lambda: setattr(self.network, "conditions", self._weather()))

@@ -41,7 +41,8 @@ class Deltas(Protocol):
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a worker offers for one fragment. `oldest_base`: the version under its oldest unsent step."""
+    """What a worker offers for one fragment. `oldest_base`: the version under its oldest unsent step. `owes_nothing`:
+    what the codec left out of earlier ones is not to be sent any more."""
 
     fragment: int
     base_version: int
@@ -50,6 +51,7 @@ class Contribution:
     samples: int
     tokens: int
     deltas: Deltas | Mapping[str, Tensor]
+    owes_nothing: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

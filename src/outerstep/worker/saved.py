@@ -42,8 +42,8 @@ STATE_FORMAT = 2
 
 class SavedContribution(Plain, frozen=True):
     """One that was sent. `awaited`: its agreement was not adopted; the others' were, and they count in a round that had
-    not closed yet (`counted_in`). `work`, `land_at`: as in `InFlight`, and `parked` is its `deferred`; `sent`: a copy
-    of what was sent, if there is one; `exchange` is the topology's."""
+    not closed yet (`counted_in`). `work`, `land_at`, `overtaken`: as in `InFlight`, and `parked` is its `deferred`;
+    `sent`: a copy of what was sent, if there is one; `exchange` is the topology's."""
 
     awaited: bool
     counted_in: Count
@@ -52,6 +52,7 @@ class SavedContribution(Plain, frozen=True):
     land_at: Count
     parked: bool
     sent: dict[TensorName, Any]
+    overtaken: bool = False
 
 
 class SavedProgress(Plain, frozen=True):
@@ -75,7 +76,9 @@ class SavedProgress(Plain, frozen=True):
     @property
     def progress(self) -> Progress:
         one, late = self.awaited, self.late
-        flight = InFlight(one.work, one.land_at, kept=bool(one.sent), deferred=one.parked) if one is not None else None
+        flight = None
+        if one is not None:
+            flight = InFlight(one.work, one.land_at, bool(one.sent), deferred=one.parked, overtaken=one.overtaken)
         return Progress(
             self.version, self.counted, self.oldest_base, flight, late.counted_in if late is not None else 0
         )
@@ -90,7 +93,8 @@ class SavedCycle(Plain, frozen=True):
 
 
 class SavedWorker(Plain, frozen=True):
-    """All of it. `local_hash`: of the weights that the model had."""
+    """All of it. `local_hash`: of the weights that the model had; `changed`: somebody else had moved those, and nothing
+    had been done about it."""
 
     format: Literal[2]
     worker_id: str
@@ -101,6 +105,7 @@ class SavedWorker(Plain, frozen=True):
     local_hash: Hash
     metrics: dict[str, int | float]
     topology: dict[str, Any]
+    changed: bool = False
 
     @property
     def state(self) -> WorkerState:
@@ -172,6 +177,7 @@ def _write_contribution(
         "land_at": flight.land_at,
         "parked": flight.deferred,
         "sent": dict(sent),
+        "overtaken": flight.overtaken,
     }
 
 

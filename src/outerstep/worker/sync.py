@@ -37,10 +37,11 @@ from ..coordination.worker.effects import (
     Reopen,
     Resume,
     Send,
+    StartOver,
 )
 from ..coordination.worker.machine import LOOK_EVERY_S, Offline, Work, WorkerMachine
 from ..errors import ExchangeFailed
-from ..events import Adoption, ExchangeDeferred, NothingLearned, PlanChanged, RoundReport
+from ..events import Adoption, ExchangeDeferred, NothingLearned, PlanChanged, RoundReport, WeightsChanged
 from ..observe import FanOut
 from ..topology.protocol import Agreed, Contribution, Joined, Ticket, Topology, anchors_of
 from . import saved as states
@@ -70,6 +71,17 @@ MESSAGES: dict[NoteKind, tuple[int, str]] = {
         "{steps} steps are lost: the server was restarted before the round that they were late for, and they are too "
         "old for it now",
     ),
+    "changed outside": (
+        WARNING,
+        "the weights were changed outside optimizer.step() (was a checkpoint loaded inside the `with`?). They are not "
+        "this worker's learning and are not sent: it continues from the agreed weights, and {steps} local steps are "
+        "dropped. Load before the `with`; make edits of your own inside `with worker.own_change():`",
+    ),
+    "changed at the end": (
+        WARNING,
+        "the weights were changed outside optimizer.step() after the last step (load_best_model_at_end?). They are not "
+        "this worker's learning and are not sent; {steps} local steps are dropped. {left}",
+    ),
     "refused": (WARNING, "{why}. Continuing from the agreed weights, version {version}"),
     "mended": (
         WARNING,
@@ -96,6 +108,11 @@ MESSAGES: dict[NoteKind, tuple[int, str]] = {
     ),
 }
 
+
+LEFT = {
+    False: "The model holds the agreed weights now: save others inside the `with`, or keep them with on_exit='local'",
+    True: "The model keeps what it holds, as on_exit='local' says",
+}
 
 ADOPTIONS: dict[type[Move], Adoption] = {Adopt: "adopted", Rebase: "rebased", Carry: "carried", Mix: "mixed"}
 
@@ -128,6 +145,7 @@ class Synchronizer:
         self._saved = saved
         self._own: dict[str, Tensor] = {}
         self._zeros: set[int] = set()  # fragments whose last contribution was zero
+        self._owes_nothing: set[int] = set()  # fragments whose codec forgets what it left out, at the next contribution
         self._patience_s: float | None = None
         self.machine = WorkerMachine(joined.worker_id, joined.plan, Work(*joined.work), offline)
         self.watching = Watching(self.machine.work.steps if saved is None else saved.work.steps)
@@ -142,29 +160,31 @@ class Synchronizer:
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def stepped(self) -> bool:
-        """One optimizer step was taken. Says whether something was exchanged."""
-        return self._drive(self.machine.stepped)
+    def stepped(self, *, changed: bool = False) -> bool:
+        """One optimizer step was taken. Says whether something was exchanged. `changed`, here and below: somebody else
+        has moved the weights since the step before."""
+        return self._drive(partial(self.machine.stepped, changed=changed))
 
-    def sync_all(self) -> None:
+    def sync_all(self, *, changed: bool = False) -> None:
         """Exchange every fragment that holds unsent steps, now."""
-        self._drive(self.machine.sync_all)
+        self._drive(partial(self.machine.sync_all, changed=changed))
 
-    def finish(self, *, keep_local: bool, patience_s: float) -> None:
+    def finish(self, *, keep_local: bool, patience_s: float, changed: bool = False) -> None:
         """The end of training: contribute the remaining steps."""
         if keep_local:
             self._own = {name: p.detach().clone() for name, p in self._replica.tensors.items()}
         self._patience_s = patience_s
-        self._drive(partial(self.machine.finish, keep_local=keep_local))
+        self._drive(partial(self.machine.finish, keep_local=keep_local, changed=changed))
 
     def cancel(self) -> None:
         """Stop sending; nothing more will be adopted."""
         for ticket in self._tickets.values():
             ticket.cancel()
 
-    def state_dict(self, worker_id: str) -> dict[str, Any]:
+    def state_dict(self, worker_id: str, *, changed: bool = False) -> dict[str, Any]:
         under_way = states.UnderWay(self._tickets, self._late, self._sent)
-        return states.write(worker_id, self.machine, self._replica, self._topology, under_way)
+        state = states.write(worker_id, self.machine, self._replica, self._topology, under_way)
+        return state | {"changed": True} if changed else state
 
     def _drive(self, event: Callable[[], list[Effect]]) -> bool:
         """An event, what comes of it, and the wait that it begins. However that ends: what was sent is remembered, and
@@ -233,6 +253,10 @@ class Synchronizer:
                     self._tickets[fragment] = self._topology.catch_up(fragment)
                 case Reopen(fragment, late):
                     self._reopen(fragment, late=late)
+                case StartOver():
+                    self._replica.adopt_anchor()
+                    self._on_reload()
+                    self._owes_nothing = set(range(len(self.machine.plan.fragments)))
                 case Depart(weights):
                     if weights == "own":
                         self._replica.restore(self._own)
@@ -254,7 +278,9 @@ class Synchronizer:
             samples=send.samples,
             tokens=send.tokens,
             deltas=deltas,
+            owes_nothing=send.fragment in self._owes_nothing,
         )
+        self._owes_nothing.discard(send.fragment)
         stuck_after_s = self._patience_s if send.last else None
         self._tickets[send.fragment] = self._topology.begin(contribution, stuck_after_s=stuck_after_s)
         if sent is not None:
@@ -388,6 +414,9 @@ class Synchronizer:
         elif note.kind == "plan":
             plan = self.machine.plan
             self._events(PlanChanged(changes_in(plan.revision), {"sync_every": plan.sync_every, "delay": plan.delay}))
+        elif note.kind in ("changed outside", "changed at the end"):
+            self._events(WeightsChanged(self._worker_id, self.machine.work.steps, note.steps))
+            facts["left"] = LEFT[bool(self._own)]
         elif note.kind == "deferred":
             self._events(ExchangeDeferred(self._worker_id, note.steps))
         level, text = MESSAGES[note.kind]

@@ -183,6 +183,12 @@ class Reload:
 
 
 @dataclass(frozen=True)
+class StartOver:
+    """local = A in every fragment, and what the codec left out of earlier contributions is not sent any more: somebody
+    else has moved the weights."""
+
+
+@dataclass(frozen=True)
 class Depart:
     """The exchanges are over. `weights`: which ones the model keeps: the agreed ones, its own from before the last
     contribution, or those it has."""
@@ -198,6 +204,8 @@ NoteKind = Literal[
     "missed",  # version `version` came about without our `steps`
     "discarded",  # `steps` were too old
     "lost",  # `steps` of a late contribution
+    "changed outside",  # the local weights, by somebody else; `steps` are dropped
+    "changed at the end",  # likewise, and this worker leaves
     "refused",  # nobody has any use for our contribution: `why`
     "mended",  # the anchor was not the one agreed on as `version`
     "plan",  # it has changed
@@ -221,4 +229,4 @@ class Note:
 
 
 Move = Adopt | Rebase | Carry | Mix | Prove
-Effect = Send | Resume | Finish | Keep | PutOff | Recall | CatchUp | Reopen | Move | Reload | Depart | Note
+Effect = Send | Resume | Finish | Keep | PutOff | Recall | CatchUp | Reopen | Move | Reload | StartOver | Depart | Note

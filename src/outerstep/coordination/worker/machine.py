@@ -18,6 +18,10 @@ With a delay τ a fragment is sent after its step and its agreement adopted τ s
 overlap; with τ = 0 the worker waits where it is. One code path. An event that asks for a move has changed the state for
 it: state and weights change together, or not at all. Otherwise steps that were sent would be sent again.
 
+Weights that somebody else has moved (a checkpoint that was loaded) are not this worker's learning. With the event that
+finds them so (`changed`) the worker starts over from its anchor, before anything is sent. A rebase would keep the
+foreign difference. What was sent before that stays sent.
+
 The processes of a group (a torchrun job) each run this machine: every decision follows from the step counter and from
 what they are told alike, never from a clock. So looks are counted, not timed.
 """
@@ -32,7 +36,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ...errors import ExchangeFailed, Refused, RoundStuck, ServerError, ServerUnreachable
+from ...errors import ExchangeFailed, Refused, RoundStuck, ServerError, ServerUnreachable, WorkerError
 from ...schedule import due_fragment, send_step
 from ...types import Plan
 from .effects import (
@@ -46,6 +50,7 @@ from .effects import (
     Mix,
     Move,
     Note,
+    NoteKind,
     Prove,
     PutOff,
     Rebase,
@@ -56,6 +61,7 @@ from .effects import (
     Resume,
     Send,
     Sight,
+    StartOver,
 )
 
 LOOK_EVERY_S = 0.2  # how often a driver looks while it waits
@@ -63,6 +69,7 @@ LOOKS_IN_A_CIRCLE = 50  # after so many in vain, what waits for us may wait in a
 TRIES = 2
 EXIT_TRIES = 8
 REPAIRS = 3
+CHANGES = 5  # of the weights by somebody else, without a step of ours that counted in between
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ class InFlight:
     """An exchange under way: what was done when it was sent, and the step at which its agreement is to be adopted.
 
     `kept`: there is a copy of what was sent. `deferred`: training went on without its agreement; it is settled when the
-    fragment is due again. `overtaken`: the local weights were given up meanwhile, so nothing is carried over from them.
-    `catches_up`: it brings no contribution, but what a restarted worker has missed."""
+    fragment is due again. `overtaken`: the local weights were given up meanwhile; what was sent is in them no more, and
+    `work` is what was done by then. `catches_up`: it brings no contribution, but what a restarted worker has missed."""
 
     work: Work
     land_at: int
@@ -132,7 +139,7 @@ class Cycle:
 
 @dataclass
 class Metrics:
-    """Counters of the exchanges so far. The machine counts the first seven, its driver the others."""
+    """Counters of the exchanges so far. The machine counts the first eight, its driver the others."""
 
     sync_count: int = 0  # exchanges that counted
     missed_rounds: int = 0  # rounds that closed without us
@@ -141,6 +148,7 @@ class Metrics:
     steps_overwritten: int = 0  # taken while an agreement was on its way, and replaced by it (delay without carry)
     offline_exchanges: int = 0  # exchanges that were deferred because the server did not answer
     anchor_repairs: int = 0  # anchors that were not the agreed ones, and were fetched again
+    outside_changes: int = 0  # weights that moved outside optimizer.step(): we went on from the agreed weights
     sync_retries: int = 0
     reconnections: int = 0
     bytes_sent: int = 0
@@ -194,6 +202,7 @@ class WorkerMachine:
         self._repairs = 0
         self._deferrals = 0  # since the server was last heard from
         self._keep_local = False
+        self._changes = 0  # by somebody else, since steps of ours counted
 
     # --- what can be asked ----------------------------------------------------------------------------------------
 
@@ -224,6 +233,13 @@ class WorkerMachine:
     def unsent(self, fragment: int) -> Work:
         """What was done and is in no agreement that we hold."""
         return self.work - self.state.fragments[fragment].counted
+
+    @property
+    def exchanges_next(self) -> bool:
+        """Will the next step send or adopt anything?"""
+        cycle, step = self.state.cycle, self.work.steps + 1
+        due = due_fragment(cycle.step + 1, cycle.sync_every, len(self.plan.fragments))
+        return due is not None or any(not f.deferred and step >= f.land_at for f in self.in_flight.values())
 
     def _open_fragments(self) -> list[int]:
         """Those with steps that no agreement holds, or with an exchange still open."""
@@ -285,16 +301,18 @@ class WorkerMachine:
     def count(self, samples: int, tokens: int) -> None:
         self.state.work += Work(0, samples, tokens)
 
-    def stepped(self) -> list[Effect]:
-        """One optimizer step was taken: adopt what is to be adopted now, then send what is due."""
+    def stepped(self, *, changed: bool = False) -> list[Effect]:
+        """One optimizer step was taken: adopt what is to be adopted now, then send what is due. `changed`: on weights
+        that somebody else had moved, so it is dropped with the others."""
         state, work = self.state, self.state.work
         state.work = work = Work(work.steps + 1, work.samples, work.tokens)
+        start_over = self._start_over("changed outside") if changed else []
         due = state.cycle.advance(self.plan)
         flights = enumerate(progress.in_flight for progress in state.fragments)
         ready = [f for f, flight in flights if flight and not flight.deferred and work.steps >= flight.land_at]
         if due is None and not ready:  # most steps
-            return []
-        return self._wait_for(ready, partial(self._send_due, due), tries=1, may_defer=True)
+            return start_over
+        return start_over + self._wait_for(ready, partial(self._send_due, due), tries=1, may_defer=True)
 
     def _send_due(self, due: int | None) -> list[Effect]:
         if due is None:
@@ -310,10 +328,44 @@ class WorkerMachine:
         then = partial(self._send, due, land_at=self.work.steps + delay)
         return self._wait_for([due], then, tries=1, may_defer=True) if deferred else then()
 
-    def sync_all(self) -> list[Effect]:
+    def sync_all(self, *, changed: bool = False) -> list[Effect]:
         """Every fragment that holds unsent steps, now; a new cycle begins."""
         self.state.cycle.begin(self.plan)
-        return self._wait_for(self._open_fragments(), list[Effect], tries=TRIES)
+        start_over = self._start_over("changed outside") if changed else []
+        return start_over + self._wait_for(self._open_fragments(), list[Effect], tries=TRIES)
+
+    def _start_over(self, kind: NoteKind) -> list[Effect]:
+        """Somebody else has moved the local weights: give them up, with every step that was not sent. A script that
+        moves them again and again would never contribute anything; it is told so."""
+        self._changes += 1
+        if self._changes == CHANGES and kind == "changed outside":
+            raise WorkerError(
+                f"the weights were changed outside optimizer.step() {CHANGES} times, and each time this worker's steps "
+                "were dropped before they could be contributed. If the script edits its weights on purpose (clipping, "
+                "projection, averaging), let it do so inside `with worker.own_change():`; outside_changes='keep' sends "
+                "every change as this worker's own learning"
+            )
+        steps = self._unoffered_steps()
+        self.metrics.outside_changes += 1
+        self.metrics.steps_discarded += steps
+        self._forget_local()
+        return [Note(kind, steps=steps), StartOver()]
+
+    def _unoffered_steps(self) -> int:
+        """Steps that are in no contribution: of the fragment that has most of them."""
+        offered = (p.in_flight.work if p.in_flight is not None else p.counted for p in self.state.fragments)
+        return max((self.work - work).steps for work in offered)
+
+    def _forget_local(self) -> None:
+        """The local weights are the anchor's again. What is in flight was sent all the same."""
+        for progress in self.state.fragments:
+            progress.oldest_base = progress.version
+            flight = progress.in_flight
+            if flight is not None:
+                progress.counted += self.work - flight.work  # what was done since it was sent is neither here nor there
+                flight.work, flight.overtaken = self.work, True
+            else:
+                progress.counted = self.work
 
     def _send(self, fragment: int, *, land_at: int | None = None, last: bool = False) -> list[Effect]:
         """What is unsent, unless something is in flight there. Its agreement is adopted at step `land_at`; None =
@@ -329,10 +381,18 @@ class WorkerMachine:
     def dropped(self, fragment: int, *, late: bool = False) -> None:
         """What was to be in flight there never was, or never will count: its steps are unsent. `late`: what was to
         count in a round to come."""
+        progress = self.state.fragments[fragment]
         if late:
-            self.state.fragments[fragment].late_in = 0
-        else:
-            self.state.fragments[fragment].in_flight = None
+            progress.late_in = 0
+        elif progress.in_flight is not None:
+            self._not_counted(progress, progress.in_flight)
+            progress.in_flight = None
+
+    def _not_counted(self, progress: Progress, flight: InFlight) -> None:
+        """What was in flight is unsent again, if it is still in the local weights."""
+        if flight.overtaken:
+            self.metrics.steps_discarded += (flight.work - progress.counted).steps
+            progress.counted = flight.work
 
     # --- waiting --------------------------------------------------------------------------------------------------
 
@@ -520,6 +580,7 @@ class WorkerMachine:
         if result.counted:
             return self._adopt(flight, result)
         self.metrics.missed_rounds += 1
+        self._not_counted(progress, flight)
         if self._too_old(result):
             return self._discard(result)
         missed = Note("missed", result.fragment, result.version, self.unsent(result.fragment).steps)
@@ -533,9 +594,10 @@ class WorkerMachine:
         progress.counted = flight.work
         progress.oldest_base = result.version
         self.metrics.sync_count += 1
+        self._changes = 0 if sent else self._changes
         if sent and any(p.worker_id == self._worker_id and not p.weight for p in result.participants):
             notes.append(Note("left out", fragment, result.version, sent))
-        keeps = since > 0 and (self.plan.carry or flight.deferred) and not flight.overtaken
+        keeps = since > 0 and (self.plan.carry or flight.deferred)
         if keeps and flight.deferred:
             progress.oldest_base = progress.version  # they were taken on the version we held all the while
             if self._too_old(result):
@@ -543,7 +605,7 @@ class WorkerMachine:
         progress.version = result.version
         notes.append(Note("agreed", fragment, result.version))
         if keeps:
-            return [*notes, Carry(fragment)]
+            return [*notes, Rebase(fragment) if flight.overtaken else Carry(fragment)]
         if self.plan.alpha > 0.0:
             return [*notes, Mix(fragment, self.plan.alpha)]
         progress.counted = self.work
@@ -592,28 +654,23 @@ class WorkerMachine:
     def _refused(self, result: Result) -> list[Effect]:
         """Nobody has any use for what we sent, and what is wrong with one fragment seldom stops there: give the local
         weights up, all of them, and go on from what was agreed."""
-        self.metrics.reloads += 1
-        self.metrics.steps_discarded += max(self.unsent(f).steps for f in range(len(self.state.fragments)))
         progress = self.state.fragments[result.fragment]
         progress.in_flight, progress.version = None, result.version
+        self.metrics.reloads += 1
+        self.metrics.steps_discarded += self._unoffered_steps()
         return [Note("refused", result.fragment, result.version, why=result.refused), Adopt(result.fragment)]
 
     def _reload(self) -> list[Effect]:
-        for progress in self.state.fragments:
-            progress.oldest_base = progress.version
-            if progress.in_flight is not None:
-                progress.in_flight.overtaken = True
-            else:
-                progress.counted = self.work
+        self._forget_local()
         return [Reload()]
 
     # --- leaving --------------------------------------------------------------------------------------------------
 
-    def finish(self, *, keep_local: bool = False) -> list[Effect]:
+    def finish(self, *, keep_local: bool = False, changed: bool = False) -> list[Effect]:
         """The end of training: contribute the remaining steps. What finds no round any more is counted as discarded. If
         there is no server any more, the model keeps this worker's own weights: they are all there is."""
         self._keep_local = keep_local
-        effects: list[Effect] = []
+        effects = self._start_over("changed at the end") if changed else []
         for fragment, progress in enumerate(self.state.fragments):
             # What counts in a round to come is worth waiting for, where nothing more is to be sent anyway.
             # (It goes along with what is in flight after it.)

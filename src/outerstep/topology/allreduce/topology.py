@@ -206,6 +206,8 @@ class AllReduceTopology:
         """This rank's frame, on the links' device, or on its way there."""
         fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
         form = self._reducers[fragment].form
+        if contribution.owes_nothing:
+            self._feedback.forget(fragment, form.rules)
         sender = sender_to_peers(
             form, fragment, deltas, self._feedback, run_id=self._run_id, worker_id=self._worker_id, sequence=sequence
         )

@@ -104,6 +104,8 @@ class PeerTopology(ABC):
     def _encode(self, contribution: Contribution, sequence: int) -> Encoded:
         fragment, deltas = contribution.fragment, as_deltas(contribution.deltas)
         form, run_id = self._state.forms[fragment], self._node.peer.run_id
+        if contribution.owes_nothing:
+            self._feedback.forget(fragment, form.rules)
         sender = sender_to_peers(
             form, fragment, deltas, self._feedback, run_id=run_id, worker_id=self._node.peer_id, sequence=sequence
         )

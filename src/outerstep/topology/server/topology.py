@@ -199,6 +199,8 @@ class ServerTopology:
         """Write what we send of a contribution."""
         fragment, worker_id = contribution.fragment, self._link.worker_id
         run_id = self._link.session.joined.run_id
+        if contribution.owes_nothing:
+            self.owe_nothing(fragment)
         self._feedback.begin(fragment, sequence)
         sender = Sender(
             fragment=fragment,

@@ -222,6 +222,8 @@ class TorchftTopology:
         brought = Brought(fragment, self._sequence, contribution.steps, contribution.samples, contribution.tokens)
         ticket = self._put(brought, stuck_after_s)  # the quorum forms while we encode
         measured = Measured(as_deltas(contribution.deltas))
+        if contribution.owes_nothing:
+            self._feedback.forget(fragment, self._rounds.forms[fragment].rules)
         try:
             payload = self._encode(fragment, measured, brought.sequence)
             brought.fill(

@@ -9,13 +9,16 @@ from outerstep.coordination.worker.effects import (
     Carry,
     Mix,
     Note,
+    NoteKind,
     PutOff,
     Rebase,
     Reload,
+    Send,
     Sight,
+    StartOver,
 )
-from outerstep.coordination.worker.machine import REPAIRS, Work
-from outerstep.errors import ExchangeFailed
+from outerstep.coordination.worker.machine import CHANGES, REPAIRS, Work
+from outerstep.errors import ExchangeFailed, WorkerError
 from outerstep.types import Participant
 from unit.coordination.bench_worker import DONE, Bench, acts, kinds, send
 
@@ -251,6 +254,65 @@ class TestAnAnchorThatIsNotTheAgreedOne:
             bench.train(4)
 
 
+class TestSomebodyElseMovedTheWeights:
+    """They are given up before anything is sent."""
+
+    def test_between_two_exchanges(self) -> None:
+        bench = Bench()
+        bench.train(2)
+        assert bench.machine.stepped(changed=True) == [Note("changed outside", steps=3), StartOver()]
+        assert (bench.metrics.outside_changes, bench.metrics.steps_discarded, bench.unsent()) == (1, 3, 0)
+        assert bench.train() == [send(steps=1)]
+
+    def test_at_an_exchange_there_is_nothing_to_contribute(self) -> None:
+        bench = Bench()
+        bench.train(3)
+        done = bench.machine.stepped(changed=True)
+        assert done == [Note("changed outside", steps=4), StartOver(), send(steps=0)]
+        assert acts(bench.land(0, 1)) == [Adopt(0)]
+
+    def test_what_is_in_flight_counts(self) -> None:
+        bench = Bench(delay=2, carry=True)
+        bench.train(4)
+        assert bench.machine.stepped(changed=True) == [Note("changed outside", steps=1), StartOver()]
+        bench.train(1)
+        assert acts(bench.land(0, 1)) == [Rebase(0)]
+        assert (bench.unsent(), bench[0].counted) == (1, Work(5))
+
+    @pytest.mark.parametrize("event", ["finish", "sync_all"])
+    def test_before_a_forced_exchange_and_at_the_end(self, event: str) -> None:
+        bench = Bench()
+        bench.train(2)
+        done = getattr(bench.machine, event)(changed=True)
+        kind: NoteKind = "changed at the end" if event == "finish" else "changed outside"
+        assert done[:2] == [Note(kind, steps=2), StartOver()]
+        assert not [effect for effect in done if isinstance(effect, Send)]
+
+    def test_a_script_that_does_so_all_the_time_is_stopped(self) -> None:
+        bench = Bench(sync_every=100)
+        for _ in range(CHANGES - 1):
+            bench.machine.stepped(changed=True)
+        with pytest.raises(WorkerError, match=r"5 times.*own_change.*outside_changes='keep'"):
+            bench.machine.stepped(changed=True)
+
+    def test_but_not_one_whose_steps_count_in_between(self) -> None:
+        bench = Bench(sync_every=2)
+        for version in range(1, 2 * CHANGES):
+            bench.machine.stepped(changed=True)
+            bench.machine.stepped()
+            bench.land(0, version)
+        assert bench.metrics.outside_changes == 2 * CHANGES - 1
+
+    def test_it_can_be_asked_whether_the_next_step_exchanges(self) -> None:
+        bench, seen = Bench(sync_every=6, delay=2), list[bool]()
+        for step in range(1, 9):
+            seen.append(bench.machine.exchanges_next)
+            bench.train(1)
+            if step == 8:
+                assert bench.machine.waiting == (0,)
+        assert seen == [False] * 5 + [True, False, True]
+
+
 class TestNobodyHasAnyUseForIt:
     def reload(self) -> Bench:
         """Of three fragments one is refused, one is in flight, one is neither."""
@@ -263,7 +325,7 @@ class TestNobodyHasAnyUseForIt:
         bench = self.reload()
         done = bench.land(0, 1, counted=False, refused="NaN")
         assert done == [Note("refused", 0, 1, why="NaN"), Adopt(0), Reload()]
-        assert [bench.unsent(i) for i in range(3)] == [0, 5, 0]
+        assert [bench.unsent(i) for i in range(3)] == [0, 4, 0], "four are in flight"
         assert [bench[i].oldest_base for i in range(3)] == [1, 0, 0]
         assert (bench[0].version, bench[0].in_flight) == (1, None)
         assert (bench.metrics.reloads, bench.metrics.steps_discarded, bench.metrics.missed_rounds) == (1, 5, 0)
@@ -274,14 +336,27 @@ class TestNobodyHasAnyUseForIt:
         assert not bench.machine.waiting
         assert bench.train() == [send(2, steps=1, keep=True)]
 
-    def test_nothing_is_carried_over_from_them(self) -> None:
+    def test_what_was_sent_of_them_counts_and_what_was_learned_since_is_kept(self) -> None:
         bench = self.reload()
         bench.land(0, 1, counted=False, refused="NaN")
         assert bench.flight(1).overtaken
         bench.train(2)
         assert bench.machine.waiting == (1,)
-        assert acts(bench.land(1, 1)) == [Adopt(1)]
-        assert bench.unsent(1) == 0
+        assert acts(bench.land(1, 1)) == [Rebase(1)]
+        assert bench.unsent(1) == 2
+
+    def test_what_was_sent_of_them_and_missed_its_round_is_lost(self) -> None:
+        bench = self.reload()
+        bench.land(0, 1, counted=False, refused="NaN")
+        bench.train(2)
+        assert acts(bench.land(1, 1, counted=False)) == [Rebase(1)]
+        assert (bench.unsent(1), bench.metrics.steps_discarded) == (2, 5 + 4)
+
+    def test_and_so_is_what_was_to_be_sent_and_never_was(self) -> None:
+        bench = self.reload()
+        bench.land(0, 1, counted=False, refused="NaN")
+        bench.machine.dropped(1)
+        assert (bench.unsent(1), bench.metrics.steps_discarded) == (0, 5 + 4)
 
     def test_even_if_it_was_deferred(self) -> None:
         bench = deferred(2)
