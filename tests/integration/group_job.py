@@ -114,6 +114,8 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
 
         note()
         for step in range(first, steps):
+            if (folder / "loads").exists():
+                load_far_off(model, step, rank)
             worker.count(samples=8)
             train_step(model, optimizer, source)
             note()
@@ -133,6 +135,14 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
     final = [p.to_local() if isinstance(p, DTensor) else p for p in optimizer.param_groups[0]["params"]]
     facts = {"history": history, "final": anchor_hash(p.detach() for p in final), **worker.sync_metrics}
     (folder / f"{kind}-{rank}.json").write_text(json.dumps(facts))
+
+
+def load_far_off(model: nn.Module, step: int, rank: int) -> None:
+    """Before the first step, on every rank; in the midst of a cycle, on one."""
+    if step == 0 or (step == 2 * SYNC_EVERY + 4 and rank == 1):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1000.0)
 
 
 def save(file: Path, worker: DiLoCoWorker, source: torch.Generator, step: int) -> None:

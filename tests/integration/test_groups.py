@@ -199,6 +199,24 @@ def test_an_fsdp2_pair_alone_ends_with_the_servers_model_and_moved_only_its_rows
     assert submissions == rounds
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_weights_loaded_behind_a_groups_back_are_given_up_by_all_ranks_together(
+    tmp_path: Path, versions: Versions, jobs: list[Job], kind: str
+) -> None:
+    (tmp_path / "loads").touch()
+    with make_server(num_workers=1, num_fragments=2, fragment_delay=2, fragment_carry=True) as server:
+        jobs.append(Job(tmp_path, kind, server.address))
+        results = jobs[0].results()
+        newest = server.get_global_params()
+    sections = 2 if kind == "fsdp" else 1
+    for rank, result in enumerate(results):
+        assert result["outside_changes"] == 2
+        assert_agrees(result, versions, sections, rank % sections)
+        assert_final(result, newest, sections, rank % sections)
+    assert len({result["steps_discarded"] for result in results}) == 1
+    assert all(float(theta.abs().max()) < 10.0 for params in versions.values() for theta in params.values())
+
+
 def test_with_hsdp_each_row_is_sent_once_and_every_replica_gets_it(
     tmp_path: Path, versions: Versions, jobs: list[Job]
 ) -> None:

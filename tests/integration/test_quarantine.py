@@ -143,7 +143,8 @@ def test_a_worker_whose_weights_are_nan_goes_on_from_the_agreed_ones(caplog: pyt
     server = a_server(Ledger(), 1, sync_every=2)
     model = Ledger()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with caplog.at_level(logging.WARNING), memory_worker(server, "w", model, optimizer) as worker:
+    worker = memory_worker(server, "w", model, optimizer, outside_changes="keep")
+    with caplog.at_level(logging.WARNING), worker:
         count(model, optimizer, 0, 3)
         model.cells.data[1] = NAN
         count(model, optimizer, 0, 1)  # refused: it takes what was agreed, and trains on
@@ -175,7 +176,7 @@ def test_one_nan_is_one_offence_however_many_fragments_there_are(settings: dict[
     server = a_server(TwoLedgers(1), 1, sync_every=4, num_fragments=2, **settings)
     model = TwoLedgers(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with memory_worker(server, "w", model, optimizer):
+    with memory_worker(server, "w", model, optimizer, outside_changes="keep"):
         count(model, optimizer, 0, 8)
         for param in model.parameters():
             param.data.fill_(NAN)
@@ -239,7 +240,7 @@ def test_a_worker_in_quarantine_trains_on_in_vain_and_hinders_nobody() -> None:
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (good, bad)]
 
     def spoil() -> None:
-        with memory_worker(server, "bad", bad, optimizers[1]) as worker:
+        with memory_worker(server, "bad", bad, optimizers[1], outside_changes="keep") as worker:
             for _ in range(5):
                 bad.cells.data[1] = NAN
                 count(bad, optimizers[1], 1, 2)
@@ -265,7 +266,7 @@ from support import tiny_model, train_steps
 torch.set_num_threads(1)
 model = tiny_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-with outerstep.attach(model, optimizer) as worker:
+with outerstep.attach(model, optimizer, outside_changes="keep") as worker:
     for round in range(6):
         if sys.argv[1] == "bad" and round < 4:
             next(model.parameters()).data.fill_(float("nan"))

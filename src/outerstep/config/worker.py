@@ -212,6 +212,9 @@ class WorkerConfig(Checked):
         needs=with_topology("server", "gossip", "torchft"))
     on_exit: Literal["global", "local"] = setting("global", EXCHANGES,
         "What the model holds afterwards: the agreed weights or its own.")
+    outside_changes: Literal["adopt", "keep"] = setting("adopt", EXCHANGES,
+        "Weights that moved outside optimizer.step() (a checkpoint was loaded): adopt the agreed weights in their "
+        "place, or keep them and send the difference as learned.")
     give_up_after_s: NotNegative = setting(7200.0, PATIENCE,
         "End with an error after so many seconds without an answer.", needs=SERVER_OR_REPLICAS)
     stalled_after_s: NotNegative = setting(900.0, PATIENCE,

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ from ..core.state import FragmentState
 from ..core.watch import norm_of, watched
 from ..errors import ConfigError, ModelError, NotFinite, WorkerError
 from ..types import Watched
+from .outside import OutsideWatch
 from .peer_exchange import Gossip, Peer, collect
 from .reload import forget_non_finite
 from .replica import Replica
@@ -57,16 +59,45 @@ class AmongPeers:
         self._outer = Nesterov.everywhere(outer)
         self._state = FragmentState(roles, self.replica.anchors, self._outer)
         self._optimizer = optimizer
+        self._watch = OutsideWatch(self.replica, optimizer)
         self._watching = Watching()
         self._steps = self._agreed_at = 0
         self._due = inner_steps  # at which step_count
-        self._syncing = False
-        self._sync_count = self._failed = 0
+        self._syncing = self._lost_sent = False
+        self._sync_count = self._failed = self._outside_changes = 0
 
     # --- training -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """There is nobody to join."""
+        """There is nobody to join. But before each step: are the weights still ours?"""
+        self._watch.look()
+        if self._watch.changed:
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """Somebody else has moved the weights: what they are now was not learned here, and is not sent."""
+        log.warning(
+            "the weights were changed outside train_step() (was a checkpoint loaded after the trainer was made?). They "
+            "are not this trainer's learning and are not sent: it continues from the weights last agreed on, and %d "
+            "local steps are dropped. Load before the trainer is made, or with load_state_dict after it; make edits of "
+            "your own inside `with trainer.own_change():`",
+            self.step_count,
+        )
+        self.replica.adopt_anchor()
+        forget_non_finite(self._optimizer)
+        self._agreed_at, self._due = self._steps, self.inner_steps
+        self._lost_sent = True
+        self._outside_changes += 1
+        self._watch.changed = False
+        self._watch.record(anew=True, closely=True)
+
+    @contextmanager
+    def own_change(self) -> Iterator[None]:
+        self._watch.look()
+        try:
+            yield
+        finally:
+            self._watch.record(anew=True)
 
     def stop(self) -> None:
         """Nor to leave: the steps of the last cycle stay in the model."""
@@ -79,6 +110,7 @@ class AmongPeers:
 
     def stepped(self) -> None:
         self._steps += 1
+        self._watch.record()
         if self.is_due:
             self._watching.inner_grad_norm = gradient_norm(self._optimizer)
 
@@ -96,6 +128,7 @@ class AmongPeers:
             "local_step": self._steps,
             "sync_count": self._sync_count,
             "failed_syncs": self._failed,
+            "outside_changes": self._outside_changes,
             **self._watching.metrics,
         }
 
@@ -107,6 +140,8 @@ class AmongPeers:
             raise WorkerError("one sync at a time: await the last sync_with_peers first")
         self._syncing = True
         try:
+            self.start()
+            self._lost_sent = False
             sent, sent_at = self.replica.deltas(self.replica.anchors), self._steps
             offered = await collect(sent, peers)
             if len(offered) < aggregator.min_peers:
@@ -118,6 +153,8 @@ class AmongPeers:
             if seen.pseudo_grad_norm is None:  # our own weights are not finite, nor what the optimizer made of them
                 sent_at = self._steps
                 forget_non_finite(self._optimizer)
+            if self._lost_sent:  # it counts, but is in the local weights no more: there is nothing to take off them
+                sent = {name: torch.zeros_like(delta) for name, delta in sent.items()}
             with deferred():  # half adopted, steps would count twice
                 self._adopt(agreed, sent, sent_at)
         finally:
@@ -159,6 +196,7 @@ class AmongPeers:
                 adopt(local, anchor)
         self._agreed_at, self._due = sent_at, self.inner_steps
         self._sync_count += 1
+        self._watch.record(anew=True, closely=True)
 
     # --- over a restart -------------------------------------------------------------------------------------------
 
@@ -185,6 +223,7 @@ class AmongPeers:
         self._outer.momentum.load(state["momentum"])
         self._steps, self._agreed_at, self._due = state["steps"], state["agreed_at"], state["due"]
         self._sync_count, self._watching = state["sync_count"], Watching(self._steps)
+        self._watch = OutsideWatch(self.replica, self._optimizer)  # over the weights that go with that state
 
 
 def _lone_replica(model: nn.Module, buffers: Literal["average", "local"]) -> Replica:

@@ -3,7 +3,7 @@ process's rows of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +88,9 @@ class Replica:
             self.shards = find_shards(model, tensors)
             self.tensors: Mapping[str, Tensor] = Locals(tensors)
         else:
-            self.tensors, self.manifest = describe(model, buffers)
+            tensors, self.manifest = describe(model, buffers)
+            self.tensors = tensors
+        self._ids = {name: id(tensor) for name, tensor in tensors.items()}
         on_meta = next((name for name, p in self.tensors.items() if p.is_meta), None)
         if on_meta is not None:
             raise ModelError(
@@ -102,6 +104,10 @@ class Replica:
         self.anchors: dict[str, Tensor] = {}
         self._on_host = anchor == "host"
         self._statistics = {spec.name for spec in self.manifest.parameters if spec.role != "parameter"}
+
+    def parameters_among(self, ids: Container[int]) -> list[str]:
+        """The exchanged parameters that are one of those objects (`id`), by name."""
+        return [name for name, held in self._ids.items() if held in ids and name not in self._statistics]
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What we learned since the anchor; all of it, kept where the anchor is."""

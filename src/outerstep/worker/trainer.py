@@ -13,6 +13,7 @@ which defaults it has, and why those.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -134,6 +135,10 @@ class DiLoCoTrainer:
             )
         return loss
 
+    def own_change(self) -> AbstractContextManager[None]:
+        """`with trainer.own_change(): clip(model)` changes weights between steps on purpose: that is learning, too."""
+        return self._rounds.own_change()
+
     # --- what it holds --------------------------------------------------------------------------------------------
 
     @property
@@ -218,6 +223,7 @@ class _Rounds(Protocol):
         """It was taken; its gradients are still there."""
 
     async def sync(self, aggregator: RobustAggregator, peers: Gossip | Sequence[Peer]) -> bool: ...
+    def own_change(self) -> AbstractContextManager[None]: ...
     def stop(self) -> None: ...
     def abandon(self, reason: str) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -234,7 +240,7 @@ class _ByWorker:
         self.replica = worker._replica
         self.load_state_dict = worker.load_state_dict
         self.state_dict = worker.state_dict
-        self.stop, self.abandon = worker.stop, worker.abandon
+        self.stop, self.abandon, self.own_change = worker.stop, worker.abandon, worker.own_change
 
     @property
     def inner_steps(self) -> int:

@@ -14,8 +14,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -36,6 +36,7 @@ from ..types import Plan
 from . import saved
 from .connect import connect, find_ranks, make_identity
 from .inner import InnerState, Stateful
+from .outside import OutsideWatch
 from .reload import forget_non_finite
 from .replica import Replica
 from .saved import SavedWorker
@@ -117,7 +118,9 @@ class DiLoCoWorker:
         self._control: WorkerControl | None = self._topology if isinstance(self._topology, WorkerControl) else None
         self._interrupts = Interrupts(self.config.preempt_patience_s)
         self._sync: Synchronizer | None = None
-        self._hook: RemovableHandle | None = None
+        self._watch: OutsideWatch | None = None
+        self._has_met = False  # whether the processes of a group have compared what they saw since the start
+        self._hooks: list[RemovableHandle] = []
         self._heart: threading.Thread | None = None
         self._ending = threading.Event()
         self._beat_now = threading.Event()
@@ -145,14 +148,18 @@ class DiLoCoWorker:
             self._topology.join(self._replica.manifest, self.config.wishes),
             Offline(self.config.server.offline_after_s, self.config.server.offline_rounds),
             self._interrupts if self._ranks is None else None,  # a group leaves together, by no clock of one process
-            on_reload=lambda: forget_non_finite(self.optimizer),
+            on_reload=self._reloaded,
             saved=self._saved,
             events=self._events,
         )
+        if self.config.outside_changes == "adopt":
+            changed = self._saved is not None and self._saved.changed
+            self._watch = OutsideWatch(self._replica, self.optimizer, changed=changed)
+            self._hooks.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._saved = None  # its tensors are in place
         plan = self._sync.machine.plan
         _attached.add(self.optimizer)
-        self._hook = self.optimizer.register_step_post_hook(self._after_step)
+        self._hooks.append(self.optimizer.register_step_post_hook(self._after_step))
         self._resumed_at = self._clock()
         interval_s = self._heartbeat_interval_s(plan)
         if interval_s > 0 and self._control is not None:
@@ -180,7 +187,11 @@ class DiLoCoWorker:
         self._in_exchange = True
         self._interrupts.at_safe_point()
         try:
-            self._sync.finish(keep_local=self.config.on_exit == "local", patience_s=self.config.exit_patience_s)
+            self._sync.finish(
+                keep_local=self.config.on_exit == "local",
+                patience_s=self.config.exit_patience_s,
+                changed=self._is_changed(),
+            )
             self._sync.report()
         finally:
             self.should_stop = self.should_stop or bool(self._interrupts.asked)
@@ -206,8 +217,9 @@ class DiLoCoWorker:
         """Not from within the hook: torch is walking over its hooks then. There it stays, and does nothing more; and
         signals still come to us, for until the loop has ended a second one must not kill what the first asked to end.
         """
-        if self._hook is not None and not self._in_hook:
-            self._hook.remove()
+        if self._hooks and not self._in_hook:
+            for hook in self._hooks:
+                hook.remove()
             self._interrupts.restore()
 
     def __enter__(self) -> DiLoCoWorker:
@@ -227,10 +239,11 @@ class DiLoCoWorker:
         """Exchange every fragment now, under the run's usual deadline."""
         self._in_exchange = True
         try:
-            self._started.sync_all()
+            self._started.sync_all(changed=self._is_changed())
             self._started.report()
         finally:
             self._in_exchange = False
+            self._record()
             self._progress_at = time.monotonic()
             self._resumed_at = self._clock()
 
@@ -249,14 +262,35 @@ class DiLoCoWorker:
     def global_weights(self) -> AbstractContextManager[None]:
         """`with worker.global_weights(): evaluate(model)` evaluates the last agreed model instead of the local one."""
         self._started  # noqa: B018 - an anchor exists only after start()
-        return self._replica.global_weights()
+        return self._by_us(self._replica.global_weights)
+
+    def own_change(self) -> AbstractContextManager[None]:
+        """`with worker.own_change(): clip(model)` changes weights outside `optimizer.step()` on purpose: the change is
+        this worker's learning, and is sent. After any other change the worker continues from the agreed weights
+        (outside.py). `@worker.own_change()` does the same for each call of a function."""
+        self._started  # noqa: B018 - before start() any weights may be loaded
+        return self._by_us(nullcontext)
+
+    @contextmanager
+    def _by_us(self, writing: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """What changed before is still somebody else's."""
+        if self._watch is not None:
+            self._watch.look()
+        try:
+            with writing():
+                yield
+        finally:
+            if self._watch is not None:
+                self._watch.record(anew=True)
 
     def state_dict(self) -> dict[str, Any]:
         """What a restart needs beside the model and the optimizer, to go on exactly: where in the cycle it is, the
         anchor, what the codec owes, the contributions under way. Plain tensors, numbers and text; the live tensors, so
         save them before the next step. In a group each process has its own. worker/saved.py says what a restart does
         with it."""
-        return self._started.state_dict(self.worker_id)
+        if self._watch is not None:
+            self._watch.look(closely=True)
+        return self._started.state_dict(self.worker_id, changed=self._watch is not None and self._watch.changed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the start, into a worker of the same run and worker_id (a worker that was given no id takes it from
@@ -338,6 +372,32 @@ class DiLoCoWorker:
             raise WorkerError("this worker has not been started: use `with DiLoCoWorker(…)` or call start()")
         return self._sync
 
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        assert self._watch is not None
+        if not self._ending.is_set():
+            self._watch.look()
+
+    def _is_changed(self, *, closely: bool = True) -> bool:
+        """Has somebody else moved the weights? The processes of a group say so together, if it is so for one."""
+        watch = self._watch
+        if watch is None:
+            return False
+        if closely:
+            watch.look(closely=True)
+        self._has_met = True
+        return watch.changed if self._ranks is None else any(self._ranks.gather(lambda: watch.changed, bool))
+
+    def _reloaded(self) -> None:
+        """The agreed weights have replaced the local ones."""
+        forget_non_finite(self.optimizer)
+        if self._watch is not None:
+            self._watch.changed = False
+
+    def _record(self, *, exchanged: bool = True) -> None:
+        """From here on it is a change if the weights move."""
+        if self._watch is not None:
+            self._watch.record(anew=exchanged, closely=exchanged)
+
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         assert self._sync is not None
         if self._ending.is_set():
@@ -359,11 +419,15 @@ class DiLoCoWorker:
         took_s = now - self._resumed_at
         self._step_s = took_s if self._step_s == 0.0 else SPEED_MEMORY * self._step_s + (1 - SPEED_MEMORY) * took_s
         self._in_exchange = True
+        # (The processes of a group compare what they saw where they meet anyway, and at their first step.)
+        compares = self._ranks is None or not self._has_met or sync.machine.exchanges_next
+        exchanged = True
         try:
-            exchanged = sync.stepped()
+            exchanged = sync.stepped(changed=compares and self._is_changed(closely=False))
         finally:
             self._in_exchange = False
             self._progress_at = time.monotonic()
+            self._record(exchanged=exchanged)
         if exchanged:
             # Of the step that was just taken: its gradients are still there.
             ranks, sections = self._ranks, self._replica.shards.sections

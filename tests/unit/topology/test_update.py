@@ -214,7 +214,8 @@ class Run:
         self.worker = DiLoCoWorker(model, self.optimizer, "none:1", topology=topology, buffers="local")
 
     def step(self, seed: int) -> None:
-        nudge(self.model, seed)
+        with self.worker.own_change():
+            nudge(self.model, seed)
         self.optimizer.step()
 
     @property

@@ -92,6 +92,60 @@ def test_a_state_of_another_model_is_refused_by_name() -> None:
         make_trainer().load_state_dict(state)
 
 
+# --- weights that somebody else has changed ---------------------------------------------------------------------------
+
+
+def spoil(trainer: DiLoCoTrainer) -> None:
+    trainer.model.load_state_dict({name: value + 10.0 for name, value in trainer.model.state_dict().items()})
+
+
+@pytest.mark.parametrize("before", [0, 2, 4], ids=["before the first step", "between steps", "before the sync"])
+def test_weights_that_are_loaded_are_not_sent(before: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Bit for bit as if the steps before and the load had never been."""
+    trainer, twin, alone = make_trainer(), make_trainer(), RobustAggregator("mean", min_peers=1)
+    with caplog.at_level(logging.WARNING):
+        train(trainer, 0, before)
+        spoil(trainer)
+        train(trainer, 1, 4 - before)
+        assert sync(trainer, alone, [])
+    train(twin, 1, 4 - before)
+    assert sync(twin, RobustAggregator("mean", min_peers=1), [])
+    assert trainer.anchor_hash == twin.anchor_hash
+    assert_same(params_of(trainer.model), params_of(twin.model))
+    assert trainer.sync_metrics["outside_changes"] == 1
+    assert [record.getMessage() for record in caplog.records if f"{before} local steps are dropped" in record.message]
+
+
+def test_nor_while_a_sync_is_awaited_and_what_was_sent_counts() -> None:
+    trainer, twin = make_trainer(), make_trainer()
+
+    class Slow:
+        async def gossip_round(self, local: Grads) -> list[Grads]:
+            spoil(trainer)
+            train(trainer, 1, 1)
+            return [local]
+
+    for one in (trainer, twin):
+        train(one, 0)
+    assert sync(trainer, RobustAggregator("mean", min_peers=1), Slow())
+    gossip([twin], [RobustAggregator("mean", min_peers=1)])
+    assert trainer.anchor_hash == twin.anchor_hash
+    alone = make_trainer()
+    train(alone, 1, 1)
+    for name, delta in trainer.compute_pseudo_gradient().items():  # one step from where it started over
+        assert torch.allclose(delta, alone.compute_pseudo_gradient()[name], atol=1e-6)
+
+
+def test_changes_that_are_announced_are_sent() -> None:
+    trainer = make_trainer()
+    train(trainer, 0)
+    with trainer.own_change():
+        spoil(trainer)
+    offered = gossip([trainer], [RobustAggregator("mean", min_peers=1)])
+    assert all(float(delta.mean()) < -9.0 for delta in offered[0].values())
+    assert trainer.sync_metrics["outside_changes"] == 0
+
+
 # --- the surface ----------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ def test_a_liar_among_five_is_refused_by_all_and_named_in_the_log(caplog: pytest
     for i, (one, other) in enumerate(zip(honest, attacked, strict=True)):
         train(one, seed=i)
         train(other, seed=i)
-    with torch.no_grad():
+    with torch.no_grad(), attacked[4].own_change():
         for param in attacked[4].model.parameters():
             param.mul_(1000.0)
     with caplog.at_level(logging.WARNING):

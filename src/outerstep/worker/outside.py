@@ -1,0 +1,104 @@
+"""Weights that moved outside `optimizer.step()`: how a worker notices them at next to no cost.
+
+A script that loads a checkpoint inside the `with` (Hugging Face's `resume_from_checkpoint`, `load_best_model_at_end`)
+leaves weights in the model that this worker has not learned. Sent as a pseudo-gradient they would pull the agreed model
+to wherever that checkpoint was.
+
+Two traces are looked at. Torch counts the in-place writes to a tensor (`_version`); loading is one, whatever does it.
+And a few values are remembered: weights that were swapped out for an evaluation and back again (an average of them,
+say) have other counters and the same values, and did not change; those written through `.data` have other values and
+the same counters. A look costs the same for every size of model, so it does not see an edit of one small layer among
+many; what a load does, it does to all of them.
+
+    record              after each step, and after each write of our own
+    look                before the next step, and before anything is sent
+
+On a GPU, to read a value is to wait for the device. There values are read only if a counter has moved, or `closely`:
+before the first step after an exchange, and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .replica import Replica
+
+LOOKED_AT = 6  # parameters; more of them make every step slower
+ROUNDING = 2e-6  # relative to the largest value: weights that were averaged and brought back differ by so much
+
+
+class OutsideWatch:
+    """Over the parameters of one optimizer. `changed`: somebody else moved them, and it was not dealt with yet."""
+
+    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, *, changed: bool = False) -> None:
+        """(Parameters of other optimizers are theirs to move; those of this one are moved by nobody else.)"""
+        self._replica = replica
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._names = _spread(replica.parameters_among(held))
+        self.changed = changed
+        self.record(anew=True, closely=True)
+
+    def record(self, *, anew: bool = False, closely: bool = False) -> None:
+        """The weights are what they should be. `anew`: they may lie elsewhere than before; `closely`: the next look is
+        a close one."""
+        if anew:
+            self._find()
+        self._closely = closely
+        self._versions = [tensor._version for tensor in self._looked]
+        self._values = self._read()
+
+    def look(self, *, closely: bool = False) -> None:
+        """Have they moved since the last record?"""
+        if self.changed:
+            return
+        closely, self._closely = closely or self._closely, False
+        moved = [tensor._version for tensor in self._looked] != self._versions or self._place != self._where()
+        if moved or closely or (self._on_host and self._read() != self._values):
+            self.changed = self._differs()
+
+    @torch.no_grad()
+    def _find(self) -> None:
+        tensors = (self._replica.tensors[name] for name in self._names)
+        self._looked = [tensor for tensor in tensors if tensor.numel()]
+        self._spots = [_middle(tensor) for tensor in self._looked if tensor.device == self._looked[0].device]
+        self._on_host = all(spot.device.type == "cpu" for spot in self._spots)
+        self._place = self._where()
+
+    def _where(self) -> int:
+        """`.data` may be given other memory, and then seldom in one parameter alone."""
+        return self._looked[0].data_ptr() if self._looked else 0
+
+    def _read(self) -> list[float] | Tensor:
+        """On a GPU without waiting for it."""
+        return [spot.item() for spot in self._spots] if self._on_host else torch.cat(self._spots)
+
+    def _differs(self) -> bool:
+        """For certain."""
+        self._find()  # they may lie elsewhere
+        before, now = _listed(self._values), _listed(self._read())
+        slack = ROUNDING * max((abs(value) for value in before if value == value), default=0.0)
+        return not all(_is_same(one, other, slack) for one, other in zip(before, now, strict=True))
+
+
+def _is_same(one: float, other: float, slack: float) -> bool:
+    return one == other or abs(one - other) <= slack or (one != one and other != other)
+
+
+def _listed(values: list[float] | Tensor) -> list[float]:
+    return [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+
+
+def _middle(tensor: Tensor) -> Tensor:
+    """One value of it, as a view."""
+    return tensor.detach()[tuple(size // 2 for size in tensor.shape)].view(1)
+
+
+def _spread(names: Iterable[str]) -> list[str]:
+    """The first, the last, and some between them."""
+    found = list(names)
+    if len(found) <= LOOKED_AT:
+        return found
+    return [found[i * (len(found) - 1) // (LOOKED_AT - 1)] for i in range(LOOKED_AT)]
