@@ -27,11 +27,12 @@ from clusters import Cluster
 from integration.old_clients import Answered, OldClient, like, loaded, minus, saved, serving
 from outerstep.compat import CompatServer
 from outerstep.compat.names import id_of
-from outerstep.errors import ConfigError, ServerUnreachable, TransportError
+from outerstep.errors import BadRequest, ConfigError, ServerUnreachable, TransportError
 from outerstep.server import DiLoCoServer
-from outerstep.topology.server.client import DiLoCoClient
-from outerstep.types import Control
+from outerstep.topology.server.client import DiLoCoClient, as_info
+from outerstep.types import Control, Join
 from outerstep.wire.memory import MemoryTransport
+from outerstep.wire.messages import decode_json
 from ports import free_port
 from support import assert_same, in_threads, tiny_model, wait_until
 
@@ -292,7 +293,7 @@ def test_clients_go_on_over_a_killed_server_and_no_cycle_is_lost(tmp_path: Path)
 
 
 def restarted(folder: Path, num_workers: int, **settings: Any) -> tuple[DiLoCoServer, CompatServer]:
-    """A server on this folder, from its state if there is one. (Closed by hand: `kill` is what is tested.)"""
+    """A server on this folder, from its state if there is one."""
     state = tiny_model().state_dict()
     server = DiLoCoServer(
         state, num_workers=num_workers, port=0, save_dir=str(folder), **{**PLAIN, "codec": "fp32", **settings}
@@ -339,6 +340,7 @@ def test_a_place_that_is_kept_over_a_restart_is_kept_for_its_client(tmp_path: Pa
     server, compat = restarted(tmp_path, 1)
     try:
         start = OldClient(compat.address, "a").register()
+        OldClient(compat.address, "o\nd").register()
         gone = OldClient(compat.address, "gone")
         gone.register()
         gone.post_json("/deregister", worker_id="gone")
@@ -355,6 +357,10 @@ def test_a_place_that_is_kept_over_a_restart_is_kept_for_its_client(tmp_path: Pa
         elsewhere.close()
         with pytest.raises(Answered, match="404"):
             OldClient(compat.address, "gone").submit(like(start, 9.0))
+        with pytest.raises(Answered, match="stands for that of another client"):
+            OldClient(compat.address, id_of("o\nd")).submit(like(start, 9.0))
+        assert sorted(OriginalClient(compat.address).status()["workers"]) == ["a", "o\\nd"]
+        OldClient(compat.address, "o\nd").post_json("/deregister", worker_id="o\nd")
         worker = server.service.coordinator.members.find("a")
         assert worker is not None
         assert worker.expected_back  # nobody who may speak for it has done so
@@ -391,6 +397,27 @@ def test_the_native_client_answers_by_the_same_names() -> None:
         assert client.heartbeat("w")["drain"] == "an operator asked for it"
         client.deregister("w")
         client.close()
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {f"fact_{i}": i for i in range(17)},
+        {"x" * 65: 1},
+        {"": 1},
+        {"long": "x" * 257},
+        {"large": 2**53 + 1},
+        {"list": [1]},
+        {"nothing": None},
+    ],
+    ids=lambda info: next(iter(info)) or "unnamed",
+)
+def test_a_join_that_tells_more_than_may_be_kept_is_refused(info: dict[str, object]) -> None:
+    join = {"protocol": 2, "worker_id": "w", "instance": "0" * 16}
+    assert decode_json(json.dumps({**join, "info": {"gpus": 2, "fast": True, "speed": 1.5}}).encode(), Join).info
+    with pytest.raises(BadRequest, match="info"):
+        decode_json(json.dumps({**join, "info": info}).encode(), Join)
+    assert decode_json(json.dumps({**join, "info": as_info(info)}).encode(), Join)  # but its client makes it fit
 
 
 class Deaf(MemoryTransport):

@@ -37,7 +37,7 @@ class StatusPage:
             now = service.clock()
         known = status["workers"]
         assert isinstance(known, dict)
-        said = {client.worker_id: client.said for client in clients}
+        said = {client.worker_id: client.shown for client in clients}
         return {
             **status,
             "status": "failed" if status["failure"] else "running",

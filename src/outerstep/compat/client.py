@@ -210,7 +210,7 @@ class CompatClient:
         return client
 
     def __init__(self, service: ParameterService, introduction: Introduction, instance: str) -> None:
-        self.worker_id, self.said = introduction.worker_id, introduction.said
+        self.worker_id = introduction.worker_id
         self.hostname, self.address = introduction.hostname, introduction.address
         self.instance = instance
         self._introduction = introduction
@@ -225,6 +225,10 @@ class CompatClient:
         self._before: dict[int, Acceptance] = {}  # per fragment, its last contribution before the server was restarted
         self._submissions: dict[int, FragmentSubmission] = {}
         self._lock = threading.Condition()
+
+    @property
+    def shown(self) -> str:
+        return self._introduction.shown
 
     @property
     def is_idle(self) -> bool:
@@ -276,13 +280,13 @@ class CompatClient:
 
     def is_reconnect(self, introduction: Introduction) -> bool:
         """Is this the same client, which lost its connection?"""
-        same = (introduction.said, introduction.hostname, introduction.address)
-        return not self.left and same == (self.said, self.hostname, self.address)
+        same = (introduction.hostname, introduction.address) == (self.hostname, self.address)
+        return same and not self.left and self._introduction.is_named(introduction.said or "")
 
     def check_speaker(self, said: str, address: str) -> None:
         """The old protocol has neither keys nor tokens: that it comes from where the worker registered is all there is
-        to tell its client by. (And two texts never mean the same worker, whatever they come to here.)"""
-        if said != self.said:
+        to tell its client by."""
+        if not self._introduction.is_named(said):
             raise NotOwner(
                 f"worker id {self.worker_id!r} stands for that of another client here", hint="choose another worker id"
             )

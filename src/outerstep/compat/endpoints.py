@@ -131,7 +131,7 @@ class Endpoints:
         worker_id = introduction.worker_id
         client = self._clients.get(worker_id)
         if client is not None and self._is_live(client):
-            client.check_speaker(introduction.said, introduction.address)
+            client.check_speaker(introduction.said or worker_id, introduction.address)
         if client is not None and client.is_reconnect(introduction):
             try:
                 client.wake()

@@ -38,10 +38,11 @@ def id_of(said: str) -> str:
 @dataclass(frozen=True)
 class Introduction:
     """Who a client says that it is, and where it comes from. `info` also remembers, for the time after a restart of the
-    server, what here depends on it: the address, and the id in the client's words where it is another one here."""
+    server, what here depends on it: the address, and whether the id is another one in the client's words. What these
+    were to the letter is forgotten then (`said` is None): only as much as may be printed is kept."""
 
     worker_id: str
-    said: str
+    said: str | None
     hostname: str
     address: str
     info: Mapping[str, InfoValue]
@@ -51,16 +52,26 @@ class Introduction:
         worker_id = id_of(said)
         own = {ADDRESS: address} if worker_id == said else {ADDRESS: address, SAID: said}
         first = {name: told[name] for name in ("sync_every", "bf16_comm", "dylu") if name in told}
-        others = {name: value for name, value in told.items() if name not in (ADDRESS, SAID)}
-        return cls(worker_id, said, hostname, address, {**as_info({**own, **first, **others}), **own})
+        others = {name: value for name, value in told.items() if name not in own}
+        return cls(worker_id, said, hostname, address, as_info({**own, **first, **others}))
 
     @classmethod
     def remembered(cls, worker_id: str, hostname: str, info: Mapping[str, InfoValue]) -> Introduction | None:
         """As it was before the server was restarted; None: the ledger does not say where it came from."""
-        address, said = info.get(ADDRESS), info.get(SAID, worker_id)
-        if not isinstance(address, str) or not isinstance(said, str) or id_of(said) != worker_id:
+        address = info.get(ADDRESS)
+        if not isinstance(address, str):
             return None
-        return cls(worker_id, said, hostname, address, info)
+        return cls(worker_id, None if SAID in info else worker_id, hostname, address, info)
+
+    @property
+    def shown(self) -> str:
+        """The id in the client's words, as far as they are known."""
+        return self.said or str(self.info.get(SAID, self.worker_id))
+
+    def is_named(self, said: str) -> bool:
+        """Two texts never mean the same worker, whatever they come to here. (An id that stands for another text is
+        not that text itself.)"""
+        return id_of(said) == self.worker_id and (said == self.said if self.said else said != self.worker_id)
 
     @property
     def sync_every(self) -> int | None:
