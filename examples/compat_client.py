@@ -32,8 +32,9 @@ class OldClient:
         host, _, port = server.rpartition(":")
         self.host, self.port, self.worker_id = host, int(port), worker_id
 
-    def register(self) -> Tensors:
-        return load(self._json("/register", {"worker_id": self.worker_id, "hostname": socket.gethostname()}))
+    def register(self, sync_every: int) -> Tensors:
+        about = {"hostname": socket.gethostname(), "sync_every": sync_every, "bf16_comm": True}
+        return load(self._json("/register", {"worker_id": self.worker_id, **about}))
 
     def submit(self, pseudograds: Tensors) -> Tensors:
         return load(self._request("POST", "/submit_pseudograd", frame({"worker_id": self.worker_id}, pseudograds)))
@@ -115,7 +116,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     client = OldClient(arguments.server, arguments.worker_id)
-    params = client.register()
+    params = client.register(arguments.steps)
     print(f"registered {arguments.worker_id}: {len(params)} tensors, norm {norm(params):.4f}", flush=True)
     try:
         for _ in range(arguments.rounds):

@@ -194,9 +194,12 @@ def _seen(member: MemberStatus) -> str:
     return f"{member.last_seen_s or 0.0:.0f} s ago"
 
 
+MOST_FACTS = 48  # characters
+
 # What each column shows of a worker; a column that is empty for all workers is left out.
 COLUMNS: dict[str, Callable[[WorkerStatus], str]] = {
     "host": lambda worker: worker.hostname,
+    "says": lambda worker: _facts(worker.info),
     "protocol": lambda worker: str(worker.protocol) if (worker.protocol or PROTOCOL_VERSION) < PROTOCOL_VERSION else "",
     "step": _step,
     "steps/s": _speed,
@@ -212,6 +215,12 @@ COLUMNS: dict[str, Callable[[WorkerStatus], str]] = {
 }
 
 
+def _facts(info: Mapping[str, bool | int | float | str]) -> str:
+    """What it tells of itself, as far as a column is wide; --json has all of it."""
+    text = ", ".join(f"{name} {fact}" for name, fact in info.items())
+    return text if len(text) <= MOST_FACTS else f"{text[: MOST_FACTS - 1]}…"
+
+
 def _trouble(worker: WorkerStatus) -> str:
     if worker.quarantine is not None:
         return f"quarantine, {duration(worker.quarantine.left_s)} left"
@@ -225,7 +234,7 @@ def _workers(workers: Mapping[str, WorkerStatus]) -> Table:
     kept = {title: cells for title, cells in columns.items() if any(cells)}
     table = Table("worker")
     for title in kept:
-        table.add_column(title, justify="left" if title == "host" else "right")
+        table.add_column(title, justify="left" if title in ("host", "says") else "right")
     for row, (name, _) in enumerate(named):
         table.add_row(_escaped(name), *(_escaped(cells[row]) for cells in kept.values()))
     return table

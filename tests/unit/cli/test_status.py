@@ -159,3 +159,10 @@ def test_workers_of_an_older_protocol_are_marked_and_a_run_without_them_has_no_s
 def test_a_peers_run_names_its_protocol() -> None:
     shown = text({"mode": "gossip", "peer_id": "p", "run_id": "abc", "begun": True, "protocol": 1, "is_member": True})
     assert "run abc  protocol 1  block 0" in shown
+
+
+def test_what_a_worker_tells_of_itself_has_a_column_if_anybody_tells_something() -> None:
+    assert "says" not in text(SYNC)
+    shown = text({**SYNC, "workers": {"left": {**WORKER, "info": {"gpus": 2, "odd": "\x1b[2J", "long": "x" * 256}}}})
+    assert "gpus 2, odd \\u001b[2J, long xxx" in shown
+    assert "…" in shown
