@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.cases import cases, spoiled
+from outerstep.compat.archive import describe
 from outerstep.compat.tensors import Expected, read_tensors
 from outerstep.digest import Buffer
 from outerstep.durable.disk import FolderDisk
@@ -204,7 +205,8 @@ NEEDED = Expected({name: tuple(tensor.shape) for name, tensor in SMALL.items()},
 @given(spoiled(ARCHIVE, most=2) | st.binary(max_size=200))
 def test_a_spoiled_archive_is_refused_or_holds_tensors_of_the_right_form(data: bytes) -> None:
     try:
-        read = read_tensors(memoryview(bytearray(data)), NEEDED, max_tensors=8)
+        view = memoryview(bytearray(data))
+        read = read_tensors(view, describe(view, max_tensors=8), NEEDED)
     except Refused as refusal:
         assert refusal.status in (413, 415, 422)
     else:

@@ -8,7 +8,8 @@ import io
 import json
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -93,6 +94,79 @@ class OldClient:
         return sock
 
 
+class OldWorker:
+    """A worker of the old protocol, from its guide alone: what it holds of the global model is a snapshot of its own
+    parameters by name, so it sends neither buffers nor the second name of a tied tensor. With `num_fragments` it cuts
+    its parameters by their number, in the model's order, and sends one group at a time from a thread of its own."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, client: OldClient, sync_every: int, fragments: int = 1
+    ) -> None:
+        self.model, self.optimizer, self.client = model, optimizer, client
+        self.sync_every = sync_every
+        names = [name for name, _ in model.named_parameters()]
+        each, more = divmod(len(names), fragments)
+        ends = [each * (i + 1) + min(i + 1, more) for i in range(fragments)]
+        self.fragments = [names[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        self.syncs = self.reconnections = 0
+        self._step = 0
+        self._snapshot: dict[str, Tensor] = {}
+        self._inflight: Future[dict[str, Tensor]] | None = None
+        self._background = ThreadPoolExecutor(1)
+        self._apply(client.register())
+
+    def stepped(self) -> None:
+        """After each step of the optimizer."""
+        self._step += 1
+        if len(self.fragments) == 1:
+            if self._step == self.sync_every:
+                self._sync()
+            return
+        interval = self.sync_every // len(self.fragments)
+        if self._step % interval == 0:
+            self._sync_fragment((self._step // interval - 1) % len(self.fragments))
+
+    def stop(self) -> None:
+        self._finish_inflight()
+        self._background.shutdown()
+        self.client.post_json("/deregister", worker_id=self.client.worker_id)
+
+    def _sync(self) -> None:
+        self._step = 0
+        try:
+            answer = self.client.submit(self._pseudogradients(self._snapshot))
+        except (Answered, OSError, http.client.HTTPException):
+            self.reconnections += 1
+            self._snapshot = {name: tensor for name, tensor in self.client.register().items() if name in self._snapshot}
+            answer = self.client.submit(self._pseudogradients(self._snapshot))
+        self._apply(answer)
+        self.syncs += 1
+
+    def _sync_fragment(self, fragment: int) -> None:
+        self._finish_inflight()
+        mine = self._pseudogradients(self.fragments[fragment])
+        self._inflight = self._background.submit(self.client.submit_fragment, fragment, mine)
+
+    def _finish_inflight(self) -> None:
+        if self._inflight is not None:
+            self._apply(self._inflight.result())
+            self._inflight = None
+            self.syncs += 1
+
+    def _pseudogradients(self, names: Iterable[str]) -> dict[str, Tensor]:
+        local = dict(self.model.named_parameters())
+        return {name: (self._snapshot[name] - local[name].detach()).bfloat16() for name in names}
+
+    def _apply(self, params: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                if name in params:
+                    param.copy_(params[name])
+                    self._snapshot[name] = param.detach().clone()
+        missing = [name for name, _ in self.model.named_parameters() if name not in self._snapshot]
+        assert not missing, f"the server never sent {missing}"
+
+
 def head_of(size_bytes: int, path: str = "/submit_pseudograd", *lines: str) -> bytes:
     return "\r\n".join([f"POST {path} HTTP/1.1", "Host: x", *lines, f"Content-Length: {size_bytes}", "", ""]).encode()
 
@@ -113,9 +187,14 @@ def answer_of(sock: socket.socket) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def serving(
-    model: nn.Module | None = None, *, num_workers: int = 1, limits: CompatLimits | None = None, **settings: Any
+    model: nn.Module | Mapping[str, Tensor] | None = None,
+    *,
+    num_workers: int = 1,
+    limits: CompatLimits | None = None,
+    **settings: Any,
 ) -> Iterator[tuple[DiLoCoServer, CompatServer]]:
-    state = (model or tiny_model()).state_dict()
+    model = model or tiny_model()
+    state = model.state_dict() if isinstance(model, nn.Module) else model
     with (
         DiLoCoServer(state, num_workers=num_workers, port=0, **{**PLAIN, **settings}) as server,
         CompatServer(server, 0, limits=limits or CompatLimits()) as compat,

@@ -30,8 +30,10 @@ from integration.old_clients import (
     workers_of,
 )
 from outerstep.compat.client import CompatClient
+from outerstep.core.manifest import describe
+from outerstep.types import Wishes
 from outerstep.worker import DiLoCoWorker
-from support import assert_same, in_threads, params_of, tiny_model, train_steps, wait_until
+from support import assert_same, in_threads, memory_topology, params_of, tiny_model, train_steps, wait_until
 
 # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -93,17 +95,23 @@ def test_fragments_are_exchanged_one_at_a_time() -> None:
         assert server.sync_round == 2
 
 
-def test_a_client_that_cuts_its_model_by_the_number_of_tensors_fits_a_run_that_does() -> None:
+@pytest.mark.parametrize("strategy", ["counted", "contiguous"])
+def test_a_client_that_cuts_its_model_by_the_number_of_tensors_fits_a_run_that_does(strategy: str) -> None:
     names = list(params_of(tiny_model()))
-    for strategy, fits in (("counted", True), ("contiguous", False)):
-        with one_client(num_fragments=4, sync_every=4, fragment_strategy=strategy) as (_, client, start):
-            first = {name: torch.ones_like(start[name]) for name in names[:2]}  # six tensors in four: 2, 2, 1, 1
-            if fits:
-                assert_same(client.submit_fragment(0, first), {name: start[name] - 1.0 for name in first})
-            else:
-                with pytest.raises(Answered, match="fragment-strategy counted") as caught:
-                    client.submit_fragment(0, first)
-                assert caught.value.status == 422
+    with serving(num_workers=2, num_fragments=4, sync_every=4, fragment_strategy=strategy, quorum=1) as (
+        server,
+        compat,
+    ):
+        memory_topology(server, "worker").join(describe(tiny_model())[1], Wishes())  # it brings the order, and the cut
+        client = OldClient(compat.address, "a")
+        start = client.register()
+        first = {name: torch.ones_like(start[name]) for name in names[:2]}  # six tensors in four: 2, 2, 1, 1
+        if strategy == "counted":
+            assert_same(client.submit_fragment(0, first), {name: start[name] - 1.0 for name in first})
+        else:
+            with pytest.raises(Answered, match="fragment-strategy counted") as caught:
+                client.submit_fragment(0, first)
+            assert caught.value.status == 422
 
 
 def test_an_old_client_and_a_modern_worker_hold_the_same_bits() -> None:

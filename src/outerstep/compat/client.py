@@ -44,7 +44,7 @@ from ..coordination.server.membership import KnownWorker
 from ..coordination.server.remembered import Acceptance
 from ..coordination.worker.exchange import Patience
 from ..digest import payload_hash
-from ..errors import Closing, NotOwner, OuterstepError, Refused, ServerError, StaleRound
+from ..errors import Busy, Closing, NotOwner, OuterstepError, Refused, ServerError, StaleRound
 from ..pool import Pool, Room
 from ..server.service import ParameterService
 from ..topology.protocol import Agreed, Contribution, anchors_of
@@ -193,9 +193,8 @@ class CompatClient:
         cls, service: ParameterService, introduction: Introduction, wishes: Wishes
     ) -> tuple[CompatClient, Sequence[Agreed]]:
         client = cls(service, introduction, secrets.token_hex(8))
-        joined = client.topology.join(None, wishes)
-        client.plan = joined.plan
-        anchors = [agreed for _, agreed in anchors_of(client.topology, joined)]
+        joined, anchors = client._join_now(wishes)
+        client.topology, client.plan = joined
         client._versions = [agreed.version for agreed in anchors]
         return client, anchors
 
@@ -223,6 +222,8 @@ class CompatClient:
         self.plan: Plan | None = None
         self._versions: list[int] = []  # what the client was handed
         self._before: dict[int, Acceptance] = {}  # per fragment, its last contribution before the server was restarted
+        naming = service.coordinator.naming
+        self._first = 0 if naming is None else naming.first  # the version of what it was given and nobody had named
         self._submissions: dict[int, FragmentSubmission] = {}
         self._lock = threading.Condition()
 
@@ -250,8 +251,38 @@ class CompatClient:
     def join_again(self) -> Sequence[Agreed]:
         """For a client that came back: as the same start of the same worker, so that what it had under way stays.
         Brings it back to life if it was declared dead meanwhile, and fetches the newest anchors."""
-        topology = self._new_topology()
-        return [agreed for _, agreed in anchors_of(topology, topology.join(None, Wishes()))]
+        return self._join_now()[1]
+
+    def _join_now(self, wishes: Wishes = Wishes()) -> tuple[tuple[ServerTopology, Plan], Sequence[Agreed]]:  # noqa: B008
+        """Once more if what the run trains was settled meanwhile: the anchors must be of one plan."""
+        for _ in range(TRIES):
+            topology = self._new_topology()
+            try:
+                joined = topology.join(None, wishes)
+                anchors = [agreed for _, agreed in anchors_of(topology, joined)]
+            except OuterstepError:
+                if not self._is_outdated(topology):
+                    raise
+                continue
+            if not self._is_outdated(topology):
+                return (topology, joined.plan), anchors
+        raise Busy("what the run trains is being settled", hint="register again", retry_after_s=1.0)
+
+    def _is_outdated(self, topology: ServerTopology) -> bool:
+        now, joined = self._service.coordinator.plan, topology.plan
+        return now is not None and joined is not None and now.fragments != joined.fragments
+
+    def follow_plan(self) -> Plan:
+        """The fragments as they are now: they may have been settled since this client registered. Those that are new to
+        it begin with the weights that it was given then."""
+        with self._lock:
+            plan, now = self.wake(), self._service.coordinator.plan
+            assert now is not None
+            if now.fragments != plan.fragments:
+                self.plan = plan = self.topology.learn_plan()
+                new = [self._first] * (len(plan.fragments) - len(self._versions))
+                self._versions = [*self._versions, *new][: len(plan.fragments)]
+            return plan
 
     def listen(self, steps_per_second: float | None = None) -> None:
         """The client has spoken: a sign of life, in answer to which the server says what it asks of this worker. To
@@ -347,7 +378,7 @@ class CompatClient:
     def hand_anchors(self, anchors: Iterable[Agreed]) -> None:
         """The client gets these versions: what it sends from now on was computed from them."""
         with self._lock:
-            for agreed in anchors:
+            for agreed in [one for one in anchors if one.fragment < len(self._versions)]:
                 self._versions[agreed.fragment] = max(self._versions[agreed.fragment], agreed.version)
                 self._before.pop(agreed.fragment, None)
 

@@ -8,28 +8,28 @@ import logging
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
-from torch import Tensor
 
 from ..digest import data_hash
 from ..errors import BadRequest, Busy, Fenced, OuterstepError, PlanMismatch, Refused, ServerError, UnknownWorker
 from ..pool import Pool
 from ..server import DiLoCoServer
 from ..topology.protocol import Agreed
-from ..types import Count, Label, Manifest, Wishes
+from ..types import Count, Label, Manifest, Plan, Wishes
 from ..wire.http_request import HttpBody, HttpRequest
 from ..wire.messages import BYTES_TYPE, convert, decode_json, encode_json
 from ..wire.routes import MessageRoute, PlainRoute, Presented, Reply, Routes
 from .answers import StatusPage
+from .archive import describe
 from .client import CompatClient, FragmentSubmission, ReadPayload, as_refusal
 from .limits import MAX_HEADER_BYTES, CompatLimits, body_limit_bytes
 from .names import Introduction, SaidId, id_of
-from .tensors import expect, read_tensors, write_tensors
+from .tensors import Expected, expect, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +78,13 @@ class Endpoints:
         config = server.config
         self._pool = Pool(memory_bytes=config.pool_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
         state = server.get_global_params()
-        self._state_names = list(state)
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+        self._max_tensors = len(sizes)
         self.max_body_bytes = limits.max_body_bytes or body_limit_bytes(sizes)
         self._clients: dict[str, CompatClient] = {}
         self._registering = threading.Lock()
         self._bodies: weakref.WeakValueDictionary[tuple[int, ...], memoryview] = weakref.WeakValueDictionary()
         self._writing = threading.Lock()
-        self._untrained: dict[str, Tensor] | None = None
         self._closed: Refused | None = None
         self._page = StatusPage(server)
         self._restore()
@@ -210,21 +209,14 @@ class Endpoints:
         """The whole model: all fragments, and the whole state dict comes back."""
         header = decode_json(self._header(request.body), SubmitHeader)
         client = self._client(header.worker_id, request.body.peer)
-        fragments = range(len(client.wake().fragments))
-        submissions, agreed = self._contribute(client, fragments, "the run's model", request.body)
+        submissions, agreed = self._contribute(client, None, request.body)
         return self._answer(client, submissions, agreed, self._whole_model(agreed))
 
     def submit_fragment(self, request: HttpRequest) -> Reply:
         """One fragment of the plan, and the same comes back."""
         header = decode_json(self._header(request.body), FragmentHeader)
         client = self._client(header.worker_id, request.body.peer)
-        fragment, count = header.fragment_id, len(client.wake().fragments)
-        if fragment >= count:
-            raise BadRequest(
-                f"fragment {fragment} does not exist: the plan has {count}",
-                hint="start the server with --fragments, with as many as the clients cut the model into",
-            )
-        submissions, agreed = self._contribute(client, [fragment], f"fragment {fragment}", request.body)
+        submissions, agreed = self._contribute(client, header.fragment_id, request.body)
         return self._answer(client, submissions, agreed, write_tensors(agreed[0].anchor))
 
     def _header(self, body: HttpBody) -> bytes:
@@ -245,18 +237,20 @@ class Endpoints:
         return bytes(header)
 
     def _contribute(
-        self, client: CompatClient, fragments: Sequence[int], what: str, body: HttpBody
+        self, client: CompatClient, fragment: int | None, body: HttpBody
     ) -> tuple[list[FragmentSubmission], list[Agreed]]:
-        """Read, contribute, and wait for the round as long as it takes and the client stays."""
+        """Read, contribute (None: the whole model), and wait for the round as long as it takes and the client stays."""
         client.listen()
         client.obey()
         client.check_open()
         try:
-            payload = self._read(client, fragments, what, body)
+            payload = self._read(client, fragment, body)
         except Refused as refusal:
-            if self._is_live(client):
-                self._server.service.turn_away(client.worker_id, fragments, refusal)
+            plan = client.wake()
+            if self._is_live(client) and (fragment is None or fragment < len(plan.fragments)):
+                self._server.service.turn_away(client.worker_id, self._chosen(plan, fragment), refusal)
             raise
+        fragments = self._chosen(client.wake(), fragment)
         submissions = client.take(fragments, payload)
         try:
             for submission in submissions:
@@ -274,10 +268,8 @@ class Endpoints:
             for submission in submissions:
                 submission.let_go()
 
-    def _read(self, client: CompatClient, fragments: Sequence[int], what: str, body: HttpBody) -> ReadPayload:
-        plan, size_bytes = client.wake(), body.left
-        names = [name for fragment in fragments for name in plan.fragments[fragment]]
-        expected = expect(self._manifest, names, self._state_names, what)
+    def _read(self, client: CompatClient, fragment: int | None, body: HttpBody) -> ReadPayload:
+        size_bytes = body.left
         if size_bytes == 0:
             raise BadRequest("the body ends after its header", hint="a torch.save payload follows the header")
         try:
@@ -286,11 +278,26 @@ class Endpoints:
             raise ServerError(f"no room for a body of {size_bytes} bytes: {error.strerror}") from error
         try:
             body.read_into(room.view)
-            tensors = read_tensors(room.view, expected, max_tensors=len(self._state_names))
+            described = describe(room.view, max_tensors=self._max_tensors)
+            self._server.service.name_tensors(fragment, {name: one.shape for name, one in described.items()})
+            tensors = read_tensors(room.view, described, self._expected(client, fragment))
         except BaseException:
             self._pool.give_back(room)
             raise
         return ReadPayload(self._pool, room, data_hash([room.view]), tensors)
+
+    def _expected(self, client: CompatClient, fragment: int | None) -> Expected:
+        """By the run's plan as it is now."""
+        plan, model = client.follow_plan(), self._server.service.run.model
+        if fragment is not None and fragment >= len(plan.fragments):
+            raise BadRequest(
+                f"fragment {fragment} does not exist: the plan has {len(plan.fragments)}",
+                hint="start the server with --fragments, with as many as the clients cut the model into; if nobody has "
+                "said how many, they are named in their order, from 0 on",
+            )
+        names = [name for chosen in self._chosen(plan, fragment) for name in plan.fragments[chosen]]
+        what = "the run's model" if fragment is None else f"fragment {fragment}"
+        return expect(self._manifest, names, list(model.rest()), what)
 
     def _answer(
         self,
@@ -336,26 +343,27 @@ class Endpoints:
         assert manifest is not None, "somebody has registered, so the run has one"
         return manifest
 
+    def _chosen(self, plan: Plan, fragment: int | None) -> Sequence[int]:
+        """The fragments that a submission is for; None: all. These clients know of no buffers: a fragment that has
+        nothing else goes with the last that they know of."""
+        if fragment is None:
+            return range(len(plan.fragments))
+        parameters = {spec.name for spec in self._manifest.parameters if spec.role == "parameter"}
+        known = [i for i, names in enumerate(plan.fragments) if not parameters.isdisjoint(names)]
+        return range(fragment, len(plan.fragments)) if known and fragment == known[-1] else [fragment]
+
     def _whole_model(self, anchors: Sequence[Agreed]) -> memoryview:
         """The state dict with these anchors in place. Everybody who gets the same versions gets the same bytes, which
         are made once."""
-        versions = tuple(agreed.version for agreed in anchors)
+        plan = self._server.service.coordinator.plan
+        assert plan is not None
+        versions = (plan.revision, *(agreed.version for agreed in anchors))
         with self._writing:
             body = self._bodies.get(versions)
             if body is None:
                 trained = {name: theta for agreed in anchors for name, theta in agreed.anchor.items()}
-                body = self._bodies[versions] = write_tensors(self._state(trained))
+                body = self._bodies[versions] = write_tensors(self._server.service.whole_state(trained))
             return body
-
-    def _state(self, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every name of the state dict, in its order."""
-        if self._untrained is None:  # they never change: copied once
-            others = self._server.get_global_params()
-            known = trained.keys() | self._manifest.aliases.keys()
-            self._untrained = {name: tensor for name, tensor in others.items() if name not in known}
-        aliases = self._manifest.aliases
-        everything = {**self._untrained, **trained, **{alias: trained[kept] for alias, kept in aliases.items()}}
-        return {name: everything[name] for name in dict.fromkeys([*self._state_names, *everything])}
 
 
 def _unknown(worker_id: str, why: str) -> UnknownWorker:

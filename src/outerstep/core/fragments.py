@@ -25,9 +25,10 @@ class FragmentManager:
 
     contiguous: neighbours stay together, cut into P runs of about equal bytes;
     strided:    layer i goes to fragment i mod P, parameters outside any layer to the lightest;
-    counted:    equally many parameters each, in order, the first n mod P one more: as clients of the older protocol
-                (docs/reference/compat.md) cut their models, regardless of bytes.
-    `embeddings_apart`: the embedding tables get the first fragment to themselves.
+    counted:    equally many parameters each, in the model's order, the first n mod P one more: as clients of the older
+                protocol (docs/reference/compat.md) cut their models, regardless of bytes.
+    `embeddings_apart`: the embedding tables get the first fragment to themselves. `named`: the first fragments, as
+    somebody else has cut them; the rest is counted out, and if only buffers are left, they are one more.
     """
 
     def __init__(
@@ -37,15 +38,19 @@ class FragmentManager:
         *,
         strategy: Strategy = "contiguous",
         embeddings_apart: bool = False,
+        named: Sequence[Sequence[str]] = (),
     ) -> None:
         specs = model if isinstance(model, Sequence) else describe(model)[1].parameters
-        if not 1 <= num_fragments <= len(specs):
+        most = len([s for s in specs if s.role == "parameter"]) if strategy == "counted" else len(specs)
+        if not 1 <= num_fragments <= most:
             raise ConfigError(
-                f"num_fragments must be between 1 and the number of trainable parameters ({len(specs)}), "
-                f"got {num_fragments}"
+                f"num_fragments must be between 1 and the number of trainable parameters ({most}), got {num_fragments}"
             )
-        self.num_fragments = num_fragments
-        self.fragments = _split(specs, num_fragments, strategy, embeddings_apart)
+        if named:
+            self.fragments = _beyond(specs, num_fragments, named)
+        else:
+            self.fragments = _split(specs, num_fragments, strategy, embeddings_apart)
+        self.num_fragments = len(self.fragments)
         self.param_to_fragment = {name: i for i, names in enumerate(self.fragments) for name in names}
 
     def get_fragment_schedule(self, local_step: int, sync_every: int) -> int | None:
@@ -110,10 +115,31 @@ def _contiguous(units: list[list[ParameterSpec]], count: int) -> list[list[list[
     return [units[a:b] for a, b in pairwise(cuts)]
 
 
+def _beyond(specs: Sequence[ParameterSpec], count: int, named: Sequence[Sequence[str]]) -> list[list[str]]:
+    taken = {name for names in named for name in names}
+    rest = [spec for spec in specs if spec.name not in taken]
+    parameters = sum(spec.role == "parameter" for spec in rest)
+    if bool(parameters) != (count > len(named)) or parameters < count - len(named):
+        raise ConfigError(f"{parameters} parameters are left for {count - len(named)} more fragments")
+    more = _counted(rest, count - len(named)) if parameters else [[spec.name for spec in rest]] if rest else []
+    return [*map(list, named), *more]
+
+
 def _counted(specs: Sequence[ParameterSpec], count: int) -> list[list[str]]:
-    each, longer = divmod(len(specs), count)
+    """Buffers are not counted: those clients do not send them. Each goes with the first parameter of its module."""
+    counted = [s for s in specs if s.role == "parameter"] if any(s.role != "parameter" for s in specs) else specs
+    each, longer = divmod(len(counted), count)
     cuts = [p * each + min(p, longer) for p in range(count + 1)]
-    return [[s.name for s in specs[a:b]] for a, b in pairwise(cuts)]
+    fragments = [[s.name for s in counted[a:b]] for a, b in pairwise(cuts)]
+    home = {_module(name): fragment for fragment in reversed(fragments) for name in reversed(fragment)}
+    for spec in specs:
+        if spec.role != "parameter":
+            home.get(_module(spec.name), fragments[-1]).append(spec.name)
+    return fragments
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _strided(units: list[list[ParameterSpec]], count: int) -> list[list[list[ParameterSpec]]]:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..config import ServerConfig
+from ..coordination.server.naming import Naming
 from ..coordination.server.plan import Settled, changed
 from ..coordination.server.remembered import LEAP, Remembered
 from ..durable.disk import FolderDisk
@@ -25,10 +26,11 @@ from ..durable.journal import Journal, Record
 from ..durable.run_folder import RunFolder, has_journal
 from ..errors import ConfigError, ModelError, PlanMismatch
 from ..model_folder import STATE
-from ..types import Plan, Wishes
+from ..types import Manifest, Plan, Wishes
 from .model_state import ModelState
 from .outer_state import Outer, check_kind, recall, state_of
 from .persistence import RoundRecord, read_record, recorded_addends, settings_of
+from .refitting import recut
 from .run import Run, read_codecs
 from .saved import ServerState, has_states, load_state
 from .store import FragmentStore
@@ -111,14 +113,19 @@ def restore(run: Run, saved: ServerState, records: Iterable[Record], now: float)
         return
     _check_unchanged(run.config, saved.plan)
     check_kind(run.make_optimizer(run.config, saved.manifest), saved.optimizer)
-    stores = run.make_stores(saved.plan, saved.manifest, saved.versions, saved.targets, saved.statistics, saved.centre)
-    outer = _OuterOverTime(run, saved)
-    remembered = _replay(saved, stores, outer, records)
-    optimizer = outer.under(settings_of(run.config)["outer"])
+    replayed = _Replayed(
+        run,
+        saved.plan,
+        saved.manifest,
+        run.make_stores(saved.plan, saved.manifest, saved.versions, saved.targets, saved.statistics, saved.centre),
+        _OuterOverTime(run, saved, saved.manifest),
+    )
+    remembered = _replay(saved, replayed, records)
+    stores, optimizer = replayed.stores, replayed.outer.under(settings_of(run.config)["outer"])
     plan = _plan_now(run, remembered.plan, remembered.facts.get("said", {}).get("wishes", {}))
     for store in stores:
         store.max_staleness = plan.max_staleness
-    run.open(plan, _settled(remembered), saved.manifest, optimizer, stores)
+    run.open(plan, _settled(remembered), replayed.manifest, optimizer, stores, _naming(remembered))
     if run.config.token_budget == remembered.facts.get("said", {}).get("token_budget"):
         coordinator.budget.limit = remembered.facts.get("token_budget")  # as an operator may have changed it since
     expect_back = run.config.heartbeat_timeout_s > 0
@@ -137,8 +144,8 @@ class _OuterOverTime:
     """The outer optimizer under the settings of each record: another learning rate at a later start must not change
     earlier rounds."""
 
-    def __init__(self, run: Run, saved: ServerState) -> None:
-        self._run, self._saved = run, saved
+    def __init__(self, run: Run, saved: ServerState, manifest: Manifest) -> None:
+        self._run, self._saved, self._manifest = run, saved, manifest
         self._made: Outer | None = None
         self._settings: dict[str, Any] = {}
 
@@ -146,20 +153,52 @@ class _OuterOverTime:
         """`settings`: {} = the record is older than they are; those of now hold."""
         if self._made is not None and settings == self._settings:
             return self._made
-        config, manifest = self._run.config, self._saved.manifest
-        assert manifest is not None
+        config = self._run.config
         if settings:
             buffer_size = settings["dn_buffer_size"] if config.async_mode else None
             config = dataclasses.replace(config, **{**settings, "dn_buffer_size": buffer_size})
-        made = self._run.make_optimizer(config, manifest)
-        recall(made, self._saved.optimizer if self._made is None else state_of(self._made))
-        self._made, self._settings = made, settings
+        self._made, self._settings = self._make(config), settings
+        return self._made
+
+    def follow(self, manifest: Manifest) -> None:
+        """From here on this is what is trained."""
+        self._manifest, settings = manifest, self._settings
+        self._saved = dataclasses.replace(
+            self._saved, optimizer=self._saved.optimizer if self._made is None else state_of(self._made)
+        )
+        was_made, self._made = self._made is not None, None
+        if was_made:
+            self.under(settings)
+
+    def _make(self, config: ServerConfig) -> Outer:
+        made = self._run.make_optimizer(config, self._manifest)
+        before = self._saved.optimizer if self._made is None else state_of(self._made)
+        recall(made, before, {spec.name for spec in self._manifest.parameters})
         return made
 
 
-def _replay(
-    saved: ServerState, stores: list[FragmentStore], outer: _OuterOverTime, records: Iterable[Record]
-) -> Remembered:
+@dataclass
+class _Replayed:
+    """What the records so far have made of a saved state."""
+
+    run: Run
+    plan: Plan
+    manifest: Manifest
+    stores: list[FragmentStore]
+    outer: _OuterOverTime
+
+    def follow(self, remembered: Remembered) -> None:
+        """What is trained may have been settled since (refitting.py)."""
+        manifest = remembered.manifest or self.manifest
+        if remembered.plan.fragments != self.plan.fragments or manifest != self.manifest:
+            run, first = self.run, int(remembered.facts.get("refitted_from", 0))
+            run.model = run.model.named_for([spec.name for spec in manifest.parameters], manifest.aliases)
+            self.stores = recut(run, self.stores, (self.plan, self.manifest), (remembered.plan, manifest), first)
+            self.outer.follow(manifest)
+        self.plan, self.manifest = remembered.plan, manifest
+
+
+def _replay(saved: ServerState, replayed: _Replayed, records: Iterable[Record]) -> Remembered:
     """Replay the records into the stores, one by one. Returns what the last of them remembers."""
     assert saved.plan is not None
     remembered = Remembered(
@@ -178,16 +217,17 @@ def _replay(
                 f"journal record {record.serial} is of run {head.remembered.run_id}, the saved state of run "
                 f"{saved.run_id}; {_REMEDY}"
             )
+        replayed.follow(head.remembered)
         if head.round is not None:
-            for store in stores:
+            for store in replayed.stores:
                 store.max_staleness = head.remembered.plan.max_staleness
             settings: dict[str, Any] = head.remembered.facts.get("said", {}).get("outer", {})
-            _replay_round(head.round, record, stores, outer.under(settings))
+            _replay_round(head.round, record, replayed.stores, replayed.outer.under(settings))
             rounds += 1
         remembered, count = head.remembered, count + 1
     if count:
         log.info("replayed %d journal record(s), %d of them rounds", count, rounds)
-    if remembered.versions != tuple(store.newest.version for store in stores):
+    if remembered.versions != tuple(store.newest.version for store in replayed.stores):
         raise ModelError(f"the journal's last record is about rounds {remembered.versions}, which it does not hold")
     return remembered
 
@@ -260,6 +300,14 @@ def _settled(remembered: Remembered) -> Settled:
         return msgspec.convert(remembered.facts.get("settled", {}), Settled)
     except msgspec.ValidationError as error:
         raise ModelError(f"the saved state does not say how its plan was settled: {error}") from error
+
+
+def _naming(remembered: Remembered) -> Naming | None:
+    facts = remembered.facts.get("naming")
+    try:
+        return None if facts is None else msgspec.convert(facts, Naming)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"the saved state does not say how far its model was named: {error}") from error
 
 
 _REMEDY = "resume a saved state by its path to drop what came after it"

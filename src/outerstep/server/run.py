@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..config import ServerConfig
 from ..coordination.server.coordinator import Coordinator
+from ..coordination.server.naming import Naming
 from ..coordination.server.plan import Settled, settle
 from ..coordination.server.remembered import Remembered
 from ..coordination.server.rounds import Fragment
@@ -50,8 +51,9 @@ def check_wished_codecs(config: ServerConfig, wishes: Wishes) -> None:
             )
 
 
-def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
-    """What was settled, applied to this model. Raises ConfigError if it cannot be."""
+def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest, named: Sequence[Sequence[str]] = ()) -> Plan:
+    """What was settled, applied to this model. `named`: the first fragments, as others have cut them. Raises
+    ConfigError if it cannot be."""
     codec, down_codec = read_codecs(settled.codec, settled.down_codec)
     check_cycle(settled.sync_every, settled.num_fragments)
     fragments = FragmentManager(
@@ -59,6 +61,7 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest) -> Plan:
         settled.num_fragments,
         strategy=config.fragment_strategy,
         embeddings_apart=config.embeddings_apart,
+        named=named,
     ).fragments
     return Plan(
         sync_every=settled.sync_every,
@@ -105,27 +108,31 @@ class Run:
     imported: ServerState | None = None
 
     def start(self, request: Join) -> None:
-        """The first worker is here: its model and its wishes settle what the settings left open."""
+        """The first worker is here: its model and its wishes settle what the settings left open. If it brings no
+        manifest, everything is trained until somebody says otherwise."""
         config, imported = self.config, self.imported
-        settled = settle(
-            config.wishes,
-            request.wishes,
-            request.worker_id,
-            base_sync_every=config.dylu_base_sync_every if config.dylu else None,
-        )
-        manifest = request.manifest or self.model.manifest()
-        self.model.check(manifest)
+        settled = settle(config.wishes, request.wishes, request.worker_id, base_sync_every=base_sync_every(config))
+        brought, model, untrained = request.manifest, self.model, set[str]()
+        if brought is not None:
+            model = model.named_for([spec.name for spec in brought.parameters], brought.aliases)
+        if imported is not None:
+            untrained = imported.params.keys() - imported.optimizer.by_name.keys()
+        manifest = brought or model.manifest()
+        model.check(manifest, untrained)
+        before, self.model = self.model, model
+        first = imported.round if imported is not None else 0
         try:
             check_wished_codecs(config, request.wishes)
             plan = draw_up(config, settled, manifest)
             optimizer = self.make_optimizer(config, manifest)
             if imported is not None:
                 recall(optimizer, imported.optimizer, {spec.name for spec in manifest.parameters})
-            first = imported.round if imported is not None else 0
             stores = self.make_stores(plan, manifest, (first,) * len(plan.fragments))
         except ConfigError as error:
+            self.model = before
             raise PlanMismatch(str(error)) from error
-        self.open(plan, settled, manifest, optimizer, stores)
+        naming = None if brought is not None else Naming(first, imported=imported is not None)
+        self.open(plan, settled, manifest, optimizer, stores, naming)
         self.imported = None  # it is in the stores now; a second copy would only take room
 
     def make_stores(
@@ -136,8 +143,9 @@ class Run:
         targets: Mapping[str, Tensor] | None = None,
         statistics: Mapping[int, Mapping[str, Tensor]] | None = None,
         centre: Mapping[str, Tensor] | None = None,
+        kept: Sequence[FragmentStore] = (),
     ) -> list[FragmentStore]:
-        """The model, cut as the plan says, each fragment at its version."""
+        """The model, cut as the plan says, each fragment at its version. `kept`: the first of them, as they are."""
         config = self.config
         check_room(config, plan, manifest)
         up, down = Recipe.parse(plan.codec), Recipe.parse(plan.down_codec)
@@ -161,24 +169,25 @@ class Run:
                 centre=centre,
             )
             for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
+            if i >= len(kept)
         ]
         for store in stores:
             store.down.follows_means = config.combining.aggregation == "mean"
-        return stores
+        return [*kept, *stores]
 
     def open(
-        self, plan: Plan, settled: Settled, manifest: Manifest, optimizer: Outer, stores: list[FragmentStore]
+        self,
+        plan: Plan,
+        settled: Settled,
+        manifest: Manifest,
+        optimizer: Outer,
+        stores: list[FragmentStore],
+        naming: Naming | None = None,
     ) -> None:
         """From now on there is something to contribute to."""
         self.optimizer, self.stores = optimizer, stores
-        self.coordinator.fix(
-            plan=plan,
-            settled=settled,
-            manifest=manifest,
-            fragments=[
-                Fragment.at(store.newest.agreement, store.max_payload_bytes, store.max_sections) for store in stores
-            ],
-        )
+        fragments = [fragment_of(store) for store in stores]
+        self.coordinator.fix(plan=plan, settled=settled, manifest=manifest, fragments=fragments, naming=naming)
         self.model.forget_trained(manifest)
         _return_free_memory()
 
@@ -203,6 +212,14 @@ class Run:
             totals=remembered.totals,
             facts=remembered.facts,
         )
+
+
+def fragment_of(store: FragmentStore) -> Fragment:
+    return Fragment.at(store.newest.agreement, store.max_payload_bytes, store.max_sections)
+
+
+def base_sync_every(config: ServerConfig) -> int | None:
+    return config.dylu_base_sync_every if config.dylu else None
 
 
 def _return_free_memory() -> None:

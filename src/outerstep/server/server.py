@@ -356,9 +356,7 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
 
 
 def _check_same_model(given: Mapping[str, Tensor], saved: ServerState, config: ServerConfig) -> None:
-    held = {**saved.rest, **saved.params}
-    odd = [n for n, t in given.items() if n in held and held[n].shape != t.shape]
-    odd += [n for n in held if n not in given and n not in (saved.manifest.aliases if saved.manifest else {})]
+    odd = ModelState(given).differing({**saved.rest, **saved.params}, saved.manifest)
     if odd and config.resume is None:
         raise ConfigError(
             f"save_dir {config.save_dir!r} holds run {saved.run_id} of another model than the one given: {odd[0]!r} is "

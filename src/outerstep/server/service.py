@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -88,6 +88,7 @@ from .intake import Intake
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer
 from .persistence import RunWriter
+from .refitting import settle_by_manifest, settle_by_submission
 from .resuming import ResumePoint, restore
 from .rounds import RoundsThread
 from .run import Run
@@ -444,10 +445,15 @@ class ParameterService:
 
     def global_params(self) -> dict[str, Tensor]:
         """A copy of the newest global weights, fp32, by every name the model has for them."""
+        return {name: tensor.clone() for name, tensor in self.whole_state({}).items()}
+
+    def whole_state(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict, fp32, with these values of what is trained, and the newest of what is not among them."""
         with self.changed:
-            stores, manifest = self.run.stores, self.coordinator.manifest
-        newest = {name: theta for store in stores for name, theta in store.copy_params().items()}
-        return self.run.model.with_trained(newest, manifest.aliases if manifest is not None else {})
+            stores, manifest, model = self.run.stores, self.coordinator.manifest, self.run.model
+        others = [store for store in stores if not store.params().keys() <= given.keys()]
+        newest = {name: theta for store in others for name, theta in store.copy_params().items()}
+        return model.with_trained({**newest, **given}, manifest.aliases if manifest is not None else {})
 
     # --- decisions, under the lock --------------------------------------------------------------------------------
 
@@ -460,6 +466,10 @@ class ParameterService:
             if isinstance(request, Join) and self.coordinator.plan is None:
                 self.coordinator.check_join(request, vouched=vouched)
                 self.run.start(request)
+            elif isinstance(request, Join) and request.manifest is not None and self.coordinator.naming is not None:
+                self.coordinator.check_join(request, vouched=vouched)
+                self._between_tasks()
+                settle_by_manifest(self.run, request)
             try:
                 answer, record = self._commits.answer(request, self.clock(), vouched=vouched, token=token)
             finally:
@@ -468,6 +478,29 @@ class ParameterService:
         if record > self._commits.written:
             self._wait_for(record)
         return answer
+
+    def name_tensors(self, fragment: int | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """A client without a manifest has sent these tensors, as a fragment or (None) as the whole model. If nobody has
+        said yet what is trained there, that does (coordination/server/naming.py)."""
+        with self.changed:
+            naming = self.coordinator.naming
+            if naming is None or not naming.is_news(fragment):
+                return
+            self._between_tasks()
+            if settle_by_submission(self.run, fragment, shapes):
+                self._commits.note()
+                self._rounds.work.notify()
+
+    def _between_tasks(self) -> None:
+        """With the lock held: until the rounds thread has nothing to do. What it does next sees what changes now."""
+        self._rounds.catch_up()
+        if not self._rounds.progress.wait_for(lambda: self._commits.is_idle, NOTE_PATIENCE_S):
+            raise Busy(
+                f"what the run trains cannot be settled yet: {self.trouble or self.failure or 'rounds are closing'}",
+                hint="ask again",
+                retry_after_s=1.0,
+            )
+        self._check_health()
 
     def _wait_for(self, record: int) -> None:
         """Not for ever: the worker is told why it takes so long, and asks again."""

@@ -34,7 +34,11 @@ def saved(value: object, **how: object) -> memoryview:
 
 def read(data: memoryview, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     needed = {name: tuple(tensor.shape) for name, tensor in like.items()}
-    return read_tensors(data, Expected(needed, frozenset(), "the run's model"), max_tensors=MANY)
+    return read_all(data, Expected(needed, frozenset(), "the run's model"))
+
+
+def read_all(data: memoryview, expected: Expected) -> dict[str, Tensor]:
+    return read_tensors(data, describe(data, max_tensors=MANY), expected)
 
 
 def rewritten(data: memoryview, change: Callable[[dict[str, bytes]], None], method: int = 0) -> memoryview:
@@ -263,7 +267,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
 
     def refusal(tensors: dict[str, Tensor]) -> str:
         with pytest.raises(BadTensors) as caught:
-            read_tensors(saved(tensors), expected, max_tensors=MANY)
+            read_all(saved(tensors), expected)
         return caught.value.message
 
     good = {"a": torch.ones(2, 3), "b": torch.ones(4)}
@@ -273,7 +277,16 @@ def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
     assert "'b': got int64" in refusal({**good, "b": torch.ones(4, dtype=torch.int64)})
     assert "'b': got float64" in refusal({**good, "b": torch.ones(4, dtype=torch.float64)})
     extra = {**good, "tied": torch.ones(9), "buffer": torch.ones(1, dtype=torch.int64)}
-    assert read_tensors(saved(extra), expected, max_tensors=MANY).keys() == good.keys()
+    assert read_all(saved(extra), expected).keys() == good.keys()
+
+
+def test_a_buffer_that_is_not_sent_has_not_moved() -> None:
+    expected = Expected({"a": (2,)}, frozenset(), "the run's model", {"mean": (3,)})
+    assert torch.equal(read_all(saved({"a": torch.ones(2)}), expected)["mean"], torch.zeros(3))
+    sent = {"a": torch.ones(2), "mean": torch.full((3,), 2.0)}
+    assert torch.equal(read_all(saved(sent), expected)["mean"], sent["mean"])
+    with pytest.raises(BadTensors, match=r"'mean': got \[4\], run has \[3\]"):
+        read_all(saved({**sent, "mean": torch.ones(4)}), expected)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

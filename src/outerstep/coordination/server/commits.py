@@ -263,6 +263,11 @@ class Commits:
         return self._tasks[0] if self._tasks else None
 
     @property
+    def is_idle(self) -> bool:
+        """Is all that was decided carried out?"""
+        return not self._tasks and not self._jobs
+
+    @property
     def has_ended(self) -> bool:
         """`next()` gave no task, and none will come."""
         return self.gave_up or (self._stopping and not self._jobs and not self._tasks)

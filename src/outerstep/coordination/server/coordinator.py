@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from dataclasses import replace as replace_fields
 from typing import Any, Literal
 
 import msgspec
@@ -30,6 +31,7 @@ from ...errors import (
     Closing,
     FutureRound,
     MissingParts,
+    PlanMismatch,
     Refused,
     StaleRound,
     TooOld,
@@ -78,6 +80,7 @@ from .admission import (
 from .claims import PATIENCE_S, ClaimedWork, allowed, settle
 from .effects import Accumulate, CloseRound, DropUpload, Effect, StopServer
 from .membership import BLAMELESS, OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
+from .naming import Naming
 from .plan import Settled, changed, check_manifest, check_wishes
 from .quotas import QuotaLimits, Quotas
 from .remembered import LEAP, Acceptance, Remembered, WorkerRecord, changes_in
@@ -115,6 +118,9 @@ class Coordinator:
         self.manifest: Manifest | None = None
         self.model_bytes = 0
         self.settled: Settled | None = None
+        self.naming: Naming | None = None  # None: a manifest was brought, or nobody is here yet
+        self.refitted_from: int | None = None  # if the manifest has changed: the version of what was cut then
+        self._unfit_before = 0  # a plan of an earlier revision has other fragments
         self.started = False
         self.total_accepted = 0
         self.total_too_few = 0  # rounds that moved nothing, because too few of their contributors had trained
@@ -148,17 +154,49 @@ class Coordinator:
             check_run(message.run_id, self.run_id)
         if self.closing and not self.members.knows(message):
             raise Closing(f"the run is coming to its end: {self.closing}", hint="restart the server to resume the run")
+        if self.naming is not None and message.manifest is not None:
+            return  # it settles what they are compared with
         if self.settled is not None and self.plan is not None and self.manifest is not None:
             check_wishes(self.settled, self.next_plan or self.plan, message.wishes)
             if message.manifest is not None:
-                check_manifest(self.manifest, message.manifest)
+                check_manifest(self.manifest, message.manifest, by_name=True)
 
-    def fix(self, *, plan: Plan, settled: Settled, manifest: Manifest, fragments: Sequence[Fragment]) -> None:
-        """The first accepted manifest and the plan made from it hold for the rest of the run."""
-        self.plan, self.settled, self.manifest = plan, settled, manifest
+    def fix(
+        self,
+        *,
+        plan: Plan,
+        settled: Settled,
+        manifest: Manifest,
+        fragments: Sequence[Fragment],
+        naming: Naming | None = None,
+    ) -> None:
+        """The first accepted manifest and the plan made from it hold for the rest of the run. `naming`: nobody has
+        brought one; what is not named yet may still change."""
+        self.plan, self.settled, self.manifest, self.naming = plan, settled, manifest, naming
         self.model_bytes = 4 * sum(spec.numel for spec in manifest.parameters)
         self.fragments = list(fragments)
         self.budget.fix(len(self.fragments))
+
+    def refit(
+        self,
+        *,
+        plan: Plan,
+        settled: Settled,
+        manifest: Manifest,
+        fragments: Sequence[Fragment],
+        naming: Naming | None,
+        kept: int,
+    ) -> None:
+        """More is known of what is trained. The first `kept` fragments stay as they are. The others have taken nothing
+        in yet: `fragments` take their place."""
+        if kept < len(self.fragments):
+            self._unfit_before = plan.revision
+        for fragment in fragments if self.started else ():
+            fragment.round.expected = set(self.members.awaited_ids(self.now))
+        assert self.naming is not None
+        self.next_plan, self.refitted_from = None, self.naming.first
+        everything = [*self.fragments[:kept], *fragments]
+        self.fix(plan=plan, settled=settled, manifest=manifest, fragments=everything, naming=naming)
 
     def join(self, message: Join, now: float, *, vouched: bool = False, token: str = "") -> JoinAnswer:
         """`vouched`: whose id it is, is proven by something else than a key (membership.py). `token`: the name of the
@@ -170,7 +208,7 @@ class Coordinator:
         assert self.manifest is not None
         before = self.members.live_ids
         worker, arrived = self.members.join(message, now, vouched=vouched)
-        worker.protocol, worker.token = message.protocol, token
+        worker.protocol, worker.token, worker.plan_revision = message.protocol, token, self.plan.revision
         if arrived:
             if worker.worker_id in before:
                 # The old process is fenced; what it had in hand or was told is lost. Nobody waits for it now, unless
@@ -263,6 +301,8 @@ class Coordinator:
         if accepted is not None:
             return OfferAnswer(state="accepted", version=accepted.version)
         upload = self.uploads.by_key.get(message.key)
+        if self.naming is not None or worker.plan_revision < self._unfit_before:
+            self._settle_names(worker)
         with self._refusals_noted(worker, fragment, now):
             try:
                 worker.conduct.check(worker.worker_id, now)
@@ -290,6 +330,16 @@ class Coordinator:
             soon = self.uploads.is_near(message.key)
             return OfferAnswer(state="wait", retry_after_s=ASK_AGAIN_SOON_S if soon else ASK_AGAIN_S)
         return OfferAnswer(state="send", missing=upload.missing)
+
+    def _settle_names(self, worker: KnownWorker) -> None:
+        """A contribution by the plan's own names. From now on they stay; unless others were named since it joined."""
+        if worker.plan_revision < self._unfit_before:
+            raise PlanMismatch(
+                f"what the run trains was settled after {worker.worker_id!r} had joined without a manifest",
+                hint="register again: the answer has the plan and the parameters",
+            )
+        if self.naming is not None and not self.naming.named:
+            self.naming = replace_fields(self.naming, named=len(self.fragments), whole=True)
 
     def _check_costs(self, worker: KnownWorker, message: Offer, now: float) -> None:
         """May it send something more?"""
@@ -766,6 +816,7 @@ class Coordinator:
         in_open_rounds = sum(len(fragment.round.participants) for fragment in self.fragments)
         return Remembered(
             run_id=self.run_id,
+            manifest=None if self.refitted_from is None else self.manifest,
             plan=self.next_plan or self.plan,
             versions=tuple(fragment.round.version - 1 for fragment in self.fragments),
             ledger={worker.worker_id: worker.record() for worker in self.members},
@@ -785,6 +836,8 @@ class Coordinator:
                 "usual_tokens": [asdict(fragment.usual_tokens) for fragment in self.fragments],
                 "kicked": {worker.worker_id: worker.kicked for worker in self.members if worker.kicked},
                 "norms": [fragment.screen.remembered() for fragment in self.fragments],
+                **({} if self.naming is None else {"naming": asdict(self.naming)}),
+                **({} if self.refitted_from is None else {"refitted_from": self.refitted_from}),
                 "conduct": {
                     worker.worker_id: worker.conduct.remembered(self.now)
                     for worker in self.members

@@ -206,6 +206,7 @@ class KnownWorker:
     kicked: str = ""  # why, until another instance joins
     protocol: int | None = None  # that it joined in; None: before the server was restarted
     token: str = ""  # the name of the one that it joined with
+    plan_revision: int = 0  # of the plan that it was given then
     was_refused: bool = False  # a contribution, for what it was
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     accepted: dict[int, Acceptance] = field(default_factory=dict)  # per fragment, the last one

@@ -6,6 +6,8 @@ else by the default. From then on a different wish is refused at join, showing b
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -74,6 +76,30 @@ def settle(server: Wishes, worker: Wishes, worker_id: str, *, base_sync_every: i
     settled = Settled(**values, said_by=said_by)
     _check_streaming(settled.sync_every, settled.delay, settled.alpha, settled.carry)
     return settled
+
+
+def settle_again(
+    before: Settled,
+    server: Wishes,
+    worker: Wishes,
+    worker_id: str,
+    *,
+    base_sync_every: int | None = None,
+    fixed: Collection[str] = (),
+) -> Settled:
+    """The first worker that brings a manifest comes after clients that brought none, and may not have cared: what none
+    of them said is this worker's to say. `fixed`: what cannot change any more, whoever said it."""
+    said = [name for name in NAMES if name in fixed or before.said_by.get(name, "").startswith("worker ")]
+    for name in said:
+        wanted, has = getattr(worker, name), getattr(before, name)
+        if wanted not in (None, has):
+            raise _mismatch(name, has, before.said_by.get(name, "the default"), wanted)
+    kept = {name: getattr(before, name) for name in said}
+    made = settle(
+        replace(server, **dict.fromkeys(said)), replace(worker, **kept), worker_id, base_sync_every=base_sync_every
+    )
+    said_by = {name: before.said_by.get(name, "the default") for name in said}
+    return dataclasses.replace(made, said_by={**made.said_by, **said_by})
 
 
 def _check_bounds(server: Wishes, worker: Wishes) -> None:
@@ -159,9 +185,12 @@ def _mismatch(name: str, has: object, said_by: str, wanted: object) -> PlanMisma
 _SETTING: Final = " (the workers' `buffers` setting)"
 
 
-def check_manifest(run: Manifest, offered: Manifest) -> None:
-    """Refuse a model that differs from the run's, naming the first few differences."""
+def check_manifest(run: Manifest, offered: Manifest, *, by_name: bool = False) -> None:
+    """Refuse a model that differs from the run's, naming the first few differences. `by_name`: the order is the run's,
+    whatever the worker's is; the plan's fragments say it. (Where everybody cuts the fragments, all need the same.)"""
     differences = _differences(run, offered)
+    if not differences and not by_name and [p.name for p in run.parameters] != [p.name for p in offered.parameters]:
+        differences.append("the parameters are in another order")
     if differences:
         shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise ManifestMismatch(
@@ -184,8 +213,6 @@ def _differences(run: Manifest, offered: Manifest) -> list[str]:
         if name not in ours
     ]
     found += [line for name, spec in theirs.items() if name in ours for line in _spec_difference(ours[name], spec)]
-    if not found and [p.name for p in run.parameters] != [p.name for p in offered.parameters]:
-        found.append("the parameters are in another order")
     if not found and run.aliases != offered.aliases:
         found.append(f"other parameters are tied: got {offered.aliases}, run has {run.aliases}")
     # A manifest that the server made itself, for a client that brought none, knows neither.

@@ -55,4 +55,4 @@ class Remembered(Plain, frozen=True):
     ledger: dict[WorkerId, WorkerRecord]
     totals: dict[str, int | float]
     facts: dict[str, Any]
-    manifest: Manifest | None = None  # it never changes: None = as it was
+    manifest: Manifest | None = None  # None = as it was; it changes only while it is being named (naming.py)

@@ -25,7 +25,18 @@ from ...core.feedback import ErrorFeedback
 from ...core.watch import as_seen_by
 from ...defaults import JOIN_TIMEOUT_S
 from ...errors import ExchangeFailed, OtherRun, Refused, UntrustedServer
-from ...types import PROTOCOL_VERSION, Agreement, HeartbeatAnswer, InfoValue, Join, JoinAnswer, Manifest, Offer, Wishes
+from ...types import (
+    PROTOCOL_VERSION,
+    Agreement,
+    HeartbeatAnswer,
+    InfoValue,
+    Join,
+    JoinAnswer,
+    Manifest,
+    Offer,
+    Plan,
+    Wishes,
+)
 from ...wire.frames import Layout
 from ...wire.transport import Transport
 from ..encode import Excerpt, Sender, as_deltas, write_frame
@@ -83,6 +94,12 @@ class ServerTopology:
     def forms(self) -> list[Form]:
         return self._link.forms
 
+    @property
+    def plan(self) -> Plan | None:
+        """As it was when we joined; None = not yet."""
+        introduced = self._link.introduced
+        return None if introduced is None or introduced.answer is None else introduced.answer.plan
+
     # --- membership -----------------------------------------------------------------------------------------------
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
@@ -135,6 +152,18 @@ class ServerTopology:
             return
         self.overtaken = self._restored.overtaken(last)
         self.sequences = [max(pair) for pair in zip(last, self._restored.sequences, strict=True)]
+
+    def learn_plan(self) -> Plan:
+        """Ask again for the plan. A run that nobody has brought a manifest to settles its fragments when it knows what
+        is trained; what is under way here is of fragments that stay."""
+        answer = self._link.call(self.session.join_request)
+        assert isinstance(answer, JoinAnswer)
+        self.session.answer = answer
+        last = [state.last_sequence for state in self._link.admitted().fragments]
+        used = self.sequences[: len(last)]
+        self.sequences[:] = [max(pair) for pair in zip(last, [*used, *last[len(used) :]], strict=True)]
+        self._held.clear()
+        return answer.plan
 
     @property
     def last_heard(self) -> HeartbeatAnswer | None:
