@@ -15,6 +15,7 @@ from .versions import OLDEST_PROTOCOL, Since2
 from .versions import PROTOCOL_VERSION as PROTOCOL_VERSION  # a message says it
 
 MOST_SECTIONS = 4096
+MOST_FROM_ABOVE = 64  # versions from a layer above that are known as such; older ones count as rounds
 MOST_PAYLOADS = 64  # in one agreement: the longest chain of updates the server sends
 
 # Bounds are part of the type: a message that breaks one is refused before any code acts on it.
@@ -357,7 +358,8 @@ class Agreement(Plain, frozen=True):
     """The result of a round. `payloads` lead to it: one "full", or a chain of "update"s from the version that the
     requester holds, to be added in order; both give the same bits. `anchor_hash` is over the fragment's fp32 values,
     however they travelled; `range_hashes`, for a group that asked, over the rows of each section. `watched`: the
-    metrics of the round that are the same for all workers."""
+    metrics of the round that are the same for all workers. `above`: the recent versions, up to this one, that no round
+    made: they came from a layer above, and make no step older."""
 
     fragment: Count
     version: Count
@@ -366,6 +368,7 @@ class Agreement(Plain, frozen=True):
     watched: Watched | None = None
     payloads: Annotated[tuple[Payload, ...], Meta(max_length=MOST_PAYLOADS)] = ()
     range_hashes: tuple[Hash, ...] = ()
+    above: Since2[Annotated[tuple[Count, ...], Meta(max_length=MOST_FROM_ABOVE)]] = UNSET
 
     @property
     def size_bytes(self) -> int:

@@ -38,7 +38,7 @@ QUICK, FULL, AT_ONCE = 300, 5_000, 500
 KINDS = {"crash", "pause", "replace", "cut", "cut_up", "cut_down", "bad_weather", "lost", "repeated", "damaged"}
 KINDS |= {"kick", "drain", "sync", "new_plan", "load", "deferred", "late", "resumed", "overtaken"}
 KINDS |= {"server_crash", "power_cut", "died_writing", "disk_full", "disk_error", "held_back", "disk_failed"}
-KINDS |= {"checkpoint", "survived", "damaged_checkpoint", "liar_voices", "liar_refused"}
+KINDS |= {"checkpoint", "survived", "damaged_checkpoint", "liar_voices", "liar_refused", "from_above"}
 
 
 def check_seeds(seeds: range) -> None:
@@ -259,6 +259,14 @@ class TellsFirst(Commits):
         return sorted(super()._tasks_of(number, closing), key=lambda task: isinstance(task, WriteRecord))
 
 
+class MovesWithoutARecord(Commits):
+    """Writes down what rounds have made, and not what came from a layer above."""
+
+    def _tasks_of(self, number: int, closing: CloseRound) -> list[Task]:
+        tasks = super()._tasks_of(number, closing)
+        return [task for task in tasks if not (closing.from_above and isinstance(task, WriteRecord))]
+
+
 class CutsTooFar(Commits):
     """Cuts the journal up to the newest checkpoint: the one before it is of no use any more."""
 
@@ -405,6 +413,7 @@ def decided_by(bug: type[WorkerMachine]) -> dict[str, Any]:
         pytest.param(served_by(LeaksRoom), "no progress", marks=pytest.mark.slow),
         (served_by(StepsFromNothing), "closed with 0 contributions"),
         (served_by(RemembersOpenRounds), "reported as counted, but its steps were not applied"),
+        (served_by(MovesWithoutARecord), "was lost, though a worker holds it|record [0-9]+ is missing"),
         (served_by(ForgetsTheFolder), "was lost, though a worker holds it|record [0-9]+ is missing"),
         (served_by(TellsFirst), "was lost, though a worker holds it"),
         (served_by(CutsTooFar), "record [0-9]+ is missing|was lost, though a worker holds it"),

@@ -10,6 +10,7 @@ A journal record is the coordinator as of a decision, and what replays the round
     payload    kind "mean":    the flat fp32 mean that the outer optimizer stepped along, as long as the fragment
                kind "pushes":  the contributions as they came, one after the other (Delayed Nesterov)
                kind "nothing": none; everybody was there, and nobody had trained
+               kind "above":   T, flat fp32, where a layer above has moved it; nobody took part
 
 When which of them is written: coordination/server/commits.py.
 """
@@ -56,8 +57,11 @@ class RecordedPush(Plain, frozen=True):
     sections: Positive
 
 
+RoundKind = Literal["mean", "pushes", "nothing", "above"]
+
+
 class RoundRecord(Plain, frozen=True):
-    kind: Literal["mean", "pushes", "nothing"]
+    kind: RoundKind
     fragment: Count
     version: Positive
     participants: tuple[Participant, ...]
@@ -104,9 +108,11 @@ class RunWriter:
         return len(head) + sum(map(len, payload))
 
     def _round(self, stepped: SteppedRound) -> tuple[RoundRecord, list[memoryview]]:
-        kind: Literal["mean", "pushes", "nothing"] = "nothing"
+        kind: RoundKind = "nothing"
         payload, pushes = list[memoryview](), tuple[RecordedPush, ...]()
-        if self._takes_pushes:
+        if stepped.made.from_above:
+            kind, payload = "above", [bytes_of(stepped.made.target)]
+        elif self._takes_pushes:
             counted = [addend for addend in stepped.addends if addend.weight > 0.0]
             kind, payload = "pushes", [addend.payload for addend in counted]
             pushes = tuple(

@@ -239,12 +239,14 @@ def _replay_round(round_: RoundRecord, record: Record, stores: list[FragmentStor
             f"not follow on what is there; {_REMEDY}"
         )
     store = stores[round_.fragment]
-    if round_.kind == "mean":
-        store.recall_mean(round_.version, record.payload)
-    made = store.close(
-        round_.version, optimizer, recorded_addends(round_, record.payload) if round_.kind == "pushes" else ()
-    )
-    made.seen = round_.seen
+    if round_.kind == "above":
+        made = store.recall_move(round_.version, record.payload)
+    else:
+        if round_.kind == "mean":
+            store.recall_mean(round_.version, record.payload)
+        pushes = recorded_addends(round_, record.payload) if round_.kind == "pushes" else ()
+        made = store.close(round_.version, optimizer, pushes)
+        made.seen = round_.seen
     published = store.publish(made, round_.participants)
     if published.agreement.anchor_hash != round_.anchor_hash:
         raise ModelError(

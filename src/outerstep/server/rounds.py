@@ -161,6 +161,9 @@ class RoundsThread:
         run, closing, verdict, participants = self._run, task.closing, None, task.closing.participants
         assert run.optimizer is not None
         store, addends = run.stores[closing.fragment], list[Addend]()
+        if closing.from_above:
+            moved = run.from_above[closing.fragment].move(store.state.target)
+            return SteppedRound(store, store.move_to(closing.version, moved, self._clock()), (), [], None)
         if run.coordinator.rules.aggregation.is_plain:
             addends = [self._addend(accepted) for accepted in task.taken]
         else:
@@ -213,6 +216,8 @@ class RoundsThread:
             if verdict is not None:
                 coordinator.note_verdict(store.index, stepped.made.version, verdict.refused, verdict.unused)
             coordinator.published(store.publish(stepped.made, stepped.participants, now).agreement, now)
+            if stepped.made.from_above:
+                self._run.from_above.pop(store.index).published.set()
             self._flush()
 
     def _checkpoint(self, task: WriteCheckpoint) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,15 @@ def check_room(config: ServerConfig, plan: Plan, manifest: Manifest) -> None:
 
 
 @dataclass
+class FromAbove:
+    """An agreement of a layer above, on its way into the model: `move(T)` is T′, by name. It is asked for between two
+    rounds, so it is told where T is then."""
+
+    move: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    published: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
 class Run:
     """`imported`: a state that waits for the manifest of the first worker, which says what of it is trained."""
 
@@ -106,6 +116,7 @@ class Run:
     optimizer: Outer | None = None
     stores: list[FragmentStore] = field(default_factory=list)
     imported: ServerState | None = None
+    from_above: dict[int, FromAbove] = field(default_factory=dict)  # what a layer above has agreed on, by fragment
 
     def start(self, request: Join) -> None:
         """The first worker is here: its model and its wishes settle what the settings left open. If it brings no

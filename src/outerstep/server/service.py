@@ -91,7 +91,7 @@ from .persistence import RunWriter
 from .refitting import settle_by_manifest, settle_by_submission
 from .resuming import ResumePoint, restore
 from .rounds import RoundsThread
-from .run import Run
+from .run import FromAbove, Run
 from .sessions import session_secret
 from .status import build_status
 from .store import FragmentStore
@@ -415,6 +415,18 @@ class ParameterService:
         if isinstance(made, ServerError):
             raise made
         return made
+
+    def move_from_above(
+        self, fragment: int, upper_version: int, move: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    ) -> threading.Event:
+        """A layer above has agreed on this version of a fragment: T becomes `move(T)` between two rounds, as a version
+        of its own. The event is set when that is durable, and everybody may know."""
+        self._check_health()
+        with self.changed:
+            self.run.from_above[fragment] = moves = FromAbove(move)
+            self.coordinator.move_from_above(fragment, upper_version)
+            self._flush()
+        return moves.published
 
     def restore(self, found: ResumePoint) -> None:
         """Resume a saved run. Before anybody has joined."""

@@ -281,13 +281,21 @@ class FragmentStore:
             self._follow(made)
         return made
 
+    def recall_move(self, version: int, target: memoryview) -> NextVersion:
+        """What a layer above moved T to, as its record has it: move there once more."""
+        return self.move_to(version, self.down.by_name(self._recalled(target)))
+
     def recall_mean(self, version: int, mean: memoryview) -> None:
         """What a closed round stepped along, as its version had it: `close` that round once more."""
+        self._set_mean(version, self._recalled(mean))
+
+    def _recalled(self, data: memoryview) -> Tensor:
+        """Flat fp32 values of the whole fragment, of a journal record."""
         values = self._shelf.take(self.numel)
-        if len(mean) != 4 * self.numel:
-            raise ModelError(f"the mean of fragment {self.index} must have {4 * self.numel} bytes, got {len(mean)}")
-        bytes_of(values)[:] = mean
-        self._set_mean(version, values)
+        if len(data) != 4 * self.numel:
+            raise ModelError(f"a record of fragment {self.index} must have {4 * self.numel} bytes, got {len(data)}")
+        bytes_of(values)[:] = data
+        return values
 
     def publish(self, made: NextVersion, participants: tuple[Participant, ...], now: float = 0.0) -> Published:
         published = self.down.publish(made, participants, now)

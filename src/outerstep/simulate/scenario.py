@@ -9,6 +9,7 @@ from typing import Literal
 from ..coordination.server.rounds import RoundRules
 
 LIARS: tuple[Literal["", "voices", "refused"], ...] = ("", "", "voices", "", "refused")
+ABOVE_EVERY_S = (0.0, 0.0, 0.0, 17.0, 3.0)
 MOST_TOKENS_PER_S = 50.0  # of each worker
 
 
@@ -53,6 +54,7 @@ class Scenario:
     checkpoint_every: int = 4  # rounds
     restart_s: float = 5.0  # after a power cut
     liar: Literal["", "voices", "refused"] = ""  # one more worker, that lies (server_liar.py)
+    above_every_s: float = 0.0  # how often a layer above moves the model; 0 = there is none
 
     @staticmethod
     def drawn(seed: int) -> Scenario:
@@ -98,6 +100,7 @@ class Scenario:
                 kept_updates=seed % 4,  # not drawn: the rest of a seed's scenario stays what it was
                 save_every=(0, 4, 1, 3)[seed // 4 % 4],
                 liar=LIARS[seed // 2 % len(LIARS)],
+                above_every_s=ABOVE_EVERY_S[seed // 3 % len(ABOVE_EVERY_S)],
                 loss=rng.choice([0.0, 0.05, 0.2]),
                 repeat=rng.choice([0.0, 0.1, 0.5]),
                 damage=rng.choice([0.0, 0.02]),

@@ -65,6 +65,7 @@ KEPT_VERSIONS = 2
 START_AGAIN_S = 1.5  # after a start that the disk refused
 NOTE_WAIT_S = 5.0
 GATHER_S = 0.1
+ABOVE = "above"  # whose steps come from there
 TAKES_S: dict[type[Task], float] = {TakeStep: 0.2, WriteRecord: 0.02, WriteCheckpoint: 0.02}  # the others: no time
 
 Reply = Callable[[Answer | Refused], None]
@@ -101,6 +102,7 @@ class SimServer:
         )
         self._storage = SimStorage(machine, self.journal_type)
         self._begin(self._first_plan, self._nothing)
+        self._moves = 0  # agreements from above, since the run began
         self._serve()
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -194,6 +196,8 @@ class SimServer:
         self._commits.note()
         self._work()
         self._later(1.0, self._tick)
+        if self._scenario.above_every_s:
+            self._later(self._scenario.above_every_s, self._from_above)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         epoch = self.epoch
@@ -351,6 +355,8 @@ class SimServer:
             *self._sums.pop((closing.fragment, closing.version), []),
             *map(self._contents, task.taken),
         ]
+        if closing.from_above:
+            contents.append(self._agreed_above(closing.fragment))
         before = self._newest[closing.fragment].anchor_hash.encode()
         made = SimVersion(
             fragment=closing.fragment,
@@ -371,13 +377,27 @@ class SimServer:
         self._flush()
 
     def _tell_history(self, made: SimVersion, contents: Contents) -> None:
-        floor = max(1, self._scenario.rules.min_workers)
+        is_round = all(key.worker_id != ABOVE for key, _ in contents)
+        self._history.faults["from_above"] += not is_round
+        floor = max(1, self._scenario.rules.min_workers) if is_round else 0
         self._history.round_closed(made.fragment, made.version, made.anchor_hash, made.participants, contents, floor)
 
     def _tick(self) -> None:
         self.coordinator.tick(self._agenda.now)
         self._flush()
         self._later(1.0, self._tick)
+
+    def _from_above(self) -> None:
+        """A layer above has agreed on every fragment: others' steps are to be in the model."""
+        for fragment in range(self._scenario.fragments):
+            self.coordinator.move_from_above(fragment, self._moves + 1)
+        self._flush()
+        self._later(self._scenario.above_every_s, self._from_above)
+
+    def _agreed_above(self, fragment: int) -> tuple[ContributionKey, list[StepName]]:
+        self._moves += 1
+        key = ContributionKey(run_id="sim", worker_id=ABOVE, fragment=fragment, sequence=self._moves)
+        return key, [(ABOVE, self._moves)]
 
     # --- agreements -------------------------------------------------------------------------------------------------
 

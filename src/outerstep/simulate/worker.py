@@ -88,6 +88,7 @@ class SimResult:
     counted_in: int
     too_old: bool
     unchanged: bool
+    above: tuple[int, ...]
     steps_lost: int
     participants: tuple[Participant, ...]
     plan: Plan
@@ -530,6 +531,7 @@ class SimWorker:
             counted_in=outcome.counted_in,
             too_old=outcome.too_old,
             unchanged=not made.payloads,
+            above=made.above or (),
             steps_lost=len(lost),
             participants=made.participants,
             plan=self._session.joined.plan,

@@ -67,6 +67,7 @@ class Agreed:
     too_old: bool = False
     anchor_hash: str = ""  # "" if it is known only when the update was applied
     participants: tuple[Participant, ...] = ()
+    above: tuple[int, ...] = ()  # recent versions that no round made: they came from a layer above
     bytes_sent: int = 0
     bytes_received: int = 0
     retries: int = 0

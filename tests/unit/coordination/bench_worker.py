@@ -32,6 +32,7 @@ class Came:
     too_old: bool = False
     refused: str = ""
     unchanged: bool = False
+    above: tuple[int, ...] = ()
     steps_lost: int = 0
     participants: tuple[Participant, ...] = ()
     also: Sequence[Came] = ()

@@ -109,6 +109,7 @@ def make_plan(fragments: int = 1) -> Plan:
         fragments=tuple((f"p{i}",) for i in range(fragments)),
         part_size_bytes=PART_BYTES,
         max_staleness=4,
+        mode="quorum",
         heartbeat_timeout_s=TIMEOUT_S,
     )
 

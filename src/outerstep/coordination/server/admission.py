@@ -103,16 +103,17 @@ def check_age(offer: Offer, fragment: Fragment, rules: RoundRules) -> None:
             f"got base_version {offer.base_version}, oldest_base {offer.oldest_base}",
             hint="0 ≤ oldest_base ≤ base_version ≤ current version",
         )
-    if offer.base_version < newest and not rules.takes_late:
+    if fragment.staleness(offer.base_version) > 0 and not rules.takes_late:
         raise StaleRound(
             f"round {offer.base_version + 1} of fragment {offer.fragment} closed without this contribution; "
             f"it is at version {newest}",
             hint="fetch the newest anchor and rebase",
         )
-    if newest - offer.oldest_base > rules.max_staleness:
+    age = fragment.staleness(offer.oldest_base)
+    if age > rules.max_staleness:
         raise TooOld(
             f"the oldest step in this contribution was taken on version {offer.oldest_base}, "
-            f"{newest - offer.oldest_base} before the newest; max_staleness is {rules.max_staleness}",
+            f"{age} before the newest; max_staleness is {rules.max_staleness}",
             hint="discard it and adopt the newest anchor",
         )
 
@@ -123,7 +124,7 @@ def check_voice(offer: Offer, fragment: Fragment, rules: RoundRules) -> None:
     voices = fragment.round.voices(offer.worker_id)
     if not voices:
         return
-    if rules.takes_late and len(voices) == 1 and fragment.round.staleness(offer.base_version) < voices[0].staleness:
+    if rules.takes_late and len(voices) == 1 and fragment.staleness(offer.base_version) < voices[0].staleness:
         return
     raise StaleRound(
         f"round {fragment.round.version} of fragment {offer.fragment} has contribution #{voices[-1].sequence} of "

@@ -6,7 +6,7 @@ The coordinator decides in microseconds. Adding contributions, stepping, writing
     task = commits.next()                  # the same task until it is done or dropped
     commits.done() or commits.failed()     # a task that must not be dropped is retried
 
-    a round    TakeStep → WriteRecord → AnnounceRound → WriteCheckpoint → CutJournal (these two if one is due)
+    a version  TakeStep → WriteRecord → AnnounceRound → WriteCheckpoint → CutJournal (these two if one is due)
     a note     WriteRecord: membership, an order or a quarantine changed, and no round closed. The first note is a
                checkpoint; so is one that makes the journal long (each holds the whole ledger)
     a save     WriteCheckpoint → CutJournal: somebody asked for it

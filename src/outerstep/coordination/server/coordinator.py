@@ -406,7 +406,7 @@ class Coordinator:
         size = Size(norm, plausible.steps) if norm is not None and offer.steps and rules.norm_screen else None
         look_again = size is not None and self._check_size(worker, offer, fragment, size, now)
         keep = look_again or not rules.aggregation.is_plain
-        staleness = round_.staleness(offer.base_version)
+        staleness = fragment.staleness(offer.base_version)
         raw = reported(plausible, rules.weight_by)
         weight = fragment.usual.bounded(raw, rules.weight_by, rules.max_weight_ratio)
         weight *= staleness_factor(staleness) if rules.weigh_staleness else 1.0
@@ -585,6 +585,19 @@ class Coordinator:
             except Refused:
                 self.drop(upload.key)  # its worker will be told so at its next message; the room is free now
         self._check_budget(now)
+        self._move_if_free(fragment)
+
+    def move_from_above(self, index: int, upper_version: int) -> None:
+        """A layer above has agreed on a version of this fragment: it becomes one of our own. At once, if the open round
+        has accepted nothing; else directly after it closes."""
+        self._fragment(index).moves_next = upper_version
+        self._move_if_free(self.fragments[index])
+
+    def _move_if_free(self, fragment: Fragment) -> None:
+        if fragment.moves_next is not None and not fragment.round.participants:
+            version = fragment.move(self.rules.max_staleness)
+            remembered = self.remember() if self.remembers else None
+            self._effects.append(CloseRound(fragment.published.fragment, version, (), remembered, from_above=True))
 
     def _close_rounds(self, now: float) -> None:
         for fragment in self.fragments:
@@ -662,7 +675,9 @@ class Coordinator:
         # A worker that waits for something newer than the open round holds an agreement from before a resume.
         if fragment.published.version > message.after or message.after >= fragment.round.version:
             newer = plan if plan is not None and plan.revision != message.plan_revision else None
-            return PollAnswer(agreement=fragment.published, last_sequence=last_sequence, plan=newer)
+            above = tuple(v for v in fragment.above if v <= fragment.published.version)
+            agreement = replace(fragment.published, above=above) if above else fragment.published
+            return PollAnswer(agreement=agreement, last_sequence=last_sequence, plan=newer)
         verdict = self.verdict(fragment, now)
         wanted = tuple(
             (i, other.round.version)
@@ -838,6 +853,11 @@ class Coordinator:
                 "norms": [fragment.screen.remembered() for fragment in self.fragments],
                 **({} if self.naming is None else {"naming": asdict(self.naming)}),
                 **({} if self.refitted_from is None else {"refitted_from": self.refitted_from}),
+                **(
+                    {"above": [(fragment.above, fragment.upper_version) for fragment in self.fragments]}
+                    if any(fragment.above for fragment in self.fragments)
+                    else {}
+                ),
                 "conduct": {
                     worker.worker_id: worker.conduct.remembered(self.now)
                     for worker in self.members
@@ -871,6 +891,8 @@ class Coordinator:
             fragment.usual_tokens = UsualWeight(**usual)
         for fragment, norms in zip(self.fragments, facts.get("norms", []), strict=False):
             fragment.screen = NormScreen.resumed(norms)
+        for fragment, (above, upper_version) in zip(self.fragments, facts.get("above", []), strict=False):
+            fragment.above, fragment.upper_version = [int(version) for version in above], int(upper_version)
         self.members.last_command = int(facts.get("last_command", 0)) + LEAP
         live = set(facts.get("live", ())) if expect_back else set()
         for worker_id, record in ledger.items():

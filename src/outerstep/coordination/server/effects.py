@@ -33,7 +33,7 @@ class CloseRound:
     """Take the outer step over what was accumulated, make it durable, publish it, then report `Coordinator.published`.
     `left_out`: what was to be kept, and is not to be added after all. `turned_away`: workers that a rule counts among
     those offered, though nothing was taken from them. `remembered`: what goes to disk with it, if the coordinator was
-    told to remember."""
+    told to remember. `from_above`: no round at all, and no step; the version is what a layer above has agreed on."""
 
     fragment: int
     version: int
@@ -41,6 +41,7 @@ class CloseRound:
     remembered: Remembered | None = None
     left_out: frozenset[ContributionKey] = frozenset()
     turned_away: frozenset[str] = frozenset()
+    from_above: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ A round opens the moment the one before it is decided, with the workers live at 
 and never with fewer than `min_workers` contributors, nor than the run's rule for combining them needs
 (`Aggregation`), nor before the run has started (coordinator.py). A worker that dies or leaves is no longer expected; a
 worker that joins is expected from the next round, and counted in this one if its contribution comes in time.
+
+Between two rounds a version may come from a layer above, without contributions (`Fragment.move`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from msgspec.structs import replace
 
 from ...errors import ConfigError
 from ...screens import FACTOR, LEAST_FOR_COSINES, NormScreen, Size
-from ...types import Agreement, Mode, Participant, WeightBy
+from ...types import MOST_FROM_ABOVE, Agreement, Mode, Participant, WeightBy
 from ..weights import MAX_WEIGHT_RATIO, UsualWeight
 from .claims import Claim, ClaimedWork, UsualRates
 
@@ -255,10 +257,6 @@ class OpenRound:
     first_at: float | None = None
     quorum_at: float | None = None
 
-    def staleness(self, base_version: int) -> int:
-        """Of a contribution to it, in versions."""
-        return self.version - 1 - base_version
-
     def voices(self, worker_id: str) -> list[Participant]:
         """What it has of this worker."""
         if worker_id not in self.contributors:
@@ -391,6 +389,9 @@ class Fragment:
     usual_tokens: UsualWeight = field(default_factory=UsualWeight)
     screen: NormScreen = field(default_factory=NormScreen)
     rates: UsualRates = field(default_factory=lambda: UsualRates({}))
+    above: list[int] = field(default_factory=list)  # recent versions that came from a layer above
+    upper_version: int = 0  # of the layer above, that the last of them brought
+    moves_next: int | None = None  # this one waits to become the next version
 
     @classmethod
     def at(cls, published: Agreement, max_payload_bytes: int | Callable[[int], int], max_sections: int = 1) -> Fragment:
@@ -398,6 +399,23 @@ class Fragment:
         first = OpenRound(published.version + 1, set())
         limit = max_payload_bytes if callable(max_payload_bytes) else lambda sections: max_payload_bytes
         return cls(published, first, limit, max_sections)
+
+    def staleness(self, base_version: int) -> int:
+        """How many rounds have closed since this version. One that came from a layer above is no round of ours: a Δ is
+        the same from whichever anchor, so such a version makes no contribution older."""
+        newest = self.round.version - 1
+        return newest - base_version - sum(base_version < version <= newest for version in self.above)
+
+    def move(self, max_staleness: int) -> int:
+        """The next version comes from above, and the open round will make the one after it. Workers were told which
+        version they count in, so nothing may have been accepted."""
+        assert not self.round.participants
+        assert self.moves_next is not None
+        version, self.upper_version, self.moves_next = self.round.version, self.moves_next, None
+        self.round.version = version + 1
+        self.above.append(version)
+        self.above = [v for v in self.above if self.staleness(v) <= max_staleness][-MOST_FROM_ABOVE:]
+        return version
 
     def close(self, rules: RoundRules, expected: Iterable[str], turned_away: int) -> Closed:
         """The open round ends as it is, less what is left out of it; what it took in is part of what is usual from now

@@ -60,6 +60,10 @@ class Result(Protocol):
         """Of an earlier, late contribution that does not count after all."""
 
     @property
+    def above(self) -> tuple[int, ...]:
+        """Recent versions that no round made: they came from a layer above."""
+
+    @property
     def participants(self) -> tuple[Participant, ...]: ...
     @property
     def plan(self) -> Plan: ...

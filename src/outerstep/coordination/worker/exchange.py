@@ -464,14 +464,14 @@ class Exchange:
 
     def _go_on(self) -> None:
         """To what is next of our contributions; when the server has said of each whether it counts, to the agreement.
-        Asynchronous rounds close at once, so there everybody waits for the one it is in; so does a worker that leaves.
-        """
+        Only where a quorum closes rounds may a contribution be late: everywhere else its worker waits for the round it
+        is in, also if a layer above has moved the model meanwhile. So does a worker that leaves."""
         if self._wanted_pieces is not None:
             self._begin_fetch(Fetch(self._wanted_pieces.agreement, self._wanted_pieces.pieces))
         elif self.outbox.current is not None:
             self._go(Step.OFFER)
         else:
-            stays = self._stays or self._session.joined.plan.mode == "async"
+            stays = self._stays or self._session.joined.plan.mode != "quorum"
             self._after = self.outbox.awaited(self._newer_than, stays=stays)
             self._go(Step.POLL)
 

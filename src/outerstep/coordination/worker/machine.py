@@ -627,8 +627,9 @@ class WorkerMachine:
         return [Adopt(result.fragment)]
 
     def _too_old(self, result: Result) -> bool:
-        """Are our unsent steps?"""
-        age = result.version - self.state.fragments[result.fragment].oldest_base
+        """Are our unsent steps? What came from a layer above made them no older."""
+        oldest_base = self.state.fragments[result.fragment].oldest_base
+        age = result.version - oldest_base - sum(oldest_base < version <= result.version for version in result.above)
         return result.too_old or age > self.plan.max_staleness
 
     def _discard(self, result: Result) -> list[Effect]:

@@ -80,6 +80,7 @@ class AgreedFacts(msgspec.Struct, frozen=True):
     anchor_hash: str
     participants: tuple[Participant, ...]
     plan: Plan
+    above: tuple[int, ...] = ()
     bytes_sent: int = 0
     bytes_received: int = 0
     retries: int = 0

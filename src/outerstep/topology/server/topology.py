@@ -452,6 +452,7 @@ class ServerTopology:
             update=read_update(self._link.forms[fragment], kinds, ticket.frames, agreement.anchor_hash),
             anchor_hash=agreement.anchor_hash,
             participants=agreement.participants,
+            above=agreement.above or (),
             bytes_sent=ticket.bytes_sent,
             bytes_received=ticket.bytes_received,
             retries=ticket.exchange.retries,

@@ -161,6 +161,12 @@ class TestItCameAboutWithoutUs:
         assert (bench.miss(0, version)[1] == Rebase(0)) is kept
         assert bench.unsent() == (4 if kept else 0)
 
+    @pytest.mark.parametrize(("above", "kept"), [((), False), ((1,), True), ((0, 4), False), ((1, 2, 3), True)])
+    def test_versions_from_a_layer_above_make_them_no_older(self, above: tuple[int, ...], kept: bool) -> None:
+        bench = Bench(max_staleness=2)
+        bench.train(4)
+        assert (bench.miss(0, 3, above=above)[1] == Rebase(0)) is kept
+
     def test_what_the_server_calls_too_old_is_too_old(self) -> None:
         bench = Bench()
         bench.train(4)
