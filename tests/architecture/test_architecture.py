@@ -56,10 +56,11 @@ MAY_IMPORT = {
     | {"config", "core", "coordination", "durable", "model_folder", "observe", "pool"}
     | {"security", "torch_file", "wire"},
     "worker": PLAIN | {"config", "core", "coordination", "observe", "security", "topology", "wire"},
+    "hierarchy": PLAIN | {"coordination", "durable", "server", "topology", "wire", "worker"},
     "compat": PLAIN | {"config", "core", "coordination", "pool", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},
     "cli": PLAIN
-    | {"compat", "config", "core", "demo", "durable", "model_folder", "observe", "security", "server"}
+    | {"compat", "config", "core", "demo", "durable", "hierarchy", "model_folder", "observe", "security", "server"}
     | {"topology", "wire"},
     "integrations": PLAIN | {"core"},  # optional, and imported by nobody
     "__main__": {"cli"},

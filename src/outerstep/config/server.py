@@ -18,6 +18,7 @@ from .checks import Checked, check_label, check_mixing, wishes_of
 from .effects import Needs
 from .kinds import AtLeastOne, NotNegative
 from .setting import (
+    ABOVE,
     AGGREGATION,
     ASYNC,
     LIMITS,
@@ -55,6 +56,18 @@ class ServerCommand(Checked):
         "none; --save-dir or --resume must then hold a run", flags="-m --model")
     from_checkpoint: bool = setting(False, MODEL, "The model is a training checkpoint.", flags="-c --from-checkpoint",
         needs=Needs("model (-m)", lambda c: c.model is not None))
+    above: str | None = setting(None, ABOVE,
+        "This server and its workers are together one worker of the server there: its host:port, or join string.",
+        "none: this is the top")
+    cluster: str | None = setting(None, ABOVE,
+        "The name of this cluster up there, which survives restarts.", "this machine's name",
+        needs=Needs("above", lambda c: c.above is not None))
+    above_every: Positive | None = setting(None, ABOVE,
+        "Rounds of this cluster between two exchanges up there.", "as the run above says",
+        needs=Needs("above", lambda c: c.above is not None))
+    inner_momentum: bool = setting(False, ABOVE,
+        "Take an outer_momentum above 0 in this cluster although there is a layer above: it must have none itself.",
+        needs=Needs("above", lambda c: c.above is not None))
     # fmt: on
 
 

@@ -23,6 +23,7 @@ PANELS = (
     (ASYNC := "Asynchronous"),
     (STREAMING := "Streaming"),
     (OUTER := "Outer step"),
+    (ABOVE := "Layer above"),
     (SAVING := "Saving"),
     (NETWORK := "Network"),
     (SECURITY := "Security"),

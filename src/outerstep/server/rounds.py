@@ -63,6 +63,7 @@ class RoundsThread:
         self.work = threading.Condition(lock)  # there may be something to do
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._carry_out_all, name="outerstep-rounds", daemon=True)
+        self._looks: list[Callable[[], None]] = []  # what is to be done between two tasks
         self._stepped: SteppedRound | None = None  # the round that is being closed
         self._in_trouble = False
         self._takes_pushes = run.config.delayed_nesterov > 0
@@ -83,6 +84,24 @@ class RoundsThread:
                 return
             self._attempt(task)
 
+    def look(self, look: Callable[[], None]) -> None:
+        """Call `look` where nothing moves the model meanwhile; returns after that."""
+        if not self._thread.is_alive():
+            look()
+            return
+        seen = threading.Event()
+
+        def looking() -> None:
+            try:
+                look()
+            finally:
+                seen.set()
+
+        with self.work:
+            self._looks.append(looking)
+            self.work.notify()
+        seen.wait()
+
     def stop(self) -> None:
         """Finish what was decided, then end; at once if the disk is in trouble."""
         with self.work:
@@ -99,11 +118,16 @@ class RoundsThread:
         try:
             while True:
                 with self.work:
-                    while (task := self._commits.next()) is None and not self._commits.has_ended:
+                    while not self._looks and (task := self._commits.next()) is None and not self._commits.has_ended:
                         self.progress.notify_all()  # a note may not have been needed
                         # If nothing comes for a moment, contributions that wait are added first.
                         if not self.work.wait(GATHER_S if self._commits.can_gather else None):
                             self._commits.gather()
+                    looks, self._looks = self._looks, []
+                for look in looks:
+                    look()
+                if looks:
+                    continue
                 if task is None:
                     break
                 self._attempt(task)
@@ -216,6 +240,7 @@ class RoundsThread:
             if verdict is not None:
                 coordinator.note_verdict(store.index, stepped.made.version, verdict.refused, verdict.unused)
             coordinator.published(store.publish(stepped.made, stepped.participants, now).agreement, now)
+            self._run.on_published(store)
             if stepped.made.from_above:
                 self._run.from_above.pop(store.index).published.set()
             self._flush()

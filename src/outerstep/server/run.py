@@ -117,6 +117,8 @@ class Run:
     stores: list[FragmentStore] = field(default_factory=list)
     imported: ServerState | None = None
     from_above: dict[int, FromAbove] = field(default_factory=dict)  # what a layer above has agreed on, by fragment
+    on_open: Callable[[], None] = lambda: None  # the plan is fixed, and no round has closed since
+    on_published: Callable[[FragmentStore], None] = lambda store: None  # there is a new version; T stays meanwhile
 
     def start(self, request: Join) -> None:
         """The first worker is here: its model and its wishes settle what the settings left open. If it brings no
@@ -201,6 +203,7 @@ class Run:
         self.coordinator.fix(plan=plan, settled=settled, manifest=manifest, fragments=fragments, naming=naming)
         self.model.forget_trained(manifest)
         _return_free_memory()
+        self.on_open()
 
     def snapshot(self, remembered: Remembered) -> ServerState:
         """Between two rounds: all rounds that `remembered` knows of are in the model, and no later one is."""

@@ -416,6 +416,10 @@ class ParameterService:
             raise made
         return made
 
+    def between_rounds(self, look: Callable[[], None]) -> None:
+        """Call `look` in the thread that moves the model, so that it stays as it is meanwhile."""
+        self._rounds.look(look)
+
     def move_from_above(
         self, fragment: int, upper_version: int, move: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     ) -> threading.Event:

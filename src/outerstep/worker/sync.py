@@ -131,10 +131,12 @@ class Synchronizer:
         on_reload: Callable[[], None] = lambda: None,
         saved: states.SavedWorker | None = None,
         events: FanOut | None = None,
+        on_sent: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_reload`: the agreed weights have replaced the local ones. `saved`: resume from there."""
+        """`on_reload`: the agreed weights have replaced the local ones. `saved`: resume from there. `on_sent`: a new
+        contribution is part of `state_dict` now."""
         self._topology, self._replica, self._on_reload, self._events = topology, replica, on_reload, events or FanOut()
-        self._worker_id = joined.worker_id
+        self._worker_id, self._on_sent = joined.worker_id, on_sent
         self._reports: list[Callable[..., RoundReport]] = []
         self._driven_at: float | None = None  # None: it is still joining
         self._interrupts = interrupts or Interrupts(0.0)  # one that nobody asks anything
@@ -285,6 +287,7 @@ class Synchronizer:
         self._tickets[send.fragment] = self._topology.begin(contribution, stuck_after_s=stuck_after_s)
         if sent is not None:
             self._sent[send.fragment] = sent
+        self._on_sent()
 
     def _reopen(self, fragment: int, *, late: bool) -> None:
         assert self._saved is not None

@@ -132,6 +132,7 @@ class DiLoCoWorker:
         self._in_exchange = False
         self._in_hook = False
         self.should_stop = False  # the run wants this worker to end: it has contributed and left
+        self.on_sent: Callable[[], None] = lambda: None  # a new contribution is part of `state_dict`
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -151,6 +152,7 @@ class DiLoCoWorker:
             on_reload=self._reloaded,
             saved=self._saved,
             events=self._events,
+            on_sent=lambda: self.on_sent(),
         )
         if self.config.outside_changes == "adopt":
             changed = self._saved is not None and self._saved.changed

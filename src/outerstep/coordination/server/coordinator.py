@@ -422,6 +422,8 @@ class Coordinator:
             self._effects.append(events.NothingLearned(worker.worker_id, offer.steps))
         work = ClaimedWork(offer.steps, offer.samples, offer.tokens)
         round_.count(participant, rules, now, reported=raw, work=work, size=size, kept=keep)
+        more = ClaimedWork(plausible.steps, plausible.samples, plausible.tokens)
+        fragment.done = ClaimedWork(*map(sum, zip(fragment.done, more, strict=True)))
         self.total_accepted += 1
         del self.uploads.by_key[begun.key]  # no more parts are taken; its room is held until its bytes are gone
         scale = fragment.usual.relative(weight, rules.weight_by)

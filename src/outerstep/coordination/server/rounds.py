@@ -29,7 +29,7 @@ from ...errors import ConfigError
 from ...screens import FACTOR, LEAST_FOR_COSINES, NormScreen, Size
 from ...types import MOST_FROM_ABOVE, Agreement, Mode, Participant, WeightBy
 from ..weights import MAX_WEIGHT_RATIO, UsualWeight
-from .claims import Claim, ClaimedWork, UsualRates
+from .claims import NOTHING, Claim, ClaimedWork, UsualRates
 
 RuleName = Literal["mean", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median", "centered_clipping"]
 
@@ -389,6 +389,7 @@ class Fragment:
     usual_tokens: UsualWeight = field(default_factory=UsualWeight)
     screen: NormScreen = field(default_factory=NormScreen)
     rates: UsualRates = field(default_factory=lambda: UsualRates({}))
+    done: ClaimedWork = NOTHING  # what accepted contributions say they hold, since this start
     above: list[int] = field(default_factory=list)  # recent versions that came from a layer above
     upper_version: int = 0  # of the layer above, that the last of them brought
     moves_next: int | None = None  # this one waits to become the next version

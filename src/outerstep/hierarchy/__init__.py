@@ -1,0 +1,5 @@
+"""Clusters of clusters: a run whose server is a worker of the run above it (docs/concepts/hierarchy.md)."""
+
+from .cluster import Cluster
+
+__all__ = ["Cluster"]

@@ -1,0 +1,84 @@
+"""A worker's state in one file: plain values as JSON, tensors as safetensors. It is there whole, or as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..durable.disk import sync
+from ..errors import ModelError
+
+TENSOR = "tensor"
+FORMAT = "outerstep cluster 1"
+
+
+def write_state(file: Path, state: Mapping[str, Any]) -> None:
+    """Durable when this returns. Raises OSError if it cannot be written."""
+    tensors: dict[str, Tensor] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            name = str(len(tensors))
+            tensors[name] = value.detach().cpu().contiguous()
+            return {TENSOR: name}
+        if isinstance(value, Mapping):
+            return {str(key): plain(one) for key, one in value.items()}
+        return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+    described = json.dumps(plain(state))
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        save_file(_apart(tensors), unfinished, metadata={"format": FORMAT, "state": described})
+    except SafetensorError as error:
+        raise OSError(f"{unfinished}: {error}") from error
+    sync(unfinished)
+    os.replace(unfinished, file)
+    sync(file.parent)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors refuses two tensors of one memory."""
+    seen: set[int] = set()
+    made = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        made[name] = (
+            tensor.clone()
+            if place in seen or tensor.numel() * tensor.element_size() < len(tensor.untyped_storage())
+            else tensor
+        )
+        seen.add(place)
+    return made
+
+
+def read_state(file: Path) -> dict[str, Any] | None:
+    """None: there is none."""
+    if not file.exists():
+        return None
+    try:
+        with safe_open(file, framework="pt") as opened:
+            facts = opened.metadata() or {}
+            if facts.get("format") != FORMAT:
+                raise ModelError(f"{file} must have format {FORMAT!r}, got {facts.get('format')!r}")
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, dict):
+                if value.keys() == {TENSOR}:
+                    return tensors[value[TENSOR]]
+                return {key: whole(one) for key, one in value.items()}
+            return [whole(one) for one in value] if isinstance(value, list) else value
+
+        state: dict[str, Any] = whole(json.loads(facts["state"]))
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{file} is not the state of a cluster: {error}; move it away, and the cluster joins the layer above anew"
+        ) from error
+    return state

@@ -1,0 +1,138 @@
+"""Clusters of clusters: each cluster's server is a worker of the server above. The cells of a ledger show which steps
+are in a model, and how often."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outerstep.hierarchy import Cluster
+from outerstep.server import DiLoCoServer
+from support import EAGER, Ledger, Relocatable, count, in_threads, kill, memory_worker
+
+INSIDE: dict[str, Any] = {"port": 0, "outer_lr": 1.0, "outer_momentum": 0.0, "sync_every": 4}
+ACROSS: dict[str, Any] = {"port": 0, "outer_lr": 1.0, "outer_momentum": 0.0}
+WORKERS = 4
+
+
+def make_server(workers: int, settings: dict[str, Any], place: Path | None = None, **more: Any) -> DiLoCoServer:
+    saved = {"save_dir": str(place)} if place is not None else {}
+    found = place is not None and (place / "run.json").exists()
+    server = DiLoCoServer(None if found else Ledger(WORKERS).state_dict(), workers, **{**settings, **saved, **more})
+    server.service.start()
+    return server
+
+
+def make_cluster(server: DiLoCoServer, above: DiLoCoServer, name: str, every: int = 2) -> Cluster:
+    return Cluster(server, "memory:1", name, every=every, transport=Relocatable(above.service), patience=EAGER).start()
+
+
+def train(server: DiLoCoServer, cell: int, steps: int, **settings: Any) -> list[float]:
+    model = Ledger(WORKERS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with memory_worker(server, f"w{cell}", model, optimizer, **settings):
+        count(model, optimizer, cell, steps)
+    return model.cells.tolist()
+
+
+def cells(server: DiLoCoServer) -> list[float]:
+    return server.get_global_params()["cells"].tolist()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_two_clusters_of_two_end_with_the_same_model(codec: str) -> None:
+    above = make_server(2, ACROSS, codec=codec)
+    east, west = make_server(2, INSIDE, codec=codec), make_server(2, INSIDE, codec=codec)
+    clusters = [make_cluster(east, above, "east"), make_cluster(west, above, "west")]
+    in_threads(*(lambda i=i: train(east if i < 2 else west, i, 24) for i in range(WORKERS)))
+    in_threads(*(cluster.stop for cluster in clusters))
+    # Inside, and across, each mean halves what one worker did: 24 steps of four count as 6 each.
+    assert cells(above) == cells(east) == cells(west) == [6.0] * WORKERS
+    assert above.sync_round >= 3
+    for server in (east, west, above):
+        server.service.stop()
+
+
+# --- a cluster's server dies wherever it may --------------------------------------------------------------------------
+
+SUM: dict[str, Any] = {**ACROSS, "outer_lr": 2.0, "codec": "fp32", "heartbeat_timeout_s": 0.0}  # of two clusters
+
+
+def before(cluster: Cluster, name: str, die: Any) -> None:
+    setattr(cluster, name, die)
+
+
+def after(cluster: Cluster, name: str, die: Any) -> None:
+    carry_out = getattr(cluster, name)
+
+    def both(*args: Any) -> None:
+        carry_out(*args)
+        die()
+
+    setattr(cluster, name, both)
+
+
+MOMENTS = {
+    "before it has joined": (after, "_write", 1),
+    "when it has joined": (after, "_write", 2),
+    "before it is durable that it sends": (before, "_write", 3),
+    "before it sends": (after, "_write", 3),
+    "after it has sent": (after, "_sent", 1),
+    "before it is durable what was agreed": (before, "_write", 4),
+    "before what was agreed is in its model": (before, "_move", 1),
+    "after what was agreed is in its model": (after, "_move", 1),
+    "after it has sent again": (after, "_sent", 2),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_no_step_is_lost_or_counted_twice_when_a_clusters_server_dies(moment: str, tmp_path: Path) -> None:
+    above, west = make_server(2, SUM), make_server(1, INSIDE, codec="fp32")
+    settings = {**INSIDE, "codec": "fp32"}
+    east = make_server(1, settings, tmp_path)
+    when, name, times = MOMENTS[moment]
+    doomed = Cluster(east, "memory:1", "east", every=2, transport=Relocatable(above.service), patience=EAGER)
+    left, is_dead = times, threading.Event()
+
+    def die(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            is_dead.set()
+            threading.Event().wait()  # for ever
+        if when is before:
+            getattr(Cluster, name)(doomed, *args)
+
+    when(doomed, name, die)
+    doomed.start()
+    steps = 64
+    model, transport = Ledger(WORKERS), Relocatable(east.service)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    other = make_cluster(west, above, "west")
+
+    def train_east() -> None:
+        nonlocal east
+        clusters = [doomed]
+        with memory_worker(east, "e", model, optimizer, transport):
+            for _ in range(steps):
+                count(model, optimizer, 0, 1)
+                if is_dead.is_set() and len(clusters) == 1:
+                    kill(east)
+                    east = make_server(1, settings, tmp_path)
+                    transport.move(east)
+                    clusters.append(make_cluster(east, above, "east"))
+        clusters[-1].stop()
+        assert len(clusters) == 2, "it never came to that"
+
+    def train_west() -> None:
+        train(west, 1, steps)
+        other.stop()
+
+    in_threads(train_east, train_west)
+    assert cells(above) == cells(east) == cells(west) == [64.0, 64.0, 0.0, 0.0]
+    for server in (east, west, above):
+        kill(server)
