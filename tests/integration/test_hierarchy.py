@@ -12,7 +12,7 @@ import torch
 
 from outerstep.hierarchy import Cluster
 from outerstep.server import DiLoCoServer
-from support import EAGER, Ledger, Relocatable, count, in_threads, kill, memory_worker
+from support import EAGER, Ledger, Relocatable, count, in_threads, kill, memory_worker, tiny_model, train_steps
 
 INSIDE: dict[str, Any] = {"port": 0, "outer_lr": 1.0, "outer_momentum": 0.0, "sync_every": 4}
 ACROSS: dict[str, Any] = {"port": 0, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -136,3 +136,92 @@ def test_no_step_is_lost_or_counted_twice_when_a_clusters_server_dies(moment: st
     assert cells(above) == cells(east) == cells(west) == [64.0, 64.0, 0.0, 0.0]
     for server in (east, west, above):
         kill(server)
+
+
+# --- other shapes -----------------------------------------------------------------------------------------------------
+
+
+def test_three_levels_are_the_same_rule_twice() -> None:
+    """Two sites of two rooms each, with a worker in each room."""
+    top = make_server(2, SUM)
+    sites = [make_server(2, {**SUM, "sync_every": 1}) for _ in range(2)]
+    rooms = [make_server(1, INSIDE, codec="fp32") for _ in range(WORKERS)]
+    above = [make_cluster(site, top, f"site-{i}", every=1) for i, site in enumerate(sites)]
+    inside = [make_cluster(room, sites[i // 2], f"room-{i}", every=1) for i, room in enumerate(rooms)]
+    in_threads(*(lambda i=i: train(rooms[i], i, 16) for i in range(WORKERS)))
+    in_threads(*(cluster.stop for cluster in inside))
+    in_threads(*(cluster.stop for cluster in above))
+    assert cells(top) == cells(sites[0]) == cells(sites[1]) == [16.0] * WORKERS
+    for server in (*rooms, *sites, top):
+        server.service.stop()
+
+
+def test_the_server_above_dies_and_the_clusters_rounds_go_on(tmp_path: Path) -> None:
+    above = make_server(2, {**SUM, "heartbeat_timeout_s": 60.0}, tmp_path)
+    servers = [make_server(1, INSIDE, codec="fp32") for _ in range(2)]
+    ways = [Relocatable(above.service) for _ in servers]
+    clusters = [
+        Cluster(server, "memory:1", f"c{i}", every=2, transport=ways[i], patience=EAGER).start()
+        for i, server in enumerate(servers)
+    ]
+    half, back = threading.Barrier(3), threading.Event()
+
+    def work(i: int) -> None:
+        model = Ledger(WORKERS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with memory_worker(servers[i], f"w{i}", model, optimizer):
+            count(model, optimizer, i, 24)
+            half.wait(60.0)
+            count(model, optimizer, i, 24)  # nobody is there above
+            half.wait(60.0)
+            assert back.wait(60.0)
+            count(model, optimizer, i, 16)
+        clusters[i].stop()
+
+    def restart() -> None:
+        nonlocal above
+        half.wait(60.0)
+        kill(above)
+        half.wait(60.0)
+        assert all(server.sync_round >= 12 for server in servers), "their rounds did not wait"
+        above = make_server(2, {**SUM, "heartbeat_timeout_s": 60.0}, tmp_path)
+        for way in ways:
+            way.move(above)
+        back.set()
+
+    in_threads(lambda: work(0), lambda: work(1), restart)
+    assert cells(above) == cells(servers[0]) == cells(servers[1]) == [64.0, 64.0, 0.0, 0.0]
+    for server in (*servers, above):
+        kill(server)
+
+
+@pytest.mark.parametrize("codec", ["int8+feedback", "bf16"])
+def test_fragments_that_differ_between_the_levels_end_with_the_same_bits(codec: str) -> None:
+    """Two fragments inside, three across with a delay; what codecs round is in the next update, on every level."""
+    model = tiny_model().state_dict()
+    above = DiLoCoServer(model, 2, **{**ACROSS, "codec": codec, "num_fragments": 3, "fragment_delay": 1})
+    inside = [DiLoCoServer(model, 2, **{**INSIDE, "codec": codec, "num_fragments": 2}) for _ in range(2)]
+    for server in (above, *inside):
+        server.service.start()
+    clusters = [make_cluster(server, above, f"c{i}", every=3) for i, server in enumerate(inside)]
+
+    def learn(i: int) -> None:
+        own = tiny_model()
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.01)
+        with memory_worker(inside[i // 2], f"w{i}", own, optimizer):
+            train_steps(own, optimizer, 48, seed=i)
+
+    in_threads(*(lambda i=i: learn(i) for i in range(WORKERS)))
+    in_threads(*(cluster.stop for cluster in clusters))
+    for store in above.service.stores:
+        for name, anchor in store.params().items():
+            for cluster in clusters:
+                assert torch.equal(cluster._worker._replica.anchors[name], anchor), name
+    moved = [store.newest.version for server in (above, *inside) for store in server.service.stores]
+    assert min(moved) >= 3, moved
+    # T of every cluster is what the layer above has agreed on: all that its members learned has gone up.
+    for cluster in clusters:
+        for name, target in cluster._shadow.newest.items():
+            torch.testing.assert_close(target, cluster._worker._replica.anchors[name], rtol=0, atol=1e-6)
+    for server in (*inside, above):
+        server.service.stop()
