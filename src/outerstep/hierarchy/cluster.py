@@ -71,10 +71,6 @@ class Cluster:
         patience: Patience | None = None,
     ) -> None:
         """`transport`, `patience`: another way up than HTTP, for tests."""
-        if server.config.async_mode:
-            raise ConfigError(
-                "a cluster's rounds close together, got async_mode: leave it out, and give the run above async_mode"
-            )
         self._server, self._service, self.name = server, server.service, name
         self._above, self._every, self._credentials, self._transport = above, every, credentials, transport
         self._patience = patience or Patience(give_up_after_s=float(NEVER))
@@ -247,11 +243,11 @@ class Cluster:
                 self._news.wait_for(lambda: self._stopping or self._is_empty or self._rounds > self._seen, LOOK_S)
                 rounds, is_over, is_stopping = self._rounds, self._is_empty, self._stopping
                 self._is_empty = False
-            while self._seen < rounds and not worker.should_stop:
-                self._seen += 1
+            if self._seen < rounds:
                 self._follow()
                 self._count(worker)
-                worker.optimizer.step()
+                self._step(worker, rounds - self._seen)
+                self._seen = rounds
                 self._hand_down()
             if is_stopping:
                 break
@@ -263,6 +259,15 @@ class Cluster:
         if worker.should_stop:
             log.warning("the layer above has told cluster %s to finish: its workers are told so too", self.name)
             self._service.answer(Control(kind="shutdown", reason="the layer above has ended its run"))
+
+    def _step(self, worker: DiLoCoWorker, rounds: int) -> None:
+        """So many rounds have closed since the last look. However many: what they did goes up at once."""
+        assert self._topology is not None
+        begun = self._topology.begun
+        for _ in range(rounds):
+            worker.optimizer.step()
+            if worker.should_stop or self._topology.begun > begun:
+                return
 
     def _follow(self) -> None:
         assert self._shadow is not None

@@ -52,6 +52,7 @@ class UpwardTopology:
         """`manifest`: of the cluster's run, which knows what its members' model is beside the copy that is sent."""
         self._held = HeldOffers(transport)
         self._server = make(self._held)
+        self.begun = 0  # contributions
         self.steps_taken = 0  # by the members, since this process began
         self._counted: dict[int, int] = {}  # of those, by fragment: in an agreement that we hold
         self._sent: dict[int, int] = {}  # or in the last contribution
@@ -68,6 +69,7 @@ class UpwardTopology:
         fragment, done = contribution.fragment, self.steps_taken
         steps = max(done - self._counted.get(fragment, 0), contribution.steps)
         self._sent[fragment] = done
+        self.begun += 1
         self._held.open.clear()
         try:
             return self._server.begin(replace(contribution, steps=steps), stuck_after_s=stuck_after_s)

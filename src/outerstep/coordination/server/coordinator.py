@@ -856,7 +856,7 @@ class Coordinator:
                 **({} if self.naming is None else {"naming": asdict(self.naming)}),
                 **({} if self.refitted_from is None else {"refitted_from": self.refitted_from}),
                 **(
-                    {"above": [(fragment.above, fragment.upper_version) for fragment in self.fragments]}
+                    {"above": [[list(fragment.above), fragment.upper_version] for fragment in self.fragments]}
                     if any(fragment.above for fragment in self.fragments)
                     else {}
                 ),

@@ -1,0 +1,67 @@
+"""A hierarchy as it is typed: three servers and four training scripts, each a process. One server is killed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusters import Cluster
+from outerstep.model_folder import load_state_dict
+from support import wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def test_two_clusters_of_two_outlive_their_servers_and_end_with_the_same_weights(tmp_path: Path) -> None:
+    places = {name: tmp_path / name for name in ("top", "east", "west")}
+    for place in places.values():
+        place.mkdir()
+    top = Cluster(places["top"], "-n", "2", "--codec", "fp32")
+    flags = {
+        name: ["-n", "2", "--codec", "fp32", "--sync-every", "5", "--above-every", "2", "--above", top.address]
+        for name in ("east", "west")
+    }
+    clusters = {
+        name: Cluster(places[name], *said, "--cluster", name, "--heartbeat-timeout", "30")
+        for name, said in flags.items()
+    }
+    east, west = clusters.values()
+    try:
+        workers = [run.worker(name) for run in (east, west) for name in ("left", "right")]
+        wait_until(lambda: top.round() >= 2)
+        assert top.participants() == ["east", "west"]
+
+        east.server.kill()
+        east.server.wait()
+        east.start_server(*flags["east"], "--cluster", "east", "--heartbeat-timeout", "30")
+        wait_until(east.answers)
+        before = top.round()
+        wait_until(lambda: top.round() >= before + 2)
+        assert top.participants() == ["east", "west"]
+
+        top.server.kill()
+        top.server.wait()
+        closed = east.round()
+        wait_until(lambda: east.round() >= closed + 2)  # its own rounds do not wait for the layer above
+        top.start_server("-n", "2", "--codec", "fp32")
+        wait_until(top.answers)
+        before = top.round()
+        wait_until(lambda: top.round() >= before + 2)
+
+        for place in (places["east"], places["west"]):
+            (place / "stop").touch()
+        assert [worker.wait(60) for worker in workers] == [0] * 4
+        for run in (east, west):
+            run.server.send_signal(signal.SIGTERM)
+        assert [run.server.wait(90) for run in (east, west)] == [0, 0], east.log("server") + west.log("server")
+        top.server.send_signal(signal.SIGTERM)
+        assert top.server.wait(60) == 0, top.log("server")
+        models = [load_state_dict(place / "outerstep-run" / "latest") for place in places.values()]
+        for name, weights in models[0].items():
+            assert all(torch.equal(weights, other[name]) for other in models[1:]), name
+    finally:
+        for run in (top, east, west):
+            run.close()
