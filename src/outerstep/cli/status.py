@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ..errors import ConfigError, TransportError
 from ..observe.status import (
+    AboveStatus,
     MemberStatus,
     PeerStatus,
     PlanStatus,
@@ -76,7 +77,7 @@ def render(said: Mapping[str, Any], address: str) -> RenderableType:
         f"received {size(status.bytes_received)}, sent {size(status.bytes_sent)}  deaths {status.total_worker_deaths}",
         f"plan: {_escaped(_plan(status.plan))}",
     ]
-    more = _asynchronous(status), _aggregation(status), _tokens(status.tokens)
+    more = _above(status.above), _asynchronous(status), _aggregation(status), _tokens(status.tokens)
     lines += [_escaped(line) for line in more if line]
     lines.append(_workers(status.workers) if status.workers else "no workers at the moment")
     lines += [f"[red]{_escaped(what)}[/red]" for what in (status.failure, status.trouble) if what]
@@ -132,6 +133,21 @@ def _peer(status: PeerStatus, address: str) -> RenderableType:
     for i, fragment in enumerate(status.fragments):
         lines.append(f"fragment {i}: version {fragment.version}; waiting for {_escaped(fragment.waiting_for)}")
     return Group(*lines)
+
+
+def _above(above: AboveStatus | None) -> str:
+    if above is None:
+        return ""
+    where = f"cluster {above.cluster} of {above.address}"
+    if above.failure:
+        return f"{where}: on its own, {above.failure}"
+    if not above.joined:
+        return f"{where}: not joined yet"
+    versions = ", ".join(map(str, above.versions))
+    return (
+        f"{where}: version {versions} there, {above.exchanges} exchange(s), "
+        f"sent {size(above.bytes_sent)}, received {size(above.bytes_received)}"
+    )
 
 
 def _plan(plan: PlanStatus | None) -> str:

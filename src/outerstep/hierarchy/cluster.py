@@ -33,6 +33,8 @@ from ..coordination.server.claims import NOTHING
 from ..coordination.worker.exchange import Patience
 from ..errors import ConfigError, ExchangeFailed, Fenced, Kicked, OuterstepError, Refused
 from ..events import Event, VersionPublished, WorkerDied, WorkerLeft
+from ..observe.status import AboveStatus
+from ..security import redact
 from ..server import DiLoCoServer
 from ..server.store import FragmentStore
 from ..topology.payload import KEPT, Memory
@@ -99,6 +101,7 @@ class Cluster:
 
     def start(self) -> Cluster:
         self._service.events.add(self._heard)
+        self._service.run.describe_above = self.describe
         with self._service.changed:
             if self._service.coordinator.plan is None:
                 self._service.run.on_open, self._is_new = self._copy, True
@@ -118,6 +121,22 @@ class Cluster:
     def worker(self) -> DiLoCoWorker | None:
         """What the cluster is to the layer above; None before it has joined."""
         return self._worker
+
+    def describe(self) -> AboveStatus:
+        """For the server's status."""
+        worker = self._worker
+        facts: dict[str, Any] = worker.sync_metrics if worker is not None else {}
+        return AboveStatus(
+            cluster=self.name,
+            address=redact(self._above),
+            joined=worker is not None and not self.failure,
+            versions=facts.get("versions", []),
+            exchanges=facts.get("sync_count", 0),
+            missed_rounds=facts.get("missed_rounds", 0),
+            bytes_sent=facts.get("bytes_sent", 0),
+            bytes_received=facts.get("bytes_received", 0),
+            failure=self.failure,
+        )
 
     # --- what happens in the cluster; in its server's threads --------------------------------------------------------
 

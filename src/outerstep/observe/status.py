@@ -120,8 +120,23 @@ class Status(Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
+class AboveStatus(Struct, frozen=True, kw_only=True):
+    """What a cluster's server says of the layer above. `failure`: why the cluster is on its own."""
+
+    cluster: str
+    address: str = ""
+    joined: bool = False
+    versions: list[int] = []  # that it holds, by fragment of the run up there
+    exchanges: int = 0
+    missed_rounds: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    failure: str = ""
+
+
 class ServerStatus(Status, frozen=True, kw_only=True):
     outerstep: str = ""
+    above: AboveStatus | None = None  # None: this is the top
     durability: str = "none"
     save_dir: str | None = None
     journal: dict[str, int] | None = None

@@ -20,6 +20,7 @@ from ..coordination.server.rounds import Fragment
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..errors import ConfigError, PlanMismatch
+from ..observe.status import AboveStatus
 from ..types import Join, Manifest, Plan, Wishes
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer, recall, state_of
@@ -117,6 +118,7 @@ class Run:
     stores: list[FragmentStore] = field(default_factory=list)
     imported: ServerState | None = None
     from_above: dict[int, FromAbove] = field(default_factory=dict)  # what a layer above has agreed on, by fragment
+    describe_above: Callable[[], AboveStatus | None] = lambda: None  # the layer above, if there is one
     on_open: Callable[[], None] = lambda: None  # the plan is fixed, and no round has closed since
     on_published: Callable[[FragmentStore], None] = lambda store: None  # there is a new version; T stays meanwhile
 

@@ -78,6 +78,7 @@ def build_status(
         uptime_s=round(now - started_at, 1),
         failure=failure,
         trouble=trouble,
+        above=run.describe_above(),
         durability=config.keeps,
         save_dir=config.save_dir,
         journal=_journal(writer.journal),

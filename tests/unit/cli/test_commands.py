@@ -140,6 +140,9 @@ class TestFlags:
         examples, special = {int: 64, float: 0.5, str: "/tmp"}, {"advertise": "h:1", "topology": "gossip"}
         needed = {
             "from_checkpoint": " -m x",
+            "cluster": " --above h:1",
+            "above_every": " --above h:1",
+            "inner_momentum": " --above h:1",
             "tls_cert": " --tls-key x",
             "tls_key": " --tls-cert x",
         }

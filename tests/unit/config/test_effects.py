@@ -17,6 +17,9 @@ from outerstep.errors import ConfigError
 # By role and setting: a value that says something, a mode in which it has no effect, one in which it has.
 SERVER_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "from_checkpoint": (True, {}, {"model": "m"}),
+    "cluster": ("east", {}, {"above": "h:1"}),
+    "above_every": (4, {}, {"above": "h:1"}),
+    "inner_momentum": (True, {}, {"above": "h:1"}),
     "grace_s": (5.0, {}, {"quorum": 2}),
     "staleness_policy": ("log", {}, {"async_mode": True}),
     "round_deadline_s": (5.0, {"async_mode": True}, {}),
