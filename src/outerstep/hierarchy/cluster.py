@@ -292,7 +292,9 @@ class Cluster:
         assert self._shadow is not None
         with self._service.changed:
             self._version = self._service.coordinator.fragments[0].published.version
-        self._shadow.follow()
+        assert self._worker is not None
+        with self._worker.own_change():
+            self._shadow.follow()
 
     def _count(self, worker: DiLoCoWorker) -> None:
         """What the members have done, as far as rounds have taken it in."""
