@@ -178,13 +178,15 @@ class Offline:
 @dataclass
 class _Wait:
     """Fragments that are waited for, with the tries left for each; and what comes `then`. `earlier`: of those, the ones
-    that were in flight before and have not been looked at."""
+    that were in flight before and have not been looked at. `favours`: those that only others wait for: what was sent
+    there is empty."""
 
     tries: dict[int, int]
     then: Callable[[], list[Effect]]
     may_defer: bool
     last: bool
     earlier: set[int] = field(default_factory=set)
+    favours: set[int] = field(default_factory=set)
     looks: int = 0
 
 
@@ -462,6 +464,8 @@ class WorkerMachine:
             if not sight.missed and not (sight.done and wait.looks > LOOKS_IN_A_CIRCLE):
                 return []
         wait.tries[fragment] = 1
+        if progress.in_flight is None and self.unsent(fragment).steps == 0:
+            wait.favours.add(fragment)
         return self._begin(wait, fragment)
 
     def _defer(self, fragments: Iterable[int]) -> list[Effect]:
@@ -563,7 +567,10 @@ class WorkerMachine:
             wait.tries[fragment] -= 1
             return self._begin(wait, fragment)
         del wait.tries[fragment]
-        return [] if wait.tries else self._end_wait()
+        # A worker that leaves has done enough for others when nothing of its own is left: who waits for it at one
+        # fragment will want it at the next, and so on without end.
+        is_over = wait.tries.keys() <= wait.favours if wait.last else not wait.tries
+        return self._end_wait() if is_over else []
 
     # --- what is made of it: each changes the state, and says how the weights move with it --------------------------
 

@@ -57,6 +57,18 @@ class TestLeaving:
         assert acts(effects) == [Resume(0, last=True), Resume(1, last=True)]
         assert bench.machine.waiting == (0, 1)
 
+    def test_others_who_want_something_empty_of_it_do_not_keep_it(self) -> None:
+        bench = Bench([0, 0])
+        bench.train(2)
+        bench.land(0, 1)
+        bench.train(1)
+        bench.machine.state.fragments[0].counted = bench.machine.work  # only fragment 1 has something unsent
+        bench.do(bench.machine.finish())
+        wants = Sight(done=False, wanted=frozenset({(0, 2)}))
+        assert acts(bench.look({1: wants})) == [send(0, base=1, steps=0, last=True)]
+        assert bench.machine.waiting == (1, 0)
+        assert bench.land(1, 1)[-1] == Depart("agreed"), "nothing of its own is left"
+
     def test_a_round_that_closed_without_it_is_tried_again_but_not_for_ever(self) -> None:
         bench = Bench(max_staleness=99)
         bench.train(2)
