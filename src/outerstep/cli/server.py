@@ -109,6 +109,11 @@ def inside_a_cluster(found: Found, command: ServerCommand) -> Found:
     with 0.9 on both: bits per byte 1.81 instead of 1.30. docs/results/hierarchy.md)"""
     if command.above is None:
         return found
+    if found["compat_port"].value is not None:
+        raise ConfigError(
+            "above and compat_port do not go together: what is trained must be known before a cluster joins, and the "
+            "older protocol's clients do not say it; leave one of the two out"
+        )
     lr, momentum = found["outer_lr"], found["outer_momentum"]
     if momentum.is_said and momentum.value and not command.inner_momentum:
         raise ConfigError(

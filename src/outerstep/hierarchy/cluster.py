@@ -156,6 +156,9 @@ class Cluster:
         the members learn before the cluster has joined goes up with its first contribution."""
         manifest = self._service.coordinator.manifest
         assert manifest is not None
+        if self._service.coordinator.naming is not None:  # what is trained may still change
+            self._alone("its first worker brought no manifest (an older client); let an outerstep worker join first")
+            return
         target: dict[str, Tensor] = {}
         for store in self._service.stores:
             target |= store.state.target
@@ -173,8 +176,8 @@ class Cluster:
     def _live(self) -> None:
         try:
             with self._news:  # until the first worker says what is trained
-                self._news.wait_for(lambda: self._stopping or self._shadow is not None)
-            while not self._stopping and self._worker is None:
+                self._news.wait_for(lambda: self._stopping or self.failure or self._shadow is not None)
+            while not self._stopping and not self.failure and self._worker is None:
                 self._try_to_join()
             if self._worker is not None:
                 self._train(self._worker)
