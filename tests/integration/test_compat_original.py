@@ -329,6 +329,30 @@ def test_what_is_in_the_model_is_not_taken_again_by_the_server_after(tmp_path: P
         server.stop()
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_fragments": 3, "sync_every": 6}], ids=["open", "said"])
+def test_a_client_that_streams_goes_on_over_a_restart_in_its_first_cycle(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """The server has not seen all of its fragments then."""
+    fragments = [["0.weight", "0.bias"], ["2.weight", "2.bias"], ["4.weight", "4.bias"]]
+    held: dict[str, Tensor] = {}
+    for more, turn in ((1.0, (0, 1)), (2.0, (2, 0, 1))):
+        server, compat = restarted(tmp_path, 1, **settings)
+        try:
+            client = OldClient(compat.address, "a")
+            held = held or client.register()
+            for fragment in turn:
+                part = {name: held[name] for name in fragments[fragment]}
+                got = client.submit_fragment(fragment, like(part, more + fragment))
+                assert_same(got, minus(part, more + fragment))
+                held |= got
+            assert_same(server.get_global_params(), held)
+        finally:
+            compat.stop()
+            server.stop()
+    assert server.status()["total_submissions"] == 5
+
+
 def begin_submit_all(server: DiLoCoServer, client: OldClient, body: bytes, fragments: int) -> socket.socket:
     """A submission of which every fragment waits for its round."""
     sock = client.begin(body)

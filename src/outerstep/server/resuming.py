@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def restore(run: Run, saved: ServerState, records: Iterable[Record], now: float)
         run.imported = saved  # the first worker to join says which of it is trained
         coordinator.total_accepted = int(saved.totals.get("total_submissions", 0))
         return
-    _check_unchanged(run.config, saved.plan)
+    _check_unchanged(run.config, saved.plan, _naming(saved.facts))
     check_kind(run.make_optimizer(run.config, saved.manifest), saved.optimizer)
     replayed = _Replayed(
         run,
@@ -125,7 +125,7 @@ def restore(run: Run, saved: ServerState, records: Iterable[Record], now: float)
     plan = _plan_now(run, remembered.plan, remembered.facts.get("said", {}).get("wishes", {}))
     for store in stores:
         store.max_staleness = plan.max_staleness
-    run.open(plan, _settled(remembered), replayed.manifest, optimizer, stores, _naming(remembered))
+    run.open(plan, _settled(remembered), replayed.manifest, optimizer, stores, _naming(remembered.facts))
     if run.config.token_budget == remembered.facts.get("said", {}).get("token_budget"):
         coordinator.budget.limit = remembered.facts.get("token_budget")  # as an operator may have changed it since
     expect_back = run.config.heartbeat_timeout_s > 0
@@ -257,9 +257,11 @@ def _replay_round(round_: RoundRecord, record: Record, stores: list[FragmentStor
         )
 
 
-def _check_unchanged(config: ServerConfig, saved: Plan) -> None:
-    """What can never change in a run must be as it was, where the settings state it."""
+def _check_unchanged(config: ServerConfig, saved: Plan, naming: Naming | None) -> None:
+    """What can never change in a run must be as it was, where the settings state it. (Fragments that nobody has named
+    yet are still to come.)"""
     wishes = config.wishes
+    more_to_come = naming is not None and not naming.whole and (wishes.num_fragments or 0) > len(saved.fragments)
     has = {"num_fragments": len(saved.fragments), "codec": saved.codec, "down_codec": saved.down_codec}
     stated = {**{name: getattr(wishes, name) for name in has}, "part_size_bytes": config.part_size_bytes}
     if stated["codec"] is not None:
@@ -267,7 +269,7 @@ def _check_unchanged(config: ServerConfig, saved: Plan) -> None:
     if stated["down_codec"] is not None:
         stated["down_codec"] = read_codecs(saved.codec, stated["down_codec"])[1].name
     for name, value in {**has, "part_size_bytes": saved.part_size_bytes}.items():
-        if stated[name] not in (None, value):
+        if stated[name] not in (None, value) and not (name == "num_fragments" and more_to_come):
             raise ConfigError(f"the saved run has {name}={value}, which cannot change; the settings say {stated[name]}")
 
 
@@ -304,10 +306,10 @@ def _settled(remembered: Remembered) -> Settled:
         raise ModelError(f"the saved state does not say how its plan was settled: {error}") from error
 
 
-def _naming(remembered: Remembered) -> Naming | None:
-    facts = remembered.facts.get("naming")
+def _naming(facts: Mapping[str, Any]) -> Naming | None:
+    found = facts.get("naming")
     try:
-        return None if facts is None else msgspec.convert(facts, Naming)
+        return None if found is None else msgspec.convert(found, Naming)
     except msgspec.ValidationError as error:
         raise ModelError(f"the saved state does not say how far its model was named: {error}") from error
 
