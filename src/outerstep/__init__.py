@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .core.fragments import FragmentManager
+    from .core.own_outer import OuterOptimizer
     from .core.robust import RobustAggregator
     from .errors import OuterstepError
     from .extending import register_codec, register_rule
@@ -31,6 +32,7 @@ _WHERE = {
     "FragmentManager": ".core.fragments",
     "GradientGossip": ".topology.gossip.gradient_gossip",
     "HealthMonitor": ".server",
+    "OuterOptimizer": ".core.own_outer",
     "OuterstepError": ".errors",
     "RobustAggregator": ".core.robust",
     "attach": ".worker",
@@ -49,6 +51,7 @@ __all__ = [
     "FragmentManager",
     "GradientGossip",
     "HealthMonitor",
+    "OuterOptimizer",
     "OuterstepError",
     "RobustAggregator",
     "attach",

@@ -232,6 +232,8 @@ class ThreadLinks:
 
 
 class AllReduceRun(Run):
+    outer: ClassVar[OuterRule] = PLAIN
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._starts = 0
@@ -253,7 +255,7 @@ class AllReduceRun(Run):
                 hostname="test",
                 tensors=self.tensors(number),
                 anchors=anchors,
-                settings=AllReduceSettings(PLAIN, "equal", timeout_s=2.0, on_divergence="repair"),
+                settings=AllReduceSettings(self.outer, "equal", timeout_s=2.0, on_divergence="repair"),
                 peers=peers,
                 links=ThreadLinks(number, self.members, boxes),  # type: ignore[arg-type]
             )
@@ -316,6 +318,8 @@ class NoInner:
 
 
 class TorchftRun(Run):
+    outer: ClassVar[OuterRule] = PLAIN
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         from torchft.coordination import LighthouseServer
@@ -364,7 +368,7 @@ class TorchftRun(Run):
                 anchors=anchors,
                 settings=TorchftSettings(
                     lighthouse=self._lighthouse.address().split("//")[-1],
-                    outer=PLAIN,
+                    outer=self.outer,
                     weight_by="equal",
                     min_replicas=self.least,
                     backend="gloo",
@@ -433,7 +437,7 @@ class GossipRun(Run):
             wishes = GossipWishes(
                 outer_lr=1.0, outer_momentum=0.0, nesterov=False, attackers=0, heartbeat_timeout_s=60.0,
                 round_deadline_s=self.deadline_s, pattern=self.pattern, **self.more,  # type: ignore[arg-type]
-            ) if founds else GossipWishes()  # fmt: skip
+            ) if founds else GossipWishes(own_outer=self.more.get("own_outer"))  # fmt: skip
             return self.kind(
                 node,
                 tensors=self.tensors(number),

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from contract.adapters import NAMES, Adapter, GossipRun, Run, ServerRun
+from contract.adapters import NAMES, Adapter, AllReduceRun, GossipRun, Run, ServerRun, TorchftRun
 from contract.member import Rank
 from contract.sentences import SENTENCES, assert_one_anchor, exchange, together
 from outerstep import DiLoCoWorker, register_codec, register_rule
 from outerstep.coordination.server import rounds
 from outerstep.core.codecs import CODECS
+from outerstep.core.outer import OuterRule, OwnRule
 from outerstep.core.robust.aggregator import RULES
 from outerstep.errors import ConfigError
 from outerstep.server import DiLoCoServer
@@ -184,15 +185,27 @@ def test_a_rule_is_asked_how_many_it_needs() -> None:
         DiLoCoServer({"cells": torch.zeros(2)}, 3, aggregation="agreeing")
 
 
-def test_the_outer_optimizer_takes_the_step(tmp_path: Path) -> None:
-    class SignRun(ServerRun):
-        more: ClassVar = {"codec": "fp32", "outer_optimizer_factory": code("An outer optimizer")["make_outer"]}
+@pytest.mark.parametrize("kind", [ServerRun, AllReduceRun, GossipRun, TorchftRun])
+def test_the_outer_optimizer_takes_the_step(kind: type[Run], tmp_path: Path) -> None:
+    optimizer = code("An outer optimizer")["SignOfMomentum"]
+    own = OwnRule("page:SignOfMomentum", lambda params: optimizer(params, lr=0.125, momentum=0.5))
+
+    class SignRun(kind):  # type: ignore[misc,valid-type]
+        outer: ClassVar = OuterRule(own=own)
+        more: ClassVar = {
+            ServerRun: {"codec": "fp32", "outer_optimizer_factory": own.factory},
+            GossipRun: {"min_peers": 1, "own_outer": own},
+        }.get(kind, {})
 
     run = SignRun(2, None, None, tmp_path)
     a, b = run.member(0), run.member(1)
     together(run, a, b)
     exchange(a.learn(0, 5.0), b.learn(1, -7.0))
+    assert_one_anchor(a, b)
     assert a.anchor.tolist() == [0.125, -0.125, *[0.0] * 6]
+    exchange(a.learn(0, -1.0), b.learn(1, 9.0))
+    assert_one_anchor(a, b)
+    assert a.anchor.tolist() == [0.25, 0.0, *[0.0] * 6], "its momentum outweighs the second round, or does not"
     run.close()
 
 

@@ -15,10 +15,11 @@ pytest.importorskip("torchft", reason="torchft has no wheel for this platform")
 from torchft import local_sgd
 from torchft.local_sgd import DiLoCo
 
+from outerstep import OuterOptimizer
 from outerstep.core.outer import portable_step
 from outerstep.core.pseudogradient import pseudo_gradient
 from outerstep.errors import AnchorsDiffer
-from outerstep.integrations.torchft import PortableNesterov, _fragments, make_diloco
+from outerstep.integrations.torchft import _fragments, make_diloco
 from support import Ledger, assert_same, count, in_threads, params_of, tiny_model, train_steps
 from torchft_replicas import (
     StandInManager,
@@ -161,7 +162,7 @@ def test_a_torchft_with_the_other_sign_would_be_noticed(monkeypatch: pytest.Monk
 
 def test_the_outer_optimizer_is_torchs_nesterov() -> None:
     ours, theirs = nn.Parameter(torch.ones(1000)), nn.Parameter(torch.ones(1000))
-    portable, plain = PortableNesterov([ours], 0.5, 0.5), torch.optim.SGD([theirs], lr=0.5, momentum=0.5, nesterov=True)
+    portable, plain = OuterOptimizer([ours], 0.5, 0.5), torch.optim.SGD([theirs], lr=0.5, momentum=0.5, nesterov=True)
     for seed in range(5):
         gradient = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()

@@ -55,7 +55,7 @@ def takes_settings(role: Role) -> Callable[[Callable[..., None]], Callable[..., 
             said = {}
             for setting in role.settings:
                 given = arguments.pop(setting.field)
-                if given is not None:
+                if given not in (None, []):
                     said[setting.field] = _read(role, setting, given)
             file = arguments["config_file"] if wants_file else arguments.pop("config_file")
             command(resolve(role, said, file=file), **arguments)
@@ -101,12 +101,13 @@ def _annotation(role: Role, setting: Setting) -> Any:
         flags = [*short, f"{long}/{setting.opposite}"]
         return Annotated[bool | None, typer.Option(*flags, help=help_, rich_help_panel=setting.panel)]
     return Annotated[
-        str | None,
+        list[str] | None if setting.repeats else str | None,
         typer.Option(*setting.flags.split(), metavar=kind.metavar, help=help_, rich_help_panel=setting.panel),
     ]
 
 
-def _read(role: Role, setting: Setting, given: str | bool) -> Sourced:
+def _read(role: Role, setting: Setting, given: str | bool | list[str]) -> Sourced:
+    given = " ".join(given) if isinstance(given, list) else given
     if isinstance(given, bool):
         return Sourced(given, f"flag {setting.flag if given else setting.opposite}")
     try:

@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from ..config import (
     SERVER,
+    SHIPPED,
     ServerCommand,
     ServerConfig,
     Sourced,
@@ -114,7 +115,14 @@ def inside_a_cluster(found: Found, command: ServerCommand) -> Found:
             "above and compat_port do not go together: what is trained must be known before a cluster joins, and the "
             "older protocol's clients do not say it; leave one of the two out"
         )
-    lr, momentum = found["outer_lr"], found["outer_momentum"]
+    lr, momentum, named = found["outer_lr"], found["outer_momentum"], found["outer_optimizer"].value
+    if named != SHIPPED and not command.inner_momentum:
+        raise ConfigError(
+            f"outer_optimizer must be {SHIPPED} in a cluster, got {named!r}: it may have momentum, and the layer above "
+            "has some; leave it out, or say --inner-momentum if the run above has none"
+        )
+    if named != SHIPPED:
+        return found
     if momentum.is_said and momentum.value and not command.inner_momentum:
         raise ConfigError(
             f"outer_momentum must be 0 in a cluster, got {momentum.value:g}: with momentum in the layer above, too, "
@@ -195,6 +203,8 @@ def _make(found: Found, config: ServerConfig, command: ServerCommand) -> DiLoCoS
     state, folder = _load(command.model, checkpoint=command.from_checkpoint)
     if settings["model_files"] is None and folder is not None:
         settings["model_files"] = str(folder)
+    if ":" in config.outer_optimizer:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` would: the user's module may lie here
     with naming_sources(found):
         return DiLoCoServer(state, **settings)
 

@@ -6,6 +6,7 @@
     effects.py    what a setting needs to have an effect, and what becomes of one that has none
     kinds.py      what a field's type says: its range, and how the text of a flag or a variable becomes a value
     checks.py     every value against its kind
+    outer_step.py the outer step of a server, and of a worker without one
     keywords.py   a config from flat keywords, with an answer to a misspelt one
     table.py      the two roles, with all that is derived from their settings
     sources.py    a flag, else an environment variable, else a TOML file (toml_file.py), else the default
@@ -21,6 +22,7 @@ from __future__ import annotations
 from ..security import DEFAULT_PORT
 from .effects import TOPOLOGIES, WITHOUT_SERVER
 from .keywords import build, settings_of, unknown, values_of, with_current_names
+from .outer_step import SHIPPED, check_outer_step, is_named, outer_arguments, with_named_class
 from .server import DEFAULT_HOST, ServerCommand, ServerConfig
 from .setting import Setting
 from .sources import (
@@ -37,6 +39,7 @@ from .sources import (
 from .table import ROLES, SERVER, WORKER, Role
 from .worker import (
     LIGHTHOUSE_VARIABLE,
+    ServerlessConfig,
     WorkerCommand,
     WorkerConfig,
     check_topology_name,
@@ -51,22 +54,27 @@ __all__ = [
     "NOT_SET",
     "ROLES",
     "SERVER",
+    "SHIPPED",
     "TOPOLOGIES",
     "WITHOUT_SERVER",
     "WORKER",
     "Role",
     "ServerCommand",
     "ServerConfig",
+    "ServerlessConfig",
     "Setting",
     "Sourced",
     "WorkerCommand",
     "WorkerConfig",
     "build",
+    "check_outer_step",
     "check_topology_name",
     "environment_for",
+    "is_named",
     "make_command",
     "make_config",
     "naming_sources",
+    "outer_arguments",
     "parse_lighthouse",
     "resolve",
     "settings_of",
@@ -74,4 +82,5 @@ __all__ = [
     "values_of",
     "warnings_about",
     "with_current_names",
+    "with_named_class",
 ]

@@ -17,6 +17,7 @@ from ..types import Count, Positive, Wishes
 from .checks import Checked, check_label, check_mixing, wishes_of
 from .effects import Needs
 from .kinds import AtLeastOne, NotNegative
+from .outer_step import BY_NAME, SHIPPED, check_outer_step, with_named_class
 from .setting import (
     ABOVE,
     AGGREGATION,
@@ -168,9 +169,15 @@ class ServerConfig(Checked):
         "the one that goes with --codec")
     deterministic: bool = setting(False, OUTER,
         "Add contributions in the order of their workers' names, so that a repeated run has the same bits.")
-    outer_lr: NotNegative = setting(OUTER_LR, OUTER, "η of the outer step.")
-    outer_momentum: NotNegative = setting(OUTER_MOMENTUM, OUTER, "μ of the outer step.")
-    nesterov: bool = setting(True, OUTER, "Nesterov or plain momentum.")
+    outer_optimizer: str = setting(SHIPPED, OUTER,
+        "Takes the outer step: nesterov; a class of torch.optim, such as adamw; or module:Class of your own.")
+    outer_options: str | None = setting(None, OUTER,
+        "What an outer optimizer by name is made with: KEY=VALUE, several with spaces between, or the flag again.",
+        "its own defaults", flags="--outer-option", needs=BY_NAME, repeats=True)
+    outer_lr: NotNegative | None = setting(None, OUTER, "η of the outer step.", f"{OUTER_LR}, another's its own")
+    outer_momentum: NotNegative | None = setting(None, OUTER,
+        "μ of the outer step.", f"{OUTER_MOMENTUM}, another's its own")
+    nesterov: bool | None = setting(None, OUTER, "Nesterov or plain momentum.", "Nesterov, another's its own")
     save_dir: str | None = setting(None, SAVING,
         "Folder that keeps the run; a run found there is resumed.",
         "outerstep-run; from Python, or with --durability none: nothing is kept")
@@ -231,6 +238,8 @@ class ServerConfig(Checked):
         super().__post_init__()
         check_label(self, "tokenizer")
         _check_together(self)
+
+    current_spelling = staticmethod(with_named_class)
 
     @property
     def wishes(self) -> Wishes:
@@ -302,6 +311,7 @@ def _check_together(config: ServerConfig) -> None:
     if config.quorum is not None and config.quorum > config.num_workers:
         raise ConfigError(f"quorum ({config.quorum}) must not exceed num_workers ({config.num_workers})")
     check_mixing(config.fragment_alpha, config.fragment_carry)
+    check_outer_step(config)
     _check_aggregation(config)
     if config.async_mode and config.quorum not in (None, 1):
         raise ConfigError(f"async_mode is quorum 1; got quorum {config.quorum}: leave one of the two out")

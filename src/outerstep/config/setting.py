@@ -49,6 +49,7 @@ class Setting:
     unset: str
     flags: str
     needs: Needs | None = None
+    repeats: bool = False  # its flag may be given several times; the texts are joined with spaces
 
     @property
     def sentence(self) -> str:
@@ -68,12 +69,24 @@ class Setting:
         return f"--no-{self.flag.removeprefix('--')}"
 
 
-def setting(default: T, panel: str, help_: str, unset: str = "", *, flags: str = "", needs: Needs | None = None) -> T:
+def setting(
+    default: T,
+    panel: str,
+    help_: str,
+    unset: str = "",
+    *,
+    flags: str = "",
+    needs: Needs | None = None,
+    repeats: bool = False,
+) -> T:
     """A field with a default. `flags` "" = "--" and the field's name, without "_s"."""
-    made: T = field(default=default, metadata=row(panel, help_, unset, flags=flags, needs=needs))
+    made: T = field(default=default, metadata=row(panel, help_, unset, flags=flags, needs=needs, repeats=repeats))
     return made
 
 
-def row(panel: str, help_: str, unset: str = "", *, flags: str = "", needs: Needs | None = None) -> dict[str, Any]:
+def row(
+    panel: str, help_: str, unset: str = "", *, flags: str = "", needs: Needs | None = None, repeats: bool = False
+) -> dict[str, Any]:
     """The metadata of a field without a default."""
-    return {"panel": panel, "help": help_, "unset": unset, "flags": flags, "needs": needs or OF_PANEL.get(panel)}
+    needs = needs or OF_PANEL.get(panel)
+    return {"panel": panel, "help": help_, "unset": unset, "flags": flags, "needs": needs, "repeats": repeats}

@@ -19,6 +19,7 @@ from .checks import Checked, check_label, check_mixing, wishes_of
 from .effects import TOPOLOGIES, WITHOUT_SERVER, with_topology
 from .keywords import unknown, values_of
 from .kinds import AtLeastOne, NotNegative
+from .outer_step import check_outer_step, is_named, with_named_class
 from .setting import EXCHANGES, JOINING, NO_SERVER, PATIENCE, PEERS, REPLICAS, row, setting
 
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"  # where torchft itself looks for it
@@ -69,6 +70,12 @@ class ServerlessConfig(Checked):
         "μ of the outer step.", f"{OUTER_MOMENTUM}", needs=NO_SERVER_TO_SAY)
     nesterov: bool | None = setting(None, NO_SERVER,
         "Nesterov or plain momentum.", "Nesterov", needs=NO_SERVER_TO_SAY)
+    outer_optimizer: str | None = setting(None, NO_SERVER,
+        "Takes the outer step: nesterov, or module:Class of your own, an outerstep.OuterOptimizer.",
+        "nesterov", needs=NO_SERVER_TO_SAY)
+    outer_options: str | None = setting(None, NO_SERVER,
+        "What that class is made with: KEY=VALUE, several with spaces between, or the flag again.",
+        "its own defaults", flags="--outer-option", needs=NO_SERVER_TO_SAY, repeats=True)
     weight_by: Literal["equal", "samples", "tokens"] | None = setting(None, NO_SERVER,
         "What a contribution's weight is: equal for all, or its size.", "equal", needs=NO_SERVER_TO_SAY)
     on_divergence: Literal["stop", "repair"] = setting("stop", NO_SERVER,
@@ -270,6 +277,7 @@ class WorkerConfig(Checked):
     @staticmethod
     def current_spelling(settings: Mapping[str, Any]) -> dict[str, Any]:
         """Settings in which server_addr is an address. It used to name a topology too: server_addr="gossip"."""
+        settings = with_named_class(settings)
         address, topology = settings.get("server_addr"), settings.get("topology")
         named = isinstance(address, str) and address in WITHOUT_SERVER and topology in (None, address)
         settings = {**settings, "topology": address, "server_addr": None} if named else dict(settings)
@@ -292,6 +300,12 @@ def _check_topology(config: WorkerConfig) -> None:
             raise ConfigError(
                 f"topology {name!r} has no server, got server_addr {redact(config.server_addr)!r}: leave one of the "
                 "two out"
+            )
+        check_outer_step(config.serverless)
+        if config.gossip.pattern in ("pairs", "exponential") and is_named(config.serverless):
+            raise ConfigError(
+                f"outer_optimizer {config.serverless.outer_optimizer!r} steps along what all agree on, and with "
+                f"pattern={config.gossip.pattern!r} two peers step by a rule of their own: leave one of the two out"
             )
     else:
         check_topology_name(name)

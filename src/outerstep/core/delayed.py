@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .outer import OptimizerFactory, OuterRule, build_optimizer
+from .outer import OptimizerFactory, OuterRule, build_optimizer, groups_of
+from .own_outer import OuterOptimizer
 
 
 class DelayedState(TypedDict):
@@ -66,24 +67,19 @@ class DelayedNesterov:
         cls, buffer_size: int, factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]
     ) -> DelayedNesterov:
         """With the ε and β of each parameter group of the `torch.optim.SGD` that `factory` builds."""
-        params, optimizer = build_optimizer(factory, shapes)
-        if type(optimizer) is not torch.optim.SGD:  # a subclass may step by a rule of its own
+        params, optimizer = build_optimizer(factory, shapes, "meta")
+        if type(optimizer) not in (torch.optim.SGD, OuterOptimizer):  # a subclass may step by a rule of its own
             raise ConfigError(
                 "Delayed Nesterov is a form of SGD with Nesterov momentum and needs outer_optimizer_factory to return "
                 f"torch.optim.SGD, got {type(optimizer).__name__}; use SGD, or the synchronous mode"
             )
-        of_param: dict[torch.nn.Parameter, OuterRule] = {}
         for index, group in enumerate(optimizer.param_groups):
             _check_group(index, group)
-            rate = OuterRule(float(group["lr"]), float(group["momentum"]))
-            of_param.update(dict.fromkeys(group["params"], rate))
-        left_out = [name for name, param in params.items() if param not in of_param]
-        if left_out:
-            raise ConfigError(
-                f"every parameter must be in a group of the outer optimizer, {left_out[0]!r} is not "
-                f"({len(left_out)} in all); give them a group, or freeze them in the model"
-            )
-        return cls(buffer_size, rates={name: of_param[param] for name, param in params.items()})
+        rates = {
+            name: OuterRule(float(group["lr"]), float(group["momentum"]))
+            for name, group in groups_of(params, optimizer).items()
+        }
+        return cls(buffer_size, rates=rates)
 
     def buffered(self, fragment: int) -> int:
         """n: how many pushes of this fragment its D holds."""
@@ -179,9 +175,9 @@ def _check_group(index: int, group: Mapping[str, object]) -> None:
     Nesterov's either: each push moves the weights by its N-th, and that is all."""
     remedies = {
         "nesterov": (group["nesterov"] or not group["momentum"], "set nesterov=True, or momentum=0"),
-        "dampening": (not group["dampening"], "set dampening=0"),
-        "weight_decay": (not group["weight_decay"], "decay the weights in the inner optimizer"),
-        "maximize": (not group["maximize"], "set maximize=False"),
+        "dampening": (not group.get("dampening"), "set dampening=0"),
+        "weight_decay": (not group.get("weight_decay"), "decay the weights in the inner optimizer"),
+        "maximize": (not group.get("maximize"), "set maximize=False"),
     }
     for option, (fits, remedy) in remedies.items():
         if not fits:

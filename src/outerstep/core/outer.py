@@ -12,8 +12,9 @@ Parameters and state are fp32 and keyed by name, never by position: a fragment s
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,9 @@ STEP_VALUES = 1 << 16  # 256 KiB: θ, buf, g and what lies between them stay in 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-class OuterOptimizer(Protocol):
+class NamedOptimizer(Protocol):
+    """What takes the outer step: parameters and state by name."""
+
     def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
         """Move `params` (fp32) in place. The names of one fragment, or of all."""
 
@@ -41,18 +44,33 @@ class OuterOptimizer(Protocol):
 
 
 @dataclass(frozen=True)
+class OwnRule:
+    """An `OuterOptimizer` of the user's (own_outer.py): how all members of a run call it, options and all, and what
+    makes it."""
+
+    name: str
+    factory: OptimizerFactory = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class OuterRule:
-    """η and μ of the outer step, and whether its momentum is Nesterov's."""
+    """η and μ of the outer step, and whether its momentum is Nesterov's; or a user's `own` rule, which has its own."""
 
     lr: float = OUTER_LR
     momentum: float = OUTER_MOMENTUM
     nesterov: bool = True
+    own: OwnRule | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.lr < math.inf:
             raise ConfigError(f"outer lr must be a number > 0, got {self.lr}")
         if not 0.0 <= self.momentum < 1.0:
             raise ConfigError(f"outer momentum must be in [0, 1), got {self.momentum}")
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """Does a step go by earlier ones?"""
+        return bool(self.momentum) or self.own is not None
 
 
 class BlockStep(Protocol):
@@ -98,7 +116,32 @@ class MomentumBuffers:
         self.tensors = {n: kept.clone(memory_format=torch.contiguous_format) for n, kept in tensors.items()}
 
 
-class Nesterov:
+class BlockOuter(ABC):
+    """An outer rule that moves ranges of values, each by itself, and remembers one buffer per parameter. So it can step
+    a block while it is in the cache, and everybody's own copy."""
+
+    def __init__(self) -> None:
+        self.momentum = MomentumBuffers()
+
+    @abstractmethod
+    def begin(self, params: Mapping[str, Tensor], fragment: int = 0) -> BlockStep:
+        """A step of these parameters, block by block; the bits do not depend on how they are cut."""
+
+    @torch.no_grad()
+    def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        step = self.begin(params)
+        for name, theta in params.items():
+            step.block(name, theta.view(-1), grads[name].reshape(-1).clone())
+        step.done()
+
+    def state_dict(self) -> State:
+        return {name: {"momentum_buffer": buf} for name, buf in self.momentum.tensors.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        self.momentum.load({name: entry["momentum_buffer"] for name, entry in state.items()})
+
+
+class Nesterov(BlockOuter):
     """SGD with (Nesterov) momentum, as in the module's docstring; `nesterov=False` gives θ − η·buf. `portable`: with
     the bits of `portable_step` instead of torch's."""
 
@@ -110,29 +153,16 @@ class Nesterov:
         nesterov: bool = OuterRule.nesterov,
         portable: bool = False,
     ) -> None:
+        super().__init__()
         self.rule, self.portable = OuterRule(lr, momentum, nesterov), portable
-        self.momentum = MomentumBuffers()
 
     @classmethod
     def everywhere(cls, rule: OuterRule) -> Nesterov:
         """For a run in which everybody steps its own copy: the same bits on every machine."""
         return cls(rule.lr, rule.momentum, nesterov=rule.nesterov, portable=True)
 
-    @torch.no_grad()
-    def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
-        step = self.begin(params)
-        for name, theta in params.items():
-            step.block(name, theta.view(-1), grads[name].reshape(-1).clone())
-
     def begin(self, params: Mapping[str, Tensor], fragment: int = 0) -> NesterovStep:
-        """A step of these parameters, block by block; the bits do not depend on how they are cut."""
         return NesterovStep(self, params)
-
-    def state_dict(self) -> State:
-        return {name: {"momentum_buffer": buf} for name, buf in self.momentum.tensors.items()}
-
-    def load_state_dict(self, state: State) -> None:
-        self.momentum.load({name: entry["momentum_buffer"] for name, entry in state.items()})
 
 
 class NesterovStep:
@@ -218,10 +248,10 @@ class TorchOuter:
 
 
 def build_optimizer(
-    factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]
+    factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]], device: str = "cpu"
 ) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     """What `factory` makes of parameters of these shapes, and the parameters by name; their values are zeros."""
-    params = {name: nn.Parameter(torch.zeros(shape), requires_grad=False) for name, shape in shapes.items()}
+    params = {n: nn.Parameter(torch.zeros(shape, device=device), requires_grad=False) for n, shape in shapes.items()}
     optimizer = factory(list(params.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
@@ -231,12 +261,24 @@ def build_optimizer(
     return params, optimizer
 
 
-def check_factory(factory: OptimizerFactory) -> None:
+def groups_of(params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """The parameter group of each parameter, by name: its learning rate and other options."""
+    groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+    left_out = [name for name, param in params.items() if param not in groups]
+    if left_out:
+        raise ConfigError(
+            f"every parameter must be in a group of the outer optimizer, {left_out[0]!r} is not "
+            f"({len(left_out)} in all); give them a group, or freeze them in the model"
+        )
+    return {name: groups[param] for name, param in params.items()}
+
+
+def check_factory(factory: OptimizerFactory, what: str = "outer_optimizer_factory") -> None:
     """Take a step with one tiny parameter, so that a mistake shows at start and not in the first round."""
     probe = {"probe": torch.zeros(2, 2)}
     try:
         TorchOuter(factory, {"probe": (2, 2)}).step(probe, {"probe": torch.ones(2, 2)})
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"outer_optimizer_factory makes an optimizer that cannot step by itself: {error}") from error
+        raise ConfigError(f"{what} makes an optimizer that cannot step by itself: {error}") from error

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from .delayed import DelayedNesterov
 from .gossip import PairOuter
-from .outer import MomentumBuffers, Nesterov, OuterOptimizer
+from .outer import BlockOuter, MomentumBuffers, NamedOptimizer
 
-Outer = OuterOptimizer | DelayedNesterov
+Outer = NamedOptimizer | DelayedNesterov
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class FragmentState:
     @property
     def steps_by_blocks(self) -> bool:
         """Can the rule step ranges of values? Else it steps whole tensors."""
-        return isinstance(self.outer, Nesterov | DelayedNesterov)
+        return isinstance(self.outer, BlockOuter | DelayedNesterov)
 
     # --- step -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class FragmentState:
 
     @property
     def _buffers(self) -> MomentumBuffers:
-        assert isinstance(self.outer, Nesterov | PairOuter)
+        assert isinstance(self.outer, BlockOuter | PairOuter)
         return self.outer.momentum
 
     def write(self, *, momentum: bool = True) -> FragmentSnapshot:
@@ -152,7 +152,7 @@ class FragmentStep:
     """One outer step of a fragment on its way, range by range; made by `FragmentState.step`. (Under no_grad.)"""
 
     def __init__(self, state: FragmentState, target: Mapping[str, Tensor]) -> None:
-        assert isinstance(state.outer, Nesterov | DelayedNesterov)
+        assert isinstance(state.outer, BlockOuter | DelayedNesterov)
         self._roles = state.roles
         self._step = state.outer.begin({name: target[name] for name in state.parameters}, state.index)
         self.done = self._step.done

@@ -22,7 +22,7 @@ and a comparison of θ across the replicas after every sync. docs/integrations/t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_map
 
 from ..core.fragments import FragmentManager
-from ..core.outer import Nesterov, OptimizerFactory, portable_step
+from ..core.outer import OptimizerFactory
+from ..core.own_outer import OuterOptimizer
 from ..core.state import bytes_of
 from ..defaults import OUTER_LR, OUTER_MOMENTUM
 from ..digest import data_hash
@@ -100,7 +101,7 @@ def make_diloco(
     fragments = _fragments(model, num_fragments)
     sizes = [sum(local_part(p).nbytes for p in fragment.parameters()) for fragment in fragments]
     use_bucketization, cap_mb = bucket_cap(use_bucketization, bucket_cap_mb, sizes)
-    make = outer_optimizer or _nesterov(outer_lr, outer_momentum)
+    make = outer_optimizer or (lambda params: OuterOptimizer(params, outer_lr, outer_momentum))
     outer_optimizers = [check_outer_optimizer(make, list(fragment.parameters())) for fragment in fragments]
     return CheckedDiLoCo(
         model,
@@ -193,34 +194,6 @@ class _Fragment(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._by_name.items()
-
-
-class PortableNesterov(torch.optim.Optimizer):
-    """buf ← μ·buf + g;  θ ← θ − η·(g + μ·buf): torch's SGD(nesterov=True), rounded alike on every machine.
-
-    torch's own may or may not fuse a product with a sum, depending on the processor's vector width: then replicas on
-    different machines drift apart by roundings, and the comparison after the sync would stop them.
-    """
-
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """`grad` of each parameter is overwritten."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(param)
-                portable_step(param, state["momentum_buffer"], param.grad, group["lr"], group["momentum"])
-
-
-def _nesterov(lr: float, momentum: float) -> OptimizerFactory:
-    Nesterov(lr, momentum)  # refuses values out of range
-    return lambda params: PortableNesterov(params, lr, momentum)
 
 
 def _fragments(model: nn.Module, count: int) -> list[_Fragment]:

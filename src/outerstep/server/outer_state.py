@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..config import ServerConfig
 from ..core.delayed import DelayedNesterov
-from ..core.outer import Nesterov
+from ..core.outer import BlockOuter, OuterRule
 from ..core.state import Outer
 from ..errors import ConfigError
 from ..types import Manifest
@@ -28,7 +28,7 @@ def recall(optimizer: Outer, saved: OptimizerState, names: set[str] | None = Non
         elif by_name:
             log.warning("the imported momentum is of another rule than Delayed Nesterov and was left out")
         return
-    if isinstance(optimizer, Nesterov):
+    if isinstance(optimizer, BlockOuter):
         by_name = {name: entry for name, entry in by_name.items() if "momentum_buffer" in entry}
     optimizer.load_state_dict(by_name)
 
@@ -38,7 +38,7 @@ def check_kind(optimizer: Outer, saved: OptimizerState) -> None:
     if saved.kind not in ("none", "old", kind) and saved.by_name:
         raise ConfigError(
             f"the state was saved with the outer optimizer {saved.kind!r}, now it is {kind!r}; "
-            "resume with the same (async_mode, dn_buffer_size, outer_optimizer_factory)"
+            "resume with the same (async_mode, dn_buffer_size, outer_optimizer, outer_optimizer_factory)"
         )
 
 
@@ -53,8 +53,14 @@ def state_of(optimizer: Outer | None) -> OptimizerState:
     return OptimizerState(_kind(optimizer), optimizer.state_dict())
 
 
+def rule_told(config: ServerConfig) -> OuterRule:
+    """Of the rule that ships, with its defaults for what the settings leave out."""
+    said = {"lr": config.outer_lr, "momentum": config.outer_momentum, "nesterov": config.nesterov}
+    return OuterRule(**{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
+
+
 def _kind(optimizer: Outer) -> str:
     return {"DelayedNesterov": "delayed_nesterov", "Nesterov": "nesterov"}.get(type(optimizer).__name__, "torch")
 
 
-__all__ = ["OptimizerMaker", "Outer", "check_kind", "recall", "state_of"]
+__all__ = ["OptimizerMaker", "Outer", "check_kind", "recall", "rule_told", "state_of"]

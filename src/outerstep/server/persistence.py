@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ..config import ServerConfig
+from ..config import ServerConfig, is_named
 from ..coordination.server.commits import WriteCheckpoint
 from ..coordination.server.remembered import Remembered
 from ..core.robust import ScreenVerdict
@@ -38,6 +38,7 @@ from ..errors import ModelError, ServerError
 from ..events import EventSink, SaveFailed, StateSaved
 from ..pool import private_memory
 from ..types import Count, Hash, Participant, Plain, Positive, Watched
+from .outer_state import rule_told
 from .publish import NextVersion
 from .run import Run
 from .saved import save_state
@@ -180,13 +181,17 @@ def settings_of(config: ServerConfig) -> dict[str, Any]:
     return {
         "wishes": msgspec.to_builtins(config.wishes),
         "token_budget": config.token_budget,
-        "outer": {
-            "outer_lr": config.outer_lr,
-            "outer_momentum": config.outer_momentum,
-            "nesterov": config.nesterov,
-            "dn_buffer_size": config.delayed_nesterov,
-        },
+        "outer": {**_outer_settings(config), "dn_buffer_size": config.delayed_nesterov},
     }
+
+
+def _outer_settings(config: ServerConfig) -> dict[str, Any]:
+    """With the numbers that hold now, whatever a later version's defaults are."""
+    if is_named(config):
+        names = ("outer_optimizer", "outer_options", "outer_lr", "outer_momentum", "nesterov")
+        return {name: getattr(config, name) for name in names}
+    rule = rule_told(config)
+    return {"outer_lr": rule.lr, "outer_momentum": rule.momentum, "nesterov": rule.nesterov}
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ..config import ServerConfig
+from ..config import SHIPPED, ServerConfig
 from ..coordination.server.naming import Naming
 from ..coordination.server.plan import Settled, changed
 from ..coordination.server.remembered import LEAP, Remembered
@@ -156,7 +156,8 @@ class _OuterOverTime:
         config = self._run.config
         if settings:
             buffer_size = settings["dn_buffer_size"] if config.async_mode else None
-            config = dataclasses.replace(config, **{**settings, "dn_buffer_size": buffer_size})
+            shipped = {"outer_optimizer": SHIPPED, "outer_options": None}  # records of it do not say so
+            config = dataclasses.replace(config, **{**shipped, **settings, "dn_buffer_size": buffer_size})
         self._made, self._settings = self._make(config), settings
         return self._made
 

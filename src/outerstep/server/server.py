@@ -21,10 +21,11 @@ from typing import Any, cast
 import msgspec
 from torch import Tensor
 
-from ..config import DEFAULT_PORT, ServerConfig, build
+from ..config import DEFAULT_PORT, ServerConfig, build, is_named, outer_arguments
 from ..core.delayed import DelayedNesterov
 from ..core.fragments import check_cycle
-from ..core.outer import Nesterov, OptimizerFactory, TorchOuter, check_factory
+from ..core.outer import Nesterov, OptimizerFactory, check_factory
+from ..core.own_outer import named_factory, outer_of
 from ..durable.run_folder import RunFolder
 from ..errors import ConfigError
 from ..events import EventSink
@@ -37,7 +38,7 @@ from ..types import Manifest
 from ..wire.http_server import HttpServer, ServiceLimits
 from .audit import Audit
 from .model_state import ModelState
-from .outer_state import OptimizerMaker, Outer
+from .outer_state import OptimizerMaker, Outer, rule_told
 from .resuming import find_run
 from .run import read_codecs
 from .saved import ServerState
@@ -329,26 +330,38 @@ def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> 
             "asynchronous, and dn_buffer_size=0: the outer optimizer steps on every push. With momentum this tends to "
             "diverge; leave dn_buffer_size out for Delayed Nesterov."
         )
+    if factory is not None and is_named(config):
+        raise ConfigError(
+            f"outer_optimizer ({config.outer_optimizer!r}) and outer_optimizer_factory both make the outer optimizer: "
+            "leave one of the two out"
+        )
     if factory is not None:
         check_factory(factory)
-    elif buffer_size and config.outer_momentum and not config.nesterov:
+    elif is_named(config):
+        check_factory(_named(config), f"outer_optimizer {config.outer_optimizer!r}")
+    elif buffer_size and rule_told(config).momentum and not rule_told(config).nesterov:
         raise ConfigError(
-            "Delayed Nesterov has no plain momentum, got nesterov=False with "
-            f"outer_momentum={config.outer_momentum:g}: choose outer_momentum=0 (none at all), or dn_buffer_size=0"
+            "Delayed Nesterov has no plain momentum, got nesterov=False with outer_momentum="
+            f"{rule_told(config).momentum:g}: choose outer_momentum=0 (none at all), or dn_buffer_size=0"
         )
-    _make_optimizer(config, factory, {"probe": (1,)})
+    _make_optimizer(config, factory, {"probe": (2, 2)})
     return lambda config, manifest: _make_optimizer(config, factory, _shapes(manifest))
+
+
+def _named(config: ServerConfig) -> OptimizerFactory:
+    return named_factory(config.outer_optimizer, outer_arguments(config))
 
 
 def _make_optimizer(
     config: ServerConfig, factory: OptimizerFactory | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> Outer:
-    buffer_size, lr, momentum = config.delayed_nesterov, config.outer_lr, config.outer_momentum
+    buffer_size, factory = config.delayed_nesterov, _named(config) if is_named(config) else factory
     if factory is not None:
-        return DelayedNesterov.from_sgd(buffer_size, factory, shapes) if buffer_size else TorchOuter(factory, shapes)
+        return DelayedNesterov.from_sgd(buffer_size, factory, shapes) if buffer_size else outer_of(factory, shapes)
+    rule = rule_told(config)
     if buffer_size:
-        return DelayedNesterov(buffer_size, lr, momentum)
-    return Nesterov(lr, momentum, nesterov=config.nesterov, portable=config.deterministic)
+        return DelayedNesterov(buffer_size, rule.lr, rule.momentum)
+    return Nesterov(rule.lr, rule.momentum, nesterov=rule.nesterov, portable=config.deterministic)
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:

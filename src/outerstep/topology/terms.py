@@ -32,7 +32,7 @@ class Rank(msgspec.Struct, frozen=True):
     size: int
     manifest: Manifest
     plan: Plan
-    outer: dict[str, float | bool]  # the settings of the outer step, by name
+    outer: dict[str, float | bool | str]  # the settings of the outer step, by name
     versions: tuple[int, ...]  # of each fragment: 0, or where a loaded state goes on
     momentum_hash: str
 
@@ -51,10 +51,16 @@ def introduction(worker_id: str, hostname: str, size: int, manifest: Manifest, p
         size=size,
         manifest=manifest,
         plan=plan,
-        outer={"outer_lr": rule.lr, "outer_momentum": rule.momentum, "nesterov": rule.nesterov},
+        outer=_outer_settings(rule),
         versions=(),
         momentum_hash="",
     )
+
+
+def _outer_settings(rule: OuterRule) -> dict[str, float | bool | str]:
+    if rule.own is not None:
+        return {"outer_optimizer": rule.own.name}
+    return {"outer_lr": rule.lr, "outer_momentum": rule.momentum, "nesterov": rule.nesterov}
 
 
 def draw_up(wishes: Wishes, weight_by: WeightBy, manifest: Manifest, worker_id: str) -> Plan:
@@ -130,7 +136,8 @@ def _differences(first: Rank, other: Rank) -> list[tuple[str, object, object]]:
         }
         for one in (first, other)
     )
-    return [(what, ours[what], theirs[what]) for what in ours if ours[what] != theirs.get(what)]
+    every = {**ours, **theirs}
+    return [(what, ours.get(what), theirs.get(what)) for what in every if ours.get(what) != theirs.get(what)]
 
 
 class ExchangeHeader(msgspec.Struct, frozen=True):

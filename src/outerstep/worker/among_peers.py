@@ -20,7 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.outer import Nesterov, OuterRule
+from ..core.outer import OuterRule
+from ..core.own_outer import outer_everywhere
 from ..core.pseudogradient import adopt, carry
 from ..core.robust import RobustAggregator
 from ..core.state import FragmentState
@@ -56,7 +57,7 @@ class AmongPeers:
         self.inner_steps, self.outer = inner_steps, outer
         self.replica = _lone_replica(model, buffers)
         roles = {spec.name: spec.role for spec in self.replica.manifest.parameters}
-        self._outer = Nesterov.everywhere(outer)
+        self._outer = outer_everywhere(outer, self.replica.tensors)
         self._state = FragmentState(roles, self.replica.anchors, self._outer)
         self._optimizer = optimizer
         self._watch = OutsideWatch(self.replica, optimizer)

@@ -17,8 +17,19 @@ from collections.abc import Callable, Mapping
 import msgspec
 import torch.distributed as dist
 
-from ..config import LIGHTHOUSE_VARIABLE, WorkerConfig, check_topology_name, parse_lighthouse, unknown
+from ..config import (
+    LIGHTHOUSE_VARIABLE,
+    ServerlessConfig,
+    WorkerConfig,
+    check_outer_step,
+    check_topology_name,
+    is_named,
+    outer_arguments,
+    parse_lighthouse,
+    unknown,
+)
 from ..core.outer import OuterRule
+from ..core.own_outer import as_own_rule
 from ..defaults import PEER_BEAT_S
 from ..errors import ConfigError
 from ..events import EventSink
@@ -181,9 +192,10 @@ def _by_gossip(worker: LocalWorker, config: WorkerConfig) -> Topology:
         ),
         GossipSettings(
             GossipWishes(
-                outer_lr=outer.outer_lr,
-                outer_momentum=outer.outer_momentum,
-                nesterov=outer.nesterov,
+                outer_lr=None if is_named(outer) else outer.outer_lr,
+                outer_momentum=None if is_named(outer) else outer.outer_momentum,
+                nesterov=None if is_named(outer) else outer.nesterov,
+                own_outer=_outer_rule(config).own if is_named(outer) else None,
                 weight_by=outer.weight_by,
                 aggregation=own.aggregation,
                 trim_fraction=own.trim_fraction,
@@ -211,13 +223,18 @@ _FACTORIES: dict[str, TopologyFactory] = {
 }
 
 
+def outer_rule(told: ServerlessConfig, where: str) -> OuterRule:
+    """The outer step of a worker without a server; `where`: in words, how it takes part."""
+    check_outer_step(told)
+    if is_named(told):
+        assert told.outer_optimizer is not None
+        return as_own_rule(told.outer_optimizer, outer_arguments(told), where)
+    said = {"lr": told.outer_lr, "momentum": told.outer_momentum, "nesterov": told.nesterov}
+    return OuterRule(**{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
+
+
 def _outer_rule(config: WorkerConfig) -> OuterRule:
-    own, usual = config.serverless, OuterRule()
-    return OuterRule(
-        lr=usual.lr if own.outer_lr is None else own.outer_lr,
-        momentum=usual.momentum if own.outer_momentum is None else own.outer_momentum,
-        nesterov=usual.nesterov if own.nesterov is None else own.nesterov,
-    )
+    return outer_rule(config.serverless, f"with topology={config.topology!r}")
 
 
 def _make_worker_id(config: WorkerConfig) -> str:

@@ -20,12 +20,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.outer import OuterRule
+from ..config import ServerlessConfig, with_named_class
+from ..core.own_outer import OuterOptimizer
 from ..core.robust import RobustAggregator
 from ..defaults import SYNC_EVERY
 from ..errors import ConfigError, WorkerError
 from ..topology.update import values_hash
 from .among_peers import AmongPeers
+from .connect import outer_rule
 from .peer_exchange import Gossip, Peer
 from .replica import Replica
 from .worker import DiLoCoWorker
@@ -52,6 +54,8 @@ class DiLoCoTrainer:
         outer_momentum: float | None = None,
         *,
         nesterov: bool | None = None,
+        outer_optimizer: type[OuterOptimizer] | str | None = None,
+        outer_options: str | None = None,
         loss_fn: LossFunction | None = None,
         buffers: Literal["average", "local"] = "average",
         server_addr: str | None = None,
@@ -61,6 +65,8 @@ class DiLoCoTrainer:
         Args:
             inner_steps: H, optimizer steps between two agreements. 500; with a server, as its plan says.
             outer_lr, outer_momentum, nesterov: η 0.7, μ 0.9, True; with a server they are the server's to say.
+            outer_optimizer: an `OuterOptimizer` of your own, the class or module:Class, made with `outer_options`
+                ("lr=0.1 momentum=0.5").
             loss_fn: `loss_fn(model, batch)`; left out, `model(**batch).loss`.
             buffers: the model's (BatchNorm's statistics) are aggregated too, or stay each trainer's own.
         """
@@ -68,16 +74,15 @@ class DiLoCoTrainer:
         self._rounds: _Rounds
         if server_addr is not None or "topology" in settings:
             settings |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
+            settings |= {"outer_optimizer": outer_optimizer, "outer_options": outer_options}
             worker = DiLoCoWorker(model, inner_optimizer, server_addr, inner_steps, buffers=buffers, **settings)
             self._rounds = _ByWorker(worker)
             return
         if settings:
             raise ConfigError(f"{next(iter(settings))} is a worker's setting, and needs server_addr; leave it out")
-        usual = OuterRule()
-        outer = OuterRule(
-            lr=usual.lr if outer_lr is None else outer_lr,
-            momentum=usual.momentum if outer_momentum is None else outer_momentum,
-            nesterov=usual.nesterov if nesterov is None else nesterov,
+        told = with_named_class({"outer_optimizer": outer_optimizer, "outer_options": outer_options})
+        outer = outer_rule(
+            ServerlessConfig(outer_lr=outer_lr, outer_momentum=outer_momentum, nesterov=nesterov, **told), "among peers"
         )
         steps = SYNC_EVERY if inner_steps is None else inner_steps
         self._rounds = AmongPeers(model, inner_optimizer, inner_steps=steps, outer=outer, buffers=buffers)

@@ -74,6 +74,15 @@ class TestFlags:
             ),
             ("-m model -n 2 --no-nesterov", {"model": "model", "num_workers": 2, "nesterov": False}),
             (
+                "-m model -n 2 --outer-optimizer adamw --outer-option lr=0.1 --outer-option betas=0.9,0.95",
+                {
+                    "model": "model",
+                    "num_workers": 2,
+                    "outer_optimizer": "adamw",
+                    "outer_options": "lr=0.1 betas=0.9,0.95",
+                },
+            ),
+            (
                 "-m model -n 5 --aggregation trimmed_mean --trim-fraction 0.2",
                 {"model": "model", "num_workers": 5, "aggregation": "trimmed_mean", "trim_fraction": 0.2},
             ),

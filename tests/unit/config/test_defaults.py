@@ -16,10 +16,13 @@ from outerstep.config import ServerConfig, WorkerConfig, settings_of
 from outerstep.coordination.gossip import GossipRules
 from outerstep.coordination.server.plan import DEFAULTS
 from outerstep.core.delayed import DelayedNesterov
-from outerstep.core.outer import Nesterov
+from outerstep.core.outer import Nesterov, OuterRule
+from outerstep.core.own_outer import OuterOptimizer
+from outerstep.server.outer_state import rule_told
 from outerstep.topology.gossip.gradient_gossip import GradientGossip
 from outerstep.topology.gossip.node import NodeSettings
 from outerstep.topology.server.topology import ServerTopology
+from outerstep.worker.connect import outer_rule
 
 SOURCE = Path(outerstep.__file__).parent
 VALUES = {
@@ -66,8 +69,12 @@ def test_no_other_file_writes_the_number(file: Path) -> None:
 
 def test_whoever_has_the_default_has_the_same() -> None:
     server, worker = settings_of(ServerConfig), settings_of(WorkerConfig)
-    assert server["outer_lr"].default == Nesterov().rule.lr == defaults.OUTER_LR
-    assert server["outer_momentum"].default == Nesterov().rule.momentum == defaults.OUTER_MOMENTUM
+    for role in (server, worker):
+        assert role["outer_lr"].metadata["unset"].startswith(f"{defaults.OUTER_LR}")
+        assert role["outer_momentum"].metadata["unset"].startswith(f"{defaults.OUTER_MOMENTUM}")
+    assert rule_told(ServerConfig(num_workers=1)) == Nesterov().rule == outer_rule(WorkerConfig.serverless, "here")
+    assert Nesterov().rule == OuterRule(defaults.OUTER_LR, defaults.OUTER_MOMENTUM, True)
+    assert (inspect.signature(OuterOptimizer).parameters["lr"].default) == defaults.OUTER_LR
     delayed = inspect.signature(DelayedNesterov).parameters
     assert (delayed["lr"].default, delayed["momentum"].default) == (defaults.OUTER_LR, defaults.OUTER_MOMENTUM)
     assert DEFAULTS["sync_every"] == defaults.SYNC_EVERY

@@ -102,7 +102,7 @@ class TestPrecedence:
         assert found["outer_lr"] == Sourced(0.3, "flag --outer-lr")
         assert found["sync_every"] == Sourced(20, "OUTERSTEP_SYNC_EVERY")
         assert found["min_workers"] == Sourced(2, "outerstep.toml:4")
-        assert found["outer_momentum"] == Sourced(0.9, "default")
+        assert found["keep_saves"] == Sourced(3, "default")
 
     def test_a_file_is_found_by_flag_then_by_variable_then_in_the_folder(self) -> None:
         for name, value in (("flag.toml", 1), ("variable.toml", 2), ("outerstep.toml", 3)):
@@ -189,9 +189,9 @@ class TestTheEnvironment:
             make_config(SERVER, found)
 
     def test_an_empty_variable_means_none_where_that_is_a_value_and_nothing_elsewhere(self) -> None:
-        found = server({"OUTERSTEP_PORT": "", "OUTERSTEP_OUTER_LR": ""})
+        found = server({"OUTERSTEP_PORT": "", "OUTERSTEP_KEEP_SAVES": ""})
         assert found["port"] == Sourced(None, "OUTERSTEP_PORT")
-        assert found["outer_lr"].source == "default"
+        assert found["keep_saves"].source == "default"
 
     @pytest.mark.parametrize("text", ["1", "true", "True", "0", "false", "FALSE"])
     def test_truth_is_written_in_two_ways(self, text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outerstep.config import DEFAULT_PORT, ServerConfig, WorkerConfig, build, settings_of, values_of
+from outerstep.config import DEFAULT_PORT, ServerConfig, WorkerConfig, build, outer_arguments, settings_of, values_of
 from outerstep.errors import ConfigError
 
 NAN, INF = float("nan"), float("inf")
@@ -40,6 +40,8 @@ SERVER_OPTIONAL = [
     "round_deadline_s",
     "start_deadline_s",
     "max_staleness",
+    "outer_lr",
+    "outer_momentum",
 ]
 SERVER_RANGES = {
     **dict.fromkeys(SERVER_WHOLE_FROM_1, "a whole number ≥ 1"),
@@ -244,7 +246,7 @@ class TestServer:
         with pytest.raises(ConfigError, match="server address"):
             server(advertise=advertise)
 
-    @pytest.mark.parametrize("name", ["embeddings_apart", "nesterov", "insecure", "remote_control"])
+    @pytest.mark.parametrize("name", ["embeddings_apart", "deterministic", "insecure", "remote_control"])
     @pytest.mark.parametrize("value", ["no", "", 0, 1, 1.0, None, []], ids=repr)
     def test_a_switch_is_true_or_false_and_nothing_like_it(self, name: str, value: object) -> None:
         assert getattr(server(**{name: True}), name) is True
@@ -255,7 +257,7 @@ class TestServer:
     def test_the_defaults_need_only_the_number_of_workers(self) -> None:
         config = server()
         assert (config.port, config.min_workers, config.quorum) == (DEFAULT_PORT, 1, None)
-        assert (config.outer_lr, config.outer_momentum, config.nesterov) == (0.7, 0.9, True)
+        assert (config.outer_optimizer, config.outer_lr, config.outer_momentum) == ("nesterov", None, None)
 
     def test_it_listens_on_this_machine_only_unless_told_otherwise(self) -> None:
         assert server().host == "127.0.0.1"
@@ -319,12 +321,32 @@ class TestWorker:
             worker(server_addr="gossip", peers=peers)
 
     @pytest.mark.parametrize(
-        ("name", "value"), [("outer_lr", 0.5), ("outer_momentum", 0.0), ("nesterov", False), ("weight_by", "tokens")]
+        ("name", "value"),
+        [
+            ("outer_lr", 0.5),
+            ("outer_momentum", 0.0),
+            ("nesterov", False),
+            ("outer_optimizer", "my:Rule"),
+            ("weight_by", "tokens"),
+        ],
     )
     def test_what_a_server_decides_a_worker_says_only_without_one(self, name: str, value: object) -> None:
         assert getattr(worker(topology="allreduce", server_addr=None, **{name: value}).serverless, name) == value
         with pytest.raises(ConfigError, match=rf"{name} \({value!r}\) needs topology .*it is the server's to say"):
             worker(server_addr="allreduce:8512", **{name: value})
+
+    def test_an_optimizer_by_name_has_its_options_and_steps_along_what_all_agree_on(self) -> None:
+        made = worker(server_addr="gossip", outer_optimizer="my:Rule", outer_options="lr=1 mass=2,3 slow=true how=so")
+        assert outer_arguments(made.serverless) == {"lr": 1, "mass": (2, 3), "slow": True, "how": "so"}
+        assert worker(server_addr="gossip", outer_optimizer=ServerConfig).serverless.outer_optimizer == (
+            "outerstep.config.server:ServerConfig"
+        )
+        with pytest.raises(ConfigError, match=r"outer_options \('lr=1'\) needs an outer_optimizer by name"):
+            worker(server_addr="gossip", outer_options="lr=1")
+        for pattern in ("pairs", "exponential"):
+            with pytest.raises(ConfigError, match=f"'my:Rule' steps along what .*, and with pattern='{pattern}'"):
+                worker(server_addr="gossip", outer_optimizer="my:Rule", pattern=pattern)
+        assert worker(server_addr="gossip", outer_optimizer="nesterov", pattern="pairs")
 
     def test_a_codec_is_a_wish_and_bf16_comm_is_short_for_one(self) -> None:
         wishes = WorkerConfig(server_addr="h:1", codec="int8", down_codec="bf16").wishes

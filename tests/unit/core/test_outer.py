@@ -15,9 +15,9 @@ from other_vectors import computed_elsewhere
 from outerstep.core.outer import (
     STEP_VALUES,
     MomentumBuffers,
+    NamedOptimizer,
     Nesterov,
     OptimizerFactory,
-    OuterOptimizer,
     OuterRule,
     State,
     TorchOuter,
@@ -54,7 +54,7 @@ FACTORIES: dict[str, OptimizerFactory] = {
     "sgd with decay": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.1),
 }
-BUILDERS: dict[str, Callable[[], OuterOptimizer]] = {
+BUILDERS: dict[str, Callable[[], NamedOptimizer]] = {
     "built-in": Nesterov,
     "built-in, plain momentum": lambda: Nesterov(0.5, 0.5, nesterov=False),
     **{name: lambda factory=factory: TorchOuter(factory, SHAPES) for name, factory in FACTORIES.items()},
@@ -118,7 +118,7 @@ def torchs_own(
 class TestEveryOuterOptimizer:
     @every_optimizer
     def test_it_moves_the_callers_tensors_in_place_and_leaves_the_gradients_alone(
-        self, build: Callable[[], OuterOptimizer]
+        self, build: Callable[[], NamedOptimizer]
     ) -> None:
         params, grads = values(0), values(1)
         before, memory = copied(params), {name: p.data_ptr() for name, p in params.items()}
@@ -128,7 +128,7 @@ class TestEveryOuterOptimizer:
         assert same(grads, values(1))
 
     @every_optimizer
-    def test_it_remembers_no_memory_of_the_callers_gradients(self, build: Callable[[], OuterOptimizer]) -> None:
+    def test_it_remembers_no_memory_of_the_callers_gradients(self, build: Callable[[], NamedOptimizer]) -> None:
         first, second = build(), build()
         reused, fresh = values(0), values(0)
         buffer = values(1)
@@ -141,7 +141,7 @@ class TestEveryOuterOptimizer:
         assert same(reused, fresh)
 
     @every_optimizer
-    def test_a_fragment_steps_alone_and_its_state_with_it(self, build: Callable[[], OuterOptimizer]) -> None:
+    def test_a_fragment_steps_alone_and_its_state_with_it(self, build: Callable[[], NamedOptimizer]) -> None:
         together, params = build(), values(0)
         alone = {"a": build(), "b": build()}
         expected = values(0)
@@ -155,7 +155,7 @@ class TestEveryOuterOptimizer:
         assert together.state_dict().keys() == {"a", "b"}
 
     @every_optimizer
-    def test_state_is_found_by_name_whatever_the_order(self, build: Callable[[], OuterOptimizer]) -> None:
+    def test_state_is_found_by_name_whatever_the_order(self, build: Callable[[], NamedOptimizer]) -> None:
         forwards, backwards = values(0), values(0)
         first, second = build(), build()
         for seed in (1, 2, 3):
@@ -165,11 +165,11 @@ class TestEveryOuterOptimizer:
         assert same(forwards, backwards)
 
     @every_optimizer
-    def test_a_fresh_one_has_no_state(self, build: Callable[[], OuterOptimizer]) -> None:
+    def test_a_fresh_one_has_no_state(self, build: Callable[[], NamedOptimizer]) -> None:
         assert build().state_dict() == {}
 
     @every_optimizer
-    def test_a_reloaded_one_continues_identically(self, build: Callable[[], OuterOptimizer]) -> None:
+    def test_a_reloaded_one_continues_identically(self, build: Callable[[], NamedOptimizer]) -> None:
         params, optimizer = values(0), build()
         optimizer.step(params, values(1))
         optimizer.step(only(params, "a"), only(values(2), "a"))  # fragments at different rounds
@@ -183,7 +183,7 @@ class TestEveryOuterOptimizer:
             assert same(resumed.state_dict()[name], entry)
 
     @every_optimizer
-    def test_loading_copies_so_that_two_of_them_never_share_state(self, build: Callable[[], OuterOptimizer]) -> None:
+    def test_loading_copies_so_that_two_of_them_never_share_state(self, build: Callable[[], NamedOptimizer]) -> None:
         params, optimizer = values(0), build()
         optimizer.step(params, values(1))
         saved = {name: copied(entry) for name, entry in optimizer.state_dict().items()}
@@ -193,7 +193,7 @@ class TestEveryOuterOptimizer:
         assert all(same(optimizer.state_dict()[name], entry) for name, entry in saved.items())
 
     @every_optimizer
-    def test_the_state_it_shows_is_the_live_one(self, build: Callable[[], OuterOptimizer]) -> None:
+    def test_the_state_it_shows_is_the_live_one(self, build: Callable[[], NamedOptimizer]) -> None:
         params, optimizer = values(0), build()
         optimizer.step(params, values(1))
         shown = optimizer.state_dict()["a"]

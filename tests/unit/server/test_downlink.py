@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outerstep.core.codecs.recipe import WHOLE, Recipe
 from outerstep.core.delayed import DelayedNesterov
-from outerstep.core.outer import Nesterov, OuterOptimizer, TorchOuter
+from outerstep.core.outer import NamedOptimizer, Nesterov, TorchOuter
 from outerstep.core.state import bytes_of, fp32_views
 from outerstep.digest import data_hash, part_count, part_hash, payload_hash
 from outerstep.errors import BadRequest, ServerFailed, Superseded
@@ -56,7 +56,7 @@ def make_store(down: str | Recipe, version: int = 0) -> FragmentStore:
 
 
 def advance(
-    store: FragmentStore, optimizer: OuterOptimizer | DelayedNesterov, rounds: int = 1, now: float = 0.0
+    store: FragmentStore, optimizer: NamedOptimizer | DelayedNesterov, rounds: int = 1, now: float = 0.0
 ) -> None:
     for _ in range(rounds):
         version = store.newest.version + 1

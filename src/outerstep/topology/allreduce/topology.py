@@ -26,7 +26,8 @@ from torch import Tensor
 from ...coordination.weights import rank_weights
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
-from ...core.outer import Nesterov, OuterRule
+from ...core.outer import OuterRule
+from ...core.own_outer import outer_everywhere
 from ...core.state import FragmentState, fp32_views
 from ...core.watch import watched
 from ...errors import AnchorsDiffer, WorkerError
@@ -128,7 +129,7 @@ class AllReduceTopology:
         self._peers = peers or peers_of_job(settings.timeout_s)
         with self._others_told():
             self._links = links or make_links(self._peers, tensors, settings.timeout_s)
-        self._feedback, self._outer = ErrorFeedback(), Nesterov.everywhere(settings.outer)
+        self._feedback, self._outer = ErrorFeedback(), outer_everywhere(settings.outer, tensors)
         self._states: list[FragmentState] = []
         self._versions: tuple[int, ...] = ()  # of a loaded state
         self._loaded: dict[str, Tensor] | None = None  # anchors of a loaded state
@@ -317,7 +318,7 @@ class AllReduceTopology:
     def _repair(self, agreed: Agreed) -> Agreed:
         """Rank 0's anchor and momentum of a fragment, on every rank."""
         state = self._states[agreed.fragment]
-        for name in state.parameters if self._settings.outer.momentum else ():
+        for name in state.parameters if self._settings.outer.keeps_momentum else ():
             kept = self._outer.momentum.of(name, state.theta[name])
             host = kept.cpu().contiguous()
             self._links.spread(host.view(torch.uint8))

@@ -19,7 +19,7 @@ import math
 import threading
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from ...coordination.weights import peer_weights
 from ...core.gossip import NoLoCo, PairOuter
-from ...core.outer import Nesterov
+from ...core.outer import BlockOuter, OwnRule
+from ...core.own_outer import outer_everywhere
 from ...core.robust import Candidate, RobustAggregator, Screening, Tensors, TensorSpan, combine
 from ...core.state import FragmentSnapshot, FragmentState, fp32_views
 from ...core.watch import sum_of_squares, watched
@@ -143,7 +144,7 @@ class PeerState:
         self._events = events
         self._tensors, self._anchors = tensors, anchors
         self._terms: GossipTerms | None = None
-        self._outer: Nesterov | PairOuter = PairOuter(None)
+        self._outer: BlockOuter | PairOuter = PairOuter(None)
         self._aggregator = RobustAggregator()
         self.forms: list[Form] = []
         self.contents: list[Contents] = []
@@ -153,11 +154,11 @@ class PeerState:
         self._lock = threading.Lock()  # anchors move only while `_moving`, which changes only under it
         self.loaded: _Loaded | None = None
 
-    def prepare(self, terms: GossipTerms) -> None:
-        """This is the run."""
+    def prepare(self, terms: GossipTerms, own_outer: OwnRule | None = None) -> None:
+        """This is the run. `own_outer`: the outer step that it names, if that is none of ours."""
         self._terms, self._aggregator, loaded = terms, terms.aggregator, self.loaded
         if terms.pattern == "all":
-            self._outer = Nesterov.everywhere(terms.outer)
+            self._outer = outer_everywhere(replace(terms.outer, own=own_outer), self._tensors)
         else:
             noloco = NoLoCo(terms.outer_momentum, terms.outer_lr) if terms.pattern == "pairs" else None
             self._outer = PairOuter(noloco)

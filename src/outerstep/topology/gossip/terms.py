@@ -16,10 +16,10 @@ from ...coordination.server.plan import check_manifest
 from ...core.codecs.recipe import Recipe
 from ...core.fragments import check_cycle
 from ...core.gossip import NoLoCo
-from ...core.outer import OuterRule
+from ...core.outer import OuterRule, OwnRule
 from ...core.robust import RobustAggregator
 from ...errors import BadRequest, ConfigError, PlanMismatch
-from ...types import Key, Manifest, Plain, Plan, Positive, WeightBy, Wishes
+from ...types import Key, Label, Manifest, Plain, Plan, Positive, WeightBy, Wishes
 from ...versions import OLDEST_PROTOCOL, PROTOCOL_VERSION, Since2, as_spoken
 from ..terms import draw_up
 
@@ -35,6 +35,7 @@ class GossipWishes:
     outer_lr: float | None = None
     outer_momentum: float | None = None
     nesterov: bool | None = None  # True
+    own_outer: OwnRule | None = None  # instead of those three
     weight_by: WeightBy | None = None  # equal
     aggregation: str | None = None  # mean
     trim_fraction: float | None = None
@@ -69,6 +70,7 @@ class GossipTerms(Plain, frozen=True):
     by_hand: bool = False  # nobody trains a model: contributions are exchanged (gradient_gossip.py)
     protocol: Since2[Positive] = msgspec.UNSET  # in protocol 1 nobody said so
     inviter: Since2[Key] = msgspec.UNSET  # the founder's key, if a peer needs an invitation
+    own_outer: Since2[Label] = msgspec.UNSET  # the outer step of a user's own, that every peer must have named itself
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -114,7 +116,8 @@ class GossipTerms(Plain, frozen=True):
     @property
     def keeps_momentum(self) -> bool:
         """Does the step go by earlier ones? NoLoCo's always does, the mean of two never."""
-        return self.pattern == "pairs" or (self.pattern == "all" and bool(self.outer_momentum))
+        steps_by_own = self.own_outer is not msgspec.UNSET
+        return self.pattern == "pairs" or (self.pattern == "all" and (bool(self.outer_momentum) or steps_by_own))
 
     @property
     def rules(self) -> GossipRules:
@@ -161,7 +164,13 @@ def found(
         by_hand=by_hand,
         protocol=PROTOCOL_VERSION if own.protocol is None else own.protocol,
         inviter=key if own.invite_only else msgspec.UNSET,
+        own_outer=own.own_outer.name if own.own_outer is not None else msgspec.UNSET,
     )
+    if own.own_outer is not None and terms.rules.protocol < 2:
+        raise ConfigError(
+            f"protocol {terms.rules.protocol} has no outer_optimizer but nesterov, got {own.own_outer.name!r}: "
+            "leave one of the two out"
+        )
     terms.check()
     return as_spoken(terms, terms.rules.protocol)
 
@@ -217,6 +226,13 @@ def check_joiner(
         kinds = {True: "exchanges contributions by hand (GradientGossip)", False: "trains a model (DiLoCoWorker)"}
         raise PlanMismatch(f"the run {kinds[terms.by_hand]}, and this peer {kinds[by_hand]}", hint="join another run")
     check_manifest(terms.manifest, manifest)
+    said, has_own = own.own_outer.name if own.own_outer else None, terms.own_outer
+    if (has_own if has_own is not msgspec.UNSET else None) != said:
+        # Nobody imports a class because a stranger names it: each peer's own user must have.
+        raise PlanMismatch(
+            f"the run steps by outer_optimizer {has_own or 'nesterov'!r}, and this peer by {said or 'nesterov'!r}",
+            hint="give every peer the same outer_optimizer and outer_options",
+        )
     for name, has, wanted in [*_wished(terms.plan, wishes), *_own(terms, own)]:
         if wanted is not None and wanted != has:
             raise PlanMismatch(
@@ -243,4 +259,5 @@ def _wished(plan: Plan, wishes: Wishes) -> list[tuple[str, Any, Any]]:
 def _own(terms: GossipTerms, own: GossipWishes) -> list[tuple[str, Any, Any]]:
     has = {**msgspec.structs.asdict(terms), "weight_by": terms.plan.weight_by, "protocol": terms.rules.protocol}
     has["invite_only"] = bool(terms.rules.inviter)
-    return [(field.name, has[field.name], getattr(own, field.name)) for field in fields(GossipWishes)]
+    compared = [field.name for field in fields(GossipWishes) if field.name != "own_outer"]
+    return [(name, has[name], getattr(own, name)) for name in compared]

@@ -84,7 +84,7 @@ class GossipTopology(PeerTopology):
                 f"heartbeat_timeout_s must be at least {LEAST_BEATS} beats, got {terms.heartbeat_timeout_s:g} s and a "
                 f"beat every {beat_s:g} s; raise it where the run is founded, or lower heartbeat_interval_s"
             )
-        state.prepare(terms)
+        state.prepare(terms, self._settings.wishes.own_outer)
         loaded, fragments = state.loaded, range(len(state.forms))
         versions = loaded.versions if known is None and loaded is not None else ()
         sizes = [form.up.size_bytes for form in state.forms]

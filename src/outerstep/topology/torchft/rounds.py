@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...coordination.weights import rank_weights
 from ...core.codecs import Dither
-from ...core.outer import Nesterov
+from ...core.own_outer import outer_everywhere
 from ...core.state import FragmentState, fp32_views
 from ...core.watch import watched
 from ...digest import data_hash
@@ -137,7 +137,7 @@ class Rounds:
         self.own, self.plan, self._label = own, own.plan, own.label
         self.forms = forms_of(own.plan, manifest)
         self.ahead: dict[str, Tensor] | None = None  # anchors in host memory that the replica has not adopted yet
-        self.outer = Nesterov.everywhere(settings.outer)
+        self.outer = outer_everywhere(settings.outer, tensors)
         roles = {spec.name: spec.role for spec in own.manifest.parameters}
         self.states = [
             FragmentState({name: roles[name] for name in names}, anchors, self.outer, index=f)

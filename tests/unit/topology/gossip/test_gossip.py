@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -17,7 +17,8 @@ from torch import nn
 
 from amounts import cases, mostly_slow
 from fuzz.cases import altered
-from outerstep import DiLoCoWorker
+from outerstep import DiLoCoWorker, OuterOptimizer
+from outerstep.core.outer import OwnRule
 from outerstep.errors import BadRequest, ConfigError, ManifestMismatch, OuterstepError, PlanMismatch
 from outerstep.server import DiLoCoServer
 from outerstep.topology.forms import forms_of
@@ -402,6 +403,33 @@ def test_terms_with_odd_values_are_followed_or_refused(facts: dict[str, Any]) ->
     assert forms_of(terms.plan, SOUND.manifest)
     assert terms.rules
     assert terms.aggregator
+
+
+class TestAnOuterStepOfOnesOwn:
+    """Each peer's own user names it: nobody imports a class because the run's terms do."""
+
+    OWN: ClassVar = OwnRule("my_rules:Halving lr=0.5", lambda params: OuterOptimizer(params))
+
+    def terms(self, own: OwnRule | None, **more: Any) -> GossipTerms:
+        return found(SOUND.manifest, Wishes(), GossipWishes(own_outer=own, **more), "a")
+
+    def test_peers_that_name_the_same_are_of_one_run(self) -> None:
+        made = GossipTerms.decode(self.terms(self.OWN).encode())
+        assert made.own_outer == "my_rules:Halving lr=0.5"
+        assert made.keeps_momentum
+        check_joiner(made, SOUND.manifest, Wishes(), GossipWishes(own_outer=self.OWN))
+
+    def test_whoever_names_another_or_none_is_refused_and_told_both(self) -> None:
+        other = OwnRule("my_rules:Halving lr=0.25", self.OWN.factory)
+        for theirs, ours in ((self.OWN, None), (self.OWN, other), (None, self.OWN)):
+            names = [f"'{one.name if one else 'nesterov'}'" for one in (theirs, ours)]
+            with pytest.raises(PlanMismatch, match=f"the run steps by outer_optimizer {names[0]}, .* by {names[1]}"):
+                check_joiner(self.terms(theirs), SOUND.manifest, Wishes(), GossipWishes(own_outer=ours))
+
+    def test_a_run_that_older_releases_can_join_has_none(self) -> None:
+        assert self.terms(None, protocol=1).own_outer is msgspec.UNSET
+        with pytest.raises(ConfigError, match=r"protocol 1 has no outer_optimizer but nesterov, got 'my_rules:Halving"):
+            self.terms(self.OWN, protocol=1)
 
 
 @pytest.mark.parametrize("document", [b"", b"\xff", b"\x91" * 100_000, b"\x81\xa8manifest\xa2\xff\xfe", bytes(100)])
