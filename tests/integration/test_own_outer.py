@@ -141,6 +141,29 @@ def test_a_run_is_not_resumed_with_another_rule(tmp_path: Path) -> None:
     make_server(tmp_path).service.writer.close()
 
 
+def test_a_copy_of_the_state_goes_where_one_likes_and_is_loaded_from_there(tmp_path: Path) -> None:
+    """`save_state(path)`, with a folder of its own or without one."""
+    place = tmp_path / "elsewhere" / "state"
+    for folder in (None, tmp_path / "run"):
+        server = make_server(folder)
+        push(server, 8.0)
+        assert server.save_state(place) == place
+        after = push(server, 6.0)
+        assert server.save_state(str(place)) == place, "a state there is replaced"
+        with pytest.raises(Exception, match="is no saved state"):
+            server.save_state(tmp_path)
+        loaded = make_server(None)
+        loaded.load_state(place)
+        assert loaded.get_global_params()["cells"].tolist() == after
+        assert push(loaded, 2.0) == push(server, 2.0), "momentum and all"
+        server.service.writer.close()
+        if folder is not None:  # killed: its own folder knows nothing of the copy, and lacks nothing
+            again = make_server(folder)
+            assert again.get_global_params()["cells"].tolist() == server.get_global_params()["cells"].tolist()
+            again.service.writer.close()
+    assert sorted(entry.name for entry in place.parent.iterdir()) == ["state"]
+
+
 def test_adam_by_name_and_options() -> None:
     server = make_server(None, outer_optimizer="adam", outer_lr=0.25, outer_options="betas=0.5,0.5 eps=1e-8")
     reference = torch.zeros(2)

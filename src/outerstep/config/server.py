@@ -80,6 +80,7 @@ class ServerConfig(Checked):
         "heartbeat_timeout": "heartbeat_timeout_s",
         "grace_period": "grace_s",
         "dylu_enabled": "dylu",
+        "save_every_n_rounds": "save_every",
     }
     own_words: ClassVar = {"aggregation": OWN_RULES}
 

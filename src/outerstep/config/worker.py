@@ -25,6 +25,7 @@ from .setting import EXCHANGES, JOINING, NO_SERVER, PATIENCE, PEERS, REPLICAS, r
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"  # where torchft itself looks for it
 AS_THE_RUN = "as the run has it"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
+MOST_RETRIES = 20  # at twice the distance each time: twelve days
 TYPO_RATIO = 0.75  # a name this similar to one of ours is a slip; any other may be the user's own topology
 
 
@@ -58,6 +59,15 @@ class ServerLinkConfig(Checked):
         needs=SERVER_OR_REPLICAS)
     offline_rounds: Count = setting(4, PATIENCE, "How many exchanges may stay open like that.",
         needs=SERVER_OR_REPLICAS)
+    max_sync_retries: Count | None = setting(None, PATIENCE,
+        "The same patience as a number of attempts, 2, 4, 8 s and so on apart.", "--offline-after",
+        needs=SERVER_OR_REPLICAS)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without an answer after which the worker trains on."""
+        retries = self.max_sync_retries
+        return self.offline_after_s if retries is None else 2.0 ** (min(retries, MOST_RETRIES) + 1) - 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,16 +5,18 @@ Which is sent when: outerstep/schedule.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..schedule import due_fragment
 from ..types import ParameterSpec
 from .manifest import describe
+from .pseudogradient import pseudo_gradient
 
 Strategy = Literal["contiguous", "strided", "counted"]
 BYTES_PER_VALUE = 4  # balance is about the fp32 anchor; every codec shrinks all fragments alike
@@ -56,6 +58,23 @@ class FragmentManager:
     def get_fragment_schedule(self, local_step: int, sync_every: int) -> int | None:
         """The fragment to send after `local_step` (counted from 1, over any number of cycles), or None."""
         return due_fragment(local_step, sync_every, self.num_fragments)
+
+    def compute_fragment_pseudogradients(
+        self, fragment_id: int, global_params: Mapping[str, Tensor], model: nn.Module, bf16_comm: bool = True
+    ) -> dict[str, Tensor]:
+        """Δ = anchor − local of one fragment, by name and in host memory: `global_params` is the anchor. `bf16_comm`:
+        rounded to bf16, as it travels; else fp32."""
+        if not 0 <= fragment_id < self.num_fragments:
+            raise ConfigError(f"fragment_id must be between 0 and {self.num_fragments - 1}, got {fragment_id}")
+        held, names = describe(model)[0], self.fragments[fragment_id]
+        odd = next((name for name in names if name not in held or name not in global_params), None)
+        if odd is not None:
+            raise ConfigError(
+                f"fragment {fragment_id} holds {odd!r}, which is not in both model and global_params: give it those "
+                "that this manager was made for"
+            )
+        dtype = torch.bfloat16 if bf16_comm else torch.float32
+        return {name: pseudo_gradient(global_params[name].float().cpu(), held[name]).to(dtype) for name in names}
 
 
 def check_cycle(sync_every: int, num_fragments: int) -> None:

@@ -41,7 +41,7 @@ from ..types import Count, Hash, Participant, Plain, Positive, Watched
 from .outer_state import rule_told
 from .publish import NextVersion
 from .run import Run
-from .saved import save_state
+from .saved import save_copy, save_state
 from .store import Addend, FragmentStore
 
 log = logging.getLogger(__name__)
@@ -136,6 +136,9 @@ class RunWriter:
     def checkpoint(self, task: WriteCheckpoint) -> Path:
         """Raises OSError or ModelError if it cannot be written."""
         config, folder = self._config, self.folder
+        files = Path(config.model_files) if config.model_files is not None else None
+        if task.place:
+            return save_copy(self._run.snapshot(self._with_settings(task.remembered)), task.place, model_files=files)
         assert folder is not None
         if self.journal is not None:
             self.journal.begin_after(task.includes)
@@ -143,7 +146,7 @@ class RunWriter:
         path = save_state(
             dataclasses.replace(state, facts={**state.facts, "journal": task.includes}),
             folder.place,
-            model_files=Path(config.model_files) if config.model_files is not None else None,
+            model_files=files,
             keep=config.keep_saves,
         )
         folder.note(state.run_id, began=True)
@@ -152,10 +155,12 @@ class RunWriter:
         self.last_save = str(path)
         return path
 
-    def checkpoint_failed(self, reason: str, error: Exception) -> ServerError:
+    def checkpoint_failed(self, task: WriteCheckpoint, error: Exception) -> ServerError:
         """Report it; training continues."""
+        if task.place:  # who asked for it is told, and the run is as safe as before
+            return ServerError(f"saving failed: {error}", hint="choose another path, then save again")
         log.error("saving failed: %s; training continues", error)
-        self._events(SaveFailed(reason, str(error)))
+        self._events(SaveFailed(task.reason, str(error)))
         self.last_save = f"failed: {error}"
         return ServerError(f"saving failed: {error}", hint="make room in save_dir, then save again")
 

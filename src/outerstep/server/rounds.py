@@ -253,7 +253,7 @@ class RoundsThread:
         except (OSError, ModelError) as error:
             if task.required:
                 raise
-            made, refused = self._writer.checkpoint_failed(task.reason, error), error
+            made, refused = self._writer.checkpoint_failed(task, error), None if task.place else error
         if task.ticket:
             self.saves[task.ticket] = made
         if refused is not None:

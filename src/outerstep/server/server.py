@@ -161,9 +161,10 @@ class DiLoCoServer:
     def run_id(self) -> str:
         return self.service.coordinator.run_id
 
-    def save_state(self) -> Path:
-        """Write the state of the run into `save_dir`, between two rounds. Returns its path."""
-        return self.service.save("save_state()")
+    def save_state(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write the state of the run into `save_dir`, or a copy of it as the folder `path`, between two rounds. Returns
+        where it is; `load_state` and `resume` take that."""
+        return self.service.save("save_state()", "" if path is None else os.fspath(path))
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
         """Resume a saved run from a state, a folder of states, or an old `.pt`. Before anybody has joined."""

@@ -393,15 +393,15 @@ class ParameterService:
                 bytes_sent=self.bytes_sent,
             )
 
-    def save(self, reason: str) -> Path:
-        """Write the state between two rounds. Returns its path."""
+    def save(self, reason: str, place: str = "") -> Path:
+        """Write the state between two rounds, into save_dir or a copy as `place`. Returns its path."""
         self._check_health()  # a server that failed may have moved half of its state
         with self.changed:
-            if self.config.save_dir is None:
+            if self.config.save_dir is None and not place:
                 raise BadRequest("there is no place to save to", hint="start the server with --save-dir FOLDER")
             if self.coordinator.plan is None:
                 raise BadRequest("nobody has joined yet: there is nothing to save")
-            ticket = self._commits.save(reason)
+            ticket = self._commits.save(reason, place)
             self._rounds.work.notify()
         self._rounds.catch_up()
         made: Path | ServerError | None = None

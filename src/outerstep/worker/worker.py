@@ -147,7 +147,7 @@ class DiLoCoWorker:
             self._topology,
             self._replica,
             self._topology.join(self._replica.manifest, self.config.wishes),
-            Offline(self.config.server.offline_after_s, self.config.server.offline_rounds),
+            Offline(self.config.server.patience_s, self.config.server.offline_rounds),
             self._interrupts if self._ranks is None else None,  # a group leaves together, by no clock of one process
             on_reload=self._reloaded,
             saved=self._saved,

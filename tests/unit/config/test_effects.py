@@ -58,6 +58,7 @@ WORKER_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "give_up_after_s": (5.0, RANKS, REPLICAS),
     "offline_after_s": (5.0, PEERS, REPLICAS),
     "offline_rounds": (2, RANKS, SERVED),
+    "max_sync_retries": (2, PEERS, SERVED),
     "outer_lr": (0.5, SERVED, RANKS),
     "outer_momentum": (0.0, SERVED, PEERS),
     "nesterov": (False, SERVED, REPLICAS),

@@ -377,7 +377,7 @@ OLD = [(role, old, current) for role in ROLES.values() for old, current in role.
 class TestOldNames:
     """Names of earlier versions are valid wherever today's are."""
 
-    VALUES: ClassVar = {"dylu": True, "attackers": 2}
+    VALUES: ClassVar = {"dylu": True, "attackers": 2, "save_every": 7}
 
     @pytest.mark.parametrize(("role", "old", "current"), OLD, ids=lambda value: getattr(value, "name", value))
     def test_an_old_name_means_the_current_one_in_every_place(self, role: Role, old: str, current: str) -> None:
@@ -387,7 +387,7 @@ class TestOldNames:
         assert resolve(role, {}, environ={variable: write(value)})[current] == Sourced(value, variable)
         Path("outerstep.toml").write_text(f"[{role.name}]\n\n{old} = {json.dumps(value)}\n")
         assert resolve(role, {}, environ={})[current] == Sourced(value, "outerstep.toml:3")
-        required = {"num_workers": 4} if role is SERVER else {"topology": "gossip"}
+        required = {"num_workers": 4, "save_dir": "run"} if role is SERVER else {"topology": "gossip"}
         required |= {"quorum": 2} if current == "grace_s" else {}
         assert values_of(build(role.config, {**required, old: value}))[current] == value
 

@@ -348,6 +348,13 @@ class TestWorker:
                 worker(server_addr="gossip", outer_optimizer="my:Rule", pattern=pattern)
         assert worker(server_addr="gossip", outer_optimizer="nesterov", pattern="pairs")
 
+    @pytest.mark.parametrize(
+        ("retries", "patience_s"), [(None, 30.0), (0, 0.0), (1, 2.0), (3, 14.0), (10**9, 2.0**21 - 2)]
+    )
+    def test_retries_are_another_word_for_patience(self, retries: int | None, patience_s: float) -> None:
+        """2, 4, 8 seconds apart, and then the worker trains on."""
+        assert worker(max_sync_retries=retries).server.patience_s == patience_s
+
     def test_a_codec_is_a_wish_and_bf16_comm_is_short_for_one(self) -> None:
         wishes = WorkerConfig(server_addr="h:1", codec="int8", down_codec="bf16").wishes
         assert (wishes.codec, wishes.down_codec) == ("int8", "bf16")

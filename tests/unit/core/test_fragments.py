@@ -313,3 +313,29 @@ def test_tables_are_a_fragment_of_their_own_if_the_rest_just_fills_the_others() 
 def test_else_they_are_dealt_with_the_rest() -> None:
     specs = [spec("e", embedding=True), spec("f", embedding=True), spec("a"), spec("b")]
     assert FragmentManager(specs, 4, embeddings_apart=True).fragments == [["e"], ["f"], ["a"], ["b"]]
+
+
+def test_the_pseudo_gradients_of_one_fragment() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).bfloat16()
+    manager = FragmentManager(model, 2)
+    before = {name: param.detach().float().clone() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.5)
+    now = {name: param.detach().float() for name, param in model.named_parameters()}
+    for fragment in range(2):
+        found = manager.compute_fragment_pseudogradients(fragment, before, model, bf16_comm=False)
+        assert list(found) == manager.fragments[fragment]
+        assert all(torch.equal(delta, before[name] - now[name]) for name, delta in found.items()), "anchor − local"
+        assert {delta.dtype for delta in found.values()} == {torch.float32}
+    as_sent = manager.compute_fragment_pseudogradients(0, before, model)
+    assert {delta.dtype for delta in as_sent.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("wrong", [-1, 2])
+def test_the_pseudo_gradients_of_no_fragment_are_refused(wrong: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with pytest.raises(ConfigError, match=f"fragment_id must be between 0 and 1, got {wrong}"):
+        FragmentManager(model, 2).compute_fragment_pseudogradients(wrong, model.state_dict(), model)
+    with pytest.raises(ConfigError, match=r"fragment 0 holds '0\.(weight|bias)', which is not in both model and"):
+        FragmentManager(model, 2).compute_fragment_pseudogradients(0, {}, model)

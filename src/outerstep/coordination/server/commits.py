@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from ...events import WorkerQuarantined
@@ -89,7 +89,8 @@ class AnnounceRound:
 class WriteCheckpoint:
     """The whole state between two rounds. `includes`: the serial number of the last record that it makes unnecessary.
     `required`: the run starts here, and nobody may hear of it before this is durable; any other checkpoint may fail.
-    `ticket`: of the save that asked for it."""
+    `ticket`: of the save that asked for it. `place`: where to, if that is not the run's own folder; such a copy is no
+    checkpoint of the run, and makes no record unnecessary."""
 
     number: int
     remembered: Remembered
@@ -97,6 +98,7 @@ class WriteCheckpoint:
     includes: int
     required: bool = False
     ticket: int = 0
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class _Save:
     remembered: Remembered
     reason: str
     ticket: int
+    place: str
 
 
 class Commits:
@@ -225,10 +228,10 @@ class Commits:
             self._asked = self._noted = self._asked + 1
             self._jobs.append((self._asked, _Note(self.coordinator.remember())))
 
-    def save(self, reason: str) -> int:
-        """A checkpoint as of now. Returns its ticket."""
+    def save(self, reason: str, place: str = "") -> int:
+        """A checkpoint as of now, or a copy of the state at `place`. Returns its ticket."""
         self._tickets += 1
-        self._jobs.append((self._asked, _Save(self.coordinator.remember(), reason, self._tickets)))
+        self._jobs.append((self._asked, _Save(self.coordinator.remember(), reason, self._tickets, place)))
         return self._tickets
 
     def stop(self) -> None:
@@ -259,7 +262,8 @@ class Commits:
                 case _Note():
                     self._tasks.extend(self._tasks_of_note(number, job.remembered))
                 case _Save():
-                    self._tasks.append(self._checkpoint(job.remembered, job.reason, ticket=job.ticket))
+                    made = self._checkpoint(job.remembered, job.reason, ticket=job.ticket)
+                    self._tasks.append(replace(made, place=job.place))
         return self._tasks[0] if self._tasks else None
 
     @property
@@ -335,7 +339,7 @@ class Commits:
                 remembered = task.step.closing.remembered
                 if remembered is not None and self._is_due(min(remembered.versions)):
                     self._tasks.append(self._checkpoint(remembered, "periodic"))
-            case WriteCheckpoint():
+            case WriteCheckpoint() if not task.place:
                 self._tasks.appendleft(self._include(task))
 
     def _include(self, made: WriteCheckpoint) -> CutJournal:

@@ -1,7 +1,7 @@
 """A server's state on disk: what is in it, how one state is laid out, a folder of states, and an older layout."""
 
 from .old import import_old
-from .saves import has_states, load_state, save_state
+from .saves import has_states, load_state, save_copy, save_state
 from .state import Acceptance, OptimizerState, ServerState, WorkerRecord
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "has_states",
     "import_old",
     "load_state",
+    "save_copy",
     "save_state",
 ]

@@ -55,18 +55,43 @@ def save_state(
     with _alone_in(place):
         _remove_leftovers(place)
         target = _free_name(place, state.round)
-        temporary = place / f".{target.name}.saving"
-        temporary.mkdir(mode=0o700)
-        try:
-            write_folder(state, temporary, serial=_next_serial(place), model_files=model_files)
-            os.rename(temporary, target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        sync(place)
+        _write_whole(state, target, _next_serial(place), model_files)
         _point_latest_to(target)
         _forget_older(target, state.run_id, keep)
     return target
+
+
+def save_copy(state: ServerState, path: str | os.PathLike[str], *, model_files: Path | None = None) -> Path:
+    """Write `state` as the folder `path`; a state that is there is replaced."""
+    state.check()
+    target = Path(path).absolute()
+    if os.path.lexists(target) and not (target / STATE).is_file():
+        raise ModelError(f"{target} exists, and is no saved state: choose a path that is free, or that of a state")
+    make_folders(target.parent)
+    with _alone_in(target.parent):
+        replaced = target.with_name(f".{target.name}.deleting")
+        for leftover in (replaced, target.with_name(f".{target.name}.saving")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        _write_whole(state, target, time.time_ns() // 1_000_000, model_files, replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
+    return target
+
+
+def _write_whole(
+    state: ServerState, target: Path, serial: int, model_files: Path | None, replaced: Path | None = None
+) -> None:
+    """As `target`, there whole or not at all. `replaced`: where a state that is there already goes."""
+    temporary = target.with_name(f".{target.name}.saving")
+    temporary.mkdir(mode=0o700)
+    try:
+        write_folder(state, temporary, serial=serial, model_files=model_files)
+        if replaced is not None and target.exists():
+            os.rename(target, replaced)
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(target.parent)
 
 
 def load_state(path: str | os.PathLike[str]) -> ServerState:
