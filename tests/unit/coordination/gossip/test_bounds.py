@@ -200,7 +200,7 @@ class TestMemory:
     def test_large_statements_are_not_kept_though_they_are_signed(self, world: World, name: str) -> None:
         peer = world.peers[0]
         with Growth() as grown:
-            for i in range(10):
+            for i in range(3):
                 peer.hear(told(world.say(name, beat("x", number=i + 1, held=((i, BASE),) * 20_000))), world.now)
             assert grown() < MIB
         world.round()

@@ -483,6 +483,16 @@ class TestRestarted:
         table.ballot.advance(99.0)
         assert table.own() == said
 
+    def test_it_can_decide_the_block_that_it_is_locked_on_without_hearing_it_again(self, table: Table) -> None:
+        lock(table, table.block(2))
+        table.restart()
+        table.votes("precommit", 0, table.block(2), 1)
+        assert table.ballot.advance(0.0) is None
+        table.votes("precommit", 0, table.block(2), 2)
+        decided = table.ballot.advance(0.0)
+        assert decided is not None
+        assert decided.block == table.block(2)
+
     def test_after_its_prevote_comes_its_precommit(self, table: Table) -> None:
         table.verdict = "bad"
         table.proposes(0, table.block(2))

@@ -82,8 +82,12 @@ def test_so_many_contributions_of_newcomers_are_open_and_no_more() -> None:
     quotas, open_ = Quotas(LIMITS), {key("a"), key("b")}
     for each in (key("a"), key("b"), key("a")):
         quotas.open_upload("site", each, open_.__contains__)
-    with pytest.raises(QuotaExceeded, match=r"may have 2 contributions on their way in \(max_open_uploads\)"):
+    with pytest.raises(
+        QuotaExceeded, match=r"may have 2 contributions on their way in \(max_open_uploads\)"
+    ) as refused:
         quotas.open_upload("site", key("c"), open_.__contains__)
+    assert refused.value.retry_after_s == 1.0
+    quotas.open_upload("other", key("c"), open_.__contains__)
     open_.remove(key("a"))
     quotas.open_upload("site", key("c"), open_.__contains__)
 
@@ -101,6 +105,34 @@ def test_accounts_of_workers_are_bounded() -> None:
         quotas.charge("bytes", "site", f"w{i}", 0.0, is_newcomer=False)
         quotas.charge("refused", "site", f"w{i}", 0.0, is_newcomer=False)
     assert len(quotas._of_workers) == MOST_ACCOUNTS
+
+
+def test_the_account_that_was_not_used_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outerstep.coordination.server.quotas.MOST_ACCOUNTS", 2)
+    quotas = Quotas(LIMITS)
+    for worker in ("a", "b", "a", "c"):
+        quotas.charge("joins", "site", worker, 0.0, is_newcomer=False, amount=24.0)
+    for worker, is_used_up in (("a", True), ("c", True), ("b", False)):
+        if is_used_up:
+            with pytest.raises(QuotaExceeded):
+                quotas.check("joins", "site", worker, 0.0, is_newcomer=False)
+        else:
+            quotas.check("joins", "site", worker, 0.0, is_newcomer=False)
+
+
+def test_a_worker_has_one_a_minute_at_least() -> None:
+    quotas = Quotas(QuotaLimits(joins=5))
+    for _ in range(BURST_MIN):
+        join(quotas, "w", 0.0, is_newcomer=False)
+    with pytest.raises(QuotaExceeded, match="worker 'w' may have 1 joins a minute"):
+        join(quotas, "w", 0.0, is_newcomer=False)
+
+
+def test_the_clock_may_go_back() -> None:
+    quotas = Quotas(LIMITS)
+    use_up(quotas)
+    with pytest.raises(QuotaExceeded):
+        join(quotas, "w", -1e6)
 
 
 def test_the_defaults_let_256_workers_start_four_times_in_a_minute() -> None:
