@@ -96,6 +96,26 @@ def test_global_weights_and_a_mixed_pair_of_gpu_and_cpu(place: str) -> None:
         assert_same(first, server.get_global_params())
 
 
+def test_weights_that_are_loaded_are_given_up_and_those_that_come_back_are_not() -> None:
+    with DiLoCoServer(tiny_model().state_dict(), num_workers=1, port=0, sync_every=4) as server:
+        model = tiny_model().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        with DiLoCoWorker(model, optimizer, server.address) as worker:
+            for param in model.parameters():
+                param.data.add_(100.0)  # no counter shows it: before the first step values are read
+            cuda_steps(model, optimizer, 2, seed=1)
+            assert worker.sync_metrics["outside_changes"] == 1
+            own = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict({name: value + 100.0 for name, value in own.items()})
+            model.load_state_dict(own)
+            cuda_steps(model, optimizer, 1, seed=2)
+            assert worker.sync_metrics["outside_changes"] == 1
+            model.load_state_dict({name: value + 100.0 for name, value in own.items()})
+            cuda_steps(model, optimizer, 5, seed=3)
+            assert worker.sync_metrics["outside_changes"] == 2
+        assert all(float(value.abs().max()) < 10.0 for value in server.get_global_params().values())
+
+
 # --- the same bits as a CPU -----------------------------------------------------------------------------------------
 
 

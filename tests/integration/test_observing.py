@@ -112,7 +112,7 @@ def test_a_missed_round_is_reported_as_rebased_and_a_nan_as_reloaded() -> None:
     optimizer, late_optimizer = sgd(model), sgd(late)
     with memory_worker(server, "old", model, optimizer):
         count(model, optimizer, 0, 3)
-        joiner = memory_worker(server, "late", late, late_optimizer)
+        joiner = memory_worker(server, "late", late, late_optimizer, outside_changes="keep")
         joiner.on_round(reports.append)
         joiner.start()
         count(late, late_optimizer, 1, 1)

@@ -27,7 +27,9 @@ from torch import Tensor
 from .replica import Replica
 
 LOOKED_AT = 6  # parameters; more of them make every step slower
+VALUES = 16  # of each
 ROUNDING = 2e-6  # relative to the largest value: weights that were averaged and brought back differ by so much
+NOTHING = torch.empty(0)
 
 
 class OutsideWatch:
@@ -37,7 +39,11 @@ class OutsideWatch:
         """(Parameters of other optimizers are theirs to move; those of this one are moved by nobody else.)"""
         self._replica = replica
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._names = _spread(replica.parameters_among(held))
+        names = replica.parameters_among(held)
+        matrices = [
+            name for name in names if replica.tensors[name].dim() > 1
+        ]  # norms and biases may stay what they are
+        self._names = _spread(matrices or names)
         self.changed = changed
         self.record(anew=True, closely=True)
 
@@ -56,7 +62,7 @@ class OutsideWatch:
             return
         closely, self._closely = closely or self._closely, False
         moved = [tensor._version for tensor in self._looked] != self._versions or self._place != self._where()
-        if moved or closely or (self._on_host and self._read() != self._values):
+        if moved or closely or (self._on_host and not torch.equal(self._read(), self._values)):
             self.changed = self._differs()
 
     @torch.no_grad()
@@ -71,29 +77,22 @@ class OutsideWatch:
         """`.data` may be given other memory, and then seldom in one parameter alone."""
         return self._looked[0].data_ptr() if self._looked else 0
 
-    def _read(self) -> list[float] | Tensor:
+    def _read(self) -> Tensor:
         """On a GPU without waiting for it."""
-        return [spot.item() for spot in self._spots] if self._on_host else torch.cat(self._spots)
+        return torch.cat(self._spots) if self._spots else NOTHING
 
     def _differs(self) -> bool:
         """For certain."""
         self._find()  # they may lie elsewhere
-        before, now = _listed(self._values), _listed(self._read())
-        slack = ROUNDING * max((abs(value) for value in before if value == value), default=0.0)
-        return not all(_is_same(one, other, slack) for one, other in zip(before, now, strict=True))
-
-
-def _is_same(one: float, other: float, slack: float) -> bool:
-    return one == other or abs(one - other) <= slack or (one != one and other != other)
-
-
-def _listed(values: list[float] | Tensor) -> list[float]:
-    return [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+        before, now = self._values.double(), self._read().double()
+        largest = max(before.nan_to_num(posinf=0.0, neginf=0.0).abs().tolist(), default=0.0)
+        return not torch.allclose(before, now, rtol=0.0, atol=ROUNDING * largest, equal_nan=True)
 
 
 def _middle(tensor: Tensor) -> Tensor:
-    """One value of it, as a view."""
-    return tensor.detach()[tuple(size // 2 for size in tensor.shape)].view(1)
+    """Some values of it, as a view."""
+    row = tensor.detach()[tuple(size // 2 for size in tensor.shape[:-1])]
+    return row.view(1) if row.dim() == 0 else row[max(0, row.numel() // 2 - VALUES // 2) :][:VALUES]
 
 
 def _spread(names: Iterable[str]) -> list[str]:

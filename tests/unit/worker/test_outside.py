@@ -63,12 +63,21 @@ def test_a_look_costs_the_same_in_a_model_of_any_size() -> None:
 
 
 @hosts
-def test_the_first_and_the_last_parameter_are_among_those_looked_at(on_host: bool) -> None:
-    for index in (0, -1):
+def test_the_first_and_the_last_matrix_are_among_those_looked_at(on_host: bool) -> None:
+    for index in (0, -2):
         seen = Watched(40, on_host=on_host)
         with torch.no_grad():
             list(seen.model.parameters())[index].add_(1.0)
         assert seen.looked()
+
+
+@hosts
+def test_without_a_matrix_vectors_are_looked_at(on_host: bool) -> None:
+    seen = Watched(on_host=on_host)
+    norm = nn.LayerNorm(3)
+    seen.watch = OutsideWatch(Replica(norm), torch.optim.SGD(norm.parameters(), lr=1.0))
+    norm.load_state_dict({name: value + 1.0 for name, value in norm.state_dict().items()})
+    assert seen.looked()
 
 
 def test_what_counters_do_not_show_the_values_do() -> None:
