@@ -127,7 +127,8 @@ class Member:
 
         def begin(rank: Rank) -> None:
             deltas = {"cells": -self.sent[rank.rows]}  # anchor − local
-            contribution = Contribution(0, self.version, self.oldest_base, 1, 0, 0, deltas, owes_nothing)
+            steps = 0 if owes_nothing else 1
+            contribution = Contribution(0, self.version, self.oldest_base, steps, 0, 0, deltas, owes_nothing)
             rank.ticket = rank.topology.begin(contribution)
 
         self.everywhere(begin)

@@ -35,8 +35,10 @@ def test_it_cannot(adapter: Adapter, sentence: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("adapter", [pytest.param(one, id=one.name, marks=one.marks) for one in ADAPTERS])
-def test_a_worker_that_started_over_owes_nothing(adapter: Adapter, tmp_path: Path) -> None:
-    """What its codec left out of earlier contributions goes with its next one."""
+def test_a_worker_that_started_over_brings_nothing_owes_nothing_and_hinders_nobody(
+    adapter: Adapter, tmp_path: Path
+) -> None:
+    """Its own contribution counts nothing, and what its codec left out of earlier ones is forgotten."""
     with adapter.open(tmp_path) as run:
         a, b = run.member(0), run.member(1)
         together(run, a, b)
@@ -44,13 +46,15 @@ def test_a_worker_that_started_over_owes_nothing(adapter: Adapter, tmp_path: Pat
         owed = [feedback for rank in a.ranks for feedback in feedbacks_of(rank.topology)]
         for feedback in owed:
             feedback._residuals["cells"] = torch.ones(CELLS)
-        a.learn(0)
+        before = b.anchor
 
         def begin_anew() -> None:
             a.begin(owes_nothing=True)
             a.finish()
 
-        in_threads(begin_anew, b.learn(1).exchange)
+        in_threads(begin_anew, b.learn(2).exchange)
+        if adapter.has_one_anchor:
+            assert (a.anchor - before).tolist() == [0.0, 0.0, 1.0, *[0.0] * (CELLS - 3)]
         assert owed
         assert all(feedback.residual("cells") is None for feedback in owed)
 

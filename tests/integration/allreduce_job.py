@@ -161,6 +161,7 @@ def refused(rank: int) -> dict[str, Any]:
     told["end"] = said_by(lambda: run(rank, steps=SYNC_EVERY + 4 * rank, exit_patience_s=2.0))
     told["nan"] = said_by(lambda: run(rank, steps=SYNC_EVERY, spoil=rank == 1))
     told["weights"] = said_by(lambda: run(rank, steps=SYNC_EVERY, weight_by="tokens"))
+    told["loads"] = said_by(lambda: loads(rank))
     MeanStep.apply = crooked(rank)  # type: ignore[method-assign]
     told["crooked"] = said_by(lambda: run(rank, steps=SYNC_EVERY))
     told["repaired"] = said_by(lambda: run(rank, steps=2 * SYNC_EVERY, on_divergence="repair"))
@@ -199,6 +200,26 @@ def run(rank: int, steps: int, then: Any = None, *, spoil: bool = False, **setti
             then(worker)
         found = anchors_hash(worker)
     return f"{found} {worker.sync_metrics['anchor_repairs']} repaired"
+
+
+def loads(rank: int) -> str:
+    """Rank 1 alone loads other weights: before the first step, before a forced exchange and at the end."""
+    source = torch.Generator().manual_seed(rank)
+    worker, model, optimizer = make_worker(rank, outer_lr=1.0, outer_momentum=0.0)
+
+    def load() -> None:
+        if rank == 1:
+            model.load_state_dict({name: value + 1000.0 for name, value in model.state_dict().items()})
+
+    with worker:
+        load()
+        train(model, optimizer, source, 2 * SYNC_EVERY + 1)
+        load()
+        worker.force_sync()
+        train(model, optimizer, source, SYNC_EVERY + 1)
+        load()
+    largest = max(float(param.detach().abs().max()) for param in model.parameters())
+    return f"{anchors_hash(worker)} {largest < 10.0} {worker.sync_metrics['outside_changes'] == 3 * rank}"
 
 
 def said_by(make: Any) -> str:

@@ -160,9 +160,11 @@ def test_what_ranks_must_not_disagree_on_is_refused_on_all_of_them_by_name(tmp_p
         assert "contributed NaN or Inf in tensor 'layers." in one["nan"]
         assert "rank 1, rank-1 (process" in one["nan"]
         assert "weighs contributions by tokens, and rank 0 reported none in 4 steps" in one["weights"]
+        assert one["loads"].endswith(" True True"), one["loads"]
         assert "AnchorsDiffer: fragment 0, version 1: rank 1, rank-1 (process" in one["crooked"]
     assert "PeerLost: rank 0, rank-0" in told[1]["end"]
     assert "has left the run (done)" in told[1]["end"]
+    assert told[0]["loads"] == told[1]["loads"]
     assert told[0]["repaired"] == told[1]["repaired"]
     assert told[0]["repaired"].endswith(" 1 repaired")
 

@@ -124,15 +124,15 @@ def peer_weights(works: Sequence[WorkReport], unit: WeightBy) -> list[float]:
 
 
 def rank_weights(works: Sequence[WorkReport], unit: WeightBy) -> tuple[float, ...]:
-    """Of the contributions of all ranks of one program."""
-    weights = tuple(amount(work, unit) for work in works)
-    if not all(weights):
-        rank = weights.index(0.0)
-        raise WorkerError(
-            f"the run weighs contributions by {unit}, and rank {rank} reported none in {works[rank].steps} steps: "
-            f"call worker.count({unit}=…) at each step"
-        )
-    return weights
+    """Of the contributions of all ranks of one program. If none has trained, their mean is that of nothing."""
+    weights = tuple(amount(work, unit) if work.steps else 0.0 for work in works)
+    for rank, (work, weight) in enumerate(zip(works, weights, strict=True)):
+        if work.steps and not weight:
+            raise WorkerError(
+                f"the run weighs contributions by {unit}, and rank {rank} reported none in {work.steps} steps: "
+                f"call worker.count({unit}=…) at each step"
+            )
+    return weights if any(weights) else (1.0,) * len(weights)
 
 
 def check_reported(work: WorkReport, unit: WeightBy) -> None:

@@ -141,7 +141,8 @@ def _differences(first: Rank, other: Rank) -> list[tuple[str, object, object]]:
 
 
 class ExchangeHeader(msgspec.Struct, frozen=True):
-    """What a rank is about to exchange. `last`: it is at the end of its training."""
+    """What a rank is about to exchange. `last`: it is at the end of its training; `started_over`: it has dropped steps
+    since its last exchange."""
 
     fragment: int
     base_version: int
@@ -149,12 +150,15 @@ class ExchangeHeader(msgspec.Struct, frozen=True):
     samples: int
     tokens: int
     last: bool
+    started_over: bool = False
 
 
 def check_headers(headers: Sequence[ExchangeHeader]) -> None:
-    """Is everybody about to exchange the same?"""
+    """Is everybody about to exchange the same? (At the end a rank may have skipped steps, whose gradients overflowed. A
+    rank that started over has dropped some.)"""
+    counts_steps = not any(header.last or header.started_over for header in headers)
     for rank, other in enumerate(headers):
-        if _subject(other) != _subject(headers[0]):
+        if _subject(other) != _subject(headers[0]) or (counts_steps and other.steps != headers[0].steps):
             raise OutOfStep(
                 f"the ranks are not at the same step: rank 0 offers {_shown(headers[0])}, rank {rank} {_shown(other)}; "
                 "all ranks must take the same number of optimizer steps, and force_sync() and the end of training must "
@@ -163,8 +167,8 @@ def check_headers(headers: Sequence[ExchangeHeader]) -> None:
 
 
 def _subject(header: ExchangeHeader) -> tuple[object, ...]:
-    """What must be the same on all ranks. (At the end a rank may have skipped steps, whose gradients overflowed.)"""
-    return header.fragment, header.base_version, header.last, None if header.last else header.steps
+    """What must be the same on all ranks in any case."""
+    return header.fragment, header.base_version, header.last
 
 
 def _shown(header: ExchangeHeader) -> str:

@@ -132,7 +132,9 @@ def test_what_peers_say_of_themselves_weighs_within_a_factor_of_the_median() -> 
 def test_ranks_are_believed_and_must_report() -> None:
     said = [offered(5, 100), offered(5, 10**12)]
     assert rank_weights(said, "tokens") == (100.0, 1e12)
-    assert rank_weights([offered(5, 0), offered(0, 0)], "equal") == (1.0, 1.0)
+    assert rank_weights([offered(5, 0), offered(0, 0)], "equal") == (1.0, 0.0), "it has not trained"
+    assert rank_weights([offered(0, 0), offered(0, 0)], "equal") == (1.0, 1.0), "nor has anybody"
+    assert rank_weights([offered(5, 100), offered(0, 0)], "tokens") == (100.0, 0.0)
     with pytest.raises(WorkerError, match=r"by tokens, and rank 1 reported none in 3 steps: .*count\(tokens=…\)"):
         rank_weights([offered(5, 100), offered(3, 0)], "tokens")
 

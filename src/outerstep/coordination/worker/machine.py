@@ -333,11 +333,13 @@ class WorkerMachine:
     def sync_all(self, *, changed: bool = False) -> list[Effect]:
         """Every fragment that holds unsent steps, now; a new cycle begins."""
         self.state.cycle.begin(self.plan)
+        fragments = self._open_fragments()
         start_over = self._start_over("changed outside") if changed else []
-        return start_over + self._wait_for(self._open_fragments(), list[Effect], tries=TRIES)
+        return start_over + self._wait_for(fragments, list[Effect], tries=TRIES)
 
     def _start_over(self, kind: NoteKind) -> list[Effect]:
-        """Somebody else has moved the local weights: give them up, with every step that was not sent. A script that
+        """Somebody else has moved the local weights: give them up, with every step that was not sent. (The worker takes
+        part in the exchange that comes now, without any: others may wait for it.) A script that
         moves them again and again would never contribute anything; it is told so."""
         self._changes += 1
         if self._changes == CHANGES and kind == "changed outside":
@@ -678,6 +680,7 @@ class WorkerMachine:
         """The end of training: contribute the remaining steps. What finds no round any more is counted as discarded. If
         there is no server any more, the model keeps this worker's own weights: they are all there is."""
         self._keep_local = keep_local
+        waited_for = self._open_fragments()  # by others, even if there is nothing to contribute to them any more
         effects = self._start_over("changed at the end") if changed else []
         for fragment, progress in enumerate(self.state.fragments):
             # What counts in a round to come is worth waiting for, where nothing more is to be sent anyway.
@@ -686,7 +689,7 @@ class WorkerMachine:
                 progress.in_flight = InFlight(self.work, self.work.steps)
                 self.metrics.sync_count -= 1  # it was counted before
                 effects.append(Recall(fragment))
-        left = self._open_fragments()
+        left = sorted({*waited_for, *self._open_fragments()})
         if left:
             effects.append(Note("leaving"))
         return effects + self._wait_for(left, self._depart, tries=EXIT_TRIES, last=True)

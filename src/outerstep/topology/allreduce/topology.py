@@ -247,6 +247,7 @@ class AllReduceTopology:
             samples=contribution.samples,
             tokens=contribution.tokens,
             last=ticket.stuck_after_s is not None,
+            started_over=contribution.owes_nothing,
         )
         heard = self._peers.exchange("exchange", msgspec.msgpack.encode(own), stuck_after_s=ticket.stuck_after_s)
         headers = [msgspec.msgpack.decode(one, type=ExchangeHeader) for one in heard]
