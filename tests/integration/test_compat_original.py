@@ -26,6 +26,7 @@ from torch import Tensor
 from clusters import Cluster
 from integration.old_clients import Answered, OldClient, like, loaded, minus, saved, serving
 from outerstep.compat import CompatServer
+from outerstep.compat.heard import FILE, HeardAnswers
 from outerstep.compat.names import id_of
 from outerstep.errors import BadRequest, ConfigError, ServerUnreachable, TransportError
 from outerstep.server import DiLoCoServer
@@ -252,7 +253,8 @@ def test_full_precision_comes_back_where_nobody_asked_for_less() -> None:
 
 @pytest.mark.slow
 def test_clients_go_on_over_a_killed_server_and_no_cycle_is_lost(tmp_path: Path) -> None:
-    """They know nothing of it: each submits what it trained meanwhile, and does not register again."""
+    """They know nothing of it: each submits what it trained meanwhile, and does not register again. One of them moves
+    as it did before, to the last bit."""
     address = f"127.0.0.1:{free_port()}"
     flags = ["-n", "2", "--outer-lr", "1", "--outer-momentum", "0"]
     flags += ["--compat-port", address.split(":")[1], "--save-dir", str(tmp_path / "run")]
@@ -272,6 +274,8 @@ def test_clients_go_on_over_a_killed_server_and_no_cycle_is_lost(tmp_path: Path)
         first = in_threads(*(partial(client.submit, name, like(start, 1.0)) for name in names))
         assert_same(first[0], minus(start, 1.0))
 
+        heard = tmp_path / "run" / FILE
+        wait_until(lambda: heard.exists() and heard.read_text().count('"0":1') == 2)  # both have their answer
         cluster.server.kill()
         cluster.server.wait()
         cluster.start_server(*flags)
@@ -282,7 +286,7 @@ def test_clients_go_on_over_a_killed_server_and_no_cycle_is_lost(tmp_path: Path)
         assert status["workers"]["b"]["info"]["sync_every"] == 3
         assert client.heartbeat("b", 1.0)["num_registered"] == 2
         second = in_threads(
-            lambda: client.submit("old a", like(start, 2.0)), lambda: client.submit("b", like(start, 4.0))
+            lambda: client.submit("old a", like(start, 1.0)), lambda: client.submit("b", like(start, 5.0))
         )
         for got in second:
             assert_same(got, minus(minus(start, 1.0), 3.0))  # the mean of both: nobody was left out
@@ -336,21 +340,43 @@ def test_a_client_that_streams_goes_on_over_a_restart_in_its_first_cycle(
     """The server has not seen all of its fragments then."""
     fragments = [["0.weight", "0.bias"], ["2.weight", "2.bias"], ["4.weight", "4.bias"]]
     held: dict[str, Tensor] = {}
-    for more, turn in ((1.0, (0, 1)), (2.0, (2, 0, 1))):
+    for turn in ((0, 1), (2, 0, 1)):
         server, compat = restarted(tmp_path, 1, **settings)
         try:
             client = OldClient(compat.address, "a")
             held = held or client.register()
             for fragment in turn:
                 part = {name: held[name] for name in fragments[fragment]}
-                got = client.submit_fragment(fragment, like(part, more + fragment))
-                assert_same(got, minus(part, more + fragment))
+                got = client.submit_fragment(fragment, like(part, 1.0 + fragment))
+                assert_same(got, minus(part, 1.0 + fragment))  # the same again, and it counts
                 held |= got
             assert_same(server.get_global_params(), held)
         finally:
             compat.stop()
             server.stop()
     assert server.status()["total_submissions"] == 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"\xff", b"[" * 100_000, b'{"run_id":"run","heard":{"a":{"0":-1}}}', b'{"run_id":"other","heard":{}}'],
+    ids=["empty", "cut", "not text", "deep", "negative", "another run"],
+)
+def test_what_is_not_known_of_answers_is_taken_for_lost(tmp_path: Path, damage: bytes) -> None:
+    before = HeardAnswers(tmp_path, "run")
+    before.note("a", {0: 3, 1: 2})
+    before.note("a", {1: 3})
+    before.note("b", {0: 3})
+    before.forget("b")
+    after = HeardAnswers(tmp_path, "run")
+    assert (after.of("a"), after.of("b")) == ({0: 3, 1: 3}, {})
+    (tmp_path / FILE).write_bytes(damage)
+    damaged = HeardAnswers(tmp_path, "run")
+    assert damaged.of("a") == {}
+    damaged.note("a", {0: 4})
+    assert HeardAnswers(tmp_path, "run").of("a") == {0: 4}
+    HeardAnswers(tmp_path / "gone", "run").note("a", {0: 4})  # a folder that cannot be written: said in the log
+    assert not (tmp_path / "gone").exists()
 
 
 def begin_submit_all(server: DiLoCoServer, client: OldClient, body: bytes, fragments: int) -> socket.socket:

@@ -11,6 +11,7 @@ wire of today, and its contributions pass the same coordinator and the same ledg
     names.py      worker ids, and how a client introduces itself
     answers.py    status, heartbeats and errors as old clients read them
     client.py     one registered worker: what it holds, what it has under way, what is a repeat
+    heard.py      which answers have arrived, for the server after a restart
     endpoints.py  the seven endpoints
     server.py     their port, on the HTTP server of wire/
 """

@@ -21,9 +21,9 @@ that registered it, for as long as its worker is alive.
 
 After a restart of the server its clients go on as if nothing had been, so their places are made again from the ledger:
 who was here, from where, and which version holds the last contribution of each. What a client submits then was computed
-from that version, unless these are the very bytes that are in it already: those are a repeat whose answer was lost
-with the old process. (By the hash of what they become in the run's codec. One with error feedback makes other bytes of
-the same values each time; there such a repeat counts again.)
+from that version, unless these are the very bytes that are in it already, and nothing shows that the client has got its
+answer (heard.py): those are a repeat. (By the hash of what they become in the run's codec. One with error feedback
+makes other bytes of the same values each time; there such a repeat counts again.)
 
 What the server asks of a worker (to finish, to exchange now) the old protocol cannot say. A client that is to finish
 gets the answer it waits for, and then leaves the run: `CompatClient` does so for it, and refuses what it says next.
@@ -199,13 +199,13 @@ class CompatClient:
         return client, anchors
 
     @classmethod
-    def restored(cls, service: ParameterService, worker: KnownWorker) -> CompatClient | None:
-        """None: it did not come in here."""
+    def restored(cls, service: ParameterService, worker: KnownWorker, heard: Mapping[int, int]) -> CompatClient | None:
+        """None: it did not come in here. `heard`: per fragment, the newest version that it is known to have got."""
         introduction = Introduction.remembered(worker.worker_id, worker.hostname, worker.info)
         if introduction is None or not service.is_own(worker):
             return None
         client = cls(service, introduction, worker.instance)
-        client._before = dict(worker.closed)
+        client._before = {i: entry for i, entry in worker.closed.items() if heard.get(i, -1) < entry.version}
         return client
 
     def __init__(self, service: ParameterService, introduction: Introduction, instance: str) -> None:
@@ -221,7 +221,7 @@ class CompatClient:
         self.topology = self._new_topology()
         self.plan: Plan | None = None
         self._versions: list[int] = []  # what the client was handed
-        self._before: dict[int, Acceptance] = {}  # per fragment, its last contribution before the server was restarted
+        self._before: dict[int, Acceptance] = {}  # per fragment, what may have counted before the server was restarted
         naming = service.coordinator.naming
         self._first = 0 if naming is None else naming.first  # the version of what it was given and nobody had named
         self._submissions: dict[int, FragmentSubmission] = {}

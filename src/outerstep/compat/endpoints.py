@@ -27,6 +27,7 @@ from ..wire.routes import MessageRoute, PlainRoute, Presented, Reply, Routes
 from .answers import StatusPage
 from .archive import describe
 from .client import CompatClient, FragmentSubmission, ReadPayload, as_refusal
+from .heard import HeardAnswers
 from .limits import MAX_HEADER_BYTES, CompatLimits, body_limit_bytes
 from .names import Introduction, SaidId, id_of
 from .tensors import Expected, expect, read_tensors, write_tensors
@@ -87,6 +88,8 @@ class Endpoints:
         self._writing = threading.Lock()
         self._closed: Refused | None = None
         self._page = StatusPage(server)
+        folder = server.service.writer.folder
+        self._heard = HeardAnswers(folder.place if folder is not None else None, server.service.coordinator.run_id)
         self._restore()
 
     def _restore(self) -> None:
@@ -94,8 +97,11 @@ class Endpoints:
         service = self._server.service
         with service.changed:
             live = [worker for worker in service.coordinator.members if worker.live]
-        found = filter(None, (CompatClient.restored(service, worker) for worker in live))
+        found = filter(
+            None, (CompatClient.restored(service, worker, self._heard.of(worker.worker_id)) for worker in live)
+        )
         self._clients = {client.worker_id: client for client in itertools.islice(found, self._limits.max_workers)}
+        self._heard.keep(self._clients.keys())
         if self._clients:
             log.info("%d client(s) of the older protocol have their places again", len(self._clients))
 
@@ -165,6 +171,7 @@ class Endpoints:
             return
         for worker_id in [w for w, client in self._clients.items() if not self._is_live(client)]:
             self._clients.pop(worker_id).end(_unknown(worker_id, "declared dead, and its place was needed"))
+            self._heard.forget(worker_id)
         if len(self._clients) >= self._limits.max_workers:
             raise Busy(
                 f"{len(self._clients)} workers are registered, which is the limit (max_workers)",
@@ -193,6 +200,7 @@ class Endpoints:
             client = self._clients.pop(worker_id, None)
         if client is not None:
             client.leave(_unknown(worker_id, "deregistered"), "deregistered")
+            self._heard.forget(worker_id)
         return {"status": "ok"}
 
     # --- parameters -----------------------------------------------------------------------------------------------
@@ -314,6 +322,11 @@ class Endpoints:
             except OuterstepError as error:
                 log.info("%s has its answer; then: %s", client.worker_id, error)
 
+        def ended(arrived: bool) -> None:
+            client.answer_ended(submissions, arrived=arrived)
+            if arrived:
+                self._heard.note(client.worker_id, {one.fragment: one.version for one in agreed})
+
         left_out = ", ".join(
             f"fragment {one.fragment} of version {one.version}" for one in agreed if client.is_out(one)
         )
@@ -323,7 +336,7 @@ class Endpoints:
             body,
             headers=(*BYTES, (LEFT_OUT, left_out)) if left_out else BYTES,
             handed=handed,
-            ended=lambda arrived: client.answer_ended(submissions, arrived=arrived),
+            ended=ended,
         )
 
     # --- inside ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 run.json     the run's id, and whether it has begun: then there is a checkpoint, or something is wrong
 lock         held for as long as a server lives; its content says which server
 journal/     what happened since the last checkpoints (journal.py)
+compat.json  which answers clients of the older protocol have got (compat/heard.py)
 state-…/     the checkpoints (server/saved)
 """
 
