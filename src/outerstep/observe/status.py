@@ -167,6 +167,7 @@ class ServerStatus(Status, frozen=True, kw_only=True):
     pool_memory_bytes: int = 0
     pool_spooled_bytes: int = 0
     pool_queue: int = 0
+    readers: int = 0  # of the model, at this moment
     workers: dict[str, WorkerStatus] = {}
     fragments: Sequence[ServerFragmentStatus] = []
 

@@ -98,6 +98,7 @@ class RunWriter:
         if folder is not None and (run.config.keeps == "round" or has_journal(folder.place)):
             self.journal = Journal(FolderDisk(folder.place / JOURNAL))
         self.last_save = ""  # where the last checkpoint is, or why there is none
+        self.model_files = Path(run.config.model_files) if run.config.model_files is not None else None
 
     def append(self, remembered: Remembered, stepped: SteppedRound | None = None) -> int:
         """A note, or a round. When this returns it is on the disk. Returns its size in bytes; raises OSError if it
@@ -136,9 +137,9 @@ class RunWriter:
     def checkpoint(self, task: WriteCheckpoint) -> Path:
         """Raises OSError or ModelError if it cannot be written."""
         config, folder = self._config, self.folder
-        files = Path(config.model_files) if config.model_files is not None else None
         if task.place:
-            return save_copy(self._run.snapshot(self._with_settings(task.remembered)), task.place, model_files=files)
+            state = self._run.snapshot(self._with_settings(task.remembered))
+            return save_copy(state, task.place, model_files=self.model_files)
         assert folder is not None
         if self.journal is not None:
             self.journal.begin_after(task.includes)
@@ -146,9 +147,11 @@ class RunWriter:
         path = save_state(
             dataclasses.replace(state, facts={**state.facts, "journal": task.includes}),
             folder.place,
-            model_files=files,
+            model_files=self.model_files,
             keep=config.keep_saves,
         )
+        if config.model_files is None:  # the files came with the state that was resumed, and it may be deleted now
+            self.model_files = path
         folder.note(state.run_id, began=True)
         log.info("saved round %d as %s", state.round, path)
         self._events(StateSaved(task.reason, state.round, str(path)))

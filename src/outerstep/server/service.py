@@ -80,14 +80,17 @@ from ..types import (
     PutPartAnswer,
     Request,
 )
+from ..wire.http_request import HttpRequest
 from ..wire.memory import MemoryTransport
 from ..wire.messages import MAX_JOIN_BYTES, decode_json, place_of
+from ..wire.model_file import MODEL_FILES_PATH, MODEL_PATH
 from ..wire.pages import pages
-from ..wire.routes import DownloadRoute, MessageRoute, Presented, Route, UnreadBody, UploadRoute
+from ..wire.routes import DownloadRoute, MessageRoute, PlainRoute, Presented, Reply, Route, UnreadBody, UploadRoute
 from .intake import Intake
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer
 from .persistence import RunWriter
+from .reading import ModelReaders
 from .refitting import settle_by_manifest, settle_by_submission
 from .resuming import ResumePoint, restore
 from .rounds import RoundsThread
@@ -222,6 +225,7 @@ class ParameterService:
             on_disk=self._disk_reports,
             on_failure=self._fail,
         )
+        self.readers = ModelReaders(self.run, self.changed, lambda: self.clock(), lambda: self.writer.model_files)
         self.monitor = HealthMonitor(self.tick, self.next_wake)
         self.routes = self._make_routes()
 
@@ -284,6 +288,8 @@ class ParameterService:
             place_of(Poll): MessageRoute(Poll, self.answer, admit=self.admit, sees_caller=True),
             place_of(GetPart): DownloadRoute(GetPart, self.get_part, admit=self.admit),
             place_of(Control): MessageRoute(Control, self.answer, speaker=None, is_order=True, sees_caller=True),
+            ("GET", MODEL_PATH): PlainRoute(self.read_model, reads=True),
+            ("GET", MODEL_FILES_PATH): PlainRoute(self.readers.file, reads=True),
         }
 
     def _decode_offer(self, data: bytes | bytearray) -> Offer:
@@ -380,6 +386,13 @@ class ParameterService:
             self.bytes_sent += len(data)
         return GetPartAnswer(hash=part_hash), data
 
+    def read_model(self, request: HttpRequest) -> Reply:
+        self._check_health()
+        reply = self.readers.model(request)
+        with self.changed:
+            self.bytes_sent += len(reply.body) + sum(map(len, reply.rest))
+        return reply
+
     def status(self) -> ServerStatus:
         with self.changed:
             return build_status(
@@ -391,6 +404,7 @@ class ParameterService:
                 failure=self.failure,
                 trouble=self.trouble,
                 bytes_sent=self.bytes_sent,
+                readers=self.readers.count,
             )
 
     def save(self, reason: str, place: str = "") -> Path:
@@ -439,6 +453,8 @@ class ParameterService:
                 raise ConfigError("a state is loaded before the first worker joins; make a new server for it")
             restore(self.run, found.state, found.records, self.clock())
             self.resumed = True
+            if self.writer.model_files is None:
+                self.writer.model_files = found.state.place
             if found.in_place:
                 base, journal = found.base, self.writer.journal
                 if journal is not None:
@@ -451,7 +467,9 @@ class ParameterService:
     def tick(self, now: float) -> None:
         with self.changed:
             if self.valid_tokens is not None:
-                self.coordinator.revoke(self.valid_tokens(), now)
+                valid = self.valid_tokens()
+                self.coordinator.revoke(valid, now)
+                self.readers.revoke(valid)
             self.coordinator.tick(now)
             self._flush()
 

@@ -66,6 +66,7 @@ def build_status(
     failure: str,
     trouble: str,
     bytes_sent: int,
+    readers: int,
 ) -> ServerStatus:
     """Called with the service's lock held."""
     coordinator, config = run.coordinator, run.config
@@ -107,6 +108,7 @@ def build_status(
         num_parameters=sum(spec.numel for spec in coordinator.manifest.parameters) if coordinator.manifest else None,
         bytes_received=intake.bytes_received,
         bytes_sent=bytes_sent,
+        readers=readers,
         pool_held_bytes=coordinator.uploads.held_bytes,
         pool_memory_bytes=intake.pool.memory_bytes,
         pool_spooled_bytes=intake.pool.spooled_bytes,

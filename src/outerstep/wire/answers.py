@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from . import sockets
 from .messages import MAX_JOIN_BYTES
@@ -145,6 +146,14 @@ WATCH = AnswerWatch()
 os.register_at_fork(after_in_child=WATCH.begin_anew)
 
 
+class Incoming(Protocol):
+    """Where an answer goes of which only its head tells the length."""
+
+    def places(self, size_bytes: int) -> Iterator[memoryview]:
+        """Memory for all of it, piece by piece: one is filled before the next is asked for. Called again if the answer
+        has to be asked for again."""
+
+
 class AnswerTooLong(http.client.HTTPException):
     """More than is read."""
 
@@ -168,10 +177,33 @@ def read_message(response: http.client.HTTPResponse) -> bytes:
 
 
 def read_bytes(response: http.client.HTTPResponse, sock: socket.socket, into: memoryview) -> None:
-    """A body of exactly so many: what came with the head, then straight from the socket."""
+    """A body of exactly so many."""
     if response.length != len(into):
         raise http.client.HTTPException(f"a body of {len(into)} bytes is due, {response.length} are announced")
-    began = response.fp.peek(1)[: len(into)]
+    _fill(response, sock, into)
+    response.length = 0  # nothing of it is left
+    response.close()
+
+
+def read_incoming(response: http.client.HTTPResponse, sock: socket.socket, incoming: Incoming) -> None:
+    """A body of as many as its head says."""
+    if response.length is None:
+        raise http.client.HTTPException("the length of the answer is not announced")
+    left = response.length
+    for place in incoming.places(response.length):
+        if len(place) > left:
+            raise http.client.HTTPException(f"{len(place)} more bytes are due, {left} are announced")
+        _fill(response, sock, place)
+        left -= len(place)
+    if left:
+        raise http.client.HTTPException(f"{left} bytes more than are due are announced")
+    response.length = 0
+    response.close()
+
+
+def _fill(response: http.client.HTTPResponse, sock: socket.socket, into: memoryview) -> None:
+    """What came with the head, then straight from the socket."""
+    began = response.fp.peek(1)[: len(into)] if into else b""
     into[: len(began)] = response.fp.read(len(began))
     rest = into[len(began) :]
     while rest:
@@ -179,5 +211,3 @@ def read_bytes(response: http.client.HTTPResponse, sock: socket.socket, into: me
         if count == 0:
             raise http.client.IncompleteRead(b"", len(rest))
         rest = rest[count:]
-    response.length = 0  # nothing of it is left
-    response.close()

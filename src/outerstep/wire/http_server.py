@@ -76,6 +76,7 @@ LEAST_AT_WORK = 4  # connections at a time; more if there are more cores
 LOOKING = (b"GET /status", b"GET /healthz")  # operators and monitors go first
 DRAIN_S = 2.0
 PARTING_S = 5.0
+NOT_MODIFIED = 304
 
 
 @dataclass(frozen=True)
@@ -410,9 +411,20 @@ class HttpServer:
         if request.headers.get("content-type", "").partition(";")[0].strip() != JSON_TYPE:
             raise UnsupportedMedia(f"control is {JSON_TYPE}", hint=f"send Content-Type: {JSON_TYPE}")
 
+    def _send(self, channel: Channel, http: h11.Connection, reply: Reply, *, close: bool) -> None:
+        try:
+            self._write(channel, http, reply, close=close)
+            for piece in reply.rest:
+                channel.send(piece)
+        finally:
+            if reply.over is not None:
+                reply.over()
+
     @staticmethod
-    def _send(channel: Channel, http: h11.Connection, reply: Reply, *, close: bool) -> None:
-        headers = [("Content-Length", str(len(reply.body))), *reply.headers]
+    def _write(channel: Channel, http: h11.Connection, reply: Reply, *, close: bool) -> None:
+        headers = list(reply.headers)
+        if reply.status != NOT_MODIFIED:  # of which the length would be that of what is not sent
+            headers.insert(0, ("Content-Length", str(len(reply.body) + sum(map(len, reply.rest)))))
         if close:
             headers.append(("Connection", "close"))
         head = http.send(h11.Response(status_code=reply.status, headers=headers, reason=reply.reason))

@@ -8,6 +8,7 @@ import os
 import ssl
 import threading
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import cast
 
@@ -19,6 +20,7 @@ from ..errors import (
     Forbidden,
     MethodNotAllowed,
     NotFound,
+    OuterstepError,
     ProtocolMismatch,
     TransportError,
     Unauthorized,
@@ -42,7 +44,7 @@ from ..types import (
 )
 from ..versions import PROTOCOL_VERSION, highest_common
 from . import sockets
-from .answers import WATCH, AnswerTooLong, read_bytes, read_message
+from .answers import WATCH, AnswerTooLong, Incoming, read_bytes, read_incoming, read_message
 from .messages import (
     BYTES_TYPE,
     HASH_HEADER,
@@ -66,8 +68,13 @@ from .peers import HeldAnswer, PeerAnswer, PeerRequest
 log = logging.getLogger(__name__)
 
 NOTHING = memoryview(b"")
+ANY_LENGTH = 1 << 62
 LARGE_BYTES = 64 << 10  # bodies that are moved apart from their heads
 OUTDATED = (BadRequest, NotFound, MethodNotAllowed, ProtocolMismatch)  # what an end says to what it does not know yet
+
+
+class _NotModified(Exception):
+    """What was asked for is still what is known here."""
 
 
 class HttpTransport:
@@ -181,6 +188,17 @@ class HttpTransport:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransportError(f"{self.address} answered {target} with something else: {error}") from error
 
+    def read(
+        self, path: str, into: memoryview | Incoming | None = None, *, known: str = ""
+    ) -> tuple[http.client.HTTPMessage, bytes] | None:
+        """The answer's headers and its bytes, which go to `into` if that is given. `known`: the ETag of what is here
+        already; None = it is still the newest."""
+        extra = {"If-None-Match": known} if known else {}
+        try:
+            return self._ask("GET", path, into=into, extra=extra)
+        except _NotModified:
+            return None
+
     def status(self) -> dict[str, object]:
         _, data = self._ask("GET", STATUS_PATH)
         try:
@@ -256,15 +274,16 @@ class HttpTransport:
         target: str,
         payload: memoryview = NOTHING,
         kind: str = JSON_TYPE,
-        into: memoryview | None = None,
+        into: memoryview | Incoming | None = None,
         timeout_s: float | None = None,
         protocol: int | None = None,
         *,
         admin: bool = False,
         session: str | None = None,
+        extra: Mapping[str, str] | None = None,
     ) -> tuple[http.client.HTTPMessage, bytes]:
-        """Headers and body of the answer, or what was refused."""
-        headers = {"Content-Type": kind, PROTOCOL_HEADER: str(protocol or self.protocol)}
+        """Headers and body of the answer, or what was refused. `extra`: headers of the request."""
+        headers = {"Content-Type": kind, PROTOCOL_HEADER: str(protocol or self.protocol), **(extra or {})}
         if session is not None:
             headers[SESSION_HEADER] = session
         if method != "GET":
@@ -284,6 +303,8 @@ class HttpTransport:
                     may_ask_again = False
                     continue
                 raise self._doubt(error) from error
+            if status == 304 and extra:
+                raise _NotModified
             refusal = decode_error(data, status) if status != 200 else None
             if PROTOCOLS_HEADER in said or refusal is None or isinstance(refusal, OUTDATED):
                 self._agree(highest_common(said[PROTOCOLS_HEADER]))
@@ -298,7 +319,7 @@ class HttpTransport:
         target: str,
         payload: memoryview,
         headers: dict[str, str],
-        into: memoryview | None,
+        into: memoryview | Incoming | None,
         timeout_s: float,
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
         """A kept-alive connection may have been closed by the server meanwhile: then once more, on a new one. Every
@@ -313,6 +334,9 @@ class HttpTransport:
                 connection.sock.settimeout(timeout_s)
             try:
                 return self._talk(connection, method, target, payload, headers, into)
+            except OuterstepError:  # what comes is not what it says: nobody reads it to its end
+                connection.close()
+                raise
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if reused and not isinstance(error, (TimeoutError, AnswerTooLong)):
@@ -343,13 +367,14 @@ class HttpTransport:
         target: str,
         payload: memoryview,
         headers: dict[str, str],
-        into: memoryview | None,
+        into: memoryview | Incoming | None,
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
         if connection.sock is None:
             connection.connect()
         assert connection.sock is not None
         sock, timeout_s = connection.sock, connection.sock.gettimeout() or 0.0
-        with WATCH.over(sock, 2.0 * timeout_s, len(payload), None if into is None else len(into)):
+        due = len(into) if isinstance(into, memoryview) else None if into is None else ANY_LENGTH
+        with WATCH.over(sock, 2.0 * timeout_s, len(payload), due):
             if len(payload) < LARGE_BYTES:
                 connection.request(method, target, body=bytes(payload) or None, headers=headers)
             else:
@@ -361,7 +386,10 @@ class HttpTransport:
             data = b""
             if into is not None and response.status == 200:
                 sockets.block(sock, timeout_s)
-                read_bytes(response, sock, into)
+                if isinstance(into, memoryview):
+                    read_bytes(response, sock, into)
+                else:
+                    read_incoming(response, sock, into)
                 sock.settimeout(timeout_s)
             else:
                 data = read_message(response)

@@ -13,7 +13,7 @@ that is not in it is a 404.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,7 +59,8 @@ class UnreadBody(Protocol):
 class Reply:
     """`reason`: the words after the status, which is all that some clients show of an error. `handed` is called
     before the last bytes are written; and then `ended`, as soon as it is known whether the client has got them all, or
-    that nobody will know."""
+    that nobody will know. `rest`: what follows the body, from where it lies; `over` is called when all of it is
+    written, or never will be."""
 
     body: bytes | memoryview
     status: int = 200
@@ -67,6 +68,8 @@ class Reply:
     reason: bytes = b""
     handed: Callable[[], None] | None = None
     ended: Callable[[bool], None] | None = None
+    rest: Sequence[memoryview] = ()
+    over: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ odd, can be taken for another. state.json guards itself with a hash over the byt
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...digest import data_hash, file_hash
 from ...durable.disk import sync, write_synced
+from ...durable.run_folder import RUN_FILE
 from ...errors import ModelError
 from ...model_folder import STATE, STATE_FORMAT, WEIGHTS, read_tensors, without_ties, write_tensors
 from ...types import Count, Hash, Manifest, Plain, Plan, Positive, RunId, WorkerId
@@ -113,7 +114,7 @@ def write_folder(state: ServerState, place: Path, *, serial: int, model_files: P
     optimizer, tensors = _split(state.optimizer)
     _write_labelled(place / OUTER, tensors)
     if model_files is not None:
-        _copy_model_files(model_files, place)
+        copy_model_files(model_files, place)
     facts = StateFacts(
         outerstep=_own_version(),
         serial=serial,
@@ -148,7 +149,7 @@ def write_folder(state: ServerState, place: Path, *, serial: int, model_files: P
 def _write_model(state: ServerState, file: Path) -> dict[str, str]:
     """The model, and which of its names are filed under another."""
     dtypes = _dtypes(state)
-    model = {name: _as_kept(tensor, dtypes.get(name, torch.float32)) for name, tensor in state.params.items()}
+    model = {name: as_kept(tensor, dtypes.get(name, torch.float32)) for name, tensor in state.params.items()}
     kept, tied = without_ties({**model, **state.rest})
     write_tensors(file, kept, names={**tied, **(state.manifest.aliases if state.manifest else {})})
     return tied
@@ -198,33 +199,44 @@ def _write_labelled(file: Path, tensors: Mapping[str, Tensor]) -> None:
         write_tensors(file, kept)
 
 
-def _dtypes(state: ServerState) -> dict[str, torch.dtype]:
+def kept_dtypes(manifest: Manifest | None) -> dict[str, str]:
     """The trained tensors that the model keeps in another dtype than fp32, and in which."""
-    specs = state.manifest.parameters if state.manifest else ()
-    return {spec.name: _DTYPES[spec.dtype] for spec in specs if spec.dtype in _DTYPES}
+    return {spec.name: spec.dtype for spec in (manifest.parameters if manifest else ()) if spec.dtype in _DTYPES}
 
 
-def _as_kept(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _dtypes(state: ServerState) -> dict[str, torch.dtype]:
+    return {name: _DTYPES[dtype] for name, dtype in kept_dtypes(state.manifest).items()}
+
+
+def as_kept(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A buffer that counts is trained in fp32 too, and whole in the model."""
     return tensor.to(dtype) if dtype.is_floating_point else tensor.round().to(dtype)
 
 
-def _copy_model_files(source: Path, place: Path) -> None:
-    """The small files beside the weights: configuration, tokenizer. Never code, and nothing that is here already.
-    That one of them cannot be read must not cost the state."""
+def copy_model_files(source: Path, place: Path) -> None:
+    """The small files beside the weights. Nothing that is here already; and that one of them cannot be read must not
+    cost the state."""
     try:
-        candidates = sorted(source.iterdir())
+        candidates = list(files_beside(source))
     except OSError as error:
         log.warning("the files beside the model are not saved: %s", error)
         return
     for file in candidates:
-        wanted = file.suffix in COPIED and not file.name.endswith(".index.json") and not (place / file.name).exists()
-        if not wanted or file.name == STATE or file.name.startswith("."):
-            continue
         try:
-            if file.is_file() and _belongs(file, source) and file.stat().st_size <= COPIED_BYTES:
+            if not (place / file.name).exists():
                 (place / file.name).write_bytes(file.read_bytes())
         except OSError as error:
             log.warning("%s is not saved: %s", file, error)
+
+
+def files_beside(source: Path) -> Iterator[Path]:
+    """Configuration and tokenizer of the model in this folder. Never code, and no link that leads out of it."""
+    for file in sorted(source.iterdir()):
+        wanted = file.suffix in COPIED and not file.name.endswith(".index.json") and not file.name.startswith(".")
+        if not wanted or file.name in (STATE, RUN_FILE):
+            continue
+        if file.is_file() and _belongs(file, source) and file.stat().st_size <= COPIED_BYTES:
+            yield file
 
 
 def _belongs(file: Path, folder: Path) -> bool:
@@ -306,6 +318,7 @@ def read_folder(place: Path) -> ServerState:
         ledger=facts.ledger,
         totals=facts.totals,
         facts=facts.facts,
+        place=place,
     )
     try:
         state.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class ServerState:
     ledger: dict[str, WorkerRecord] = field(default_factory=dict)
     totals: dict[str, int | float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    place: Path | None = None  # the folder that it was read from
 
     @property
     def round(self) -> int:

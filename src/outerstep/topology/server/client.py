@@ -30,6 +30,7 @@ from ...wire.http_transport import HttpTransport
 from ...wire.transport import Transport
 from ..protocol import Agreed, Contribution, Joined, anchors_of
 from .exchange import ServerTicket
+from .reading import read_model
 from .topology import ServerTopology
 
 log = logging.getLogger(__name__)
@@ -120,9 +121,16 @@ class DiLoCoClient:
         seat.settle(fragment_id, ticket.finish(), pseudograds, work)
         return dict(seat.anchors[fragment_id].anchor)
 
-    def get_global_params(self, worker_id: str) -> dict[str, Tensor]:
-        """The newest global parameters this client holds for `worker_id`."""
-        return self._seat(worker_id).params()
+    def get_global_params(self, worker_id: str | None = None) -> dict[str, Tensor]:
+        """The newest model that the run has agreed on, by every name that it has for its tensors, fp32. Nobody is
+        registered, and no round waits for this. With a `worker_id`: what this client holds for that worker."""
+        if worker_id is not None:
+            return self._seat(worker_id).params()
+        if not isinstance(self._transport, HttpTransport):
+            raise ConfigError("without a worker_id the model is read over HTTP: make this client with the address")
+        model = read_model(self._transport)
+        assert model is not None, "nothing is known here"
+        return {name: t.float() if t.is_floating_point() else t for name, t in model.tensors().items()}
 
     def heartbeat(self, worker_id: str, steps_per_second: float = 0.0, step: int = 0) -> dict[str, object]:
         """A sign of life. The answer has `status`, `sync_round`, `num_workers` (how many the run reckons with) and
