@@ -20,6 +20,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from .printable import printable
 from .types import Agreement, Participant, Watched
 
+DONE = ("", "done", "deregistered")  # why a worker leaves when nothing is wrong
+
 
 @dataclass(frozen=True)
 class Event:
@@ -359,6 +361,25 @@ class ControlReceived(Event):
     reason: str
     token: str = ""
     address: str = ""
+
+
+@dataclass(frozen=True)
+class RunEnded(Event):
+    """All workers have left, the last one for this reason; more may come. `loss`: the mean of those that they last
+    reported. `model`: where it is ("" = nothing is kept on disk)."""
+
+    kind = "ended"
+    round: int
+    loss: float | None
+    reason: str
+    model: str = ""
+
+    @property
+    def said(self) -> str:
+        """For people, on one line."""
+        how = "finished" if self.reason in DONE else f"all workers have left (the last one: {self.reason})"
+        loss = "" if self.loss is None else f", last reported loss {self.loss:.4g}"
+        return printable(f"{how} after round {self.round}{loss}")
 
 
 @dataclass(frozen=True)

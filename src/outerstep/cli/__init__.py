@@ -9,7 +9,22 @@ import typer
 
 from ..errors import OuterstepError, Refused
 from ..printable import printable
-from . import config, control, demo, doctor, invite, join, lighthouse, peer, repair, server, status, token, worker
+from . import (
+    config,
+    control,
+    demo,
+    doctor,
+    export,
+    invite,
+    join,
+    lighthouse,
+    peer,
+    repair,
+    server,
+    status,
+    token,
+    worker,
+)
 
 # The end of each --help; docs/reference/exit-codes.md says more.
 MISTAKE = "2 = a mistake in the arguments or settings, or the server said no; 130 = Ctrl-C"
@@ -45,6 +60,7 @@ app.command("invite", epilog=CODES)(invite.invite)
 app.command("repair", epilog=CODES)(repair.repair)
 app.command("lighthouse", epilog=CODES)(lighthouse.lighthouse)
 app.command("status", epilog=CODES)(status.status)
+app.command("export", epilog=CODES)(export.export)
 app.command("doctor", epilog=DOCTOR_CODES)(doctor.doctor)
 app.add_typer(control.app, name="control")
 app.add_typer(token.app, name="token")

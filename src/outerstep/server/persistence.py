@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from ..config import ServerConfig, is_named
-from ..coordination.server.commits import WriteCheckpoint
+from ..coordination.server.commits import ReportEnd, WriteCheckpoint
 from ..coordination.server.remembered import Remembered
 from ..core.robust import ScreenVerdict
 from ..core.state import bytes_of
@@ -35,13 +35,15 @@ from ..durable.disk import FolderDisk
 from ..durable.journal import Journal, Record
 from ..durable.run_folder import JOURNAL, RunFolder, has_journal
 from ..errors import ModelError, ServerError
-from ..events import EventSink, SaveFailed, StateSaved
+from ..events import EventSink, RunEnded, SaveFailed, StateSaved
 from ..pool import private_memory
 from ..types import Count, Hash, Participant, Plain, Positive, Watched
 from .outer_state import rule_told
 from .publish import NextVersion
 from .run import Run
 from .saved import save_copy, save_state
+from .saved.export import how_to_load
+from .saved.saves import LATEST
 from .store import Addend, FragmentStore
 
 log = logging.getLogger(__name__)
@@ -167,6 +169,21 @@ class RunWriter:
         self.last_save = f"failed: {error}"
         return ServerError(f"saving failed: {error}", hint="make room in save_dir, then save again")
 
+    def report_end(self, task: ReportEnd) -> None:
+        """The workers are gone, so it is here that somebody will look for what became of the training."""
+        reason, folder = task.left.reason, self.folder
+        place = folder.place / LATEST if folder is not None and self.last_save else None
+        ended = RunEnded(task.sync_round, task.left.loss, reason, str(place or ""))
+        self._events(ended)
+        if place is not None and not self.last_save.startswith("failed"):
+            where = f"the model is in {place}: {how_to_load(place)}"
+        elif place is not None:
+            where = f"the model was not saved ({self.last_save}): `outerstep control save` tries again"
+        else:
+            where = "the model is in this server's memory alone: `outerstep export MODEL_DIR` writes it to disk"
+        waits = "" if self._run.coordinator.closing else ". The server waits for more workers; Ctrl-C stops it"
+        log.info("%s; %s%s", ended.said, where, waits)
+
     def cut(self, up_to: int) -> None:
         try:
             if self.journal is not None:
@@ -189,7 +206,11 @@ def settings_of(config: ServerConfig) -> dict[str, Any]:
     return {
         "wishes": msgspec.to_builtins(config.wishes),
         "token_budget": config.token_budget,
-        "outer": {**_outer_settings(config), "dn_buffer_size": config.delayed_nesterov},
+        "outer": {
+            **_outer_settings(config),
+            "dn_buffer_size": config.delayed_nesterov,
+            "deterministic": config.deterministic,
+        },
     }
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ..config import SHIPPED, ServerConfig
+from ..config import SHIPPED, ServerConfig, build
+from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.naming import Naming
 from ..coordination.server.plan import Settled, changed
 from ..coordination.server.remembered import LEAP, Remembered
@@ -28,7 +30,7 @@ from ..errors import ConfigError, ModelError, PlanMismatch
 from ..model_folder import STATE
 from ..types import Manifest, Plan, Wishes
 from .model_state import ModelState
-from .outer_state import Outer, check_kind, recall, state_of
+from .outer_state import OptimizerMaker, Outer, check_kind, recall, state_of
 from .persistence import RoundRecord, read_record, recorded_addends, settings_of
 from .refitting import recut
 from .run import Run, read_codecs
@@ -36,6 +38,8 @@ from .saved import ServerState, has_states, load_state
 from .store import FragmentStore
 
 log = logging.getLogger(__name__)
+
+READING_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,53 @@ def _check_same_run(folder: RunFolder, state: ServerState, wanted: Path) -> None
     log.warning("going back to %s: later rounds in %s are dropped", wanted, folder.place)
 
 
+# --- without a server ---------------------------------------------------------------------------------------------
+
+
+def newest_state(place: Path, make_optimizer: OptimizerMaker) -> ServerState:
+    """The newest agreed model in a run's folder: its newest state, and the rounds that the journal has after it. Only
+    for reading: the folder's lock is not taken, so a server may be using it. If that one writes a state meanwhile and
+    deletes what was about to be read, it is read once more."""
+    for _ in range(READING_TRIES - 1):
+        with suppress(OSError, ModelError):
+            return _read_newest(place, make_optimizer)
+    return _read_newest(place, make_optimizer)
+
+
+def _read_newest(place: Path, make_optimizer: OptimizerMaker) -> ServerState:
+    found = _newest_in(place, in_place=False)
+    saved, records = found.state, list(found.records)
+    if saved.plan is None or saved.manifest is None or not any(read_record(record).round for record in records):
+        return saved
+    stated = {"async_mode": saved.plan.mode == "async", "part_size_bytes": saved.plan.part_size_bytes}
+    config: ServerConfig = build(ServerConfig, {"num_workers": 1, **stated})
+    coordinator = Coordinator(
+        run_id=saved.run_id,
+        rules=config.rules,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        pool_bytes=config.pool_bytes,
+        part_size_bytes=config.part_size_bytes,
+    )
+    run = Run(config, coordinator, ModelState({**saved.rest, **saved.params}), make_optimizer)
+    try:
+        replayed = _Replayed.of(run, saved, saved.plan, saved.manifest)
+        remembered = _replay(saved, replayed, records)
+    except (ConfigError, ModelError) as error:
+        raise ModelError(
+            f"the rounds after {saved.place} cannot be replayed here: {error}. Let the server write a state "
+            "(`outerstep control save`, or stop it), or read the model from the running server"
+        ) from error
+    run.model.forget_trained(replayed.manifest)
+    return dataclasses.replace(
+        saved,
+        params={name: theta for store in replayed.stores for name, theta in store.params().items()},
+        rest=run.model.rest(),
+        manifest=replayed.manifest,
+        plan=replayed.plan,
+        versions=remembered.versions,
+    )
+
+
 # --- into a service -----------------------------------------------------------------------------------------------
 
 
@@ -113,13 +164,7 @@ def restore(run: Run, saved: ServerState, records: Iterable[Record], now: float)
         return
     _check_unchanged(run.config, saved.plan, _naming(saved.facts))
     check_kind(run.make_optimizer(run.config, saved.manifest), saved.optimizer)
-    replayed = _Replayed(
-        run,
-        saved.plan,
-        saved.manifest,
-        run.make_stores(saved.plan, saved.manifest, saved.versions, saved.targets, saved.statistics, saved.centre),
-        _OuterOverTime(run, saved, saved.manifest),
-    )
+    replayed = _Replayed.of(run, saved, saved.plan, saved.manifest)
     remembered = _replay(saved, replayed, records)
     stores, optimizer = replayed.stores, replayed.outer.under(settings_of(run.config)["outer"])
     plan = _plan_now(run, remembered.plan, remembered.facts.get("said", {}).get("wishes", {}))
@@ -187,6 +232,11 @@ class _Replayed:
     manifest: Manifest
     stores: list[FragmentStore]
     outer: _OuterOverTime
+
+    @classmethod
+    def of(cls, run: Run, saved: ServerState, plan: Plan, manifest: Manifest) -> _Replayed:
+        stores = run.make_stores(plan, manifest, saved.versions, saved.targets, saved.statistics, saved.centre)
+        return cls(run, plan, manifest, stores, _OuterOverTime(run, saved, manifest))
 
     def follow(self, remembered: Remembered) -> None:
         """What is trained may have been settled since (refitting.py)."""

@@ -19,6 +19,7 @@ from ..coordination.server.commits import (
     AnnounceRound,
     Commits,
     CutJournal,
+    ReportEnd,
     TakeStep,
     Task,
     WriteCheckpoint,
@@ -179,6 +180,8 @@ class RoundsThread:
                 self._checkpoint(task)
             case CutJournal():
                 self._writer.cut(task.up_to)
+            case ReportEnd():
+                self._writer.report_end(task)
         return 0
 
     def _step(self, task: TakeStep) -> SteppedRound:

@@ -353,6 +353,14 @@ def _named(config: ServerConfig) -> OptimizerFactory:
     return named_factory(config.outer_optimizer, outer_arguments(config))
 
 
+def optimizer_of_settings(config: ServerConfig, manifest: Manifest) -> Outer:
+    """To replay a run that is not to be served. Its folder may be a stranger's: no module is imported because a record
+    in it says so."""
+    if ":" in config.outer_optimizer:
+        raise ConfigError(f"its outer optimizer is a class of somebody's own, {config.outer_optimizer!r}")
+    return _make_optimizer(config, None, _shapes(manifest))
+
+
 def _make_optimizer(
     config: ServerConfig, factory: OptimizerFactory | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> Outer:

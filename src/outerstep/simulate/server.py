@@ -17,6 +17,7 @@ from ..coordination.server.commits import (
     AnnounceRound,
     Commits,
     CutJournal,
+    ReportEnd,
     TakeStep,
     Task,
     WriteCheckpoint,
@@ -340,6 +341,8 @@ class SimServer:
                 self._history.faults["checkpoint"] += 1
             case CutJournal():
                 self._storage.journal.cut(task.up_to)
+            case ReportEnd():
+                pass  # there is nobody to read it
 
     def _contents(self, accepted: Accumulate) -> tuple[ContributionKey, list[StepName]]:
         return accepted.key, self._bodies[accepted.key]

@@ -10,6 +10,7 @@ The coordinator decides in microseconds. Adding contributions, stepping, writing
     a note     WriteRecord: membership, an order or a quarantine changed, and no round closed. The first note is a
                checkpoint; so is one that makes the journal long (each holds the whole ledger)
     a save     WriteCheckpoint → CutJournal: somebody asked for it
+    an end     WriteCheckpoint → CutJournal → ReportEnd: all workers have left. (No checkpoint if there is nothing new.)
 
 Jobs are carried out in the order of the decisions. So a sum never misses a contribution that was accepted before its
 round closed, and a record holds exactly what was decided before it. Nobody hears of a round, and no answer that must
@@ -34,7 +35,7 @@ from ...events import WorkerQuarantined
 from ...types import Answer, Control, Heartbeat, Join, Leave, Offer
 from ..backoff import Backoff
 from .coordinator import Coordinator
-from .effects import Accumulate, CloseRound, DropUpload, Effect
+from .effects import Accumulate, AllLeft, CloseRound, DropUpload, Effect
 from .remembered import Remembered
 
 DISK_RETRIES = Backoff(0.25, 5.0)  # of a disk that is full or broken
@@ -108,7 +109,15 @@ class CutJournal:
     up_to: int
 
 
-Task = AddContributions | TakeStep | WriteRecord | AnnounceRound | WriteCheckpoint | CutJournal
+@dataclass(frozen=True)
+class ReportEnd:
+    """All workers have left after this round: say where the model is."""
+
+    left: AllLeft
+    sync_round: int
+
+
+Task = AddContributions | TakeStep | WriteRecord | AnnounceRound | WriteCheckpoint | CutJournal | ReportEnd
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,12 @@ class _Save:
     reason: str
     ticket: int
     place: str
+
+
+@dataclass(frozen=True)
+class _End:
+    remembered: Remembered
+    left: AllLeft
 
 
 class Commits:
@@ -147,7 +162,7 @@ class Commits:
         self._keeps = keeps_contributions or deterministic or not coordinator.rules.aggregation.is_plain
         self._effects: list[Effect] = []
         self._accepted: dict[tuple[int, int], list[Accumulate]] = {}  # not added yet, by fragment and version
-        self._jobs: deque[tuple[int, CloseRound | _Note | _Save]] = deque()
+        self._jobs: deque[tuple[int, CloseRound | _Note | _Save | _End]] = deque()
         self._tasks: deque[Task] = deque()  # of the job that was begun last
         self._asked = 0  # records that were asked for
         self._noted = 0  # the last of them that is a note
@@ -215,6 +230,8 @@ class Commits:
                 self._asked += 1
                 self._jobs.append((self._asked, effect))
                 to_be_noted = False
+            elif isinstance(effect, AllLeft):
+                self._jobs.append((self._asked, _End(self.coordinator.remember(), effect)))
             elif isinstance(effect, WorkerQuarantined):
                 to_be_noted = True
         if to_be_noted:
@@ -264,6 +281,8 @@ class Commits:
                 case _Save():
                     made = self._checkpoint(job.remembered, job.reason, ticket=job.ticket)
                     self._tasks.append(replace(made, place=job.place))
+                case _End():
+                    self._tasks.extend(self._tasks_of_end(job))
         return self._tasks[0] if self._tasks else None
 
     @property
@@ -311,6 +330,13 @@ class Commits:
             return [WriteRecord(number, remembered)]
         self.written = number
         return []
+
+    def _tasks_of_end(self, end: _End) -> list[Task]:
+        """Nobody trains on it now: what was agreed is to be found as a state, and not in the journal alone."""
+        report = ReportEnd(end.left, min(end.remembered.versions))
+        if self.durability == "none" or end.remembered.versions == self._saved_versions:
+            return [report]
+        return [self._checkpoint(end.remembered, "all workers have left"), report]
 
     def _checkpoint(
         self, remembered: Remembered, reason: str, number: int = 0, *, required: bool = False, ticket: int = 0

@@ -78,7 +78,7 @@ from .admission import (
     check_sections,
 )
 from .claims import PATIENCE_S, ClaimedWork, allowed, settle
-from .effects import Accumulate, CloseRound, DropUpload, Effect, StopServer
+from .effects import Accumulate, AllLeft, CloseRound, DropUpload, Effect, StopServer
 from .membership import BLAMELESS, OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
 from .naming import Naming
 from .plan import Settled, changed, check_manifest, check_wishes
@@ -288,7 +288,11 @@ class Coordinator:
             worker = self._heard(message, now)
         except UnknownWorker:
             return LeaveAnswer()
+        was_live = worker.live
         self.remove(worker, events.WorkerLeft(worker.worker_id, message.reason), now)
+        if was_live and not self.members.live_ids:
+            losses = [one.loss for one in self.members if one.loss is not None]
+            self._effects.append(AllLeft(message.reason, sum(losses) / len(losses) if losses else None))
         return LeaveAnswer()
 
     # --- a contribution -------------------------------------------------------------------------------------------

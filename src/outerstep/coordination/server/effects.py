@@ -52,10 +52,19 @@ class DropUpload:
 
 
 @dataclass(frozen=True)
+class AllLeft:
+    """The last worker that was here has left, for this reason. (One that died may come back: then it has not.) `loss`:
+    the mean of those that the workers last reported."""
+
+    reason: str
+    loss: float | None
+
+
+@dataclass(frozen=True)
 class StopServer:
     """Everybody has left, or has had time enough to: end."""
 
     reason: str
 
 
-Effect = Accumulate | CloseRound | DropUpload | StopServer | Event
+Effect = Accumulate | CloseRound | DropUpload | AllLeft | StopServer | Event

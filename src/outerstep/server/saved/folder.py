@@ -204,8 +204,13 @@ def kept_dtypes(manifest: Manifest | None) -> dict[str, str]:
     return {spec.name: spec.dtype for spec in (manifest.parameters if manifest else ()) if spec.dtype in _DTYPES}
 
 
+def as_dtypes(named: Mapping[str, str]) -> dict[str, torch.dtype]:
+    """Those that a model may have; any other name says nothing."""
+    return {name: _DTYPES[dtype] for name, dtype in named.items() if dtype in _DTYPES}
+
+
 def _dtypes(state: ServerState) -> dict[str, torch.dtype]:
-    return {name: _DTYPES[dtype] for name, dtype in kept_dtypes(state.manifest).items()}
+    return as_dtypes(kept_dtypes(state.manifest))
 
 
 def as_kept(tensor: Tensor, dtype: torch.dtype) -> Tensor:

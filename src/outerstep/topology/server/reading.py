@@ -52,8 +52,8 @@ class ReadModel:
     file: memoryview
     etag: str = ""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """By every name that the model has for them. Views of `file`."""
+    def stored(self) -> dict[str, Tensor]:
+        """Each once, as views of `file`."""
         kept: dict[str, Tensor] = {}
         places = self.header.places
         for stored in self.header.tensors:
@@ -61,7 +61,11 @@ class ReadModel:
             dtype: torch.dtype = getattr(torch, DTYPES[stored.dtype])
             flat = torch.frombuffer(self.file[begin:end], dtype=dtype) if end > begin else torch.empty(0, dtype=dtype)
             kept[stored.name] = flat.view(stored.shape)
-        aliases = self.header.facts.aliases
+        return kept
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By every name that the model has for them."""
+        kept, aliases = self.stored(), self.header.facts.aliases
         return {**kept, **{alias: kept[name] for alias, name in aliases.items() if name in kept}}
 
     def check(self) -> None:
