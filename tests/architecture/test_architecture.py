@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "server": PLAIN
     | {"config", "core", "coordination", "durable", "model_folder", "observe", "pool"}
     | {"security", "torch_file", "wire"},
-    "worker": PLAIN | {"config", "core", "coordination", "observe", "security", "topology", "wire"},
+    "worker": PLAIN | {"config", "core", "coordination", "model_folder", "observe", "security", "topology", "wire"},
     "hierarchy": PLAIN | {"coordination", "durable", "observe", "security", "server", "topology", "wire", "worker"},
     "compat": PLAIN | {"config", "core", "coordination", "pool", "server", "topology", "wire"},
     "demo": PLAIN | {"", "model_folder", "security", "wire"},

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +26,9 @@ from outerstep.errors import ConfigError, ModelError
 from outerstep.events import Event, RunEnded
 from outerstep.model_folder import load_state_dict, save_model
 from outerstep.server import DiLoCoServer
-from outerstep.worker import DiLoCoWorker
+from outerstep.worker import DiLoCoTrainer, DiLoCoWorker
 from ports import free_port
-from support import assert_same, kill, memory_worker, params_of, tiny_model, train_steps, wait_until
+from support import assert_same, in_threads, kill, memory_worker, params_of, tiny_model, train_steps, wait_until
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(8).view(1, 8)
@@ -274,3 +276,40 @@ class TestTheFolderThatIsWritten:
         (tmp_path / "files/config.json").write_text("{}")
         export(str(tmp_path / "out"), "--server", run, "--model-files", str(tmp_path / "files"))
         assert (tmp_path / "out/config.json").read_text() == "{}"
+
+
+def test_each_peer_of_a_run_without_a_server_writes_the_agreed_model_and_says_where(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="outerstep")
+    founded, where = threading.Event(), list[str]()
+
+    def peer(name: str) -> tuple[RunEnded, Any]:
+        at: dict[str, Any] = {"peer_dir": str(tmp_path / name), "insecure": True, "listen": "127.0.0.1:0"}
+        if name == "a":
+            at |= {"sync_every": 2, "min_peers": 2, "codec": "fp32"}
+        else:
+            assert founded.wait(60)
+            at["peers"] = where[0]
+        model, seen = gpt2(), list[Event]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        worker = DiLoCoWorker(model, optimizer, "gossip", worker_id=name, event_sink=seen.append, **at)
+        if name == "a":
+            where.append(worker._topology._node.join_string)  # type: ignore[attr-defined]
+            founded.set()
+        with worker:
+            learn(model, optimizer, 4)
+        return next(event for event in seen if isinstance(event, RunEnded)), model
+
+    for ended, model in in_threads(lambda: peer("a"), lambda: peer("b")):
+        assert ended.round == 2
+        assert torch.equal(logits(load(Path(ended.model))), logits(model))
+        assert f"finished after round 2; the agreed model is in {ended.model}: from_pretrained loads it" in caplog.text
+
+
+def test_a_trainer_among_peers_says_where_the_model_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="outerstep")
+    model = tiny_model()
+    with DiLoCoTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=2):
+        pass
+    assert "finished after 0 agreement(s) with the peers; the model in this process holds the agreed" in caplog.text

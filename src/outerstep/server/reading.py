@@ -99,7 +99,7 @@ class ModelReaders:
     files: Callable[[], Path | None]
     _readers: list[_Reader] = field(default_factory=list)
     _own_lock: threading.Lock = field(default_factory=threading.Lock)
-    _rest_hash: tuple[int, str] = (0, "")  # of how many tensors, and their hash
+    _rest_hash: tuple[tuple[str, ...], str] = ((), "")  # of which tensors, and their hash
 
     @property
     def count(self) -> int:
@@ -145,10 +145,12 @@ class ModelReaders:
             )
 
     def _hash_of(self, rest: Mapping[str, Tensor]) -> str:
-        """Once: what is not trained does not change, except that the first join says what is."""
-        if self._rest_hash[0] != len(rest):
-            self._rest_hash = len(rest), data_hash(bytes_of(tensor) for tensor in rest.values())
-        return self._rest_hash[1]
+        """Once: what is not trained does not change, except that those who join say what is."""
+        names, known = self._rest_hash
+        if names != tuple(rest):
+            known = data_hash(bytes_of(tensor) for tensor in rest.values())
+            self._rest_hash = tuple(rest), known
+        return known
 
     # --- who may read -----------------------------------------------------------------------------------------------
 

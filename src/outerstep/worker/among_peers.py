@@ -102,6 +102,12 @@ class AmongPeers:
 
     def stop(self) -> None:
         """Nor to leave: the steps of the last cycle stay in the model."""
+        log.info(
+            "finished after %d agreement(s) with the peers; the model in this process holds the agreed weights and %d "
+            "step(s) of its own since: outerstep.save_model(model, …) keeps it",
+            self._sync_count,
+            self.step_count,
+        )
 
     def abandon(self, reason: str) -> None:
         """As above."""

@@ -76,7 +76,7 @@ class Replica:
         self.is_data_parallel = any(
             isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()
         )
-        model = _unwrapped(model)
+        model = unwrapped(model)
         self.shards = Shards(1, 0, frozenset())
         self._reshard: Callable[[], None] = lambda: None
         if dist.is_available() and dist.is_initialized():
@@ -230,7 +230,7 @@ def _adopt(block: AnchorBlock) -> None:
     adopt(block.local, block.theta)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module: torch.compile and DDP wrap it and would prefix every name."""
     while True:
         inner = getattr(model, "_orig_mod", model)

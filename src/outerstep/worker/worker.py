@@ -35,6 +35,7 @@ from ..topology.protocol import Orders, Topology, WorkerControl
 from ..types import Plan
 from . import saved
 from .connect import connect, find_ranks, make_identity
+from .ending import report_end
 from .inner import InnerState, Stateful
 from .outside import OutsideWatch
 from .reload import forget_non_finite
@@ -198,6 +199,19 @@ class DiLoCoWorker:
         finally:
             self.should_stop = self.should_stop or bool(self._interrupts.asked)
             self._detach(self._interrupts.reason or "done")
+        versions = [progress.version for progress in self._sync.machine.state.fragments]
+        reason = self._interrupts.reason or "done"
+        ended = report_end(
+            self.config,
+            self.model,
+            self._replica,
+            versions,
+            self._last_loss,
+            reason,
+            is_alone=self._ranks is None,
+        )
+        if ended is not None:
+            self._events(ended)
 
     def abandon(self, reason: str) -> None:
         """Leave at once, contributing nothing. The model keeps what it holds."""
