@@ -119,9 +119,9 @@ class ServerRun(Run):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.server = DiLoCoServer(
-            {"cells": torch.zeros(CELLS)}, self.members, sync_every=1, outer_lr=1.0, outer_momentum=0.0,
+            {"cells": torch.zeros(CELLS)}, self.members, sync_every=1,
             port=0, heartbeat_timeout=0.0, round_deadline_s=self.deadline_s, quorum=self.quorum, min_workers=1,
-            norm_screen=0.0, insecure=True, **self.more,
+            norm_screen=0.0, insecure=True, **{"outer_lr": 1.0, "outer_momentum": 0.0, **self.more},
         )  # fmt: skip
         self.server.start()
 

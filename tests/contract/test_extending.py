@@ -193,7 +193,12 @@ def test_the_outer_optimizer_takes_the_step(kind: type[Run], tmp_path: Path) -> 
     class SignRun(kind):  # type: ignore[misc,valid-type]
         outer: ClassVar = OuterRule(own=own)
         more: ClassVar = {
-            ServerRun: {"codec": "fp32", "outer_optimizer_factory": own.factory},
+            ServerRun: {
+                "codec": "fp32",
+                "outer_lr": None,
+                "outer_momentum": None,
+                "outer_optimizer_factory": own.factory,
+            },
             GossipRun: {"min_peers": 1, "own_outer": own},
         }.get(kind, {})
 

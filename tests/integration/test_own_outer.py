@@ -185,6 +185,15 @@ def test_adam_by_name_and_options() -> None:
         ({"outer_lr": 0.5}, r"outer_lr is short for lr= in outer_options, got both \(0\.5 and 0\.5\)"),
         ({"outer_optimizer": "nesterov"}, "outer_options .*an outer_optimizer by name"),
         ({"outer_optimizer_factory": lambda params: Halving(params)}, "leave one of the two out"),
+        (
+            {
+                "outer_optimizer": "nesterov",
+                "outer_options": None,
+                "outer_momentum": 0.5,
+                "outer_optimizer_factory": lambda params: Halving(params),
+            },
+            r"outer_momentum \(0\.5\) has no effect where outer_optimizer_factory",
+        ),
         ({"outer_optimizer": "adam", "outer_options": None, "async_mode": True}, "torch.optim.SGD, got Adam"),
         ({"async_mode": True}, "torch.optim.SGD, got Halving"),
     ],

@@ -180,7 +180,7 @@ def test_a_record_that_gives_other_bits_is_refused(tmp_path: Path) -> None:
     def factory(momentum: float) -> Any:
         return lambda params: torch.optim.SGD(params, lr=1.0, momentum=momentum)
 
-    run = Ledgers(tmp_path, outer_optimizer_factory=factory(0.5))
+    run = Ledgers(tmp_path, outer_lr=None, outer_momentum=None, outer_optimizer_factory=factory(0.5))
     run.rounds(2)
     with pytest.raises(ModelError, match=r"replaying journal record \d+ makes version 2 .* outer_optimizer_factory"):
         run.restart(outer_optimizer_factory=factory(0.4))

@@ -11,6 +11,7 @@ Parameters and state are fp32 and keyed by name, never by position: a fragment s
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -221,18 +222,27 @@ def portable_step(theta: Tensor, buf: Tensor, g: Tensor, lr: float, momentum: fl
 class TorchOuter:
     """Any `torch.optim` optimizer as the outer one: `factory(parameters)` builds it, once, over all parameters.
 
-    Only the parameters of the fragment that steps get a gradient; optimizers skip the others, momentum and all.
+    Only the parameters of the fragment that steps get a gradient; optimizers skip the others, momentum and all. One
+    whose `step` takes pseudo-gradients gets them by name, and finds the names in its groups ("param_names").
     """
 
     def __init__(self, factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._params, self._optimizer = build_optimizer(factory, shapes)
+        _, *taken = inspect.signature(type(self._optimizer).step).parameters.values()
+        self._takes_names = any(one.name == "pseudo_gradients" and one.default is one.empty for one in taken)
+        names = {param: name for name, param in self._params.items()}
+        for group in self._optimizer.param_groups if self._takes_names else ():
+            group.setdefault("param_names", [names[param] for param in group["params"]])
 
     @torch.no_grad()
     def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
         for name, theta in params.items():
             self._params[name].data = theta  # the optimizer works on the caller's memory
             self._params[name].grad = grads[name]
-        self._optimizer.step()
+        if self._takes_names:
+            self._optimizer.step({name: grads[name] for name in params})  # type: ignore[call-overload]
+        else:
+            self._optimizer.step()
         for name in params:
             self._params[name].grad = None
 

@@ -336,6 +336,13 @@ def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> 
             f"outer_optimizer ({config.outer_optimizer!r}) and outer_optimizer_factory both make the outer optimizer: "
             "leave one of the two out"
         )
+    unread = {name: getattr(config, name) for name in ("outer_lr", "outer_momentum", "nesterov")}
+    for name, value in unread.items():
+        if factory is not None and value is not None:
+            raise ConfigError(
+                f"{name} ({value}) has no effect where outer_optimizer_factory makes the outer optimizer: leave it "
+                "out, and say it there"
+            )
     if factory is not None:
         check_factory(factory)
     elif is_named(config):

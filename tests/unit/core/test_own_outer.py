@@ -116,6 +116,21 @@ def test_one_that_steps_by_itself_is_stepped_as_any_torch_optimizer() -> None:
         assert [has_update(one) for one in made] == [True, True, False]
 
 
+def test_a_step_that_takes_pseudo_gradients_gets_them_by_name() -> None:
+    class Plain(OuterOptimizer):
+        def step(self, pseudo_gradients: Mapping[str, Tensor]) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for name, param in zip(group["param_names"], group["params"], strict=True):
+                    if name in pseudo_gradients:
+                        param.data.sub_(pseudo_gradients[name], alpha=group["lr"])
+
+    outer, theta = outer_of(lambda params: Plain(params, lr=0.5), SHAPES), values(0)
+    outer.step({"b": theta["b"]}, {"b": values(1)["b"]})
+    assert torch.equal(theta["b"], values(0)["b"] - 0.5 * values(1)["b"])
+    outer.step(theta, values(2))
+    assert torch.equal(theta["w"], values(0)["w"] - 0.5 * values(2)["w"])
+
+
 @pytest.mark.parametrize("wrong", [{"lr": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}])
 def test_values_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"outer (lr|momentum) must be"):
