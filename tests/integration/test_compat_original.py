@@ -101,13 +101,14 @@ def test_the_status_has_the_fields_of_the_original(run: tuple[DiLoCoServer, Orig
 
 
 def test_the_status_counts_rounds_and_fragments() -> None:
-    with serving(num_workers=1, num_fragments=2, sync_every=4) as (_, compat):
+    with serving(num_workers=1, num_fragments=2, sync_every=4, quorum=1, grace_period=0.0) as (server, compat):
         client, old = OriginalClient(compat.address), OldClient(compat.address, "a")
         start = old.register()
         for _ in range(2):
             client.submit("a", like(start, 1.0))
         status = client.status()
         assert status["fragment_submissions"] == 4
+        assert (status["mode"], status["quorum"], server.status()["mode"]) == ("sync", 1, "quorum")
         assert status["workers"]["a"]["sync_round"] == status["workers"]["a"]["last_sync_server_round"] == 2
 
 

@@ -41,6 +41,7 @@ class StatusPage:
         return {
             **status,
             "status": "failed" if status["failure"] else "running",
+            "mode": "async" if status["mode"] == "async" else "sync",
             "started_at": service.started_at + self._epoch_s,
             "uptime_seconds": now - service.started_at,
             "num_workers": num_workers,
