@@ -32,6 +32,7 @@ from outerstep.errors import BadRequest, ConfigError, ServerUnreachable, Transpo
 from outerstep.server import DiLoCoServer
 from outerstep.topology.server.client import DiLoCoClient, as_info
 from outerstep.types import Control, Join
+from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.messages import decode_json
 from ports import free_port
@@ -496,6 +497,24 @@ def test_a_request_without_an_answer_is_repeated_as_often_as_was_said(max_retrie
     else:
         assert client.get_status()["sync_round"] == 0
     assert deaf.asked == asked
+
+
+def test_both_clients_read_the_newest_model_and_register_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(num_workers=1) as (server, compat):
+        old, native = OldClient(compat.address, "a"), DiLoCoClient(server.address, retry_delay=0.01)
+        newest = old.submit(like(old.register(), 1.0))
+        read, lost = HttpTransport.read, iter([True, True, False])
+
+        def lose_two(*asked: Any, **how: Any) -> Any:
+            if next(lost, False):
+                raise TransportError("no answer")
+            return read(*asked, **how)
+
+        monkeypatch.setattr(HttpTransport, "read", lose_two)
+        assert_same(native.get_global_params(), newest)
+        assert_same(loaded(old.call("GET", "/global_params")), newest)
+        assert list(server.service.coordinator.members.live_ids) == ["a"]
+        native.close()
 
 
 def test_a_client_that_may_not_retry_gives_up_on_a_server_that_is_not_there() -> None:

@@ -126,9 +126,10 @@ class DiLoCoClient:
         registered, and no round waits for this. With a `worker_id`: what this client holds for that worker."""
         if worker_id is not None:
             return self._seat(worker_id).params()
-        if not isinstance(self._transport, HttpTransport):
+        transport = self._transport
+        if not isinstance(transport, HttpTransport):
             raise ConfigError("without a worker_id the model is read over HTTP: make this client with the address")
-        model = read_model(self._transport)
+        model = self._retried(lambda: read_model(transport))
         assert model is not None, "nothing is known here"
         return {name: t.float() if t.is_floating_point() else t for name, t in model.tensors().items()}
 
