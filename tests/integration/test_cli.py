@@ -202,11 +202,16 @@ def test_a_server_says_what_to_type_on_the_next_machine(tmp_path: Path) -> None:
     )
     try:
         assert child.stderr is not None
+        said = ""
         for line in child.stderr:
+            said += line
             if f"outerstep worker --server 127.0.0.1:{port} -- python train.py" in line:
                 break
         else:
             pytest.fail("it never said so")
+        said = " ".join(said.split())
+        assert "the first round waits for 2 workers (-n)." in said
+        assert "A round goes on with the workers that are alive, at least 1 (min_workers)." in said
     finally:
         child.terminate()
         assert child.wait(30) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -24,6 +25,7 @@ from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker
 from support import (
     EAGER,
+    HandClient,
     Ledger,
     assert_same,
     count,
@@ -127,6 +129,33 @@ def test_the_last_of_too_few_workers_leaves_with_a_warning(caplog: pytest.LogCap
     assert worker.sync_metrics["steps_discarded"] == 3
     assert "cannot close" in caplog.text
     assert_same(params_of(model), params_of(tiny_model()))  # what was agreed last
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_a_dead_partner_says_who_that_is_and_until_when(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outerstep.worker.sync.SAY_SO_S", 0.1)
+    monkeypatch.setattr("outerstep.worker.sync.SAY_AGAIN_S", 1.4)
+    caplog.set_level("INFO")
+    server = DiLoCoServer(
+        tiny_model().state_dict(), num_workers=2, port=0, sync_every=2, heartbeat_timeout_s=2.4, **PLAIN
+    )
+    server.service.start()
+    server.service.monitor.start()
+    model = tiny_model()
+    optimizer = sgd(model)
+    with memory_worker(server, "w", model, optimizer):
+        HandClient(MemoryTransport(server.service), "dead").join()  # and nothing was heard of it ever after
+        train_steps(model, optimizer, 2, seed=1)
+    said = [record.getMessage() for record in caplog.records if record.name == "outerstep.worker.sync"]
+    assert "waiting for contributions of dead" in said
+    again = (
+        r"still waiting \(\d s\) for contributions of dead; dead has been silent for \d s; in \d s it counts as dead"
+    )
+    assert any(re.match(again, line) for line in said), said
+    server.service.monitor.stop()
+    server.service.stop()
 
 
 # --- while it runs --------------------------------------------------------------------------------------------------

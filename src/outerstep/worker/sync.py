@@ -204,8 +204,8 @@ class Synchronizer:
                 reasons = {sight.waiting_for for sight in sights.values()} - {""}
                 waited_s = time.monotonic() - began_at
                 if reasons and waited_s > say_at_s:
-                    since = f", for {waited_s:.0f} s" if say_at_s > SAY_SO_S else ""
-                    log.info("waiting%s for %s", since, " and ".join(sorted(reasons)))
+                    waiting = f"still waiting ({waited_s:.0f} s)" if say_at_s > SAY_SO_S else "waiting"
+                    log.info("%s for %s", waiting, " and ".join(sorted(reasons)))
                     say_at_s = max(SAY_AGAIN_S, 2.0 * say_at_s)
                 asked, late = bool(self._interrupts.asked), self._interrupts.is_late
                 self._do(machine.looked(sights, asked_to_leave=asked, out_of_time=late))
