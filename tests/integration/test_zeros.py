@@ -66,6 +66,18 @@ def test_a_healthy_run_hears_nothing_of_it(caplog: pytest.LogCaptureFixture) -> 
     assert run(lambda model: torch.optim.SGD(model.parameters(), lr=0.1), caplog) == ([], [], [])
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["its own optimizer", "another's"])
+def test_running_means_that_move_by_themselves_hide_nothing(own: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+    server = DiLoCoServer(model.state_dict(), num_workers=1, port=0, sync_every=2, num_fragments=2)
+    server.service.start()
+    optimizer = torch.optim.SGD((model if own else copy.deepcopy(model)).parameters(), lr=0.1)
+    with memory_worker(server, "w", model, optimizer):
+        train_steps(model, optimizer, 6, seed=1)
+    server.service.stop()
+    assert sum(QUESTION in record.getMessage() for record in caplog.records) == (not own)
+
+
 def test_after_a_round_that_learned_something_it_is_said_anew(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model()
     server = DiLoCoServer(model.state_dict(), num_workers=1, port=0, sync_every=2)

@@ -113,6 +113,14 @@ class Replica:
         """What we learned since the anchor; all of it, kept where the anchor is."""
         return {name: self._delta(name) for name in names}
 
+    def moved_statistics_alone(self, names: Iterable[str]) -> bool:
+        """Is it only BatchNorm's running means and their like that changed? Of a model without any a norm says as much.
+        The smallest parameters come first, so that one that trains is found at once."""
+        if not self._statistics or self.shards.sections > 1:
+            return False
+        learned = sorted(set(names) - self._statistics, key=lambda name: self.tensors[name].numel())
+        return not any(bool(self._delta(name).any()) for name in learned)
+
     def _delta(self, name: str) -> Tensor:
         anchor, local = self.anchors[name], self.tensors[name]
         if anchor.device == local.device:

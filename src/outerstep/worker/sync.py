@@ -146,7 +146,8 @@ class Synchronizer:
         self._agreed: dict[int, tuple[Ticket, Agreed]] = {}
         self._saved = saved
         self._own: dict[str, Tensor] = {}
-        self._zeros: set[int] = set()  # fragments whose last contribution was zero
+        self._zeros: set[int] = set()  # fragments whose last contribution was zero,
+        self._still: set[int] = set()  # or would have been without the statistics in it
         self._owes_nothing: set[int] = set()  # fragments whose codec forgets what it left out, at the next contribution
         self._patience_s: float | None = None
         self.machine = WorkerMachine(joined.worker_id, joined.plan, Work(*joined.work), offline)
@@ -271,7 +272,9 @@ class Synchronizer:
 
     def _send(self, send: Send) -> None:
         self._tickets.pop(send.fragment, None)
-        deltas, sent = self._replica.to_send(self.machine.plan.fragments[send.fragment], keep=send.keep)
+        names = self.machine.plan.fragments[send.fragment]
+        (self._still.add if self._replica.moved_statistics_alone(names) else self._still.discard)(send.fragment)
+        deltas, sent = self._replica.to_send(names, keep=send.keep)
         contribution = Contribution(
             fragment=send.fragment,
             base_version=send.base_version,
@@ -384,7 +387,7 @@ class Synchronizer:
         if norm is None:
             return
         learned = len(self._zeros) < len(self.machine.plan.fragments)
-        (self._zeros.add if norm == 0.0 else self._zeros.discard)(fragment)
+        (self._zeros.add if norm == 0.0 or fragment in self._still else self._zeros.discard)(fragment)
         if learned and len(self._zeros) == len(self.machine.plan.fragments):
             log.warning(
                 "%d optimizer steps changed no weight of the model: every pseudo-gradient of this worker is zero. "
