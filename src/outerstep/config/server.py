@@ -175,10 +175,12 @@ class ServerConfig(Checked):
     outer_options: str | None = setting(None, OUTER,
         "What an outer optimizer by name is made with: KEY=VALUE, several with spaces between, or the flag again.",
         "its own defaults", flags="--outer-option", needs=BY_NAME, repeats=True)
-    outer_lr: NotNegative | None = setting(None, OUTER, "η of the outer step.", f"{OUTER_LR}, another's its own")
+    outer_lr: NotNegative | None = setting(None, OUTER,
+        "η of the outer step.", f"{OUTER_LR}; of another outer_optimizer its own")
     outer_momentum: NotNegative | None = setting(None, OUTER,
-        "μ of the outer step.", f"{OUTER_MOMENTUM}, another's its own")
-    nesterov: bool | None = setting(None, OUTER, "Nesterov or plain momentum.", "Nesterov, another's its own")
+        "μ of the outer step.", f"{OUTER_MOMENTUM}; of another outer_optimizer its own")
+    nesterov: bool | None = setting(None, OUTER,
+        "Nesterov or plain momentum.", "Nesterov; of another outer_optimizer its own")
     save_dir: str | None = setting(None, SAVING,
         "Folder that keeps the run; a run found there is resumed.",
         "outerstep-run; from Python, or with --durability none: nothing is kept")
