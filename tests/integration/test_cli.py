@@ -36,7 +36,20 @@ def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subp
 @pytest.mark.parametrize(
     "command",
     mostly_slow(
-        ["", "server", "join", "worker", "peer", "status", "doctor", "control", "token", "config show", "demo"],
+        [
+            "",
+            "server",
+            "join",
+            "worker",
+            "peer",
+            "status",
+            "export",
+            "doctor",
+            "control",
+            "token",
+            "config show",
+            "demo",
+        ],
         quick=["", "server"],
     ),
 )

@@ -26,6 +26,8 @@ from outerstep.errors import ConfigError, ModelError
 from outerstep.events import Event, RunEnded
 from outerstep.model_folder import load_state_dict, save_model
 from outerstep.server import DiLoCoServer
+from outerstep.topology.server.reading import read_files
+from outerstep.wire.http_transport import HttpTransport
 from outerstep.worker import DiLoCoTrainer, DiLoCoWorker
 from ports import free_port
 from support import assert_same, in_threads, kill, memory_worker, params_of, tiny_model, train_steps, wait_until
@@ -167,6 +169,51 @@ def test_when_the_last_worker_leaves_latest_is_the_trained_model_and_the_server_
         assert server.wait(60) == 0
 
 
+def test_a_run_that_is_resumed_without_its_model_folder_still_ends_with_a_whole_model(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "model")
+    facts: dict[str, Any] = {"num_workers": 1, "port": 0, "sync_every": 2, "save_dir": str(tmp_path / "run")}
+    facts |= {"keep_saves": 1, "insecure": True}
+    model = load(tmp_path / "model")
+    for start in range(3):
+        state = load_state_dict(tmp_path / "model") if start == 0 else None
+        files = str(tmp_path / "model") if start == 0 else None
+        with DiLoCoServer(state, model_files=files, **facts) as server:
+            with memory_worker(server, "w", model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1)):
+                learn(model, optimizer, 2)
+            assert set(read_files(HttpTransport(f"http://{server.address}"))) == {
+                "config.json",
+                "generation_config.json",
+            }
+    assert torch.equal(logits(load(tmp_path / "run/latest")), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("saves", "reason", "said"),
+    [
+        (
+            True,
+            "done",
+            "finished after round 2; the model is in {run}/latest: outerstep.load_model(model, '{run}/latest')",
+        ),
+        (True, "ValueError: x", "all workers have left (the last one: ValueError: x) after round 1; the model is in"),
+        (False, "done", "finished after round 2; the model is in this server's memory alone: `outerstep export"),
+    ],
+)
+def test_the_server_says_what_became_of_the_run(
+    saves: bool, reason: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="outerstep")
+    model, place = tiny_model(), {"save_dir": str(tmp_path / "run")} if saves else {}
+    server = DiLoCoServer(model.state_dict(), 1, port=0, sync_every=2, **place)
+    server.service.start()
+    worker = memory_worker(server, "w", model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1)).start()
+    train_steps(model, optimizer, 3, seed=1)
+    worker.stop() if reason == "done" else worker.abandon(reason)
+    wait_until(lambda: said.format(run=tmp_path / "run") in caplog.text)
+    assert "The server waits for more workers" in caplog.text
+    server.service.stop()
+
+
 class TestFromAFolder:
     @pytest.mark.parametrize(
         "settings",
@@ -273,6 +320,11 @@ class TestTheFolderThatIsWritten:
         with pytest.raises(ConfigError, match=said):
             export(str(tmp_path / "out"), *arguments)
         assert list(tmp_path.iterdir()) == []
+
+    def test_what_cannot_be_written_is_one_line(self, run: str, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ModelError, match="was not written"):
+            export(str(tmp_path / "file/out"), "--server", run)
 
     def test_configuration_from_elsewhere(self, run: str, tmp_path: Path) -> None:
         (tmp_path / "files").mkdir()

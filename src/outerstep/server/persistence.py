@@ -102,6 +102,13 @@ class RunWriter:
         self.last_save = ""  # where the last checkpoint is, or why there is none
         self.model_files = Path(run.config.model_files) if run.config.model_files is not None else None
 
+    @property
+    def shown_files(self) -> Path | None:
+        """Where others find the files beside the model. A state may be deleted; `latest` is one."""
+        if self._config.model_files is None and self.folder is not None and (self.folder.place / LATEST).is_dir():
+            return self.folder.place / LATEST
+        return self.model_files
+
     def append(self, remembered: Remembered, stepped: SteppedRound | None = None) -> int:
         """A note, or a round. When this returns it is on the disk. Returns its size in bytes; raises OSError if it
         cannot be written."""

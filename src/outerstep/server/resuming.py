@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,12 +107,23 @@ def _check_same_run(folder: RunFolder, state: ServerState, wanted: Path) -> None
 
 def newest_state(place: Path, make_optimizer: OptimizerMaker) -> ServerState:
     """The newest agreed model in a run's folder: its newest state, and the rounds that the journal has after it. Only
-    for reading: the folder's lock is not taken, so a server may be using it. If that one writes a state meanwhile and
-    deletes what was about to be read, it is read once more."""
-    for _ in range(READING_TRIES - 1):
-        with suppress(OSError, ModelError):
+    for reading: the folder's lock is not taken, so a server may be using it. If that one has written or deleted
+    something meanwhile, what could not be read is read once more."""
+    for attempt in range(READING_TRIES):
+        before = _names_in(place)
+        try:
             return _read_newest(place, make_optimizer)
-    return _read_newest(place, make_optimizer)
+        except (OSError, ModelError) as error:
+            if _names_in(place) != before and attempt < READING_TRIES - 1:
+                continue
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(f"{place} cannot be read: {error}") from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _names_in(place: Path) -> list[str]:
+    return sorted(entry.name for folder in (place, place / "journal") if folder.is_dir() for entry in folder.iterdir())
 
 
 def _read_newest(place: Path, make_optimizer: OptimizerMaker) -> ServerState:

@@ -225,7 +225,7 @@ class ParameterService:
             on_disk=self._disk_reports,
             on_failure=self._fail,
         )
-        self.readers = ModelReaders(self.run, self.changed, lambda: self.clock(), lambda: self.writer.model_files)
+        self.readers = ModelReaders(self.run, self.changed, lambda: self.clock(), lambda: self.writer.shown_files)
         self.monitor = HealthMonitor(self.tick, self.next_wake)
         self.routes = self._make_routes()
 

@@ -32,16 +32,19 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """A folder to fill under another name; when the block ends it is synced and renamed. `force`: in the place of the
     model that is there."""
     check_target(target, force=force)
-    target.parent.mkdir(parents=True, exist_ok=True)
     place = target.parent / f".{target.name}.{os.getpid()}.exporting"
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir()
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
         yield place
         for file in place.iterdir():
             sync(file)
         sync(place)
         _put(place, target)
+    except OSError as error:
+        shutil.rmtree(place, ignore_errors=True)
+        raise ModelError(f"{target} was not written: {error}") from error
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise

@@ -13,6 +13,7 @@ from outerstep.coordination.server.commits import (
     Commits,
     CutJournal,
     Durability,
+    ReportEnd,
     TakeStep,
     Task,
     WriteCheckpoint,
@@ -302,6 +303,66 @@ def test_a_leave_is_written_and_not_waited_for() -> None:
     assert driver.do_all() == ["WriteRecord"]
     assert driver.ask(driver.leave_request("b")) == 0
     assert driver.do_all() == [], "it was gone already"
+
+
+class TestTheEnd:
+    """Of a run: the last worker that was here has left."""
+
+    def test_what_its_leaving_closes_is_in_the_state_that_is_saved_then(self) -> None:
+        driver = begun("ab")
+        driver.contribute("a")
+        driver.contribute("b")
+        driver.do_all()
+        driver.contribute("a", 2, base_version=1, oldest_base=1)
+        driver.ask(driver.leave_request("a"))
+        driver.ask(driver.leave_request("b"))  # for whom the round had waited
+        done = driver.do(TakeStep, WriteRecord, AnnounceRound, WriteCheckpoint, CutJournal, ReportEnd)
+        saved, report = done[3], done[5]
+        assert isinstance(saved, WriteCheckpoint)
+        assert isinstance(report, ReportEnd)
+        assert saved.remembered.versions == (2,)
+        assert (report.sync_round, report.left.reason) == (2, "done")
+
+    def test_nothing_new_is_not_saved_again(self) -> None:
+        driver = begun("a")
+        driver.ask(driver.leave_request("a"))
+        assert driver.do_all() == ["ReportEnd", "WriteRecord"]
+        driver.ask(driver.leave_request("a"))
+        assert driver.do_all() == [], "it was gone already"
+
+    def test_a_state_that_cannot_be_written_is_no_reason_to_say_nothing(self) -> None:
+        driver = begun("a", "checkpoint")
+        driver.contribute("a")
+        driver.do(TakeStep, AnnounceRound)
+        driver.ask(driver.leave_request("a"))
+        assert isinstance(driver.task(), WriteCheckpoint)
+        assert driver.commits.failed() is None
+        driver.do(ReportEnd)
+
+    def test_without_a_disk_it_is_said_all_the_same(self) -> None:
+        driver = begun("a", "none")
+        driver.contribute("a")
+        driver.do(TakeStep, AnnounceRound)
+        driver.ask(driver.leave_request("a"))
+        assert driver.do_all() == ["ReportEnd"]
+
+    def test_a_worker_that_died_has_not_left(self) -> None:
+        driver = begun("ab")
+        driver.ask(driver.leave_request("a"))
+        driver.later(1000.0)
+        assert not driver.coordinator.members.live_ids
+        assert "ReportEnd" not in driver.do_all()
+
+    def test_the_loss_is_the_mean_of_those_that_were_reported(self) -> None:
+        driver = begun("abc", num_workers=3)
+        for worker, loss in (("a", 2.0), ("b", 3.0)):
+            beat = {"step": 1, "steps_per_second": 1.0, "loss": loss}
+            driver.ask(Heartbeat(**driver.head(worker), **beat))  # type: ignore[arg-type]
+        for worker in "abc":
+            driver.ask(driver.leave_request(worker))
+        report = driver.do(ReportEnd)[0]
+        assert isinstance(report, ReportEnd)
+        assert report.left.loss == 2.5
 
 
 @pytest.mark.parametrize("kind", ["kick", "pardon", "plan", "budget", "shutdown"])
