@@ -209,8 +209,7 @@ class ServerConfig(Checked):
     advertise: str | None = setting(None, NETWORK,
         "Host, or host:port, that the join string names.", "--host, for 0.0.0.0 this machine's address")
     credentials: str | None = setting(None, SECURITY,
-        "Folder with the server's certificate and tokens.", "~/.config/outerstep",
-        needs=Needs("TLS and tokens: no insecure", lambda c: not c.insecure))
+        "Folder with the server's certificate and tokens.", "~/.config/outerstep")
     tls_cert: str | None = setting(None, SECURITY, "Certificate to show, as a PEM file.", "one made at the first start")
     tls_key: str | None = setting(None, SECURITY, "Its private key, as a PEM file.", "one made at the first start")
     insecure: bool = setting(False, SECURITY,

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..security import redact
 from ..types import Count, Positive, Wishes, WorkerId
 from .checks import Checked, check_label, check_mixing, wishes_of
-from .effects import TOPOLOGIES, WITHOUT_SERVER, with_topology
+from .effects import TOPOLOGIES, WITHOUT_SERVER, Needs, with_topology
 from .keywords import unknown, values_of
 from .kinds import AtLeastOne, NotNegative
 from .outer_step import check_outer_step, is_named, with_named_class
@@ -56,7 +56,8 @@ class ServerLinkConfig(Checked):
         needs=SERVER_ONLY)
     offline_after_s: NotNegative = setting(30.0, PATIENCE,
         "After so many seconds without an answer: train on, and contribute when the server is back.",
-        needs=SERVER_OR_REPLICAS)
+        needs=Needs(f"{SERVER_OR_REPLICAS.text}, and no max_sync_retries",
+            lambda c: SERVER_OR_REPLICAS.holds(c) and c.max_sync_retries is None))
     offline_rounds: Count = setting(4, PATIENCE, "How many exchanges may stay open like that.",
         needs=SERVER_OR_REPLICAS)
     max_sync_retries: Count | None = setting(None, PATIENCE,

@@ -38,7 +38,6 @@ SERVER_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "save_every": (10, {}, {"save_dir": "x"}),
     "keep_saves": (9, {}, {"save_dir": "x"}),
     "compat_host": ("127.0.0.1", {}, {"compat_port": 8600}),
-    "credentials": ("x", {"insecure": True}, {}),
     "spool_dir": ("/tmp", {"spool_bytes": 0}, {}),
 }
 SERVED, RANKS, PEERS, REPLICAS = (
@@ -56,7 +55,7 @@ WORKER_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "dylu": (True, REPLICAS, SERVED),
     "connections": (2, PEERS, SERVED),
     "give_up_after_s": (5.0, RANKS, REPLICAS),
-    "offline_after_s": (5.0, PEERS, REPLICAS),
+    "offline_after_s": (5.0, {**SERVED, "max_sync_retries": 3}, REPLICAS),
     "offline_rounds": (2, RANKS, SERVED),
     "max_sync_retries": (2, PEERS, SERVED),
     "outer_lr": (0.5, SERVED, RANKS),
