@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -97,8 +97,27 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def load_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a model folder, or of one `.safetensors` file."""
+    """The tensors of a model folder, or of one `.safetensors` file; tied ones under each name that the file has for
+    them, all of which are one tensor."""
     place = Path(folder)
+    state, file = _load_kept(place), place if place.is_file() else place / WEIGHTS
+    for other, kept in _other_names(file) if file.is_file() else ():
+        if kept in state and other not in state:
+            state[other] = state[kept]
+    return state
+
+
+def _other_names(file: Path) -> list[tuple[str, str]]:
+    """Of its tensors, as `write_tensors` and `safetensors.torch.save_model` note them: other name → kept name."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list((opened.metadata() or {}).items())
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _load_kept(place: Path) -> dict[str, Tensor]:
+    """Each tensor under the name that it is kept under."""
     if place.is_file() and place.suffix == ".safetensors":
         return read_tensors(place)
     if not place.is_dir():
@@ -147,7 +166,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Pa
 
 def load_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Load the saved state into `model`, tied names included; missing or unknown names are an error."""
-    state = load_state_dict(folder)
+    state = _load_kept(Path(folder))
     own = model.state_dict()
     by_storage = {own[name].untyped_storage().data_ptr(): name for name in state if name in own}
     missing = [n for n, t in own.items() if n not in state and t.untyped_storage().data_ptr() not in by_storage]

@@ -7,6 +7,8 @@ train it."""
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,19 +17,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from safetensors.torch import save_model as save_safetensors
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from integration.old_clients import PLAIN as EXACT
 from integration.old_clients import Answered, OldClient, OldWorker, serving
+from nursery import start
 from outerstep.compat import CompatServer
 from outerstep.core.manifest import describe
 from outerstep.model_folder import load_state_dict
 from outerstep.server import DiLoCoServer
 from outerstep.types import Wishes
 from outerstep.worker import DiLoCoWorker
-from support import assert_same, in_threads, kill, memory_topology
+from ports import free_port
+from support import assert_same, in_threads, kill, memory_topology, wait_until
 
 WORDS = 8
 
@@ -246,3 +251,63 @@ def test_a_server_that_is_killed_resumes_wherever_the_naming_was(tmp_path: Path,
         assert plan is not None
         assert plan.sync_every == 40
         assert [list(names) for names in plan.fragments] == [*THIRDS, ["level.running_mean", "level.running_var"]]
+
+
+def test_a_tied_tensor_may_lie_in_the_file_under_its_other_name(tmp_path: Path) -> None:
+    """`safetensors` keeps the name that comes first in the alphabet, and notes the other."""
+    tmp_path.joinpath("model").mkdir()
+    save_safetensors(Speaker(), str(tmp_path / "model" / "model.safetensors"))
+    assert "table.weight" not in load_file(tmp_path / "model" / "model.safetensors")
+    state = load_state_dict(tmp_path / "model")
+    with serving(state, num_workers=1, **EXACT) as (server, compat):
+        client = OldClient(compat.address, "a")
+        start = client.register()
+        got = client.submit(ones(NAMES))
+        assert_same({name: got[name] for name in NAMES}, {name: start[name] - 0.25 for name in NAMES})
+        assert torch.equal(got["head.weight"], got["table.weight"])
+        memory_topology(server, "w").join(describe(Speaker(), "local")[1], Wishes())
+        assert server.service.coordinator.naming is None
+
+
+def test_an_old_client_whose_server_dies_registers_again_and_goes_on(tmp_path: Path) -> None:
+    state = load_state_dict(write(tmp_path / "model", Speaker()))
+    port, settings = free_port(), {"save_dir": str(tmp_path / "run"), "port": 0, **EXACT}
+    first = DiLoCoServer(state, num_workers=1, **settings).start()
+    model = Speaker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with CompatServer(first, port):
+        worker = OldWorker(model, optimizer, OldClient(f"127.0.0.1:{port}", "old"), sync_every=2)
+    kill(first)
+    second = DiLoCoServer(state, num_workers=1, **settings).start()
+    with CompatServer(second, port):
+        for _ in range(4):
+            step(model, optimizer)
+            worker.stepped()
+        assert worker.syncs == 2
+        params = {name: second.get_global_params()[name] for name in NAMES}
+        assert_same(params, {name: p.detach() for name, p in model.named_parameters()})
+        worker.stop()
+    second.stop()
+
+
+def test_the_command_line_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """`outerstep server -m`, an old client that joins first, and a worker after it, which has the run's H to say."""
+    write(tmp_path / "model", Speaker())
+    before, port, compat_port = global_loss(load_state_dict(tmp_path / "model")), free_port(), free_port()
+    words = ["server", "-m", str(tmp_path / "model"), "-n", "2", "--insecure", "--outer-lr", "0.7", "--save-every", "1"]
+    words += ["--port", str(port), "--compat-port", str(compat_port), "--save-dir", str(tmp_path / "run")]
+    turns = Turns()
+    with (tmp_path / "server.log").open("ab") as log:
+        server = start(["-m", "outerstep", *words], log=log, cwd=tmp_path, env=dict(os.environ))
+    try:
+        wait_until(lambda: server.poll() is not None or "older protocol" in (tmp_path / "server.log").read_text())
+        in_threads(
+            lambda: old_worker(f"127.0.0.1:{compat_port}", turns, 8, first=True),
+            lambda: new_worker(f"http://127.0.0.1:{port}", turns, first=False, sync_every=4),
+        )
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0, (tmp_path / "server.log").read_text()
+    finally:
+        if server.poll() is None:
+            server.kill()
+    assert global_loss(load_state_dict(tmp_path / "run" / "latest")) < 0.7 * before
