@@ -109,14 +109,15 @@ def old_worker(address: str, turns: Turns, rounds: int, *, first: bool, fragment
     return worker.syncs
 
 
-def new_worker(address: str, turns: Turns, *, first: bool, **settings: Any) -> int:
+def new_worker(address: str, turns: Turns, *, first: bool, least: int = 1, **settings: Any) -> int:
+    """`least`: so many exchanges, also when the other has left."""
     model = Speaker()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if not first:
         assert turns.old_is_in.wait(20)
     with DiLoCoWorker(model, optimizer, address, worker_id="new", exit_patience_s=1.0, **settings) as worker:
         turns.new_is_in.set()
-        while not turns.done.is_set():
+        while not turns.done.is_set() or int(str(worker.sync_metrics["sync_count"])) < least:
             step(model, optimizer)
         return int(str(worker.sync_metrics["sync_count"]))
 
@@ -147,7 +148,7 @@ def test_old_clients_and_workers_train_one_model_from_disk(tmp_path: Path, mode:
         rounds = 8 * fragments
         syncs = in_threads(
             lambda: old_worker(compat.address, turns, rounds, first=old_is_first, fragments=fragments, alone=alone),
-            lambda: new_worker(server.address, turns, first=not old_is_first, **wished),
+            lambda: new_worker(server.address, turns, first=not old_is_first, least=2 * fragments + 2, **wished),
         )
         assert min(syncs) >= fragments
         manifest, plan = server.service.coordinator.manifest, server.service.coordinator.plan
