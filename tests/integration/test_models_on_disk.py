@@ -166,7 +166,8 @@ def test_old_clients_and_workers_train_one_model_from_disk(tmp_path: Path, mode:
         assert global_loss(params) < 0.7 * global_loss(state)
         assert torch.equal(params["head.weight"], params["table.weight"])
         moved = not torch.equal(params["level.running_mean"], state["level.running_mean"])
-        assert moved == (buffers == "average")
+        if mode != "async" or old_is_first:  # else a push of the old client may have drawn them back
+            assert moved == (buffers == "average")
         assert int(params["level.num_batches_tracked"]) == 0
 
 

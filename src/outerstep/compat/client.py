@@ -437,7 +437,7 @@ class CompatClient:
         return True
 
     def _new_submission(self, fragment: int, payload: ReadPayload) -> FragmentSubmission:
-        plan, base = self.wake(), self._versions[fragment]
+        plan, base = self.wake(), self._base(fragment)
         names, counted_in = plan.fragments[fragment], None
         before = self._before.pop(fragment, None)
         if before is not None and self._hash_of(
@@ -446,6 +446,16 @@ class CompatClient:
             log.info("%s submits again what it had submitted before the restart; it is in", self.worker_id)
             counted_in = before.version
         return FragmentSubmission(self.topology, fragment, names, payload, base, self._steps(plan), counted_in)
+
+    def _base(self, fragment: int) -> int:
+        """The version that a submission was computed from. Of a fragment of buffers the client knows nothing: that they
+        have not moved is true of the newest."""
+        coordinator = self._service.coordinator
+        assert coordinator.manifest is not None
+        names = self.wake().fragments[fragment]
+        if any(spec.role == "parameter" for spec in coordinator.manifest.parameters if spec.name in names):
+            return self._versions[fragment]
+        return coordinator.fragments[fragment].published.version
 
     def _steps(self, plan: Plan) -> int:
         """The client does not say how many steps it took. What it was started with, or told to do, is the best guess;
