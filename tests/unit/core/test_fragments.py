@@ -339,3 +339,21 @@ def test_the_pseudo_gradients_of_no_fragment_are_refused(wrong: int) -> None:
         FragmentManager(model, 2).compute_fragment_pseudogradients(wrong, model.state_dict(), model)
     with pytest.raises(ConfigError, match=r"fragment 0 holds '0\.(weight|bias)', which is not in both model and"):
         FragmentManager(model, 2).compute_fragment_pseudogradients(0, {}, model)
+
+
+def test_counted_fragments_count_parameters_and_buffers_stay_with_their_module() -> None:
+    kinds = [("a.w", "parameter"), ("n.w", "parameter"), ("z.w", "parameter"), ("n.mean", "average"), ("x", "average")]
+    specs = [ParameterSpec(name=n, shape=(2,), dtype="float32", role=role) for n, role in kinds]  # type: ignore[arg-type]
+    assert FragmentManager(specs, 3, strategy="counted").fragments == [["a.w"], ["n.w", "n.mean"], ["z.w", "x"]]
+    assert FragmentManager(specs, 2, strategy="counted").fragments == [["a.w", "n.w", "n.mean"], ["z.w", "x"]]
+    with pytest.raises(ConfigError, match=r"number of trainable parameters \(3\), got 4"):
+        FragmentManager(specs, 4, strategy="counted")
+
+
+def test_fragments_that_others_have_named_stay_and_the_rest_is_counted_out() -> None:
+    specs = [ParameterSpec(name=name, shape=(2,), dtype="float32") for name in "abcdefg"]
+    assert FragmentManager(specs, 3, named=[["c", "a", "b"]]).fragments == [["c", "a", "b"], ["d", "e"], ["f", "g"]]
+    buffer = ParameterSpec(name="mean", shape=(2,), dtype="float32", role="average")
+    assert FragmentManager([*specs[:1], buffer], 1, named=[["a"]]).fragments == [["a"], ["mean"]]
+    with pytest.raises(ConfigError, match="1 parameters are left for 2 more"):
+        FragmentManager(specs[:3], 3, named=[["a", "b"]])
