@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,8 @@ import pytest
 
 from outerstep.cli.reaching import check_server, is_old_port
 from outerstep.compat import CompatServer
-from outerstep.errors import OuterstepError
+from outerstep.errors import Busy, OuterstepError, ProtocolMismatch
+from outerstep.wire.http_transport import HttpTransport
 from ports import free_port
 from sites import Site
 from typed import typed
@@ -72,8 +73,37 @@ def test_a_server_that_lets_us_in_has_nothing_to_say(site: Site) -> None:
 
 
 def test_a_token_that_may_join_and_not_look_is_enough(site: Site) -> None:
-    token = site.tokens.give_worker("left")
-    assert check_server(join_string(site, token=token), None) == ""
+    assert check_server(join_string(site, token=site.tokens.give("site", rights=["join"])), None) == ""
+
+
+def test_a_token_that_may_not_join(site: Site) -> None:
+    said = told(join_string(site, token=site.tokens.give("reader", rights=["read"])))
+    assert "the token 'reader' does not have the right to join" in said
+
+
+def test_a_token_of_another_worker(site: Site) -> None:
+    server = join_string(site, token=site.tokens.give_worker("left"))
+    assert check_server(server, None, "left") == ""
+    assert "start with --worker-id left" in told(server)
+
+
+def test_a_server_of_an_older_release_is_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(headers: Mapping[str, str]) -> int:
+        if headers.get("outerstep-protocol", "1") != "1":
+            raise ProtocolMismatch("understood: 1-1")
+        return 1
+
+    monkeypatch.setattr("outerstep.wire.http_server.protocol_of", older)
+    monkeypatch.setattr("outerstep.wire.http_server.spoken_here", lambda: "1-1")
+    assert check_server(site.server.access.join_string, None) == ""
+
+
+def test_a_server_that_is_busy_is_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(self: HttpTransport, worker_id: str) -> None:
+        raise Busy("too many connections", retry_after_s=1.0)
+
+    monkeypatch.setattr(HttpTransport, "ask_nonce", busy)
+    assert check_server(site.server.access.join_string, None) == "too many connections"
 
 
 def test_a_wrong_token(site: Site) -> None:

@@ -9,13 +9,19 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+from contextlib import suppress
 
 from ..errors import (
+    Busy,
+    Closing,
     ConfigError,
     Forbidden,
     NoCredentials,
+    NotFound,
     OuterstepError,
+    ProtocolMismatch,
     Refused,
+    ServerError,
     TlsRequired,
     TransportError,
     Unauthorized,
@@ -26,11 +32,13 @@ from ..wire.http_transport import HttpTransport
 from ..wire.messages import PROBE_PATH, STATUS_PATH
 
 PATIENCE_S = 5.0
+SOMEBODY = "outerstep-worker"  # a worker whose id the script makes
 MOST_BYTES = 1 << 20  # of a status that somebody else's server answers with
 
 
-def check_server(server: str, credentials: str | None) -> str:
-    """Why nobody answers yet, in one line, or "". Raises what waiting does not mend."""
+def check_server(server: str, credentials: str | None, worker_id: str | None = None) -> str:
+    """Why nobody answers yet, in one line, or "". Raises what waiting does not mend. `worker_id`: the script's, if it
+    is known already; a token may be one worker's own."""
     named = parse_join_string(server) if is_join_string(server) else Access(*parse_address(server))
     try:
         line = HttpTransport(server, timeout_s=PATIENCE_S, credentials=credentials)
@@ -42,7 +50,7 @@ def check_server(server: str, credentials: str | None) -> str:
             f"`outerstep join -`. (If it was started with --insecure, and you trust the network: http://{named.address})"
         )
     try:
-        return _look(line, named)
+        return _look(line, named, worker_id or SOMEBODY)
     finally:
         line.close()
 
@@ -63,28 +71,38 @@ def _takes_calls(named: Access) -> bool:
     return True
 
 
-def _look(line: HttpTransport, named: Access) -> str:
+def _look(line: HttpTransport, named: Access, worker_id: str) -> str:
     try:
-        line.probe_up(memoryview(b""))
-        status = line.status()
-    except (Unauthorized, TlsRequired):
+        with suppress(ProtocolMismatch):  # a server of release 0.2, or one that the script will hear of
+            line.ask_nonce(worker_id)
+    except (Unauthorized, Forbidden, TlsRequired):
         raise
-    except Forbidden:
-        return ""  # a token that may join and not look
+    except (Busy, Closing, ServerError) as error:  # of ours, or of what stands in front of it: for a while
+        return _unless_somebody_else(line, named, error)
     except (UntrustedServer, Refused) as error:
-        raise _not_a_server(named, error) from error
+        raise _not_a_server(line, named, error) from error
     except TransportError as error:
         return str(error)
-    if status.get("mode") == "gossip":
-        raise ConfigError(
-            f"{named.address} is a peer of a run without a server: start the script with `outerstep peer --join "
-            f"{named.address} -- …`"
-        )
     return ""
 
 
-def _not_a_server(named: Access, error: OuterstepError) -> OuterstepError:
-    """What answers there instead, as far as it says so without being shown a token."""
+def _unless_somebody_else(line: HttpTransport, named: Access, error: Refused) -> str:
+    try:
+        line.status()
+    except (Busy, Closing, ServerError, Unauthorized, Forbidden, ProtocolMismatch, TransportError):
+        pass
+    except Refused as other:
+        raise _not_a_server(line, named, other) from error
+    return str(error)
+
+
+def _not_a_server(line: HttpTransport, named: Access, error: OuterstepError) -> OuterstepError:
+    """What answers there instead: a peer; or who else, as far as it says so without being shown a token."""
+    if isinstance(error, NotFound) and _is_peer(line):
+        return ConfigError(
+            f"{named.address} is a peer of a run without a server: start the script with `outerstep peer --join "
+            f"{named.address} -- …`"
+        )
     if _says_in_plain(named, "GET", STATUS_PATH, "sync_round"):
         if _is_ours(named):
             return error  # a server without TLS: the error says how to write that
@@ -102,6 +120,13 @@ def _not_a_server(named: Access, error: OuterstepError) -> OuterstepError:
 
 def _is_ours(named: Access) -> bool:
     return _says_in_plain(named, "PUT", PROBE_PATH, "time_s")
+
+
+def _is_peer(line: HttpTransport) -> bool:
+    try:
+        return line.status().get("mode") == "gossip"
+    except (Refused, TransportError):
+        return False
 
 
 def _says_in_plain(named: Access, method: str, path: str, word: str) -> bool:

@@ -66,7 +66,7 @@ def worker(
         is_old = words is not command and is_old_port(config.server_addr)
         if words is not command and not is_old:
             typer.secho(f"note: {OLD_PROTOCOL}", err=True)
-        silence = "" if is_old else check_server(config.server_addr, config.credentials)
+        silence = "" if is_old else check_server(config.server_addr, config.credentials, config.worker_id)
         if silence:
             typer.secho(
                 f"warning: {silence}. Is the server running, and may this machine reach it (--host)? The script is "

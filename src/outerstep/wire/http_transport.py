@@ -141,10 +141,15 @@ class HttpTransport:
         """The same among peers; the bytes of a GetHeld are written to `into`."""
         return cast(PeerAnswer, self._call(request, None, into, timeout_s))
 
+    def ask_nonce(self, worker_id: str, timeout_s: float | None = None) -> NonceAnswer:
+        """As a join begins. Refused if the token may not join, or not as this worker; ProtocolMismatch if the server
+        knows no keys."""
+        return cast(NonceAnswer, self._call(AskNonce(worker_id=worker_id), None, None, timeout_s))
+
     def _join(self, join: Join, timeout_s: float | None) -> JoinAnswer:
         """Signed with the worker's key, which the server knows it by from then on; unless it is too old for keys."""
         with suppress(ProtocolMismatch):
-            offered = cast(NonceAnswer, self._call(AskNonce(worker_id=join.worker_id), None, None, timeout_s))
+            offered = self.ask_nonce(join.worker_id, timeout_s)
             key = Credentials(self._credentials).worker_key(join.worker_id)
             join = sign_join(join, key, offered.nonce, self._token(admin=False))
         answer = cast(JoinAnswer, self._call(join, None, None, timeout_s))

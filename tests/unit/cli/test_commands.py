@@ -377,7 +377,7 @@ class TestWorker:
     @pytest.fixture(autouse=True)
     def _nobody_is_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """tests/integration/test_reaching.py looks at servers, and at the end of scripts."""
-        monkeypatch.setattr("outerstep.cli.worker.check_server", lambda server, credentials: "")
+        monkeypatch.setattr("outerstep.cli.worker.check_server", lambda server, credentials, worker_id: "")
         monkeypatch.setattr("outerstep.cli.worker.promise", lambda message: "file")
 
     @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ class TestJoinStringsElsewhere:
             handed.update(environ)
 
         monkeypatch.setattr("os.execve", execve)
-        monkeypatch.setattr("outerstep.cli.worker.check_server", lambda server, credentials: "")
+        monkeypatch.setattr("outerstep.cli.worker.check_server", lambda server, credentials, worker_id: "")
         monkeypatch.setattr("outerstep.cli.worker.promise", lambda message: "")
         flag = ""
         if how == "flag":
