@@ -41,6 +41,22 @@ class TestTheyAddUp:
             bench.miss(0, version, too_old=True)
         assert bench.metrics.steps_discarded == 8
 
+    def test_steps_that_somebody_else_overwrote(self) -> None:
+        bench = Bench(sync_every=100)
+        for _ in range(2):
+            bench.train(2)
+            bench.machine.stepped(changed=True)
+        assert bench.metrics.steps_discarded == 6
+
+    def test_what_counted_before_and_what_was_overwritten_while_a_contribution_was_in_flight(self) -> None:
+        bench = Bench(delay=2, carry=True)
+        bench.train(6)
+        bench.land(0, 1)
+        bench.train(2)
+        assert bench[0].counted == Work(4)
+        bench.machine.stepped(changed=True)
+        assert bench[0].counted == Work(5)
+
     def test_contributions_that_were_refused(self) -> None:
         bench = Bench()
         for version in (1, 2):
