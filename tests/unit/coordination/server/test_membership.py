@@ -360,6 +360,16 @@ class TestLimit:
             desk.leave(f"guest{guest}")
         assert desk.join("a", start=2).fragments[0].last_sequence == 1
 
+    def test_without_guests_who_left_first_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(membership, "MAX_KNOWN_WORKERS", 2)
+        desk = Desk("ab")
+        for worker in "ab":
+            desk.contribute(worker)
+        for worker in "ba":
+            desk.leave(worker)
+        desk.join("c")
+        assert known(desk.coordinator.members) == {"a", "c"}
+
     def test_an_id_that_was_forgotten_comes_back_under_a_number_that_nobody_had(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -404,3 +414,48 @@ def test_a_speed_that_is_no_machines_does_not_slow_the_others_down() -> None:
         member, _ = members.join(make_join(name), 0.0)
         member.steps_per_second = speed
     assert members.fastest == 2.0
+
+
+class TestWhatAWorkerSaysOfItself:
+    def test_is_kept_until_it_goes_and_outlives_the_server(self) -> None:
+        members = Membership(heartbeat_timeout_s=TIMEOUT_S)
+        worker, _ = members.join(make_join("a", info={"gpu": "none"}), 0.0)
+        worker.token = "site"
+        assert worker.info == {"gpu": "none"}
+        back = KnownWorker.recorded("a", worker.record(), 5.0)
+        assert (back.info, back.token) == ({"gpu": "none"}, "site")
+        members.join(make_join("a"), 1.0)
+        assert worker.info == {"gpu": "none"}, "who says nothing takes nothing back"
+        members.gone(worker)
+        assert worker.info == {}
+
+
+class TestPerhapsDead:
+    def test_after_half_of_the_timeout_the_one_that_is_silent_for_longest_is_named(self) -> None:
+        members = members_with("a", heartbeat_timeout_s=20.0)
+        members.join(make_join("b"), 1.0)
+        ids = frozenset("ab")
+        assert members.perhaps_dead(ids, 10.0) == ""
+        assert members.perhaps_dead(ids, 12.0).startswith("a has been silent for 12 s; in 8 s it counts as dead")
+        assert members.perhaps_dead(frozenset("b"), 12.0).startswith("b has been silent for 11 s; in 9 s")
+        assert "in 0 s it counts as dead" in members.perhaps_dead(ids, 25.0)
+        assert members.perhaps_dead(frozenset("c"), 25.0) == ""
+
+    def test_where_nobody_times_out_nobody_is(self) -> None:
+        assert members_with("a", heartbeat_timeout_s=0.0).perhaps_dead(frozenset("a"), 99.0) == ""
+
+
+def test_the_session_of_an_unknown_worker_is_nobodys_business() -> None:
+    members_with("a").check_session(make_heartbeat("b"), "")
+
+
+def test_a_worker_whose_fragments_all_come_as_zeros_is_named_once_until_one_does_not() -> None:
+    desk = Desk("a", fragments=2)
+    counts = []
+    for sequence, norms in enumerate([(0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 0.0), (0.0, 0.0)], 1):
+        for fragment, norm in enumerate(norms):
+            base = desk.version(fragment)
+            desk.contribute("a", sequence, fragment=fragment, norm=norm, base_version=base, steps=3)
+        counts.append(len(desk.events("zeros")))
+    assert counts == [0, 0, 1, 1, 1, 2]
+    assert desk.events("zeros")[0] == {"worker": "a", "steps": 3, "why": desk.events("zeros")[0]["why"]}
