@@ -82,7 +82,8 @@ class View:
         return says
 
     def beats(self, name: str, now: float, number: int = 1, peer_id: str = "", **facts: Any) -> Signed:
-        said = Beat(run_id=RUN, peer_id=peer_id or name, incarnation=1, number=number, address="h:1", **facts)
+        facts = {"address": "h:1", **facts}
+        said = Beat(run_id=RUN, peer_id=peer_id or name, incarnation=1, number=number, **facts)
         signed = self.say(name, said)
         self.others.greet(signed, said, now)
         return signed
@@ -335,6 +336,10 @@ class TestChanges:
         for at, name in enumerate(["q", "r"]):
             view.beats(name, 1.0 + at)
         assert view.remaining(2.0) == ["p0", "p1", "p2", "p3", "q"]
+        view = View()
+        for at, (name, address) in enumerate([("q", "h:1"), ("r", "h" * 250), ("s", "h:1")]):
+            view.beats(name, 1.0 + at, address=address)
+        assert view.remaining(3.0) == ["p0", "p1", "p2", "p3", "q"]
 
     def test_between_two_that_were_heard_at_once_the_name_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bounds, "MOST_MEMBERS", 5)
@@ -505,7 +510,7 @@ class TestJudgingChanges:
         view = View()
         block = self.with_newcomer(view, view.beats("q", 0.0))
         assert view.blocks.judge(block) == "good"
-        view.blocks.can_call = lambda beat: False
+        view.blocks.can_call = lambda beat: beat.address != "h:1"
         assert view.blocks.judge(block) == "bad"
 
     def test_a_newcomer_that_has_changed_its_mind_does_not_come(self) -> None:

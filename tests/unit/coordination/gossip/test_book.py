@@ -96,6 +96,7 @@ def test_saying_the_same_again_or_something_under_another_key_proves_nothing(peo
 
 def test_an_honest_peer_cannot_be_framed(people: tuple[Someone, Someone]) -> None:
     judge, suspect = people
+    judge.book.attend_to([suspect.key])
     first, other = suspect.signs(offered()), suspect.signs(offered("b" * 64, sequence=2))
     forged = Signed(author=suspect.key, body=body_of(offered("c" * 64)), signature=first.signature)
     by_somebody_else = judge.signs(offered("d" * 64))

@@ -193,6 +193,8 @@ class TestWhatItIsTold:
     def test_a_beat_is_remembered_whoever_passes_it_on(self, circle: Circle) -> None:
         circle.tell(circle.say("p1", beat("p1")), circle.say("p0", beat("p0", 50)))
         assert circle.peer.contacts == {circle.keys["p1"]: beat("p1")}, "its own it knows"
+        for name, number in (("p1", 1), ("p0", 50)):
+            assert circle.peer.book.is_settled(circle.say(name, beat(name, number)), 1), "once is enough"
         assert circle.peer.beats()[1:] == (circle.say("p1", beat("p1")),)
         assert circle.peer.silent_s(circle.keys["p1"], 5.0) == 4.0
         assert circle.peer.silent_s(circle.keys["p2"], 5.0) == 5.0
@@ -371,6 +373,13 @@ class TestDecisions:
         assert circle.peer.say_to(1).decisions == tuple(made[:2])
         assert circle.peer.say_to(2).decisions == tuple(made[1:3])
 
+    def test_so_many_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(peer_module, "REMEMBERED_DECISIONS", 3)
+        circle = Circle()
+        made = [circle.decide(circle.round()) for _ in range(5)]
+        assert circle.peer.say_to(3).decisions == tuple(made[2:])
+        assert circle.peer.say_to(2).decisions == ()
+
     def test_statements_about_the_ballot_and_offers_are_for_those_at_the_same_height(self, circle: Circle) -> None:
         circle.tell(circle.say("p1", offered()), circle.say("p1", vote()), circle.say("p1", beat("p1")))
         here = [type(circle.peer.book.read(one)) for one in circle.peer.say_to(1).statements]
@@ -439,6 +448,8 @@ class TestOffering:
         assert circle.peer.stirred
         assert circle.peer.wanted() == {}
         assert circle.peer.rounds_offered() == frozenset({1})
+        other = offered(fragment=1, digest="f" * 64)
+        assert not circle.peer.book.enter(circle.say("p0", other), other), "it may say nothing else under this number"
         again = circle.peer.offer(1, "b" * 64, "1" * 32, 1.0, steps=3)
         assert (again.sequence, again.samples, again.tokens) == (2, 0, 0)
         assert circle.peer.keepsake.sequences == (0, 2)
@@ -472,12 +483,14 @@ class TestKeepsake:
     def test_holds_all_that_it_may_not_say_differently(self, circle: Circle) -> None:
         circle.peer.belong(1.0)
         assert circle.peer.keepsake == Keepsake(run_id=RUN, state=circle.state, sequences=(0, 0))
+        circle.peer.stirred = False
         turn = circle.peer._ballot.proposer(0)
         name = next(name for name, key in circle.keys.items() if key == turn)
         block = replace(circle.change("p0", "p1", "p2"), proofs=(circle.lie("p3"),))
         circle.tell(circle.say(name, Proposed(run_id=RUN, height=2, turn=0, block=block)))
         kept = circle.peer.keepsake
         assert len(kept.ballots.own) == 1
+        assert circle.peer.stirred
         again = Circle(kept)
         assert again.peer.keepsake == kept
 
@@ -507,7 +520,7 @@ class TestLeaping:
         assert circle.peer.keepsake.ballots.own == ()
 
     def test_not_to_where_no_run_can_be(self, circle: Circle) -> None:
-        for facts in ({"height": 1}, {"height": 9, "versions": (1,)}, {"height": 9, "members": ()}):
+        for facts in ({"height": 1, "tip": "9" * 64}, {"height": 9, "versions": (1,)}, {"height": 9, "members": ()}):
             circle.peer.leap(replace(circle.state, **facts), 7.0)
             assert circle.peer.state == circle.state
 

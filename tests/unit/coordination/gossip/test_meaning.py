@@ -317,7 +317,7 @@ def test_a_beat_without_a_loss_is_possible_and_shows_what_it_can_of_a_long_place
 
 
 def test_rules_that_cannot_be_are_refused() -> None:
-    assert GossipRules(min_peers=1, attackers=0, protocol=1).inviter == ""
+    assert GossipRules(min_peers=1, attackers=0, protocol=1, heartbeat_timeout_s=0.1).inviter == ""
     assert GossipRules(protocol=2, inviter="0" * 64).inviter == "0" * 64
     for facts, why in (
         ({"min_peers": 0}, "min_peers must be at least 1, got 0"),

@@ -52,6 +52,7 @@ class Table:
         return self.verdict
 
     def has_all_of(self, block: Block) -> bool:
+        assert block in self.ballot.blocks
         return self.has_all
 
     def make(self, now: float) -> Block | None:
@@ -108,7 +109,7 @@ def test_the_members_propose_one_after_the_other(table: Table) -> None:
 
 def test_a_later_turn_is_waited_for_longer_up_to_a_limit() -> None:
     assert [PACE.wait_s(turn) for turn in range(4)] == [2.0, 3.0, 4.0, 4.0]
-    assert TurnTimeouts().wait_s(0) == 4.0
+    assert [TurnTimeouts().wait_s(turn) for turn in (0, 3, 99)] == [4.0, 10.0, 60.0]
 
 
 class TestHearing:
@@ -212,6 +213,20 @@ class TestPrevoting:
         table.silent = {table.keys[2]}
         table.ballot.advance(0.0)
         assert table.own() == [("prevote", 0, "")]
+
+    def test_what_follows_from_others_votes_is_done_at_once(self, table: Table) -> None:
+        table.silent = {table.keys[2]}
+        table.votes("prevote", 0, None, 1, 3)
+        table.votes("precommit", 0, None, 1, 3)
+        table.ballot.advance(0.0)
+        assert table.own() == [("prevote", 0, ""), ("precommit", 0, "")]
+        assert table.ballot.turn == 1
+
+    def test_its_own_word_is_in_the_book_as_anybody_elses(self, table: Table) -> None:
+        table.proposes(0, table.block(2))
+        table.ballot.advance(0.0)
+        other = Voted(run_id=RUN, height=2, turn=0, kind="prevote", block="")
+        assert not table.books[0].enter(table.books[0].write(other), other)
 
     def test_locked_on_another_block_it_votes_for_none(self, table: Table) -> None:
         lock(table, table.block(2))
@@ -433,6 +448,9 @@ class TestProposing:
             assert (table.ballot.turn, table.own()) == (4, [])
         table.ballot.advance(104.0)
         assert table.own() == [("prevote", 4, "")]
+        table.votes("prevote", 4, None, 0, 1)
+        table.ballot.advance(104.0)
+        assert table.own() == [("prevote", 4, ""), ("precommit", 4, "")]
 
     def test_what_is_due_a_little_later_is_proposed_still(self) -> None:
         table = Table(me=3)
