@@ -161,7 +161,9 @@ class TestItCameAboutWithoutUs:
         assert (bench.miss(0, version)[1] == Rebase(0)) is kept
         assert bench.unsent() == (4 if kept else 0)
 
-    @pytest.mark.parametrize(("above", "kept"), [((), False), ((1,), True), ((0, 4), False), ((1, 2, 3), True)])
+    @pytest.mark.parametrize(
+        ("above", "kept"), [((), False), ((1,), True), ((3,), True), ((0, 4), False), ((1, 2, 3), True)]
+    )
     def test_versions_from_a_layer_above_make_them_no_older(self, above: tuple[int, ...], kept: bool) -> None:
         bench = Bench(max_staleness=2)
         bench.train(4)
@@ -309,6 +311,16 @@ class TestSomebodyElseMovedTheWeights:
             bench.machine.stepped()
             bench.land(0, version)
         assert bench.metrics.outside_changes == 2 * CHANGES - 1
+
+    def test_when_some_have_counted_it_begins_to_count_anew(self) -> None:
+        bench = Bench(sync_every=2 * CHANGES)
+        for _ in range(CHANGES - 1):
+            bench.machine.stepped(changed=True)
+        bench.train(CHANGES + 1)
+        bench.land(0, 1)
+        for _ in range(CHANGES - 1):
+            bench.machine.stepped(changed=True)
+        assert bench.metrics.outside_changes == 2 * (CHANGES - 1)
 
     def test_it_can_be_asked_whether_the_next_step_exchanges(self) -> None:
         bench, seen = Bench(sync_every=6, delay=2), list[bool]()

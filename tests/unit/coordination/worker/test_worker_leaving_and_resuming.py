@@ -78,6 +78,17 @@ class TestLeaving:
         assert bench.miss(0, EXIT_TRIES)[-1] == Depart("agreed")
         assert bench.metrics.steps_discarded == 2
 
+    def test_unless_others_wait_for_it_there_for_then_its_steps_may_count_after_all(self) -> None:
+        bench = Bench([0, 0], max_staleness=99)
+        bench.train(1)
+        bench.do(bench.machine.finish())
+        for version in range(1, EXIT_TRIES + 1):
+            bench.miss(0, version)
+        assert (bench.machine.waiting, bench.unsent(0)) == ((1,), 1)
+        bench.look({1: Sight(done=False, wanted=frozenset({(0, EXIT_TRIES + 1)}))})
+        bench.land(1, 1)
+        assert bench.machine.waiting == (0,), "no favour: it brings steps of its own"
+
     def test_a_late_contribution_is_waited_for_where_nothing_more_is_to_be_sent(self) -> None:
         bench = Bench([0, 0])
         bench.train(2)
