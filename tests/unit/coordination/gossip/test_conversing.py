@@ -384,6 +384,9 @@ class TestDecisions:
         circle.tell(circle.say("p1", offered()), circle.say("p1", vote()), circle.say("p1", beat("p1")))
         here = [type(circle.peer.book.read(one)) for one in circle.peer.say_to(1).statements]
         assert sorted(kind.__name__ for kind in here) == ["Beat", "Beat", "Offered", "Voted"]
+        circle.peer.offer(1, "b" * 64, BASE, 1.0, steps=1)
+        authors = [one.author for one in circle.peer.say_to(1).statements]
+        assert authors == sorted(authors, key=lambda author: author != circle.keys["p0"]), "its own come first"
         there = [type(circle.peer.book.read(one)) for one in circle.peer.say_to(0).statements]
         assert there == [Beat, Beat]
         said = circle.peer.say_to(0)

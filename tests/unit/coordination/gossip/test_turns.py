@@ -446,8 +446,6 @@ class TestProposing:
         for now in (100.0, 103.9):
             table.ballot.advance(now)
             assert (table.ballot.turn, table.own()) == (4, [])
-        table.ballot.advance(104.0)
-        assert table.own() == [("prevote", 4, "")]
         table.votes("prevote", 4, None, 0, 1)
         table.ballot.advance(104.0)
         assert table.own() == [("prevote", 4, ""), ("precommit", 4, "")]

@@ -304,6 +304,15 @@ class TestSomebodyElseMovedTheWeights:
         with pytest.raises(WorkerError, match=r"5 times.*own_change.*outside_changes='keep'"):
             bench.machine.stepped(changed=True)
 
+    def test_and_exchanges_without_steps_do_not_excuse_it(self) -> None:
+        bench = Bench(sync_every=2)
+        for version in range(1, CHANGES // 2 + 1):
+            bench.machine.stepped(changed=True)
+            bench.machine.stepped(changed=True)
+            bench.land(0, version)
+        with pytest.raises(WorkerError, match="5 times"):
+            bench.machine.stepped(changed=True)
+
     def test_but_not_one_whose_steps_count_in_between(self) -> None:
         bench = Bench(sync_every=2)
         for version in range(1, 2 * CHANGES):

@@ -69,6 +69,14 @@ class TestLeaving:
         assert bench.machine.waiting == (1, 0)
         assert bench.land(1, 1)[-1] == Depart("agreed"), "nothing of its own is left"
 
+    def test_while_it_trains_on_they_do(self) -> None:
+        bench = Bench([0, 0])
+        bench.train(2)
+        bench[1].counted = bench.machine.work
+        bench.look({0: Sight(done=False, wanted=frozenset({(1, 1)}))})
+        bench.land(0, 1)
+        assert bench.machine.waiting == (1,)
+
     def test_a_round_that_closed_without_it_is_tried_again_but_not_for_ever(self) -> None:
         bench = Bench(max_staleness=99)
         bench.train(2)
