@@ -12,7 +12,18 @@ import torch
 
 from outerstep.hierarchy import Cluster
 from outerstep.server import DiLoCoServer
-from support import EAGER, Ledger, Relocatable, count, in_threads, kill, memory_worker, tiny_model, train_steps
+from support import (
+    EAGER,
+    Ledger,
+    Relocatable,
+    count,
+    in_threads,
+    kill,
+    memory_worker,
+    tiny_model,
+    train_steps,
+    wait_until,
+)
 
 INSIDE: dict[str, Any] = {"port": 0, "outer_lr": 1.0, "outer_momentum": 0.0, "sync_every": 4}
 ACROSS: dict[str, Any] = {"port": 0, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -102,7 +113,8 @@ def test_no_step_is_lost_or_counted_twice_when_a_clusters_server_dies(moment: st
     settings = {**INSIDE, "codec": "fp32"}
     east = make_server(1, settings, tmp_path)
     when, name, times = MOMENTS[moment]
-    doomed = Cluster(east, "memory:1", "east", every=2, transport=Relocatable(above.service), patience=EAGER)
+    way = Relocatable(above.service)
+    doomed = Cluster(east, "memory:1", "east", every=2, wait_s=0.2, transport=way, patience=EAGER)
     left, is_dead = times, threading.Event()
 
     def die(*args: Any) -> None:
@@ -170,7 +182,7 @@ def test_the_server_above_dies_and_the_clusters_rounds_go_on(tmp_path: Path) -> 
     servers = [make_server(1, INSIDE, codec="fp32") for _ in range(2)]
     ways = [Relocatable(above.service) for _ in servers]
     clusters = [
-        Cluster(server, "memory:1", f"c{i}", every=2, transport=ways[i], patience=EAGER).start()
+        Cluster(server, "memory:1", f"c{i}", every=2, wait_s=0.5, transport=ways[i], patience=EAGER).start()
         for i, server in enumerate(servers)
     ]
     half, back = threading.Barrier(3), threading.Event()
@@ -235,3 +247,44 @@ def test_fragments_that_differ_between_the_levels_end_with_the_same_bits(codec: 
             torch.testing.assert_close(target, cluster._worker._replica.anchors[name], rtol=0, atol=1e-6)
     for server in (*inside, above):
         server.service.stop()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_members_take_their_next_steps_from_what_was_agreed_above(waits: bool) -> None:
+    """A cluster of one beside another: after each interval its worker sees the other's steps at once, or later."""
+    above = make_server(2, {**ACROSS, "codec": "fp32", "outer_lr": 2.0, "heartbeat_timeout_s": 60.0})
+    servers = [make_server(1, INSIDE, codec="fp32") for _ in range(2)]
+    clusters = [
+        Cluster(
+            server,
+            "memory:1",
+            f"c{i}",
+            every=2,
+            wait_s=waits * 60.0,
+            transport=Relocatable(above.service),
+            patience=EAGER,
+        ).start()
+        for i, server in enumerate(servers)
+    ]
+    seen: list[list[float]] = [[], []]
+    meet = threading.Barrier(2)
+
+    def work(i: int) -> None:
+        model = Ledger(WORKERS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with memory_worker(servers[i], f"w{i}", model, optimizer):
+            wait_until(lambda: clusters[i].worker is not None)
+            meet.wait(60.0)
+            for _ in range(4):
+                count(model, optimizer, i, 8)
+                seen[i].append(model.cells[1 - i].item())
+        clusters[i].stop()
+
+    in_threads(lambda: work(0), lambda: work(1))
+    assert cells(above) == [32.0, 32.0, 0.0, 0.0]
+    if waits:
+        assert seen == [[8.0, 16.0, 24.0, 32.0]] * 2
+    else:
+        assert seen[0] < [8.0, 16.0, 24.0, 32.0]
+    for server in (*servers, above):
+        kill(server)

@@ -21,7 +21,20 @@ def test_two_clusters_of_two_outlive_their_servers_and_end_with_the_same_weights
         place.mkdir()
     top = Cluster(places["top"], "-n", "2", "--codec", "fp32")
     flags = {
-        name: ["-n", "2", "--codec", "fp32", "--sync-every", "5", "--above-every", "2", "--above", top.address]
+        name: [
+            "-n",
+            "2",
+            "--codec",
+            "fp32",
+            "--sync-every",
+            "5",
+            "--above-every",
+            "2",
+            "--above",
+            top.address,
+            "--above-wait",
+            "2",
+        ]
         for name in ("east", "west")
     }
     clusters = {

@@ -161,7 +161,14 @@ def _serve(made: DiLoCoServer, config: ServerConfig, command: ServerCommand, con
 
             name = command.cluster or socket.gethostname()
             _tell(console, f"Cluster [bold]{escape(name)}[/bold] of {escape(redact(command.above))}.\n")
-            above = Cluster(made, command.above, name, every=command.above_every, credentials=config.credentials)
+            above = Cluster(
+                made,
+                command.above,
+                name,
+                every=command.above_every,
+                wait_s=command.above_wait_s,
+                credentials=config.credentials,
+            )
             around.enter_context(above)
         made.wait()
 

@@ -66,6 +66,9 @@ class ServerCommand(Checked):
     above_every: Positive | None = setting(None, ABOVE,
         "Rounds of this cluster between two exchanges up there.", "as the run above says",
         needs=Needs("above", lambda c: c.above is not None))
+    above_wait_s: NotNegative = setting(60.0, ABOVE,
+        "Seconds that workers wait for an exchange up there before they take their next steps; 0 = they do not.",
+        needs=Needs("above", lambda c: c.above is not None))
     inner_momentum: bool = setting(False, ABOVE,
         "Take an outer_momentum above 0 in this cluster although there is a layer above: it must have none itself.",
         needs=Needs("above", lambda c: c.above is not None))

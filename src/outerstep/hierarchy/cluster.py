@@ -4,8 +4,10 @@
         server.wait()
 
 The server *is* the cluster's leader: it alone speaks to the layer above, from a thread of its own. Its workers need not
-know. Their rounds never wait for it: a contribution to the layer above is a copy, and what is agreed there enters as a
-version of its own between two of their rounds (shadow.py has the arithmetic, docs/concepts/hierarchy.md the picture).
+know. Their rounds can go on without it: a contribution to the layer above is a copy, and what is agreed there enters as
+a version of its own between two of their rounds (shadow.py has the arithmetic, docs/concepts/hierarchy.md the picture).
+For their own good they wait for it, up to a limit: the round after which the cluster exchanges is told to its members
+together with what comes of that, so that they take their next steps from there.
 
 If the server is restarted, the cluster resumes as a worker does. What it needs is in its run's folder, written before
 each offer and before each move from above:
@@ -55,11 +57,13 @@ LOOK_S = 0.5
 AGAIN_S = 5.0  # after the layer above, or the disk, was not there
 NEVER = 1 << 30
 EXIT_PATIENCE_S = 60.0
+WAIT_S = 60.0
 
 
 class Cluster:
     """`above`: the address or join string of the server above. `name`: of this cluster there, for as long as the run
-    lasts. `every`: rounds of this cluster between two exchanges up there; None = as that run's plan says."""
+    lasts. `every`: rounds of this cluster between two exchanges up there; None = as that run's plan says. `wait_s`: how
+    long members wait for an exchange up there before they take their next steps; 0 = not at all."""
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class Cluster:
         name: str,
         *,
         every: int | None = None,
+        wait_s: float = WAIT_S,
         credentials: str | None = None,
         transport: Transport | None = None,
         patience: Patience | None = None,
@@ -80,6 +85,7 @@ class Cluster:
         self._file: Path | None = folder.place / STATE_FILE if folder is not None else None
         self._news = threading.Condition()
         self._stopping = False
+        self._wait_s, self._may_wait, self._deferred = wait_s, True, 0
         self._is_empty = False  # the last worker has left
         self._is_new = False  # the cluster's run begins in this process
         self._rounds = self._seen = 0  # closed since this process began; and of those, steps of the worker above
@@ -143,6 +149,7 @@ class Cluster:
     def _heard(self, event: Event) -> None:
         if isinstance(event, VersionPublished) and event.agreement.participants and event.agreement.fragment == 0:
             with self._news:
+                self._hold_back()
                 self._rounds += 1
                 self._is_empty = False
                 self._news.notify_all()
@@ -150,6 +157,29 @@ class Cluster:
             with self._news:
                 self._is_empty = True
                 self._news.notify_all()
+
+    def _hold_back(self) -> None:
+        """If this round is the one after which the cluster exchanges above, its members wait for what comes of that,
+        up to a limit: steps that are taken meanwhile would be steps from weights that are about to move."""
+        worker = self._worker
+        if (
+            worker is None
+            or not self._wait_s
+            or not self._may_wait
+            or self._seen < self._rounds
+            or not worker.exchanges_next
+        ):
+            return
+        self._service.coordinator.withheld_until = self._service.clock() + self._wait_s
+
+    def _release(self, worker: DiLoCoWorker) -> None:
+        """The exchange is over, or there was none. If nobody answered, the members do not wait for the next one."""
+        facts: dict[str, Any] = worker.sync_metrics
+        deferred = facts["offline_exchanges"]
+        self._may_wait, self._deferred = deferred == self._deferred, deferred
+        with self._service.changed:
+            self._service.coordinator.withheld_until = 0.0
+            self._service.changed.notify_all()
 
     def _copy(self) -> None:
         """T as it is now; from here on it is told of every version. In a new run that is the model it begins with: what
@@ -271,6 +301,7 @@ class Cluster:
                 self._step(worker, rounds - self._seen)
                 self._seen = rounds
                 self._hand_down()
+                self._release(worker)
             if is_stopping:
                 break
             if is_over and not worker.should_stop:  # nobody trains here: let the others have what there is

@@ -31,6 +31,7 @@ from ..coordination.worker.machine import Offline
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..events import EventSink, RoundReport, WorkerLeft, WorkerStarted
 from ..observe import FanOut
+from ..schedule import due_fragment
 from ..topology.protocol import Orders, Topology, WorkerControl
 from ..types import Plan
 from . import saved
@@ -341,6 +342,14 @@ class DiLoCoWorker:
     @property
     def plan(self) -> Plan:
         return self._started.machine.plan
+
+    @property
+    def exchanges_next(self) -> bool:
+        """Will the next step exchange something, and wait for it?"""
+        machine = self._started.machine
+        cycle, fragments = machine.state.cycle, len(machine.plan.fragments)
+        is_due = due_fragment(cycle.step + 1, cycle.sync_every, fragments) is not None
+        return is_due and machine.plan.delay == 0 and not machine.in_flight
 
     @property
     def sync_every(self) -> int:

@@ -151,6 +151,7 @@ class TestFlags:
             "from_checkpoint": " -m x",
             "cluster": " --above h:1",
             "above_every": " --above h:1",
+            "above_wait_s": " --above h:1",
             "inner_momentum": " --above h:1",
             "tls_cert": " --tls-key x",
             "tls_key": " --tls-cert x",

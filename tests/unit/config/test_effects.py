@@ -19,6 +19,7 @@ SERVER_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "from_checkpoint": (True, {}, {"model": "m"}),
     "cluster": ("east", {}, {"above": "h:1"}),
     "above_every": (4, {}, {"above": "h:1"}),
+    "above_wait_s": (5.0, {}, {"above": "h:1"}),
     "inner_momentum": (True, {}, {"above": "h:1"}),
     "grace_s": (5.0, {}, {"quorum": 2}),
     "staleness_policy": ("log", {}, {"async_mode": True}),

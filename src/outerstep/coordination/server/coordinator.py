@@ -130,6 +130,7 @@ class Coordinator:
         self.stop_at: float | None = None
         self.next_plan: Plan | None = None
         self.now = 0.0  # when it last heard or looked
+        self.withheld_until = 0.0  # till then nobody is told of a newest version: one from a layer above follows it
         self.remembers = False  # each round that closes says what to keep of the coordinator
         self._first_join_at: float | None = None
         self._effects: list[Effect] = []
@@ -679,7 +680,13 @@ class Coordinator:
         check_sections(message.sections, fragment)
         last_sequence, plan = worker.last_sequence(message.fragment), self.plan
         # A worker that waits for something newer than the open round holds an agreement from before a resume.
-        if fragment.published.version > message.after or message.after >= fragment.round.version:
+        is_new = fragment.published.version > message.after or message.after >= fragment.round.version
+        if now < self.withheld_until and message.after == fragment.published.version - 1:
+            waits = "the layer above"
+            return PollAnswer(
+                agreement=None, last_sequence=last_sequence, waiting_for=waits, retry_after_s=ASK_AGAIN_SOON_S
+            )
+        if is_new:
             newer = plan if plan is not None and plan.revision != message.plan_revision else None
             above = tuple(v for v in fragment.above if v <= fragment.published.version)
             agreement = replace(fragment.published, above=above) if above else fragment.published
