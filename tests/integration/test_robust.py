@@ -205,6 +205,8 @@ KILLS: dict[str, dict[str, Any]] = {
     "a torch optimizer": {
         "aggregation": "centered_clipping",
         "outer_optimizer_factory": lambda params: torch.optim.Adam(params, lr=0.01),
+        "outer_lr": None,
+        "outer_momentum": None,
     },
     "a quorum": {"aggregation": "centered_clipping", "quorum": 4},
 }

@@ -76,7 +76,9 @@ class ScreenVerdict:
     refused: Mapping[str, str] = field(default_factory=dict)  # worker id → why
     rates: tuple[float, ...] = ()  # ‖Δ‖/√steps of the accepted, for `screens.remember`
     unused: tuple[str, ...] = ()  # accepted, but the rule chose others (Krum)
-    mean_norm: float | None = None  # ‖Σ w·Δ / Σ w‖ of the accepted, to be watched; None: the aggregate is that mean
+    mean_norm: float | None = field(default=None, repr=False, compare=False)
+    """‖Σ w·Δ / Σ w‖ of the accepted; None: the aggregate is that mean. Only to be watched, so its last bits may be a
+    machine's own."""
 
 
 def combine(
