@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -87,8 +88,11 @@ def is_refused_another_model(adapter: Adapter, folder: Path) -> None:
     with adapter.open(folder, 1 if adapter.meets_at_exchanges else 2) as run:
         a, b = run.member(0), run.member(1)
         refused: list[str] = []
+        is_there = Event()
 
         def come() -> None:
+            if adapter.meets_at_exchanges:  # nobody refuses the first
+                assert is_there.wait(60.0)
             with pytest.raises(OuterstepError) as caught:
                 b.join(OTHER_MANIFEST)
             refused.append(str(caught.value))
@@ -96,6 +100,7 @@ def is_refused_another_model(adapter: Adapter, folder: Path) -> None:
         def be_there() -> None:
             with suppress(OuterstepError):  # of a collective, on all ranks alike
                 a.enter()
+                is_there.set()
                 while adapter.meets_at_exchanges and not refused:
                     a.exchange()
 

@@ -232,7 +232,7 @@ def test_a_disk_that_fills_up_stops_the_rounds_and_not_the_run(small_disk: Small
             for _ in range(10):
                 count(models[i], optimizer, i, 2)
             done.wait(200.0)
-            for _ in range(5):
+            for _ in range(40):
                 count(models[i], optimizer, i, 2)
 
     def disturb() -> None:
@@ -255,4 +255,4 @@ def test_a_disk_that_fills_up_stops_the_rounds_and_not_the_run(small_disk: Small
         assert small_disk.health() == (200, b'{"status":"ok"}')
 
     in_threads(disturb, lambda: train(0), lambda: train(1), timeout_s=200.0)
-    assert [model.cells.tolist() for model in models] == [[15.0, 15.0]] * 2  # 30 steps of each, half of each counted
+    assert [model.cells.tolist() for model in models] == [[50.0, 50.0]] * 2  # 100 steps of each, half of each counted

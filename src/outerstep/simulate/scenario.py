@@ -9,7 +9,7 @@ from typing import Literal
 from ..coordination.server.rounds import RoundRules
 
 LIARS: tuple[Literal["", "voices", "refused"], ...] = ("", "", "voices", "", "refused")
-ABOVE_EVERY_S = (0.0, 0.0, 0.0, 17.0, 3.0)
+ABOVE_EVERY_S = (0.0, 0.0, 0.0, 17.0, 8.0)
 MOST_TOKENS_PER_S = 50.0  # of each worker
 
 
