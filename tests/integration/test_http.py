@@ -94,6 +94,19 @@ def test_a_malformed_head_is_refused(server: DiLoCoServer, head: bytes) -> None:
     assert error["code"] == "bad_request"
 
 
+def test_a_malformed_line_is_quoted_neither_in_the_answer_nor_in_the_log(
+    server: DiLoCoServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A token that was pasted with a line break stands on a line of its own."""
+    with caplog.at_level("INFO"):
+        head = b"GET /status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a\r\nrun-secret\r\n\r\n"
+        _, error, _ = raw(server, head, half_close=True)
+    assert str(error["message"]).endswith("illegal header line")
+    assert "run-secret" not in str(error)
+    assert "illegal header line" in caplog.text
+    assert "run-secret" not in caplog.text
+
+
 def test_a_huge_head_is_refused(server: DiLoCoServer) -> None:
     status, _, _ = raw(server, b"GET /status HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000, half_close=True)
     assert status == 431

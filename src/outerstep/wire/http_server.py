@@ -300,7 +300,8 @@ class HttpServer:
 
     def _refuse_head(self, error: h11.RemoteProtocolError, peer: str) -> Reply:
         hint = "Content-Length must be one number" if "Content-Length" in str(error) else ""
-        refusal: Refused = BadRequest(f"not HTTP/1.1 as we take it: {error}", hint=hint)
+        wrong, _, _ = str(error).partition(": bytearray(")  # h11 quotes the line, and there may be a token in it
+        refusal: Refused = BadRequest(f"not HTTP/1.1 as we take it: {wrong}", hint=hint)
         status = error.error_status_hint or 400
         if status == 501:  # a Transfer-Encoding that h11 does not know; here none is taken
             status = 411
