@@ -72,10 +72,6 @@ class Shadow(nn.Module):
                 self.before[name].copy_(self.newest[name])
                 self.tensors[name].copy_(self.newest[name])
 
-    @property
-    def is_moved(self) -> bool:
-        return bool(self.moved_names(self.names))
-
     def moved_names(self, names: Collection[str]) -> list[str]:
         """Those with S ≠ B."""
         return [name for name in names if not torch.equal(self.tensors[name], self.before[name])]

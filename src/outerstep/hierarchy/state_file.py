@@ -34,6 +34,7 @@ def write_state(file: Path, state: Mapping[str, Any]) -> None:
 
     described = json.dumps(plain(state))
     unfinished = file.with_name(f".{file.name}.unfinished")
+    os.close(os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))  # it holds the session's secret
     try:
         save_file(_apart(tensors), unfinished, metadata={"format": FORMAT, "state": described})
     except SafetensorError as error:
