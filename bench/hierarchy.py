@@ -8,7 +8,8 @@ The claims measured, with four workers behind the same emulated link (bench/link
 
     flat             four workers of one server, H steps; the link is between each of them and the server
     hierarchy        two clusters of two: inside they average every H/5 steps, across every H; the link is across
-    both momenta     the same, with the outer momentum of the top server inside as well
+    no waiting       the same, and members train on while their cluster exchanges (`--above-wait 0`)
+    both momenta     as no waiting, with the outer momentum of the top server inside as well
 
 Real servers, clusters and processes: each worker is the demo's training script. The runs of one seed are paired: same
 initial weights, batches and learning rates. The loss is that of the top server's weights on the held-out files.
@@ -48,7 +49,7 @@ from outerstep.hierarchy import Cluster
 from provenance import provenance
 
 WORKERS, CLUSTERS, INSIDE_PER_ACROSS = 4, 2, 5
-ROWS = ("flat", "hierarchy", "both momenta")
+ROWS = ("flat", "hierarchy", "no waiting", "both momenta")
 HELD_OUT_BATCHES = 16
 
 
@@ -81,7 +82,8 @@ def measure(row: str, seed: int, options: argparse.Namespace) -> Outcome:
             rooms = [DiLoCoServer(weights, size, **shared, **inside, sync_every=steps) for _ in range(CLUSTERS)]
             for i, room in enumerate(rooms):
                 around.enter_context(room)
-                clusters.append(Cluster(room, slow, f"cluster-{i}", every=INSIDE_PER_ACROSS).start())
+                waits = {} if row == "hierarchy" else {"wait_s": 0.0}
+                clusters.append(Cluster(room, slow, f"cluster-{i}", every=INSIDE_PER_ACROSS, **waits).start())
             near = [f"http://{room.address}" for room in rooms]
         workers = [_start(i, near[i * len(near) // WORKERS], seed, folder, options) for i in range(WORKERS)]
         codes = [worker.wait() for worker in workers]

@@ -106,8 +106,8 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 
 
 def inside_a_cluster(found: Found, command: ServerCommand) -> Found:
-    """Under another layer a cluster averages, unless somebody says otherwise: momentum belongs to one level. (Measured
-    with 0.9 on both: bits per byte 1.81 instead of 1.30. docs/results/hierarchy.md)"""
+    """Under another layer a cluster averages, unless somebody says otherwise: momentum belongs to one level
+    (docs/concepts/hierarchy.md#measured)."""
     if command.above is None:
         return found
     if found["compat_port"].value is not None:
