@@ -27,7 +27,7 @@ from ..durable.journal import Journal, Record
 from ..durable.run_folder import RunFolder, has_journal
 from ..errors import ConfigError, ModelError, PlanMismatch
 from ..model_folder import STATE
-from ..types import Manifest, Plan, Wishes
+from ..types import Manifest, Plan, Watched, Wishes
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer, check_kind, recall, state_of
 from .persistence import RoundRecord, read_record, recorded_addends, settings_of
@@ -177,6 +177,7 @@ def restore(run: Run, saved: ServerState, records: Iterable[Record], now: float)
     replayed = _Replayed.of(run, saved, saved.plan, saved.manifest)
     remembered = _replay(saved, replayed, records)
     stores, optimizer = replayed.stores, replayed.outer.under(settings_of(run.config)["outer"])
+    _recall_watched(saved, stores)
     plan = _plan_now(run, remembered.plan, remembered.facts.get("said", {}).get("wishes", {}))
     for store in stores:
         store.max_staleness = plan.max_staleness
@@ -193,6 +194,17 @@ def restore(run: Run, saved: ServerState, records: Iterable[Record], now: float)
         first_incarnation=int(time.time()),  # joins since the last save may have been forgotten
     )
     log.info("resumed run %s at round %d", saved.run_id, coordinator.sync_round)
+
+
+def _recall_watched(saved: ServerState, stores: list[FragmentStore]) -> None:
+    """How the round went that made a version. What was replayed since knows it by itself."""
+    try:
+        watched = msgspec.convert(saved.facts.get("watched", []), list[Watched | None])
+    except msgspec.ValidationError as error:
+        raise ModelError(f"the saved state does not say how its last rounds went: {error}") from error
+    for store, version, one in zip(stores, saved.versions, watched, strict=False):
+        if store.newest.version == version:
+            store.newest.agreement = replace(store.newest.agreement, watched=one)
 
 
 class _OuterOverTime:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from ..config import ServerConfig
@@ -226,7 +227,10 @@ class Run:
             optimizer=state_of(self.optimizer),
             ledger=remembered.ledger,
             totals=remembered.totals,
-            facts=remembered.facts,
+            facts={
+                **remembered.facts,
+                "watched": [msgspec.to_builtins(s.newest.agreement.watched) for s in self.stores],
+            },
         )
 
 
