@@ -195,7 +195,25 @@ class ModelReaders:
     # --- the files beside it ----------------------------------------------------------------------------------------
 
     def file(self, request: HttpRequest) -> Reply:
-        folder, asked = self.files(), dict(parse_qsl(request.query, keep_blank_values=True))
+        """They may lie in a saved state, which is deleted when a newer one has taken its place: then they are looked
+        for once more, there."""
+        folder = self._folder()
+        try:
+            reply = self._file(request, folder)
+        except (NotFound, ServerError):
+            if self._folder() == folder:
+                raise
+        else:
+            if self._folder() == folder:
+                return reply
+        return self._file(request, self._folder())
+
+    def _folder(self) -> Path | None:
+        folder = self.files()
+        return folder.resolve() if folder is not None else None
+
+    def _file(self, request: HttpRequest, folder: Path | None) -> Reply:
+        asked = dict(parse_qsl(request.query, keep_blank_values=True))
         try:
             found = {one.name: one for one in files_beside(folder) if one.name in SHARED_FILES} if folder else {}
             if not request.query:
