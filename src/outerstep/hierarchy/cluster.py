@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..coordination.server.claims import NOTHING
 from ..coordination.worker.exchange import Patience
-from ..errors import ConfigError, ExchangeFailed, Fenced, Kicked, OuterstepError, Refused
+from ..errors import ConfigError, Fenced, Kicked, OuterstepError
 from ..events import Event, VersionPublished, WorkerDied, WorkerLeft
 from ..observe.status import AboveStatus
 from ..security import redact
@@ -226,7 +226,7 @@ class Cluster:
     def _try_to_join(self) -> None:
         try:
             self._join()
-        except (ExchangeFailed, Refused, OSError, OuterstepError) as error:
+        except (OuterstepError, OSError) as error:
             if isinstance(error, Fenced | Kicked | ConfigError):
                 raise
             log.warning(
@@ -260,10 +260,10 @@ class Cluster:
         if saved is not None:
             worker.load_state_dict(saved)
         worker.start()
+        self._worker = worker  # from here on what it sends is written down with its state
         if saved is not None and any(fragment["contributions"] for fragment in saved["fragments"]):
             worker.force_sync()  # S is still what was sent: what becomes of that is settled first
         log.info("cluster %s has joined %s", self.name, self._above)
-        self._worker = worker
         self._hand_down()
         self._write()
 
