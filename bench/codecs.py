@@ -17,13 +17,15 @@ fp32 values, 4 bytes each, whatever the codec makes of them; GB = 1e9 bytes.
     python bench/codecs.py --json out.json        # every single run, the machine and the commit
     python bench/codecs.py --device cuda --compile --millions 1000    # Δ = anchor − local and its encoding, one graph
 
-On a GPU times are wall-clock, between synchronizations.
+Where numba is installed, codecs with compiled loops have columns of their own for their torch form, in the same run. On
+a GPU times are wall-clock, between synchronizations.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -39,7 +41,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from outerstep.core.codecs import CODECS, Codec, bytes_per_value
+from outerstep.core.codecs import CODECS, Codec, bytes_per_value, compiled
+from outerstep.core.codecs.cast import CastCodec
 from outerstep.core.pseudogradient import pseudo_gradient
 from provenance import cpu_model, git_commit
 
@@ -55,15 +58,27 @@ def variants(codec: Codec, values: Tensor, compile_it: bool) -> dict[str, Work]:
         "encode": lambda: codec.encode(values, data),
         "decode+add": lambda: codec.decode_add(data, total),
     }
+    if values.device.type == "cpu" and compiled.all_kernels() is not None and not isinstance(codec, CastCodec):
+        work["encode, torch"] = lambda: in_torch(work["encode"])
+        work["decode+add, torch"] = lambda: in_torch(work["decode+add"])
     if compile_it:
         anchor = torch.zeros_like(values)
 
         def whole(anchor: Tensor, local: Tensor, out: Tensor) -> None:
             codec.encode(pseudo_gradient(anchor, local), out)
 
-        compiled = torch.compile(whole, fullgraph=True, dynamic=False)
-        work["Δ and encode, compiled"] = lambda: compiled(anchor, values, data)
+        graph = torch.compile(whole, fullgraph=True, dynamic=False)
+        work["Δ and encode, compiled"] = lambda: graph(anchor, values, data)
     return work
+
+
+def in_torch(work: Work) -> None:
+    """Without the compiled loops."""
+    kept, compiled.all_kernels = compiled.all_kernels, lambda: None
+    try:
+        work()
+    finally:
+        compiled.all_kernels = kept
 
 
 def seconds(work: Work, device: str) -> float:
@@ -143,6 +158,7 @@ def provenance(device: str) -> dict[str, Any]:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "numba": importlib.metadata.version("numba") if compiled.all_kernels() is not None else None,
         "threads": torch.get_num_threads(),
         "commit": git_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -171,7 +187,7 @@ def main() -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(arguments.device)
     runs = measure(arguments.codecs, values, repeats, arguments.compile)
     rows = summarize(runs, numel)
-    Console().print(table(rows, numel, repeats, arguments.device))
+    Console(width=130).print(table(rows, numel, repeats, arguments.device))
     if arguments.json:
         report = {"machine": about, "values": numel, "summary": rows, "seconds": runs}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -16,6 +16,7 @@ from outerstep.server.store import Addend
 from outerstep.topology.encode import encode_frame
 from outerstep.types import PROTOCOL_VERSION, Join, JoinAnswer
 from outerstep.wire.frames import Layout, layout
+from outerstep.wire.memory import MemoryTransport
 
 
 def codec_settings(up: str, down: str) -> dict[str, Any]:
@@ -44,7 +45,8 @@ class OuterStep:
         self._server = DiLoCoServer(
             model.state_dict(), num_workers=1, port=0, sync_every=2, **codec_settings("bf16", "bf16")
         )
-        self._server.service.answer(Join(protocol=PROTOCOL_VERSION, worker_id="probe", instance="probeprobe"))
+        join = Join(protocol=PROTOCOL_VERSION, worker_id="probe", instance="probeprobe")
+        MemoryTransport(self._server.service).call(join)
         self._store = self._server.service.stores[0]
         self._frame = memoryview(bytearray(Path(frame_file).read_bytes()))
         self._params = [p.detach().clone().requires_grad_() for p in model.parameters()]

@@ -11,6 +11,7 @@ the mean has them in it.
 
     python bench/journal.py                     # 103M parameters, about three minutes
     python bench/journal.py --quick             # 8M
+    python bench/journal.py --codec int4        # a record holds the contributions then, which are smaller than the mean
     python bench/journal.py --folder /mnt/disk  # on that disk; /tmp is often memory
     python bench/journal.py --json journal.json
 """
@@ -55,12 +56,12 @@ def written_bytes(pid: int) -> int:
 class Run:
     """A server and its clients."""
 
-    def __init__(self, stack: contextlib.ExitStack, size: str, durability: str, folder: Path) -> None:
+    def __init__(self, stack: contextlib.ExitStack, size: str, codec: str, durability: str, folder: Path) -> None:
         settings = dict(DURABILITIES[durability])
         if settings:
             settings["save_dir"] = str(folder / durability)
         self.durability = durability
-        self.server = stack.enter_context(Actor(Server, size, WORKERS, **settings))
+        self.server = stack.enter_context(Actor(Server, size, WORKERS, codec, codec, **settings))
         self.clients = [stack.enter_context(Actor(ThinClient, number)) for number in range(WORKERS)]
         joined = together(self.clients, "join", self.server.ask("address"))[0].value
         frame = folder / "frame"
@@ -102,9 +103,9 @@ def floor_s(folder: Path, size_bytes: int, times: int) -> list[float]:
     return seconds
 
 
-def measure(size: str, turns: int, folder: Path) -> list[dict[str, Any]]:
+def measure(size: str, codec: str, turns: int, folder: Path) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
-        runs = [Run(stack, size, durability, folder) for durability in DURABILITIES]
+        runs = [Run(stack, size, codec, durability, folder) for durability in DURABILITIES]
         for number in range(turns):
             for run in runs:
                 run.take_turn()
@@ -116,7 +117,7 @@ def measure(size: str, turns: int, folder: Path) -> list[dict[str, Any]]:
 def show(report: dict[str, Any]) -> None:
     numel, plain = report["parameters"], report["runs"][0]
     print_table(
-        f"A round of {numel / 1e6:.0f}M parameters with {WORKERS} clients, bf16 both ways, by durability",
+        f"A round of {numel / 1e6:.0f}M parameters with {WORKERS} clients, {report['codec']} both ways, by durability",
         ("durability", "median s", "mean s", "beside none", "written per round, MB", "bytes per parameter"),
         (
             (
@@ -139,6 +140,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure what durability costs per round, in seconds and bytes.")
     parser.add_argument("--quick", action="store_true", help="8M parameters and one turn instead of 103M and three")
     parser.add_argument("--params", choices=("8M", "103M"), help="size of the model (default 103M)")
+    parser.add_argument("--codec", default="bf16", help="of both directions (default bf16)")
     parser.add_argument("--turns", type=int, help="turns of five rounds for each (default 3, quick 1)")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: a temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round and the machine here")
@@ -152,12 +154,13 @@ def main() -> None:
     turns = arguments.turns or (1 if arguments.quick else 3)
     numel, tensors = count(size)
     with tempfile.TemporaryDirectory(prefix="outerstep-bench-", dir=arguments.folder) as folder:
-        runs = measure(size, turns, Path(folder))
+        runs = measure(size, arguments.codec, turns, Path(folder))
         floor = floor_s(Path(folder), 4 * numel, 3)
     report = {
         "machine": about,
         "parameters": numel,
         "tensors": tensors,
+        "codec": arguments.codec,
         "record_bytes": 4 * numel,
         "floor_s": floor,
         "runs": runs,

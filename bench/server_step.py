@@ -4,8 +4,8 @@ The claim measured: with bf16 both ways a contribution is checked and added, and
 hashed and checked, in little more than the time that the memory traffic takes: the step alone costs less than twice
 what `torch.optim.SGD(fused=True)` does, which neither divides by the weights nor encodes, hashes or checks anything.
 
-A fragment of about 112 tensors shaped like a small GPT; one thread; CPU time, as the wall clock of a shared machine
-measures its other tenants; the best of several repeats, per 100M parameters:
+A fragment of about 112 tensors shaped like a small GPT; CPU time of all threads together, as the wall clock of a shared
+machine measures its other tenants; the best of several repeats, per 100M parameters:
 
     check          all of a contribution at once (the server does it part by part, as they arrive)
     add first      the first contribution of a round to its sum
@@ -19,6 +19,9 @@ measures its other tenants; the best of several repeats, per 100M parameters:
     python bench/server_step.py                      # about half a minute
     python bench/server_step.py --quick --json out.json
     python bench/server_step.py --codecs bf16 int8 int4 --block 65536
+    python bench/server_step.py --codecs int4 --threads 1 2 4 8         # does closing scale?
+
+The last column is the wall clock of "close, 4": with several numbers of threads, how closing scales.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from rich.table import Table
 import outerstep.server.blocks
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.core.outer import Nesterov
+from outerstep.threads import ThreadTeam
 from outerstep.types import ParameterSpec
 from provenance import provenance
 
@@ -56,31 +60,33 @@ def shapes(layers: int, width: int = 768) -> dict[str, tuple[int, ...]]:
 
 
 def cpu_seconds(work: Callable[[], Any]) -> float:
-    begin = time.thread_time()
+    begin = time.process_time()
     work()
-    return time.thread_time() - begin
+    return time.process_time() - begin
 
 
 class Bench:
     """One fragment, and one contribution to it that comes again and again."""
 
-    def __init__(self, codec: str, layers: int) -> None:
+    def __init__(self, codec: str, layers: int, threads: int | None = None) -> None:
         from outerstep.server.store import Addend, FragmentStore  # after the block size is set
 
         up, source = Recipe.parse(codec), torch.Generator().manual_seed(0)
         specs = [ParameterSpec(name=name, shape=shape, dtype="float32") for name, shape in shapes(layers).items()]
         state = {spec.name: torch.randn(spec.shape, generator=source).mul_(0.02) for spec in specs}
         self.numel = sum(spec.numel for spec in specs)
-        self.store = FragmentStore(0, specs, state, up, up.downlink(), 16 << 20)
-        payload = bytearray(self.store.up.size_bytes)
-        payload[: self.store.up.data_begin] = self.store.up.prefix
-        for spec, entry in zip(specs, self.store.up.entries, strict=True):
-            place = self.store.up.data_begin + entry.begin
+        self.team = ThreadTeam(threads)
+        self.store = FragmentStore(0, specs, state, up, up.downlink(), 16 << 20, team=self.team)
+        layout = self.store.uplink().layout
+        payload = bytearray(layout.size_bytes)
+        payload[: layout.data_begin] = layout.prefix
+        for spec, entry in zip(specs, layout.entries, strict=True):
+            place = layout.data_begin + entry.begin
             out = torch.frombuffer(payload, dtype=torch.uint8, offset=place, count=entry.end - entry.begin)
             up.codec(spec).encode(torch.randn(spec.numel, generator=source).mul_(1e-3), out)
         self.payload = memoryview(payload)
         self.addend = Addend(self.payload, 1.0)
-        self.rule, self.version = Nesterov(), 0
+        self.rule, self.version, self.walls = Nesterov(), 0, list[float]()
         self.params = {name: torch.nn.Parameter(value) for name, value in state.items()}
         for param in self.params.values():
             param.grad = torch.randn(param.shape, generator=source)
@@ -92,9 +98,11 @@ class Bench:
         for i in range(before):
             taken = cpu_seconds(lambda: self.store.accumulate(self.version, [self.addend]))
             seconds.setdefault("add another" if i else "add first", []).append(taken)
-        begin = time.thread_time()
+        begin, began_at = time.process_time(), time.perf_counter()
         made = self.store.close(self.version, self.rule, [self.addend] * pending)
-        seconds.setdefault(name, []).append(time.thread_time() - begin)
+        seconds.setdefault(name, []).append(time.process_time() - begin)
+        if name == "close, 4":
+            self.walls.append(time.perf_counter() - began_at)
         self.store.publish(made, ())
 
     @torch.no_grad()
@@ -119,7 +127,7 @@ class Bench:
             self.round(0, 4, seconds, "close, 4")
             seconds.setdefault("step", []).append(cpu_seconds(self.step))
             seconds.setdefault("fused SGD", []).append(cpu_seconds(self.fused.step))
-        return seconds
+        return {**seconds, "close, 4, wall": self.walls}
 
 
 def table(rows: list[dict[str, Any]], millions: float, block: int) -> Table:
@@ -130,7 +138,7 @@ def table(rows: list[dict[str, Any]], millions: float, block: int) -> Table:
     for column in rows[0]:
         made.add_column(column, justify="left" if column == "codec" else "right")
     for row in rows:
-        made.add_row(*(value if isinstance(value, str) else f"{value:.3f}" for value in row.values()))
+        made.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
     return made
 
 
@@ -139,6 +147,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="2 layers and 2 repeats instead of 12 and 5")
     parser.add_argument("--codecs", nargs="+", default=["bf16"], metavar="CODEC", help="of contributions (and updates)")
     parser.add_argument("--block", type=int, default=outerstep.server.blocks.BLOCK_VALUES, help="values per block")
+    parser.add_argument("--threads", nargs="+", type=int, metavar="N", help="of a team (default: as a server has)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run, the summary and the machine here")
     return parser.parse_args()
 
@@ -150,9 +159,12 @@ def main() -> None:
     about = provenance("torch", "xxhash")
     rows, runs, numel = [], {}, 0
     for codec in arguments.codecs:
-        bench = Bench(codec, 2 if arguments.quick else 12)
-        runs[codec], numel = bench.run(2 if arguments.quick else 5), bench.numel
-        rows.append({"codec": codec, **{name: min(taken) * 1e8 / numel for name, taken in runs[codec].items()}})
+        for threads in arguments.threads or [None]:
+            bench = Bench(codec, 2 if arguments.quick else 12, threads)
+            found, numel = bench.run(2 if arguments.quick else 5), bench.numel
+            runs[f"{codec}, {bench.team.count} threads"] = found
+            each = {name: min(taken) * 1e8 / numel for name, taken in found.items()}
+            rows.append({"codec": codec, "threads": bench.team.count, **each})
     Console(width=130).print(table(rows, numel / 1e6, arguments.block))
     if arguments.json:
         report = {"machine": about, "parameters": numel, "block": arguments.block, "summary": rows, "seconds": runs}

@@ -6,6 +6,15 @@ the hash of its parts' hashes, so that the bytes are read only once:
     part_hash_i  = xxh3_64(part_i)
     payload_hash = xxh3_128(part_hash_0 ‖ part_hash_1 ‖ …)
 
+An anchor is identified by a tree over its values, so that it can be hashed by many threads at once, on ranges, and on a
+GPU. A leaf is 65,536 fp32 values of one tensor, the last of a tensor shorter; no leaf is of two tensors. The root is
+over the leaves of all tensors in the fragment's order:
+
+    leaf_i = xxh3_64(values_i)
+    root   = "t" ‖ xxh3_128(leaf_0 ‖ leaf_1 ‖ …)
+
+An end of protocol 1 knows another hash, over the values one after the other; the form of a hash tells which it is.
+
 xxh3 detects accidents, not forgery: authentication happens elsewhere. Among peers without a server, bytes come from any
 peer that has them, and some peers may lie. There a payload is identified by its *digest*, which withstands forgery:
 
@@ -33,6 +42,9 @@ Buffer = bytes | bytearray | memoryview
 part_hash: Callable[[Buffer], str] = xxhash.xxh3_64_hexdigest
 """16 hex digits."""
 
+new_part_hash = xxhash.xxh3_64
+"""For a part that comes piece by piece: `update` with each, then `hexdigest`."""
+
 
 def payload_hash(part_hashes: Sequence[str]) -> str:
     """32 hex digits over the parts' hashes, in order."""
@@ -45,6 +57,89 @@ def data_hash(pieces: Iterable[Buffer]) -> str:
     for piece in pieces:
         state.update(piece)
     return state.hexdigest()
+
+
+LEAF_VALUES = 65_536
+LEAF_BYTES = 4 * LEAF_VALUES
+TREE_MARK = "t"
+
+
+def is_tree(anchor_hash: str) -> bool:
+    """Or one over the values as they follow each other?"""
+    return anchor_hash.startswith(TREE_MARK)
+
+
+def leaf_count(size_bytes: int) -> int:
+    """How many leaves a tensor has: ⌈size / leaf⌉."""
+    return -(-size_bytes // LEAF_BYTES)
+
+
+def leaves_of(data: Buffer) -> bytes:
+    """8 bytes per leaf, of values of one tensor from a border between leaves on."""
+    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+    digest = xxhash.xxh3_64_digest
+    return b"".join(digest(view[begin : begin + LEAF_BYTES]) for begin in range(0, len(view), LEAF_BYTES))
+
+
+def tree_root(leaves: Buffer) -> str:
+    """The mark and 32 hex digits."""
+    return TREE_MARK + xxhash.xxh3_128_hexdigest(leaves)
+
+
+def tree_hash(tensors: Iterable[Buffer]) -> str:
+    """Of tensors that lie in memory, each as one piece."""
+    return tree_root(b"".join(map(leaves_of, tensors)))
+
+
+def hash_like(told: str, tensors: Iterable[Buffer]) -> str:
+    """By the rule that made `told`."""
+    return tree_hash(tensors) if is_tree(told) else data_hash(tensors)
+
+
+class TreeHasher:
+    """The same, of values that come piece by piece; `next_tensor` between two tensors."""
+
+    def __init__(self) -> None:
+        self._leaves: list[bytes | Callable[[], bytes]] = []
+        self._open, self._open_bytes = xxhash.xxh3_64(), 0
+
+    def next_tensor(self) -> None:
+        if self._open_bytes:
+            self._close_leaf()
+
+    def update(self, data: Buffer) -> None:
+        view = memoryview(data)
+        if self._open_bytes:
+            missing = LEAF_BYTES - self._open_bytes
+            self._extend(view[:missing])
+            view = view[missing:]
+        whole = len(view) - len(view) % LEAF_BYTES
+        if whole:
+            self._leaves.append(leaves_of(view[:whole]))
+        if whole < len(view):
+            self._extend(view[whole:])
+
+    def promise(self, leaves: Callable[[], bytes]) -> None:
+        """Leaves that follow, which something else is hashing: they are asked for when all are needed."""
+        assert not self._open_bytes
+        self._leaves.append(leaves)
+
+    def hexdigest(self) -> str:
+        """Of everything so far."""
+        self._leaves = [each if isinstance(each, bytes) else each() for each in self._leaves]
+        last = self._open.digest() if self._open_bytes else b""
+        return tree_root(b"".join([*(each for each in self._leaves if isinstance(each, bytes)), last]))
+
+    def _extend(self, data: memoryview) -> None:
+        self._open.update(data)
+        self._open_bytes += len(data)
+        if self._open_bytes == LEAF_BYTES:
+            self._close_leaf()
+
+    def _close_leaf(self) -> None:
+        self._leaves.append(self._open.digest())
+        self._open.reset()
+        self._open_bytes = 0
 
 
 def part_digest(data: Buffer) -> bytes:

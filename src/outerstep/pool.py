@@ -3,6 +3,10 @@
 Both are mappings, so that a part is read from its socket straight into its place either way; how much there may be in
 all is decided elsewhere (coordination/server/uploads.py, topology/gossip/node/contributions.py). A spool file has no
 name and is gone when nothing uses it any more, also after a crash.
+
+The pages of a file that were touched count as memory of the process until they are let go of; their bytes stay in the
+file, and whoever reads them next gets them again. So those that touch a room on disk say how much (`Room.used`), and
+once it is LET_GO_BYTES, all of it is let go of: what the files take is the same for any number of contributions.
 """
 
 from __future__ import annotations
@@ -20,13 +24,16 @@ from pathlib import Path
 
 import numpy as np
 
+LET_GO_BYTES = 8 << 20
+
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """Memory for one contribution."""
+    """Memory for one contribution. `used`: of a file, to be told how many of its bytes were just read or written."""
 
     view: memoryview
     on_disk: bool
+    used: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +47,11 @@ class Pool:
     In use and waiting to be used again, mappings never take more than the limits in all, except that one contribution
     which is larger gets in when it is alone (coordination/server/uploads.py)."""
 
-    def __init__(self, *, memory_bytes: int, spool_bytes: int, spool_dir: str | None = None) -> None:
-        self._limits = {False: memory_bytes, True: spool_bytes}  # by "on disk?"
+    def __init__(
+        self, *, memory_bytes: int | Callable[[], int], spool_bytes: int, spool_dir: str | None = None
+    ) -> None:
+        """`memory_bytes`: asked anew each time, if it depends on something that changes."""
+        self._memory_bytes, self._spool_bytes = memory_bytes, spool_bytes
         # /tmp is often memory itself; /var/tmp is a disk.
         self._spool_dir = spool_dir or ("/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir())
         self._lock = threading.Lock()
@@ -49,6 +59,8 @@ class Pool:
         self._mapped = {False: 0, True: 0}
         self._idle: list[_Mapping] = []
         self._left: deque[_Mapping] = deque()  # mappings whose last view is gone
+        self._files: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._used_bytes = 0  # of them, since they were let go of
 
     @property
     def memory_bytes(self) -> int:
@@ -70,7 +82,7 @@ class Pool:
             while self._left:
                 self._idle.append(self._left.popleft())
             found = self._find_idle(size_bytes, on_disk=False)
-            on_disk = found is None and self._limits[True] > 0 and self._make_way(size_bytes, on_disk=False) > 0
+            on_disk = found is None and self._spool_bytes > 0 and self._make_way(size_bytes, on_disk=False) > 0
             if on_disk:
                 found = self._find_idle(size_bytes, on_disk=True)
             self._taken[on_disk] += size_bytes
@@ -84,12 +96,29 @@ class Pool:
                 self._taken[on_disk] -= size_bytes
                 self._mapped[on_disk] -= size_bytes
             raise
-        return Room(watched(mapping.memory[:size_bytes], lambda: self._left.append(mapping)), on_disk)
+        view = watched(mapping.memory[:size_bytes], lambda: self._left.append(mapping))
+        return Room(view, on_disk, self._used if on_disk else None)
 
     def give_back(self, room: Room) -> None:
         """Not needed any more. Its memory is used again when the last view of it is gone."""
         with self._lock:
             self._taken[room.on_disk] -= len(room.view)
+
+    def _limit(self, *, on_disk: bool) -> int:
+        if on_disk:
+            return self._spool_bytes
+        return self._memory_bytes() if callable(self._memory_bytes) else self._memory_bytes
+
+    def _used(self, size_bytes: int) -> None:
+        """Of any file. Whoever is in the middle of one meanwhile gets its pages again, from the file."""
+        with self._lock:
+            self._used_bytes += size_bytes
+            if self._used_bytes < LET_GO_BYTES:
+                return
+            self._used_bytes, files = 0, list(self._files)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for file in files:
+                file.madvise(mmap.MADV_DONTNEED)
 
     def _find_idle(self, size_bytes: int, *, on_disk: bool) -> _Mapping | None:
         """The smallest that is large enough, and not so much larger that most of it would be wasted."""
@@ -102,7 +131,7 @@ class Pool:
     def _make_way(self, size_bytes: int, *, on_disk: bool) -> int:
         """Let idle mappings go, the one that has waited longest first, until a new one fits beside the others. Returns
         how many bytes there are too few all the same."""
-        missing = self._mapped[on_disk] + size_bytes - self._limits[on_disk]
+        missing = self._mapped[on_disk] + size_bytes - self._limit(on_disk=on_disk)
         for mapping in [mapping for mapping in self._idle if mapping.on_disk == on_disk]:
             if missing <= 0:
                 break
@@ -117,7 +146,10 @@ class Pool:
             if hasattr(os, "posix_fallocate"):
                 # Reserve the blocks now: a full disk is an error here, and not a SIGBUS in the middle of a write.
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
-            return memoryview(mmap.mmap(file.fileno(), size_bytes))
+            mapping = mmap.mmap(file.fileno(), size_bytes)
+        with self._lock:
+            self._files.add(mapping)
+        return memoryview(mapping)
 
 
 def watched(memory: memoryview, gone: Callable[[], object]) -> memoryview:

@@ -6,14 +6,21 @@ With P = 1: everything, after H steps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
 
 def due_fragment(local_step: int, sync_every: int, num_fragments: int) -> int | None:
     """Fragment p if `local_step` ≡ ⌊(p+1)·H/P⌋ within its cycle, else None. H need not be divisible by P."""
-    if local_step < 1:
-        return None
-    position = (local_step - 1) % sync_every + 1
-    p = -(-position * num_fragments // sync_every) - 1  # the smallest p with (p+1)·H/P ≥ position
-    return p if send_step(p, sync_every, num_fragments) == position else None
+    return None if local_step < 1 else due_by_step(sync_every, num_fragments).get((local_step - 1) % sync_every + 1)
+
+
+@lru_cache(maxsize=64)  # of a run: the plan's H, and under dynamic local updates this worker's own ones
+def due_by_step(sync_every: int, num_fragments: int) -> Mapping[int, int]:
+    """{⌊(p+1)·H/P⌋: p}, the fragment that is due after each step of a cycle; of several the first."""
+    backwards = range(num_fragments - 1, -1, -1)
+    return MappingProxyType({send_step(p, sync_every, num_fragments): p for p in backwards})
 
 
 def send_step(fragment: int, sync_every: int, num_fragments: int) -> int:

@@ -149,7 +149,7 @@ class NormScreen:
 
     def check(self, worker_id: str, size: Size, limit: float) -> bool:
         """Refuse what is far too large. True: look at it again when its round closes."""
-        times = self.times(size)
+        times = None if self.usual is None else self.usual.times(size)
         if times is None or times <= FAR * limit:
             self.refused.pop(worker_id, None)
             return times is None or times > limit

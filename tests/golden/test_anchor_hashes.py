@@ -7,7 +7,7 @@ import torch
 
 from amounts import mostly_slow
 from outerstep.server import DiLoCoServer
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import anchor_tree
 from outerstep.worker import DiLoCoWorker
 from support import in_threads, tiny_model, train_steps
 
@@ -25,7 +25,7 @@ def test_every_anchor_hash_equals_the_servers(codec: str, fragments: int, dtype:
 
         def record(agreement, now: float) -> None:  # type: ignore[no-untyped-def]
             store = server.service.stores[agreement.fragment]
-            published[agreement.fragment, agreement.version] = anchor_hash(store.params().values())
+            published[agreement.fragment, agreement.version] = anchor_tree(store.params().values())
             announce(agreement, now)
 
         server.service.coordinator.published = record  # type: ignore[method-assign]
@@ -45,7 +45,7 @@ def test_every_anchor_hash_equals_the_servers(codec: str, fragments: int, dtype:
                     for fragment, version in enumerate(versions):
                         if version != held[fragment]:
                             names = worker.plan.fragments[fragment]
-                            ours = anchor_hash(worker._replica.anchors[name] for name in names)
+                            ours = anchor_tree(worker._replica.anchors[name] for name in names)
                             assert ours == published[fragment, version]
                             for name in names:  # and the model holds it, rounded to its own dtype
                                 anchor = worker._replica.anchors[name]

@@ -15,7 +15,7 @@ from outerstep.server import DiLoCoServer
 from outerstep.topology.encode import Sender, encode_frame, write_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.payload import Memory, OutgoingFrame
-from outerstep.topology.update import UpdateChain, WholeAnchor, anchor_hash, read_update
+from outerstep.topology.update import UpdateChain, WholeAnchor, anchor_tree, read_update
 from outerstep.types import Plan
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Differences, Replica
@@ -41,7 +41,7 @@ def check_worker(worker: DiLoCoWorker, server: DiLoCoServer, place: str, dtype: 
     for anchor in anchors.values():
         assert anchor.dtype == torch.float32
         assert anchor.is_cuda if place == "device" else anchor.is_pinned()
-    assert [anchor_hash(anchors[name] for name in names) for names in worker.plan.fragments] == newest
+    assert [anchor_tree(anchors[name] for name in names) for names in worker.plan.fragments] == newest
     assert worker.sync_metrics["anchor_repairs"] == 0
     for name, param in worker._replica.tensors.items():
         assert torch.equal(param.detach().cpu(), anchors[name].cpu().to(dtype))
@@ -152,7 +152,7 @@ class Pair:
         full = encode_frame(self.theta, self.form.full, dict.fromkeys(names, FP32))
         for replica, model in zip(self.replicas, self.models, strict=True):
             own = {name: p.detach().clone() for name, p in model.named_parameters()}
-            assert replica.adopt(read_update(self.form, ["full"], [full], anchor_hash(self.theta.values())))
+            assert replica.adopt(read_update(self.form, ["full"], [full], anchor_tree(self.theta.values())))
             replica.restore(own)
         self.feedbacks = [ErrorFeedback(), ErrorFeedback()]
 
@@ -238,11 +238,11 @@ def _expected_hash(pair: Pair, frames: list[memoryview]) -> str:
             decoded = torch.empty(theta[entry.name].numel())
             pair.form.codecs[entry.name].decode(data[begin:end], decoded)
             theta[entry.name].view(-1).add_(decoded)
-    return anchor_hash(theta.values())
+    return anchor_tree(theta.values())
 
 
 def test_one_changed_bit_is_found_on_a_gpu() -> None:
     pair = Pair("bf16")
     frame = encode_frame({n: torch.zeros_like(t) for n, t in pair.theta.items()}, pair.form.update, pair.form.codecs)
     frame[len(frame) // 2 | 1] ^= 0x3F  # an exponent: the last bit of a zero would be lost in the sum
-    assert not pair.replicas[1].adopt(read_update(pair.form, ["update"], [frame], anchor_hash(pair.theta.values())))
+    assert not pair.replicas[1].adopt(read_update(pair.form, ["update"], [frame], anchor_tree(pair.theta.values())))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.core.manifest import describe
 from outerstep.core.state import bytes_of, fp32_views
-from outerstep.digest import data_hash, part_hash
+from outerstep.digest import part_hash, tree_hash
 from outerstep.errors import Superseded
 from outerstep.server import DiLoCoServer
 from outerstep.types import Agreement, Heartbeat, ParameterSpec, Payload
@@ -63,7 +63,7 @@ class Anchored(HandClient):
         agreement = self.poll(self.version, self.hash)
         for payload in agreement.payloads:
             self._take(payload, self.fetch(payload))
-        self.version, self.hash = agreement.version, data_hash(bytes_of(self.anchor[spec.name]) for spec in SPECS)
+        self.version, self.hash = agreement.version, tree_hash(bytes_of(self.anchor[spec.name]) for spec in SPECS)
         assert self.hash == agreement.anchor_hash
         return agreement
 
@@ -107,7 +107,7 @@ def test_whoever_follows_and_whoever_comes_late_hold_the_same(mode: str, recipe:
         late = Anchored(server, "follower", recipe)
         late.session = follower.session  # the same worker, with nothing in hand
         assert [payload.kind for payload in late.follow().payloads] == ["full"]
-        assert data_hash(bytes_of(late.anchor[spec.name]) for spec in SPECS) == follower.hash
+        assert tree_hash(bytes_of(late.anchor[spec.name]) for spec in SPECS) == follower.hash
     now = server.get_global_params()
     assert all(torch.equal(now[name], anchor) for name, anchor in follower.anchor.items())
     server.service.stop()
@@ -154,7 +154,7 @@ def test_a_reader_of_the_whole_never_sees_bytes_that_change(down: str) -> None:
                     continue
                 views = layout("fp32", [(spec.name, spec.shape, 4 * spec.numel) for spec in SPECS])
                 params = fp32_views(frame, views.places, views.data_begin)
-                assert data_hash(bytes_of(params[spec.name]) for spec in SPECS) == agreement.anchor_hash
+                assert tree_hash(bytes_of(params[spec.name]) for spec in SPECS) == agreement.anchor_hash
                 read.append(agreement.version)
 
         return job

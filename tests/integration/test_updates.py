@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from amounts import mostly_slow
 from outerstep.core.codecs import CODECS
 from outerstep.server import DiLoCoServer
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import anchor_tree
 from outerstep.worker import DiLoCoWorker
 from support import Eights, Ledger, assert_same, count, in_threads, memory_worker, params_of
 
@@ -60,7 +60,7 @@ def test_all_workers_hold_the_servers_bits(codec: str, streaming: dict[str, Any]
         for worker in workers:
             anchors = worker._replica.anchors
             for names, fragment in zip(worker.plan.fragments, newest, strict=True):
-                assert anchor_hash(anchors[name] for name in names) == fragment["anchor_hash"]
+                assert anchor_tree(anchors[name] for name in names) == fragment["anchor_hash"]
             assert worker.sync_metrics["anchor_repairs"] == 0
             assert_same(params_of(worker.model), {name: anchors[name] for name in params_of(worker.model)})
 

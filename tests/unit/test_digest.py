@@ -1,14 +1,87 @@
 """Hashes of parts, of payloads and of anchors."""
 
+import random
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outerstep.digest import data_hash, part_count, part_hash, part_range, payload_hash
+from outerstep.digest import (
+    LEAF_BYTES,
+    TreeHasher,
+    data_hash,
+    hash_like,
+    leaf_count,
+    leaves_of,
+    part_count,
+    part_hash,
+    part_range,
+    payload_hash,
+    tree_hash,
+)
 
 PROPERTY = settings(deadline=None)
+
+
+def pattern(size: int, seed: int = 0) -> bytes:
+    """Bytes that do not repeat within a leaf."""
+    return random.Random(seed).randbytes(size)
+
+
+SIZES = [0, 4, LEAF_BYTES - 4, LEAF_BYTES, LEAF_BYTES + 4, 3 * LEAF_BYTES + 1000]
+
+
+class TestTrees:
+    def test_a_root_is_over_the_hashes_of_leaves_that_end_with_their_tensor(self) -> None:
+        one, other = pattern(2 * LEAF_BYTES + 8), pattern(12, seed=1)
+        pieces = [one[:LEAF_BYTES], one[LEAF_BYTES : 2 * LEAF_BYTES], one[2 * LEAF_BYTES :], other]
+        expected = data_hash(bytes.fromhex(part_hash(piece)) for piece in pieces)
+        assert tree_hash([one, other]) == "t" + expected
+
+    def test_nothing_has_no_leaves(self) -> None:
+        assert tree_hash([]) == tree_hash([b"", b""]) == "t" + data_hash([])
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_a_tensor_has_as_many_leaves_as_it_is_cut_into(self, size: int) -> None:
+        assert len(leaves_of(pattern(size))) == 8 * leaf_count(size)
+
+    @pytest.mark.parametrize("sizes", [SIZES, SIZES[::-1]], ids=["growing", "shrinking"])
+    @pytest.mark.parametrize("piece", [1000, LEAF_BYTES // 2, LEAF_BYTES, LEAF_BYTES + 4, 10 * LEAF_BYTES])
+    def test_a_root_does_not_depend_on_the_pieces_in_which_tensors_come(self, sizes: list[int], piece: int) -> None:
+        tensors, hasher = [pattern(size, seed) for seed, size in enumerate(sizes)], TreeHasher()
+        for tensor in tensors:
+            hasher.next_tensor()
+            for begin in range(0, len(tensor), piece):
+                hasher.update(tensor[begin : begin + piece])
+        assert hasher.hexdigest() == hasher.hexdigest() == tree_hash(tensors)
+
+    def test_leaves_may_be_made_elsewhere_and_come_when_they_are_needed(self) -> None:
+        tensors, hasher, asked = [pattern(LEAF_BYTES + 4, seed) for seed in range(3)], TreeHasher(), []
+        for number, tensor in enumerate(tensors):
+            hasher.next_tensor()
+            if number == 1:
+                hasher.promise(lambda: asked.append("leaves") or leaves_of(tensors[1]))
+            else:
+                hasher.update(tensor)
+        assert asked == []
+        assert hasher.hexdigest() == hasher.hexdigest() == tree_hash(tensors)
+        assert asked == ["leaves"]
+
+    def test_values_that_change_places_or_tensors_change_the_root(self) -> None:
+        data = pattern(2 * LEAF_BYTES)
+        swapped = data[LEAF_BYTES:] + data[:LEAF_BYTES]
+        cut = [data[:LEAF_BYTES], data[LEAF_BYTES:]]
+        assert (
+            len({tree_hash([data]), tree_hash([swapped]), tree_hash([data[: LEAF_BYTES + 4], data[LEAF_BYTES + 4 :]])})
+            == 3
+        )
+        assert tree_hash(cut) == tree_hash([data])  # a border between leaves: names and shapes are the manifest's
+
+    def test_the_form_of_a_hash_tells_its_rule(self) -> None:
+        data = [pattern(100), pattern(50, seed=1)]
+        for rule in (data_hash, tree_hash):
+            assert hash_like(rule(data), data) == rule(data)
 
 
 class TestHashes:

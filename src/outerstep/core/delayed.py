@@ -99,6 +99,11 @@ class DelayedNesterov:
                 self._buffers[name] = _Buffers(_zeros(theta), _zeros(theta))
         return DelayedStep(self, fragment)
 
+    @property
+    def momentum(self) -> float:
+        """The largest β of a parameter."""
+        return max(rate.momentum for rate in (*self._rates.values(), self._default))
+
     def _rate(self, name: str) -> OuterRule:
         return self._rates.get(name, self._default)
 

@@ -13,6 +13,9 @@ The new e is tentative until the outcome of the contribution is known:
 A worker that resumes from its own state does the same: it has its local weights and its pending contribution back. If
 the server holds later contributions than the state knows of, e was sent with those; it is forgotten, because to send it
 again would count it twice.
+
+The codec may change in a run. e is of no codec: it goes with the next contribution, whatever encodes that. If the new
+one keeps nothing (`keeps=False`), nothing is owed from then on.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ def send(codec: Codec, wanted: Tensor, out: Tensor, dither: Dither | None = None
 
 @dataclass
 class Pending:
-    """The residual of a pending contribution: what the codec left out, by tensor, flat."""
+    """The residual of a pending contribution: what the codec left out, by tensor, flat. One without values: e went with
+    it, and nothing is owed if it counts."""
 
     sequence: int
     left_over: dict[str, Tensor] = field(default_factory=dict)
@@ -87,10 +91,16 @@ class ErrorFeedback:
         numel: int,
         home: torch.device,
         dither: Dither | None = None,
+        keeps: bool = True,
     ) -> None:
         """Encode values [start, start + n) of a tensor of `numel` values, plus their residual, on Δ's device. e stays
-        on `home`."""
+        on `home`; unless the codec `keeps` what it leaves out, there is none afterwards."""
         left_over = self._pending[fragment].left_over
+        if not keeps:
+            left_over[name], wanted = torch.empty(0), torch.empty_like(delta)
+            compensate(self._residuals[name][start : start + delta.numel()].to(delta.device), delta, 1.0, wanted)
+            codec.encode(wanted, out, dither)
+            return
         if name not in left_over:
             left_over[name] = self._room(name, numel, home)
         stop = start + delta.numel()
@@ -112,9 +122,10 @@ class ErrorFeedback:
         for name, left_over in pending.left_over.items():
             unused = left_over
             if counted:
-                unused = self._residuals.get(name, left_over)
-                self._residuals[name] = left_over
-            if unused is not self._residuals.get(name):
+                unused = self._residuals.pop(name, left_over)
+                if left_over.numel():
+                    self._residuals[name] = left_over
+            if left_over.numel() and unused is not self._residuals.get(name):
                 self._spare[name] = unused
 
     def forget(self, fragment: int, names: Iterable[str]) -> None:
@@ -122,6 +133,10 @@ class ErrorFeedback:
         self._pending.pop(fragment, None)
         for name in names:
             self._residuals.pop(name, None)
+
+    def owes(self, name: str) -> bool:
+        """Is something left of a tensor that is to be sent?"""
+        return name in self._residuals
 
     def residual(self, name: str) -> Tensor | None:
         """e of a tensor, flat; None while nothing has been left out."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -163,17 +163,20 @@ class Nesterov(BlockOuter):
         return cls(rule.lr, rule.momentum, nesterov=rule.nesterov, portable=True)
 
     def begin(self, params: Mapping[str, Tensor], fragment: int = 0) -> NesterovStep:
-        return NesterovStep(self, params)
+        first = params.keys() - self.momentum.tensors.keys()
+        buf = {name: self.momentum.of(name, theta) for name, theta in params.items()} if self.rule.momentum else {}
+        return NesterovStep(self.rule, self.portable, first, buf)
 
 
+@dataclass(frozen=True, eq=False)
 class NesterovStep:
-    """A `BlockStep`; made by `Nesterov.begin`."""
+    """A `BlockStep`; made by `Nesterov.begin`. `_first`: the parameters that move for the first time. torch sets their
+    buffer, where `portable_step` adds to zeros."""
 
-    def __init__(self, outer: Nesterov, params: Mapping[str, Tensor]) -> None:
-        self._rule, self._portable = outer.rule, outer.portable
-        known, momentum = set(outer.momentum.tensors), outer.momentum
-        self._first = params.keys() - known  # torch sets their buffer, where `portable_step` adds to zeros
-        self._buf = {name: momentum.of(name, theta) for name, theta in params.items()} if self._rule.momentum else {}
+    _rule: OuterRule
+    _portable: bool
+    _first: Set[str]
+    _buf: Mapping[str, Tensor]
 
     def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
         rule = self._rule
@@ -228,11 +231,19 @@ class TorchOuter:
 
     def __init__(self, factory: OptimizerFactory, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._params, self._optimizer = build_optimizer(factory, shapes)
+        self.name = type(self._optimizer).__name__
         _, *taken = inspect.signature(type(self._optimizer).step).parameters.values()
         self._takes_names = any(one.name == "pseudo_gradients" and one.default is one.empty for one in taken)
         names = {param: name for name, param in self._params.items()}
         for group in self._optimizer.param_groups if self._takes_names else ():
             group.setdefault("param_names", [names[param] for param in group["params"]])
+
+    @property
+    def momentum(self) -> float | None:
+        """The largest of torch's SGD; None: another optimizer, which may have some under another name."""
+        if type(self._optimizer) is not torch.optim.SGD:
+            return None
+        return max(float(group["momentum"]) for group in self._optimizer.param_groups)
 
     @torch.no_grad()
     def step(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:

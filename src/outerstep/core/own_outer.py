@@ -103,6 +103,7 @@ class OwnOuter(BlockOuter):
 
     def __init__(self, params: Mapping[str, nn.Parameter], optimizer: OuterOptimizer) -> None:
         super().__init__()
+        self.name = type(optimizer).__name__
         self.update = optimizer.update
         self.options = groups_of(params, optimizer)
 

@@ -18,7 +18,7 @@ A version may also come about without contributions: an agreement from a layer a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .delayed import DelayedNesterov
 from .gossip import PairOuter
-from .outer import BlockOuter, MomentumBuffers, NamedOptimizer
+from .outer import BlockOuter, BlockStep, MomentumBuffers, NamedOptimizer
 
 Outer = NamedOptimizer | DelayedNesterov
 
@@ -79,7 +79,10 @@ class FragmentState:
 
     def step(self, target: Mapping[str, Tensor] | None = None) -> FragmentStep:
         """The outer step of T, block by block. `target`: where T moves, if that is other memory than it is in."""
-        return FragmentStep(self, self.target if target is None else target)
+        assert isinstance(self.outer, BlockOuter | DelayedNesterov)
+        target = self.target if target is None else target
+        step = self.outer.begin({name: target[name] for name in self.parameters}, self.index)
+        return FragmentStep(self.roles, step, step.done)
 
     @torch.no_grad()
     def step_whole(self, aggregate: Mapping[str, Tensor], target: Mapping[str, Tensor] | None = None) -> None:
@@ -148,14 +151,14 @@ class FragmentState:
             self.remember(snapshot.centre)
 
 
+@dataclass(frozen=True, eq=False)
 class FragmentStep:
-    """One outer step of a fragment on its way, range by range; made by `FragmentState.step`. (Under no_grad.)"""
+    """One outer step of a fragment on its way, range by range; made by `FragmentState.step`. (Under no_grad.) When the
+    last range has moved: `done`."""
 
-    def __init__(self, state: FragmentState, target: Mapping[str, Tensor]) -> None:
-        assert isinstance(state.outer, BlockOuter | DelayedNesterov)
-        self._roles = state.roles
-        self._step = state.outer.begin({name: target[name] for name in state.parameters}, state.index)
-        self.done = self._step.done
+    _roles: Mapping[str, str]
+    _step: BlockStep
+    done: Callable[[], None]
 
     def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
         """Values [start, start + |g|) of a tensor move in `theta`, which holds them flat on any device; g is

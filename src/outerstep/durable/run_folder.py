@@ -5,6 +5,7 @@ lock         held for as long as a server lives; its content says which server
 journal/     what happened since the last checkpoints (journal.py)
 compat.json  which answers clients of the older protocol have got (compat/heard.py)
 state-…/     the checkpoints (server/saved)
+metrics.jsonl  every round with its numbers, for people (observe/sinks.py)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..defaults import RUN_FOLDER
 from ..errors import ModelError
 from ..types import Plain, Positive, RunId
 from .disk import make_folders, replace_synced
@@ -24,7 +26,7 @@ log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 JOURNAL = "journal"
-DEFAULT_PLACE = "outerstep-run"
+DEFAULT_PLACE = RUN_FOLDER
 FORMAT, VERSION = "outerstep run", 1
 
 

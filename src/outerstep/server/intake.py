@@ -2,30 +2,32 @@
 
 Every part is hashed and looked at when it is in: NaN, Inf, absurd values, bytes that mean nothing. What is wrong is
 said when the contribution is complete; then there is nothing left to read but its headers, and the blocks across the
-borders of parts. Values are looked at by as many threads as there are cores, not by the connections' own: each that has
-worked on tensors keeps megabytes in its allocator's cache.
+borders of parts. Values are looked at by a team of threads, not by the connections' own: each that has worked on
+tensors keeps megabytes in its allocator's cache.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ..config import ServerConfig
+from ..coordination.autoconfig.meter import LinkMeter
 from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.uploads import Upload
-from ..digest import part_hash
+from ..digest import new_part_hash, part_hash
 from ..errors import BadRequest, HashMismatch, MissingParts
 from ..pool import Pool, Room
-from ..types import ContributionKey, PutPart, PutPartAnswer
+from ..threads import ThreadTeam
+from ..types import THE_SERVER, ContributionKey, PutPart, PutPartAnswer
 from ..wire.routes import UnreadBody
 from .decoding import Decoder, Findings
 
-FindDecoder = Callable[[int, int], Decoder]
-"""(fragment, number of sections) → how such a contribution is read."""
+PIECE_BYTES = 1 << 20  # of a part that goes to a file
+
+FindDecoder = Callable[[int, int, str], Decoder]
+"""(fragment, number of sections, codec) → how such a contribution is read."""
 
 
 @dataclass
@@ -55,22 +57,25 @@ class Intake:
         lock: threading.Condition,
         clock: Callable[[], float],
         find_decoder: FindDecoder,
+        memory_bytes: Callable[[], int],
     ) -> None:
-        self.pool = Pool(memory_bytes=config.pool_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
+        """`memory_bytes`: for contributions, before they go to the spool file."""
+        self.pool = Pool(memory_bytes=memory_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
         self.bytes_received = 0
+        self.meter = LinkMeter(THE_SERVER)  # guarded by the lock
         self._coordinator, self._lock, self._clock = coordinator, lock, clock
         self._find_decoder = find_decoder
         self._incoming: dict[ContributionKey, _Incoming] = {}
         self.writing: dict[tuple[ContributionKey, int], _Writing] = {}
-        self._lookers = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="outerstep-look")
+        self._lookers = ThreadTeam(config.threads, "outerstep-look")
 
     def close(self) -> None:
-        self._lookers.shutdown()
+        self._lookers.close()
 
-    def payload(self, key: ContributionKey) -> memoryview:
+    def room(self, key: ContributionKey) -> Room:
         room = self._incoming[key].room
         assert room is not None
-        return room.view
+        return room
 
     def free(self, key: ContributionKey) -> None:
         """With the lock held. Whoever still has a view of it keeps its memory from being used again."""
@@ -81,8 +86,8 @@ class Intake:
     def conclude(self, upload: Upload) -> Callable[[], float]:
         """With the lock held, all parts being in: what checks the rest, outside of it. That returns ‖Δ‖ or refuses."""
         incoming = self._incoming[upload.key]
-        payload, seen = self.payload(upload.key), [incoming.seen[part] for part in sorted(incoming.seen)]
-        decoder = self._find_decoder(upload.offer.fragment, upload.sections)
+        payload, seen = self.room(upload.key).view, [incoming.seen[part] for part in sorted(incoming.seen)]
+        decoder = self._find_decoder(upload.offer.fragment, upload.sections, upload.offer.codec)
         return lambda: self._lookers.submit(decoder.check, payload, seen).result()
 
     def put(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
@@ -111,8 +116,8 @@ class Intake:
         findings: Findings | None = None
         try:
             room = self._room(begun.key, incoming, begun.offer.size_bytes)
-            decoder = self._find_decoder(request.fragment, begun.sections)
-            findings = self._read(room.view, begin, end, request, body, decoder)
+            decoder = self._find_decoder(request.fragment, begun.sections, begun.offer.codec)
+            findings = self._read(room, begin, end, request, body, decoder)
         finally:
             with self._lock:
                 del self.writing[place]
@@ -137,21 +142,31 @@ class Intake:
                     incoming.room = room
             return incoming.room
 
-    def _read(
-        self, payload: memoryview, begin: int, end: int, request: PutPart, body: UnreadBody, decoder: Decoder
-    ) -> Findings:
-        """Fill [begin, end) of the payload; its hash must be the one announced. What the blocks inside it hold.
+    def _read(self, room: Room, begin: int, end: int, request: PutPart, body: UnreadBody, decoder: Decoder) -> Findings:
+        """Fill [begin, end) of the payload; its hash must be the one announced. What the blocks inside it hold. (How
+        long it takes is what is known of the link.)
 
         Each of the three in one call for the whole part: every call hands the interpreter over and wants it back, and
-        with many connections that costs more than the caches save."""
-        body.read_into(payload[begin:end])
-        got = part_hash(payload[begin:end])
+        with many connections that costs more than the caches save. Of files only so much is in memory at a time, so
+        they are read and hashed in pieces."""
+        payload, at_once, found = room.view, PIECE_BYTES if room.used is not None else end - begin, new_part_hash()
+        with self.meter.part(request.worker_id, THE_SERVER, end - begin, self._clock, self._lock):
+            for first in range(begin, end, at_once):
+                piece = payload[first : min(first + at_once, end)]
+                body.read_into(piece)
+                if room.used is not None:
+                    found.update(piece)
+                    room.used(len(piece))
+        got = part_hash(payload[begin:end]) if room.used is None else found.hexdigest()
         if got != request.hash:
             raise HashMismatch(
                 f"part {request.part} of {request.key} arrived as {got}, it was sent as {request.hash}",
                 hint="send this part again",
             )
-        return self._lookers.submit(decoder.look, payload, decoder.blocks_inside(begin, end)).result()
+        findings = self._lookers.submit(decoder.look, payload, decoder.blocks_inside(begin, end)).result()
+        if room.used is not None:
+            room.used(end - begin)
+        return findings
 
     def _check_wanted(self, key: ContributionKey, incoming: _Incoming) -> None:
         if self._incoming.get(key) is not incoming:

@@ -8,7 +8,8 @@ A journal record is the coordinator as of a decision, and what replays the round
     head       {"remembered": …, "round": null}                a note: only membership or orders have changed
                {"remembered": …, "round": {kind, fragment, version, participants, anchor_hash, …}}
     payload    kind "mean":    the flat fp32 mean that the outer optimizer stepped along, as long as the fragment
-               kind "pushes":  the contributions as they came, one after the other (Delayed Nesterov)
+               kind "pushes":  the contributions as they came, in the order in which they were added: with the plain
+                               mean, where they are smaller; with Delayed Nesterov, which pushes each, always
                kind "nothing": none; everybody was there, and nobody had trained
                kind "above":   T, flat fp32, where a layer above has moved it; nobody took part
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,7 +39,7 @@ from ..durable.run_folder import JOURNAL, RunFolder, has_journal
 from ..errors import ModelError, ServerError
 from ..events import EventSink, RunEnded, SaveFailed, StateSaved
 from ..pool import private_memory
-from ..types import Count, Hash, Participant, Plain, Positive, Watched
+from ..types import AnchorHash, Count, Label, LearningRate, Participant, Plain, Positive, Watched
 from .outer_state import rule_told
 from .publish import NextVersion
 from .run import Run
@@ -58,6 +60,7 @@ class RecordedPush(Plain, frozen=True):
     scale: Scale
     base: Count | None
     sections: Positive
+    codec: Label = ""  # of the run, while that could not change
 
 
 RoundKind = Literal["mean", "pushes", "nothing", "above"]
@@ -68,9 +71,10 @@ class RoundRecord(Plain, frozen=True):
     fragment: Count
     version: Positive
     participants: tuple[Participant, ...]
-    anchor_hash: Hash
+    anchor_hash: AnchorHash
     pushes: tuple[RecordedPush, ...] = ()
     seen: Watched | None = None  # of contributions that another rule than the mean combined: the mean does not tell it
+    outer_lr: LearningRate | None = None  # of this step; None = as the settings of the record say
 
 
 class RecordHead(Plain, frozen=True):
@@ -80,13 +84,15 @@ class RecordHead(Plain, frozen=True):
 
 @dataclass
 class SteppedRound:
-    """A round whose step was taken, and that nobody was told of yet. `verdict`: of the rule that combined it."""
+    """A round whose step was taken, and that nobody was told of yet. `addends`: the contributions that its record
+    holds, in the order in which they were added; none = it holds the mean. `verdict`: of the rule that combined it."""
 
     store: FragmentStore
     made: NextVersion
     participants: tuple[Participant, ...]
     addends: list[Addend]
     verdict: ScreenVerdict | None
+    outer_lr: float | None = None  # η of this step, if the controller chose it
 
 
 class RunWriter:
@@ -94,7 +100,7 @@ class RunWriter:
 
     def __init__(self, run: Run, events: EventSink, folder: RunFolder | None) -> None:
         self._run, self._config, self._events = run, run.config, events
-        self._settings, self._takes_pushes = settings_of(run.config), run.config.delayed_nesterov > 0
+        self._settings = settings_of(run.config)
         self.folder = folder
         self.journal: Journal | None = None
         if folder is not None and (run.config.keeps == "round" or has_journal(folder.place)):
@@ -123,11 +129,13 @@ class RunWriter:
         payload, pushes = list[memoryview](), tuple[RecordedPush, ...]()
         if stepped.made.from_above:
             kind, payload = "above", [bytes_of(stepped.made.target)]
-        elif self._takes_pushes:
+        elif stepped.addends:
             counted = [addend for addend in stepped.addends if addend.weight > 0.0]
             kind, payload = "pushes", [addend.payload for addend in counted]
             pushes = tuple(
-                RecordedPush(size_bytes=len(one.payload), scale=one.weight, base=one.base, sections=one.sections)
+                RecordedPush(
+                    size_bytes=len(one.payload), scale=one.weight, base=one.base, sections=one.sections, codec=one.codec
+                )
                 for one in counted
             )
         elif stepped.made.mean is not None:
@@ -140,6 +148,7 @@ class RunWriter:
             anchor_hash=stepped.made.result()[0],
             pushes=pushes,
             seen=stepped.made.seen,
+            outer_lr=stepped.outer_lr,
         )
         return record, payload
 
@@ -207,6 +216,11 @@ class RunWriter:
         return msgspec.structs.replace(remembered, facts={**remembered.facts, "said": self._settings})
 
 
+def smaller_than_mean(addends: Sequence[Addend], numel: int) -> bool:
+    """Have the contributions that count fewer bytes, as they came, than the mean of them?"""
+    return 0 < sum(len(addend.payload) for addend in addends if addend.weight > 0.0) < 4 * numel
+
+
 def settings_of(config: ServerConfig) -> dict[str, Any]:
     """The settings that a run continues under. At the next start only those that differ from these are changes: the
     same command given again does not undo an operator's orders since then."""
@@ -248,7 +262,8 @@ def recorded_addends(round_: RoundRecord, payload: memoryview) -> list[Addend]:
     memory, made, begin = private_memory(max(len(payload), 1)), [], 0
     memory[: len(payload)] = payload
     for push in round_.pushes:
-        made.append(Addend(memory[begin : begin + push.size_bytes], push.scale, push.base, push.sections))
+        data = memory[begin : begin + push.size_bytes]
+        made.append(Addend(data, push.scale, push.base, push.sections, push.codec))
         begin += push.size_bytes
     if begin != len(payload):
         raise ModelError(f"the pushes of a record must be as long as its payload, {len(payload)} bytes, got {begin}")

@@ -28,9 +28,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
-import xxhash
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -38,12 +38,24 @@ from ..core.codecs import FP32, Dither
 from ..core.codecs.recipe import Recipe
 from ..core.state import FragmentState
 from ..core.watch import watched as watched_round
-from ..digest import data_hash, part_count, part_hash, part_range, payload_hash
+from ..digest import (
+    LEAF_VALUES,
+    data_hash,
+    leaf_count,
+    leaves_of,
+    part_count,
+    part_hash,
+    part_range,
+    payload_hash,
+    tree_hash,
+    tree_root,
+)
 from ..errors import BadRequest, Busy, ServerFailed, Superseded
 from ..pool import private_memory, watched
+from ..threads import ThreadTeam
 from ..types import MOST_PAYLOADS, Agreement, GetPart, ParameterSpec, Participant, Payload, Watched
 from ..wire.frames import Layout, layout
-from .blocks import BLOCK_VALUES, Block
+from .blocks import Block
 
 READING_S = 60.0  # a worker that has not asked for a part for this long has stopped reading
 OLDER_HELD = 1  # versions of θ beside the newest, for those in the middle of them: memory must not grow with readers
@@ -70,28 +82,6 @@ class Frame:
         if len(self.view) == of.data_begin:  # frombuffer refuses to make nothing
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.view, dtype=dtype, offset=of.data_begin)
-
-
-@dataclass
-class PartHasher:
-    """The hashes of a frame's parts, taken while its bytes are written: each while it is in the cache."""
-
-    frame: memoryview
-    part_size_bytes: int
-    done: int = 0
-    hashes: list[str] = field(default_factory=list)
-    _state: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
-
-    def advance(self, to: int) -> None:
-        """The bytes before `to` are final."""
-        while self.done < to:
-            border = (self.done // self.part_size_bytes + 1) * self.part_size_bytes
-            end = min(to, border)
-            self._state.update(self.frame[self.done : end])
-            self.done = end
-            if end in (border, len(self.frame)):
-                self.hashes.append(self._state.hexdigest())
-                self._state.reset()
 
 
 @dataclass
@@ -143,7 +133,7 @@ class Published(Served):
     def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
         super().__init__(frame, part_size_bytes)
         self.agreement, self.version = agreement, agreement.version
-        self.range_hashes: dict[int, tuple[str, ...]] = {}  # by number of sections, as far as asked
+        self.range_hashes: dict[tuple[int, bool], tuple[str, ...]] = {}  # by sections and whether trees, as asked for
         self._hashing = threading.Lock()
         self._part_hashes: tuple[str, ...] = ()
 
@@ -174,9 +164,8 @@ class Update(Served):
 
 
 class NextVersion:
-    """A version on its way: θ follows T, in one pass over the memory. `target` is T, flat: move a block of it, then
-    call `follow` for that block; all blocks, in their order. (Or `move` them in any order, and `seal` them in
-    theirs.)"""
+    """A version on its way: θ follows T, in one pass over the memory. `target` is T, flat: when a block of it is where
+    it should be, `move` that block, in any order and by any thread; then `hash_parts`."""
 
     def __init__(
         self, down: Downlink, version: int, before: Frame, frame: Frame, target: Tensor, update: Frame | None
@@ -187,11 +176,12 @@ class NextVersion:
         self.mean: Tensor | None = None  # what T moved along, if it is to be kept until this is published
         self.pushes: Sequence[float] | None = None  # how much each counted, if it moved along one after the other
         self.squares = 0.0  # Σ g² of what T moved along at once
+        self._part_hashes: tuple[str, ...] = ()
         self.seen: Watched | None = None  # how similar contributions were that another rule than the mean combined
         self._down, self.from_above = down, False  # True: an agreement of a layer above, without contributions
         self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
-        self._anchor = xxhash.xxh3_128()
-        self._scratch = torch.empty(BLOCK_VALUES)
+        self._first_leaf, leaves = down.first_leaf, down.leaf_count
+        self._leaves = memoryview(bytearray(8 * leaves))
         if update is None:
             if not self.in_place:
                 self._new.copy_(self._old)
@@ -200,7 +190,6 @@ class NextVersion:
         self.target = target
         self._encoded = update.data(down.update, torch.uint8)
         self._begins = {entry.name: entry.begin for entry in down.update.entries}
-        self._hasher = PartHasher(update.view, down.part_size_bytes)
 
     def watched(self, participants: Sequence[Participant]) -> Watched | None:
         """How the round went, as far as it is the same for all workers. Of several pushes that each moved T by itself
@@ -219,13 +208,9 @@ class NextVersion:
             return watched_round(None, norms, self.pushes, None, self.pushes[0] * norms[0])
         return None
 
-    def follow(self, block: Block) -> None:
-        """T is where it should be in this block: bring θ there, as far as the codec can."""
-        self.move(block, self._scratch)
-        self.seal(block)
-
     def move(self, block: Block, room: Tensor) -> None:
-        """That, without its hashes: of any block at any time. `room` is for a block. (Under no_grad.)"""
+        """T is where it should be in this block: bring θ there, as far as the codec can. `room` is for a block. (Under
+        no_grad.)"""
         theta = self._new[block.place : block.end]
         if self.update is not None:
             rule, begin = self._down.rules[block.name], self._begins[block.name]
@@ -241,23 +226,24 @@ class NextVersion:
             torch.add(old, d, out=theta)
         if not (math.isfinite(torch.dot(theta, theta)) or bool(torch.isfinite(theta).all())):  # a dot is far cheaper
             raise FloatingPointError(f"the outer step made tensor {block.name!r} of version {self.version} not finite")
+        begin, leaf = self._down.full.data_begin, 8 * (self._first_leaf[block.name] + block.start // LEAF_VALUES)
+        leaves = leaves_of(self.frame.view[begin + 4 * block.place : begin + 4 * block.end])
+        self._leaves[leaf : leaf + len(leaves)] = leaves
 
-    def seal(self, block: Block) -> None:
-        """Hash a block that was moved; one after the other, in their order."""
+    def hash_parts(self, team: ThreadTeam) -> None:
+        """Of the update, when all blocks have moved."""
         if self.update is not None:
-            codec = self._down.rules[block.name].codec
-            self._hasher.advance(
-                self._down.update.data_begin + self._begins[block.name] + codec.encoded_bytes(block.stop)
-            )
-        begin = self._down.full.data_begin
-        self._anchor.update(self.frame.view[begin + 4 * block.place : begin + 4 * block.end])
+            view, size = self.update.view, self._down.part_size_bytes
+            ranges = [part_range(i, len(view), size) for i in range(part_count(len(view), size))]
+            pieces = [view[begin:end] for begin, end in ranges]
+            if len(pieces) == 1:
+                self._part_hashes = (part_hash(pieces[0]),)
+            else:
+                self._part_hashes = tuple(one.result() for one in [team.submit(part_hash, piece) for piece in pieces])
 
     def result(self) -> tuple[str, tuple[str, ...]]:
         """The anchor's hash, and those of the update's parts."""
-        if self.update is None:
-            return self._anchor.hexdigest(), ()
-        self._hasher.advance(len(self.update.view))
-        return self._anchor.hexdigest(), tuple(self._hasher.hashes)
+        return tree_root(self._leaves), self._part_hashes
 
 
 class Downlink:
@@ -298,9 +284,13 @@ class Downlink:
             self._target = torch.frombuffer(private_memory(max(4 * self._target.numel(), 4)), dtype=torch.float32)
             for name, values in self.by_name(self._target).items():
                 values.copy_((targets or state).get(name, state[name]))
-        data = frame.view[self.full.data_begin :]  # hashed without the gaps between tensors
-        anchor_hash = data_hash(data[entry.begin : entry.end] for entry in self.full.entries)
+        counts = [leaf_count(entry.end - entry.begin) for entry in self.full.entries]
+        firsts = list(accumulate(counts, initial=0))
+        self.first_leaf = {entry.name: first for entry, first in zip(self.full.entries, firsts, strict=False)}
+        self.leaf_count = firsts[-1]
+        anchor_hash = tree_hash(self._tensors_of(frame))
         agreement = Agreement(fragment=index, version=version, anchor_hash=anchor_hash)
+        self._told: dict[int, str] = {}  # hashes of other versions' anchors, as workers of protocol 1 were told them
         self.state = FragmentState(
             {spec.name: spec.role for spec in specs},
             theta,
@@ -317,6 +307,11 @@ class Downlink:
         if not self._held:
             raise ServerFailed(f"an outer step of fragment {self.index} failed half-way", hint="resume a saved state")
         return self._held[max(self._held)]
+
+    def _tensors_of(self, frame: Frame) -> Iterator[memoryview]:
+        """The bytes of each tensor: hashed without the gaps between them."""
+        data = frame.view[self.full.data_begin :]
+        return (data[entry.begin : entry.end] for entry in self.full.entries)
 
     @property
     def held_versions(self) -> list[int]:
@@ -360,10 +355,12 @@ class Downlink:
             if version != max(self._held, default=None):
                 return None
             if held_hash is not None:
-                if held == version and held_hash == self.newest.agreement.anchor_hash:
+                if held == version and held_hash in (self.newest.agreement.anchor_hash, self._told.get(held)):
                     return ()
                 chain = [update for update in self._ring if update.version > held]
-                leads_there = chain and chain[0].version == held + 1 and chain[0].base_hash == held_hash
+                leads_there = (
+                    chain and chain[0].version == held + 1 and held_hash in (chain[0].base_hash, self._told.get(held))
+                )
                 size_bytes = sum(update.size_bytes for update in chain)
                 if leads_there and size_bytes < self.full.size_bytes and len(chain) <= MOST_PAYLOADS:
                     for update in chain:
@@ -378,6 +375,18 @@ class Downlink:
         payload = published.payload()
         del lent
         return (payload,)
+
+    def flat_hash(self, version: int) -> str | None:
+        """The anchor's hash as protocol 1 has it, over the values one after the other; made for the first that asks.
+        None: the version is not held any more."""
+        with self.reading(version) as published:
+            if published is None:
+                return None
+            told = self._told.get(version) or data_hash(self._tensors_of(published.frame))
+            with self._lock:
+                kept = {update.version - 1 for update in self._ring} | self._held.keys()
+                self._told = {v: h for v, h in self._told.items() if v in kept} | {version: told}
+            return told
 
     def part(self, request: GetPart, now: float) -> tuple[str, memoryview]:
         """The hash and the bytes of one part, which stay as they are for as long as the view is kept."""

@@ -1,13 +1,14 @@
 """The global model of one fragment on the server: contributions in, the outer step, the next version out.
 
 Everything is flat fp32 memory in the order of the frame that is sent, and goes through the processor in blocks that fit
-its cache: decoded, added, divided, stepped, encoded and hashed while it is there.
+its cache: decoded, added, divided, stepped, encoded and hashed while it is there. All threads of a team take part, each
+at blocks of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,12 +22,13 @@ from ..core.delayed import DelayedNesterov
 from ..core.robust import Candidate, Rule, Screening, ScreenVerdict, Tensors, TensorSpan, Zeros, combine, make_rule
 from ..core.state import FragmentState, Outer, bytes_of
 from ..core.watch import sum_of_squares
-from ..digest import data_hash
+from ..digest import data_hash, tree_hash
 from ..errors import ModelError
 from ..pool import private_memory
+from ..threads import ThreadTeam, process_team
 from ..types import ParameterSpec, Participant
-from ..wire.frames import layout, most_bytes, row_pieces
-from .blocks import BLOCK_VALUES, Block, cut, hand_in_hand
+from ..wire.frames import Layout, layout, most_bytes, row_pieces
+from .blocks import BLOCK_VALUES, Block, cut
 from .decoding import Decoder, UpTensor
 from .publish import Downlink, NextVersion, Published
 
@@ -37,12 +39,30 @@ SLACK_BYTES = 64 << 10  # a frame that is a little too long is read, so that the
 
 @dataclass(frozen=True)
 class Addend:
-    """A checked contribution: its bytes, how much it counts, the version it was computed from (None = the newest)."""
+    """A checked contribution: its bytes, how much it counts, the version it was computed from (None = the newest).
+    `codec`: "" = the one that the store was made with. `used`: to be told how many bytes were read (pool.py)."""
 
     payload: memoryview
     weight: float
     base: int | None = None
     sections: int = 1
+    codec: str = ""
+    used: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """How contributions of one codec come."""
+
+    codec: str
+    tensors: Sequence[UpTensor]
+
+    @property
+    def layout(self) -> Layout:
+        return layout(self.codec, [(t.name, t.shape, t.codec.encoded_bytes(t.numel)) for t in self.tensors])
+
+    def most_bytes(self, sections: int) -> int:
+        return most_bytes(self.layout, [(t.name, t.shape, t.codec.encoded_bytes) for t in self.tensors], sections)
 
 
 @dataclass
@@ -105,11 +125,12 @@ class FragmentStore:
         shelf: Shelf | None = None,
         keeps_centre: bool = False,
         centre: Mapping[str, Tensor] | None = None,
+        team: ThreadTeam | None = None,
     ) -> None:
         """`statistics`: averaged buffers of earlier versions (of any fragment), as `self.statistics` had them.
         `keeps_centre`: the run's rule begins each round where the last ended; `centre`, by name, is that place."""
         self.index = index
-        self._shelf = shelf or Shelf()
+        self._shelf, self._team = shelf or Shelf(), team or process_team()
         self.down = Downlink(
             index,
             specs,
@@ -124,13 +145,10 @@ class FragmentStore:
         self.state: FragmentState = self.down.state
         self.payloads, self.part = self.down.payloads, self.down.part  # how workers get it
         self.numel = (self.down.full.size_bytes - self.down.full.data_begin) // 4  # of the flat memory, gaps included
-        tensors = [UpTensor(spec.name, spec.shape, up.codec(spec)) for spec in specs]
-        self._tensors = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in tensors]
-        self.up = layout(up.name, [(name, shape, size(math.prod(shape))) for name, shape, size in self._tensors])
-        self.decoder = lru_cache(maxsize=4)(lambda sections: Decoder(up.name, tensors, sections))
-        self.max_payload_bytes = lru_cache(maxsize=64)(  # of a contribution that comes in so many sections
-            lambda sections: most_bytes(self.up, self._tensors, sections) + SLACK_BYTES
-        )
+        self._specs, self._first_codec = specs, up.name
+        # The coordinator says which codecs a contribution may have: they are few.
+        self._uplinks, self._decoders = lru_cache(maxsize=8)(self._uplink), lru_cache(maxsize=8)(self._decoder)
+        self.max_payload_bytes = lru_cache(maxsize=64)(self._max_payload_bytes)
         self.statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
         for earlier, values in (statistics or {}).items():
             if ours := {name: values[name].clone() for name in self.state.averaged if name in values}:
@@ -149,7 +167,25 @@ class FragmentStore:
     @property
     def max_sections(self) -> int:
         """As many as there are rows; a few more may be empty."""
-        return max([FEW_SECTIONS, *(shape[0] for _, shape, _ in self._tensors if shape)])
+        return max([FEW_SECTIONS, *(spec.shape[0] for spec in self._specs if spec.shape)])
+
+    def uplink(self, codec: str = "") -> Uplink:
+        """How contributions of this codec come; "" = the one that the store was made with."""
+        return self._uplinks(codec or self._first_codec)
+
+    def decoder(self, sections: int, codec: str = "") -> Decoder:
+        return self._decoders(sections, codec or self._first_codec)
+
+    def _max_payload_bytes(self, sections: int, codec: str = "") -> int:
+        """Of a contribution that comes in so many sections."""
+        return self.uplink(codec).most_bytes(sections) + SLACK_BYTES
+
+    def _uplink(self, codec: str) -> Uplink:
+        recipe = Recipe.parse(codec)
+        return Uplink(codec, [UpTensor(spec.name, spec.shape, recipe.codec(spec)) for spec in self._specs])
+
+    def _decoder(self, sections: int, codec: str) -> Decoder:
+        return Decoder(codec, self.uplink(codec).tensors, sections)
 
     @property
     def newest(self) -> Published:
@@ -164,22 +200,23 @@ class FragmentStore:
         with self.down.reading() as published:
             return {name: theta.clone() for name, theta in self.down.params(published).items()}
 
-    def range_hashes(self, version: int, sections: int) -> tuple[str, ...] | None:
+    def range_hashes(self, version: int, sections: int, *, trees: bool = True) -> tuple[str, ...] | None:
         """Per section the hash of its rows, by the rule of the anchor's; None if the version is not held any more. Two
-        threads that ask at once compute the same."""
+        threads that ask at once compute the same. `trees`: or as protocol 1 has them?"""
         with self.down.reading(version) as published:
             if published is None:
                 return None
-            known = published.range_hashes.get(sections)
+            known = published.range_hashes.get((sections, trees))
             if known is None:
                 full = self.down.full
                 data = published.frame.view[full.data_begin :]
+                rule = tree_hash if trees else data_hash
                 known = tuple(
-                    data_hash(data[begin:end] for begin, end in row_pieces(full.entries, sections, r, 4))
+                    rule(data[begin:end] for begin, end in row_pieces(full.entries, sections, r, 4))
                     for r in range(sections)
                 )
                 if len(published.range_hashes) < GROUP_SIZES:
-                    published.range_hashes[sections] = known
+                    published.range_hashes[sections, trees] = known
             return known
 
     # --- a contribution -------------------------------------------------------------------------------------------
@@ -192,9 +229,12 @@ class FragmentStore:
         total = self._sums.get(version)
         if total is None:
             total = self._sums[version] = _Sum(self._shelf.take(self.numel))
-        gather, scratch = _Gather(self, version, counted, total.weight), torch.empty(BLOCK_VALUES)
-        for block in self._blocks:
-            gather.add(block, total.values[block.place : block.end], scratch)
+        gather, values = _Gather(self, version, counted, total.weight), total.values
+
+        def add(block: Block, scratch: Tensor) -> None:
+            gather.add(block, values[block.place : block.end], scratch)
+
+        self._team.share(self._blocks, _one_room, add)
         total.weight = gather.weight
 
     def rebase(self, values: Tensor, block: Block | TensorSpan, base: int, targets: Mapping[str, Tensor]) -> None:
@@ -239,6 +279,7 @@ class FragmentStore:
             seed=seed,
             screening=Screening(cosine=settings.cosine_screen, arrived=True),
             centre=Tensors(self.centre) if self.centre else None,
+            share=self._team.share,
         )
         self._set_mean(version, values)
         return verdict
@@ -270,6 +311,7 @@ class FragmentStore:
                 self._close_pushed(made, outer.buffer_size, counted)
             else:
                 self._close_mean(made, counted, keep_mean=keep_mean)
+            made.hash_parts(self._team)
         return made
 
     def move_to(self, version: int, values: Mapping[str, Tensor], now: float = 0.0) -> NextVersion:
@@ -279,6 +321,7 @@ class FragmentStore:
             made.from_above = True
             self.state.move_to(values, self.down.by_name(made.target))
             self._follow(made)
+            made.hash_parts(self._team)
         return made
 
     def recall_move(self, version: int, target: memoryview) -> NextVersion:
@@ -326,56 +369,72 @@ class FragmentStore:
 
     def _step_by_blocks(self, made: NextVersion, gather: _Gather, mean: Tensor | None, *, keep_mean: bool) -> None:
         """Everything that happens to a block, while it is in the cache. The step overwrites what it is given: a mean
-        that is to be kept it gets as a copy."""
+        that is to be kept it gets as a copy. Without one `mean` is the sum so far, or None; what is added to it is
+        gathered where a replay gathers it, because the last digit of Σ g² depends on how memory is aligned."""
         step = self.state.step(self.down.by_name(made.target))
 
         def move(block: Block, room: Tensor) -> float:
             scratch, spare = room[0, : block.count], room[1]
-            g = mean[block.place : block.end] if mean is not None else scratch
+            g = scratch
+            if mean is not None:
+                before = mean[block.place : block.end]
+                g = before if keep_mean else scratch.copy_(before)
             squares = gather.mean(block, g, spare)
             target = made.target[block.place : block.end]
             step.block(block.name, target, scratch.copy_(g) if keep_mean else g, block.start)
             made.move(block, spare)
             return squares
 
-        def seal(block: Block, squares: float) -> None:
+        def add_up(_: Block, squares: float) -> None:
             made.squares += squares
-            made.seal(block)
 
-        hand_in_hand(self._blocks, lambda: torch.empty(2, BLOCK_VALUES), move, seal)
+        self._team.share(self._blocks, lambda: torch.empty(2, BLOCK_VALUES), move, add_up)
 
     def _step_whole(self, made: NextVersion, gather: _Gather, mean: Tensor, *, keep_mean: bool) -> None:
         """With an optimizer of which we only know that it steps whole tensors. It may change its gradients."""
-        scratch = torch.empty(BLOCK_VALUES)
-        for block in self._blocks:
-            g = mean[block.place : block.end]
-            made.squares += gather.mean(block, g, scratch)
+
+        def divide_by_weights(block: Block, scratch: Tensor) -> float:
+            return gather.mean(block, mean[block.place : block.end], scratch)
+
+        def add_up(_: Block, squares: float) -> None:
+            made.squares += squares
+
+        self._team.share(self._blocks, _one_room, divide_by_weights, add_up)
         self.state.step_whole(self.down.by_name(mean.clone() if keep_mean else mean), self.down.by_name(made.target))
         self._follow(made)
 
     def _close_pushed(self, made: NextVersion, buffer_size: int, pushes: Sequence[Addend]) -> None:
         """T ← T moved by each contribution as the rule says, one by one; θ follows the last."""
-        targets, scratch = self.down.by_name(made.target), torch.empty(BLOCK_VALUES)
+        targets = self.down.by_name(made.target)
         made.pushes = [push.weight for push in pushes]
         for number, addend in enumerate(pushes, 1):
-            step, reader = self.state.step(targets), _Reader(self, addend)
-            for block in self._blocks:
-                g = scratch[: block.count]
-                reader.read(block, g)
-                scale = addend.weight
-                if self.state.roles[block.name] == "average":  # T + (l − T)/N: between the two, whatever others did
-                    self.rebase(g, block, made.version - 1 if addend.base is None else addend.base, targets)
-                    scale = min(addend.weight, 1.0) / buffer_size
-                step.block(block.name, made.target[block.place : block.end], g.mul_(scale), block.start)
-                if number == len(pushes):
-                    made.follow(block)
-            step.done()
+            self._push(made, addend, buffer_size, targets, follows=number == len(pushes))
         if not pushes:
             self._follow(made)
 
+    def _push(
+        self, made: NextVersion, addend: Addend, buffer_size: int, targets: Mapping[str, Tensor], *, follows: bool
+    ) -> None:
+        """T moved by one contribution; `follows`: and θ after it."""
+        step, reader = self.state.step(targets), _Reader(self, addend)
+
+        def move(block: Block, room: Tensor) -> None:
+            g = room[: block.count]
+            reader.read(block, g)
+            scale = addend.weight
+            if self.state.roles[block.name] == "average":  # T + (l − T)/N: between the two, whatever others did
+                self.rebase(g, block, made.version - 1 if addend.base is None else addend.base, targets)
+                scale = min(addend.weight, 1.0) / buffer_size
+            step.block(block.name, made.target[block.place : block.end], g.mul_(scale), block.start)
+            if follows:
+                made.move(block, room)
+
+        self._team.share(self._blocks, _one_room, move)
+        step.done()
+
     def _follow(self, made: NextVersion) -> None:
-        for block in self._blocks:
-            made.follow(block)
+        """T is where it should be: bring θ there, as far as the codec can."""
+        self._team.share(self._blocks, _one_room, made.move)
 
     def _keep_statistics(self, version: int) -> None:
         if self.state.averaged:
@@ -385,18 +444,25 @@ class FragmentStore:
                 del self.statistics[old]
 
 
+def _one_room() -> Tensor:
+    return torch.empty(BLOCK_VALUES)
+
+
 class _Reader:
     """The values of one contribution, block by block. With a `version`, those of a buffer are against T as it is now,
     if the contribution is too late for that version to follow on its own."""
 
     def __init__(self, store: FragmentStore, addend: Addend, version: int | None = None) -> None:
-        self._store, self._decoder = store, store.decoder(addend.sections)
+        self._store, self._decoder = store, store.decoder(addend.sections, addend.codec)
         self._data = torch.frombuffer(addend.payload, dtype=torch.uint8)
         is_late = version is not None and addend.base is not None and addend.base < version - 1
         self._late_base = addend.base if is_late else None
+        self._used, self._bytes_per_value = addend.used, len(addend.payload) / max(store.numel, 1)
 
     def read(self, block: Block | TensorSpan, out: Tensor) -> None:
         self._decoder.read(self._data, block.name, block.start, block.stop, out)
+        if self._used is not None:
+            self._used(int(self._bytes_per_value * (block.stop - block.start)))
         if self._late_base is not None and self._store.state.roles[block.name] == "average":
             self._store.rebase(out, block, self._late_base, self._store.state.target)
 

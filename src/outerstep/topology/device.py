@@ -6,15 +6,22 @@ read in the order of the training's own stream: once the encoders are queued the
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from ..core.state import bytes_of
+from ..digest import LEAF_VALUES, TreeHasher, leaves_of, tree_hash
 from .payload import OutgoingFrame
+
+log = logging.getLogger(__name__)
 
 SLOTS = 2  # one block is encoded, or hashed, while another travels
 
@@ -118,6 +125,61 @@ class HostCopies:
         event.synchronize()
         self._use(host[:count])
         self._free.append(host)
+
+
+class DeviceLeaves:
+    """The leaves of an anchor's hash of values that are on a GPU, hashed there; for `hasher`, which gets them when it
+    needs them. Only what a tensor leaves over of its last leaf is hashed on the host."""
+
+    def __init__(self, hasher: TreeHasher) -> None:
+        self._hasher = hasher
+        self._rest: Tensor | None = None  # fewer values than a leaf has, until more of this tensor come
+
+    def put(self, values: Tensor) -> None:
+        """More values of one tensor; they may change afterwards."""
+        from ..core.leaf_kernels import finish, leaf_accumulators
+
+        if self._rest is not None:
+            values = torch.cat((self._rest, values))
+        whole = values.numel() - values.numel() % LEAF_VALUES
+        if whole:
+            made = leaf_accumulators(values[:whole])
+            self._hasher.promise(lambda: finish(made.cpu().numpy()))
+        self._rest = values[whole:].clone() if whole < values.numel() else None
+
+    def flush(self) -> None:
+        """Of this tensor there are no more."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            host = torch.empty(rest.shape, dtype=rest.dtype, pin_memory=True)
+            host.copy_(rest, non_blocking=True)
+            arrived = _event()
+            arrived.record(torch.cuda.current_stream(rest.device))
+            self._hasher.promise(lambda: _leaf_after(arrived, host))
+
+
+def _leaf_after(arrived: torch.cuda.Event, values: Tensor) -> bytes:
+    arrived.synchronize()
+    return leaves_of(bytes_of(values))
+
+
+@cache
+def hashes_there(device: torch.device) -> bool:
+    """Can leaves be hashed on this device? Triton must be there, and its kernels must make the hash that the host
+    makes: both are tried once."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    values = torch.arange(2 * LEAF_VALUES, dtype=torch.float32)
+    found = TreeHasher()
+    try:
+        DeviceLeaves(found).put(values.to(device))
+        is_right = found.hexdigest() == tree_hash([bytes_of(values)])
+    except Exception as error:  # noqa: BLE001 - a compiler that does not work here must not stop a training
+        log.warning("anchors on %s are hashed on the host: %s", device, error)
+        return False
+    if not is_right:
+        log.warning("anchors on %s are hashed on the host: Triton's kernels make another hash there", device)
+    return is_right
 
 
 def _event() -> torch.cuda.Event:

@@ -95,7 +95,7 @@ class Sender:
         rule = self.rules[name]
         delta = self.deltas.block(name, excerpt.held + start, excerpt.held + stop)
         dither = self.dither(name).after(excerpt.whole + start) if rule.stochastic else None
-        if not rule.feedback:
+        if not rule.feedback and not self.feedback.owes(name):
             if self.squares is not None:
                 self.squares.add(delta)
             rule.codec.encode(delta, out, dither)
@@ -110,6 +110,7 @@ class Sender:
             numel=math.prod(entry.shape),
             home=self.deltas.home(name),
             dither=dither,
+            keeps=rule.feedback,
         )
         if self.squares is not None:  # of what is sent: it may be a small part of Δ, and much of earlier ones
             sent = torch.empty(stop - start, device=out.device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, Protocol
 
@@ -26,11 +26,11 @@ from torch import Tensor
 from ..coordination.worker.exchange import Held
 from ..core.codecs import Codec
 from ..core.state import FragmentState, bytes_of, fp32_views
-from ..digest import data_hash
+from ..digest import TreeHasher, data_hash, is_tree, tree_hash
 from ..errors import ExchangeFailed, Refused
 from ..types import Agreement
 from ..wire.frames import Layout, check_frame
-from .device import HostCopies
+from .device import DeviceLeaves, HostCopies, hashes_there
 from .forms import Form
 
 Kind = Literal["full", "update"]
@@ -73,32 +73,53 @@ class AnchorUpdate(Protocol):
         """What it was read from."""
 
 
-@dataclass
 class AnchorProof:
-    """The hash of an anchor, over its blocks as they come."""
+    """The hash of an anchor, over its blocks as they come, by the rule that made the one that is expected."""
 
-    expected: str = ""
-    _state: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
-    _copies: HostCopies | None = None  # from the first block that is on a GPU
+    def __init__(self, expected: str = "") -> None:
+        """`expected`: "" = it is not known; then the hash is over the values as they follow each other, as it is among
+        members that compare theirs."""
+        self.expected = expected
+        self._hasher = TreeHasher() if is_tree(expected) else xxhash.xxh3_128()
+        self._name: str | None = None
+        self._copies: HostCopies | None = None  # from the first block that comes over from a GPU
+        self._on_device: DeviceLeaves | None = None  # or is hashed there
 
-    def feed(self, values: Tensor) -> None:
+    def feed(self, name: str, values: Tensor) -> None:
+        """Values of this tensor; those of one tensor follow each other."""
         if not values.numel():
             return
-        if values.device.type != "cpu":
+        if name != self._name:
+            self._next_tensor(name)
+        if values.device.type == "cpu":
+            self._flush()
+            self._hasher.update(bytes_of(values))
+        elif isinstance(self._hasher, TreeHasher) and hashes_there(values.device):
+            if self._on_device is None:
+                self._on_device = DeviceLeaves(self._hasher)
+            self._on_device.put(values)
+        else:
             if self._copies is None:
-                self._copies = HostCopies(lambda copied: self._state.update(bytes_of(copied)))
+                self._copies = HostCopies(lambda copied: self._hasher.update(bytes_of(copied)))
             self._copies.put(values)
-            return
-        if self._copies is not None:
-            self._copies.flush()
-        self._state.update(bytes_of(values))
 
     @property
     def digest(self) -> str:
         """Of all blocks so far."""
+        self._flush()
+        return self._hasher.hexdigest()
+
+    def _next_tensor(self, name: str) -> None:
+        self._name = name
+        if isinstance(self._hasher, TreeHasher):
+            self._flush()
+            self._hasher.next_tensor()
+
+    def _flush(self) -> None:
         if self._copies is not None:
             self._copies.flush()
-        return self._state.hexdigest()
+        if self._on_device is not None:
+            self._on_device.flush()
 
 
 @dataclass(frozen=True)
@@ -109,11 +130,11 @@ class Extent:
     first: int = 0
     hashed: range | None = None
 
-    def feed(self, proof: AnchorProof, start: int, block: Tensor) -> None:
+    def feed(self, proof: AnchorProof, name: str, start: int, block: Tensor) -> None:
         """`block` is of the values from number `start` of those held."""
         if self.hashed is not None:
             block = block[max(self.hashed.start - start, 0) : max(self.hashed.stop - start, 0)]
-        proof.feed(block)
+        proof.feed(name, block)
 
 
 ALL = Extent()
@@ -146,16 +167,16 @@ class WholeAnchor:
         return self._proof.digest
 
     def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
-        block = self._values[name].view(-1)[start:stop]
-        self._extents.get(name, ALL).feed(self._proof, start, block)
-        return block.to(held.device, non_blocking=True)
+        block = self._values[name].view(-1)[start:stop].to(held.device, non_blocking=True)
+        self._extents.get(name, ALL).feed(self._proof, name, start, block)
+        return block
 
     def checked(self) -> Mapping[str, Tensor]:
         """All of it, by name."""
         if not self._is_checked:
             proof = AnchorProof(self._proof.expected)
             for name, theta in self._values.items():
-                self._extents.get(name, ALL).feed(proof, 0, theta.view(-1))
+                self._extents.get(name, ALL).feed(proof, name, 0, theta.view(-1))
             if proof.digest != proof.expected:
                 raise ExchangeFailed(f"what the server sent does not have the hash {proof.expected} that it announced")
             self._is_checked = True
@@ -211,7 +232,7 @@ class UpdateChain:
             d = self._room("d", last - first, held.device)
             codec.decode(data.to(held.device, non_blocking=True), d)
             theta = torch.add(theta, d[begin - first : end - first], out=room)
-        extent.feed(self._proof, start, theta)
+        extent.feed(self._proof, name, start, theta)
         return theta
 
     def _room(self, name: str, numel: int, device: torch.device) -> Tensor:
@@ -240,7 +261,7 @@ class OwnStep(ABC):
     def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         theta = held if in_place else held.clone()
         self._move(name, start, stop, theta)
-        self._proof.feed(theta)
+        self._proof.feed(name, theta)
         return theta
 
     @abstractmethod
@@ -291,7 +312,7 @@ class StepChain:
 
     def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
         if not self._steps:
-            self._held.feed(held)
+            self._held.feed(name, held)
         theta = held
         for number, (_, step) in enumerate(self._steps):
             theta = step.apply(name, start, stop, theta, in_place=in_place or number > 0)
@@ -334,9 +355,33 @@ def _cutter(frame: memoryview) -> Cutter:
     return lambda begin, end: data[begin:end]
 
 
+def apply_to(update: AnchorUpdate, tensors: Mapping[str, Tensor]) -> None:
+    """The whole update, on these tensors, which hold θ and then θ′."""
+    for name in update.names:
+        flat = tensors[name].view(-1)
+        for start, stop in cuts(flat.numel(), flat.device):
+            update.apply(name, start, stop, flat[start:stop], in_place=True)
+
+
+def empty_anchor(form: Form) -> tuple[Tensor, dict[str, Tensor]]:
+    """A frame for a whole anchor, to be filled, and the tensors in it by name."""
+    data = torch.empty(form.full.size_bytes, dtype=torch.uint8)
+    return data, fp32_views(data.numpy().data, form.full.places, form.full.data_begin)
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In host memory of their own."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
 def anchor_hash(tensors: Iterable[Tensor]) -> str:
-    """The identity of an anchor: over its fp32 values in the fragment's order."""
+    """The identity of an anchor among members that step by themselves: over its fp32 values in the fragment's order."""
     return data_hash(bytes_of(tensor) for tensor in tensors if tensor.numel())
+
+
+def anchor_tree(tensors: Iterable[Tensor]) -> str:
+    """The identity of a server's anchor (digest.py)."""
+    return tree_hash(bytes_of(tensor) for tensor in tensors if tensor.numel())
 
 
 def values_hash(tensors: Iterable[Tensor]) -> str:
@@ -345,5 +390,5 @@ def values_hash(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         flat = tensor.reshape(-1).view(torch.uint8)
         for start, stop in cuts(flat.numel(), flat.device):
-            proof.feed(flat[start:stop])
+            proof.feed("", flat[start:stop])
     return proof.digest

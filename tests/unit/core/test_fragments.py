@@ -357,3 +357,15 @@ def test_fragments_that_others_have_named_stay_and_the_rest_is_counted_out() -> 
     assert FragmentManager([*specs[:1], buffer], 1, named=[["a"]]).fragments == [["a"], ["mean"]]
     with pytest.raises(ConfigError, match="1 parameters are left for 2 more"):
         FragmentManager(specs[:3], 3, named=[["a", "b"]])
+    assert FragmentManager(specs[:3], 2, named=[["c"], ["a", "b"]]).fragments == [["c"], ["a", "b"]]
+
+
+def test_a_buffer_stays_with_its_own_module_in_a_tree_of_them() -> None:
+    kinds = [("m.a.w", "parameter"), ("m.b.w", "parameter"), ("m.b.mean", "average")]
+    specs = [ParameterSpec(name=n, shape=(2,), dtype="float32", role=role) for n, role in kinds]  # type: ignore[arg-type]
+    assert FragmentManager(specs, 2, strategy="counted").fragments == [["m.a.w"], ["m.b.w", "m.b.mean"]]
+
+
+def test_unless_they_are_counted_buffers_may_be_fragments() -> None:
+    buffer = ParameterSpec(name="mean", shape=(10,), dtype="float32", role="average")
+    assert FragmentManager([spec("w"), buffer], 2).fragments == [["w"], ["mean"]]

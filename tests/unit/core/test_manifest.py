@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from outerstep.core.manifest import MAX_BLOCK_NAME, BufferPolicy, block_of, describe
+from outerstep.core.manifest import LONGEST_NAME, MAX_BLOCK_NAME, BufferPolicy, block_of, check_name, describe
+from outerstep.errors import ModelError
 from outerstep.types import Manifest, ParameterSpec
 from outerstep.wire.messages import decode_json, encode_json
 
@@ -179,3 +180,44 @@ def test_only_tables_are_embeddings() -> None:
 def test_the_items_of_a_list_that_is_the_model_are_its_layers() -> None:
     model = nn.ModuleList(nn.ModuleDict({"deep": nn.Linear(2, 2)}) for _ in range(2))
     assert {spec.block for spec in describe(model)[1].parameters} == {"0", "1"}
+
+
+class Holding(nn.Module):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(tensor)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((2,), (0,)),
+        ((2, 2), (1, 1)),
+        ((3, 2), (1, 2)),
+        ((2, 2, 2), (1, 2, 3)),
+    ],
+)
+def test_a_parameter_whose_values_share_a_place_is_refused_by_name(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    with pytest.raises(ModelError, match="'w' must have a place in memory for each value"):
+        describe(Holding(torch.zeros(64).as_strided(shape, strides)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((1, 3), (0, 1)), ((2, 3), (1, 2)), ((2, 2, 2), (1, 2, 4)), ((3, 4), (8, 2)), ((), ())],
+)
+def test_one_with_a_place_for_each_is_taken_however_they_lie(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    describe(Holding(torch.zeros(64).as_strided(shape, strides)))
+
+
+def test_a_sparse_parameter_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="'w' must be dense"):
+        describe(Holding(torch.eye(3).to_sparse()))
+
+
+def test_a_name_may_be_as_long_as_the_limit() -> None:
+    check_name("n" * LONGEST_NAME)
+    with pytest.raises(ModelError, match=f"at most {LONGEST_NAME} characters, got {LONGEST_NAME + 1}"):
+        check_name("n" * (LONGEST_NAME + 1))

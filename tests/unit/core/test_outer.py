@@ -21,6 +21,7 @@ from outerstep.core.outer import (
     OuterRule,
     State,
     TorchOuter,
+    build_optimizer,
     check_factory,
     portable_step,
 )
@@ -461,3 +462,32 @@ def test_the_parameters_given_to_a_factory_want_no_gradient_of_their_own() -> No
 
     TorchOuter(factory, SHAPES)
     assert seen == [False, False, False]
+
+
+def test_a_step_that_takes_whatever_it_is_given_is_given_nothing() -> None:
+    class Wrapped(torch.optim.SGD):
+        def step(self, *args: Any, **more: Any) -> None:  # type: ignore[override]
+            assert not args
+            super().step(*args, **more)
+
+    theta = {"w": torch.ones(2)}
+    TorchOuter(lambda params: Wrapped(params, lr=1.0), {"w": (2,)}).step(theta, {"w": torch.ones(2)})
+    assert theta["w"].tolist() == [0.0, 0.0]
+
+
+def test_parameters_are_made_where_they_are_asked_for() -> None:
+    for device in ("cpu", "meta"):
+        params, _ = build_optimizer(lambda all_: torch.optim.SGD(all_, lr=1.0), {"w": (2, 3)}, device)
+        assert (params["w"].device.type, tuple(params["w"].shape)) == (device, (2, 3))
+
+
+def test_a_factory_that_fails_is_named_as_the_setting_it_comes_from() -> None:
+    def failing(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        raise ValueError("no")
+
+    with pytest.raises(
+        ConfigError, match=r"^outer_optimizer_factory makes an optimizer that cannot step by itself: no"
+    ):
+        check_factory(failing)
+    with pytest.raises(ConfigError, match=r"^outer_optimizer makes"):
+        check_factory(failing, "outer_optimizer")

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 import outerstep
 from outerstep.core.outer import Nesterov, OuterRule, TorchOuter
-from outerstep.core.own_outer import OuterOptimizer, OwnOuter, as_own_rule, has_update, named_factory, outer_of
+from outerstep.core.own_outer import (
+    MOST_TEXT,
+    OuterOptimizer,
+    OwnOuter,
+    as_own_rule,
+    has_update,
+    named_factory,
+    outer_everywhere,
+    outer_of,
+)
 from outerstep.errors import ConfigError
 
 SHAPES = {"w": (3, 5), "b": (7,)}
@@ -36,6 +45,16 @@ class Stepping(OuterOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param.sub_(param.grad)
+
+
+class Family:
+    class Inner(OuterOptimizer):
+        pass
+
+
+class Heavy(OuterOptimizer):
+    def __init__(self, params: Any, mass: float) -> None:
+        super().__init__(params, mass=mass)
 
 
 def values(seed: int) -> dict[str, Tensor]:
@@ -183,3 +202,57 @@ class TestByName:
     def test_where_everybody_steps_only_an_update_will_do(self, name: str) -> None:
         with pytest.raises(ConfigError, match=f"in a ring everybody takes the outer step.*got '{name}'; use a server"):
             as_own_rule(name, {}, "in a ring")
+
+    def test_a_class_inside_a_class(self) -> None:
+        made = named_factory(f"{__name__}:Family.Inner", {})([nn.Parameter(torch.zeros(1))])
+        assert isinstance(made, Family.Inner)
+
+    def test_one_that_lacks_an_option_is_refused_saying_what_it_was_given(self) -> None:
+        with pytest.raises(ConfigError, match=r"cannot be made with nothing: .*mass"):
+            named_factory(f"{__name__}:Heavy", {})([nn.Parameter(torch.zeros(1))])
+
+    def test_what_members_tell_each_other_of_it_is_bounded(self) -> None:
+        name = f"{__name__}:Clipped"
+        left = MOST_TEXT - len(f"{name} most=")
+        assert as_own_rule(name, {"most": "m" * left}, "here").own is not None
+        with pytest.raises(ConfigError, match=f"at most {MOST_TEXT} characters, got {MOST_TEXT + 1}"):
+            as_own_rule(name, {"most": "m" * (left + 1)}, "here")
+
+
+class TestEverywhere:
+    """Everybody steps its own copy."""
+
+    def test_without_a_rule_of_ones_own_it_is_the_one_that_ships(self) -> None:
+        rule = OuterRule(0.5, 0.8)
+        theirs, ours = outer_everywhere(rule, values(0)), Nesterov.everywhere(rule)
+        assert type(theirs) is type(ours)
+        a, b = values(0), values(0)
+        for turn in (1, 2):
+            theirs.step(a, values(turn))
+            ours.step(b, values(turn))
+        assert all(torch.equal(a[name], b[name]) for name in SHAPES)
+
+    def test_a_rule_of_ones_own_steps_as_it_does_anywhere(self) -> None:
+        everywhere = outer_everywhere(as_own_rule(f"{__name__}:Clipped", {"most": 0.25}, "here"), values(0))
+        assert isinstance(everywhere, OwnOuter)
+        model, theta = nn.ParameterDict(values(0)), values(0)
+        optimizer = Clipped(model.named_parameters(), most=0.25)
+        for turn in (1, 2):
+            everywhere.step(theta, values(turn))
+            optimizer.step(values(turn))
+        assert all(torch.equal(theta[name], model[name]) for name in SHAPES)
+
+
+def test_its_defaults_are_those_of_the_rule_that_ships() -> None:
+    [group] = OuterOptimizer([nn.Parameter(torch.zeros(1))]).param_groups
+    rule = OuterRule()
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (rule.lr, rule.momentum, rule.nesterov)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_pseudo_gradients_of_another_type_move_parameters_of_theirs(dtype: torch.dtype) -> None:
+    ours, theirs = nn.ParameterDict(values(0)), nn.ParameterDict(values(0))
+    rounded = {name: value.to(dtype) for name, value in values(1).items()}
+    OuterOptimizer(ours.named_parameters()).step(rounded)
+    OuterOptimizer(theirs.named_parameters()).step({name: value.float() for name, value in rounded.items()})
+    assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)

@@ -110,7 +110,7 @@ def test_it_reads_what_was_encoded(codec: str) -> None:
 
 def encoded(store: FragmentStore, codecs: dict[str, Any], delta: dict[str, Tensor]) -> tuple[memoryview, Any]:
     """A contribution's bytes, and the values that they stand for."""
-    frame, values = encode_frame(delta, store.up, codecs), {}
+    frame, values = encode_frame(delta, store.uplink().layout, codecs), {}
     data = torch.frombuffer(frame, dtype=torch.uint8)
     for name, shape in SHAPES.items():
         out = torch.empty(shape).reshape(-1)

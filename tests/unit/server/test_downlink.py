@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from outerstep.core.codecs.recipe import WHOLE, Recipe
 from outerstep.core.delayed import DelayedNesterov
 from outerstep.core.outer import NamedOptimizer, Nesterov, TorchOuter
 from outerstep.core.state import bytes_of, fp32_views
-from outerstep.digest import data_hash, part_count, part_hash, payload_hash
+from outerstep.digest import data_hash, part_count, part_hash, payload_hash, tree_hash
 from outerstep.errors import BadRequest, ServerFailed, Superseded
 from outerstep.server.publish import READING_S
 from outerstep.server.store import Addend, FragmentStore
@@ -121,7 +121,7 @@ class Worker:
 
 
 def hash_of(anchor: Mapping[str, Tensor]) -> str:
-    return data_hash(bytes_of(anchor[spec.name]) for spec in SPECS)
+    return tree_hash(bytes_of(anchor[spec.name]) for spec in SPECS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -360,14 +360,23 @@ class TestReaders:
         assert sum(hashed) == store.down.full.size_bytes
 
     def test_nobody_computes_hashes_that_nobody_asks_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def never(data: memoryview) -> str:
-            raise AssertionError("nobody asked")
-
+        """Of the parts of a version as a whole, and of its values one after the other, as protocol 1 has it."""
         store = make_store("bf16")
         follower = Worker(store, Recipe.parse("bf16"))
-        monkeypatch.setattr("outerstep.server.publish.part_hash", never)
+        hashed: list[int] = []
+
+        def counting(data: memoryview) -> str:
+            hashed.append(len(data))
+            return part_hash(data)
+
+        def never(pieces: Iterable[memoryview]) -> str:
+            raise AssertionError("nobody asked")
+
+        monkeypatch.setattr("outerstep.server.publish.part_hash", counting)
+        monkeypatch.setattr("outerstep.server.publish.data_hash", never)
         advance(store, Nesterov())
         assert follower.follow() == ["update 1"]
+        assert sum(hashed) == store.down.update.size_bytes
 
     @pytest.mark.parametrize("kind", ["full", "update"])
     def test_a_part_beyond_the_end_is_refused(self, kind: str) -> None:
@@ -376,6 +385,32 @@ class TestReaders:
         request = GetPart(run_id="r", worker_id="w", incarnation=1, fragment=0, version=1, part=10_000, kind=kind)  # type: ignore[arg-type]
         with pytest.raises(BadRequest, match="part 10000 is out of range: there are"):
             store.part(request, 0.0)
+
+
+class TestProtocolOne:
+    """A worker of release 0.2 knows no trees: it is told the hash over the values as they follow each other."""
+
+    def test_it_follows_by_updates_from_the_hash_that_it_was_told(self) -> None:
+        store = make_store("int4")
+        told = store.down.flat_hash(0)
+        assert told == data_hash(bytes_of(tensor) for tensor in store.params().values())
+        advance(store, Nesterov())
+        advance(store, Nesterov())
+        assert [p.kind for p in store.payloads(2, "w", 0, told, 0.0) or ()] == ["update", "update"]
+        assert [p.kind for p in store.payloads(2, "w", 0, "0" * 32, 0.0) or ()] == ["full"]
+
+    def test_it_is_sent_nothing_if_it_holds_the_newest(self) -> None:
+        store = make_store("bf16")
+        advance(store, Nesterov())
+        assert store.payloads(1, "w", 1, store.down.flat_hash(1), 0.0) == ()
+
+    def test_only_hashes_of_versions_that_an_update_leads_from_are_kept(self) -> None:
+        store = make_store("bf16")
+        for version in range(40):
+            assert store.down.flat_hash(version) is not None
+            advance(store, Nesterov())
+        assert store.down.flat_hash(3) is None
+        assert len(store.down._told) <= len(store.down.ring_versions) + len(store.down.held_versions)
 
 
 def test_a_step_that_is_not_finite_is_never_served() -> None:

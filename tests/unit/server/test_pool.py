@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outerstep.pool import Pool, watched
+from outerstep.pool import LET_GO_BYTES, Pool, watched
 from outerstep.server.store import Shelf
 
 
@@ -123,3 +123,45 @@ def test_the_shelf_keeps_one_piece_of_memory_the_largest() -> None:
     shelf.give_back(small)
     assert shelf.take(500).data_ptr() == addresses[1]
     assert shelf.take(10).data_ptr() not in addresses
+
+
+def resident_file_bytes() -> int:
+    """Of this process: the pages of files in its memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    shared = [line for line in lines if line.startswith(("RssFile:", "RssShmem:"))]
+    return sum(int(line.split()[1]) for line in shared) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc says what is resident")
+def test_what_files_hold_is_let_go_of_and_comes_back(tmp_path: Path) -> None:
+    """Ten times as much as is held at a time, written and then read, and none of it lost."""
+    size, piece = 4 * LET_GO_BYTES, 1 << 20
+    pool = Pool(memory_bytes=1, spool_bytes=1 << 30, spool_dir=str(tmp_path))
+    rooms = [pool.take(size) for _ in range(3)]
+    before, most = resident_file_bytes(), 0
+    for begin in range(0, size, piece):
+        for number, room in enumerate(rooms):
+            assert room.used is not None
+            room.view[begin : begin + piece] = bytes([1 + number + begin // piece]) * piece
+            room.used(piece)
+            most = max(most, resident_file_bytes())
+    for begin in range(0, size, piece):
+        for number, room in enumerate(rooms):
+            assert bytes(room.view[begin : begin + piece]) == bytes([1 + number + begin // piece]) * piece
+            assert room.used is not None
+            room.used(piece)
+            most = max(most, resident_file_bytes())
+    assert most - before < 2 * LET_GO_BYTES
+
+
+def test_memory_is_not_let_go_of() -> None:
+    assert Pool(memory_bytes=1000, spool_bytes=0).take(10).used is None
+
+
+def test_a_limit_that_changes_holds_from_then_on(tmp_path: Path) -> None:
+    limits = [1000]
+    pool = Pool(memory_bytes=lambda: limits[-1], spool_bytes=1 << 20, spool_dir=str(tmp_path))
+    first = pool.take(800)
+    assert (first.on_disk, pool.take(800).on_disk) == (False, True)
+    limits.append(2000)
+    assert not pool.take(800).on_disk

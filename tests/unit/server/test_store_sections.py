@@ -12,11 +12,11 @@ from outerstep.core.codecs import get_codec
 from outerstep.core.codecs.recipe import WHOLE, Recipe
 from outerstep.core.delayed import DelayedNesterov
 from outerstep.core.outer import Nesterov
-from outerstep.digest import data_hash
+from outerstep.digest import tree_hash
 from outerstep.errors import BadFrame, BadTensors, NotFinite
 from outerstep.server.store import Addend, FragmentStore
 from outerstep.topology.encode import encode_frame
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import anchor_tree
 from outerstep.types import ParameterSpec, Participant
 from outerstep.wire.frames import rows_of, section_layout
 from support import make_frame
@@ -83,7 +83,7 @@ def test_a_range_hash_is_over_the_rows_of_its_section() -> None:
         rows = {name: rows_of(shape, 3, section) for name, shape in SHAPES.items()}
         theta = store.params()
         ours = [theta[n].reshape(-1)[r.first_value : r.first_value + r.numel] for n, r in rows.items()]
-        assert found == anchor_hash(ours)
+        assert found == anchor_tree(ours)
     assert store.range_hashes(0, 3) is hashes
     assert len(set(hashes)) == 3
     assert store.range_hashes(0, 1) == (store.newest.agreement.anchor_hash,)
@@ -93,7 +93,7 @@ def test_rows_that_nobody_has_still_have_a_hash() -> None:
     store = make_store("fp32")
     hashes = store.range_hashes(0, 9)
     assert hashes is not None
-    assert hashes[8] == data_hash([])
+    assert hashes[8] == tree_hash([])
 
 
 class TestRefused:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outerstep.errors import ExchangeFailed
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.server.topology import ServerTopology
-from outerstep.topology.update import CPU_BLOCK_VALUES, Extent, UpdateChain, WholeAnchor, anchor_hash, cuts, read_update
+from outerstep.topology.update import CPU_BLOCK_VALUES, Extent, UpdateChain, WholeAnchor, anchor_tree, cuts, read_update
 from outerstep.types import Poll
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Replica
@@ -79,7 +79,7 @@ def test_updates_lead_to_the_servers_bits(down_codec: str, versions: int, dtype:
     assert_same(replica.anchors, server.theta)
     for name, local in replica.tensors.items():
         assert torch.equal(local.detach(), server.theta[name].to(local.dtype)), name
-    assert anchor_hash(replica.anchors.values()) == server.hashes[versions]
+    assert anchor_tree(replica.anchors.values()) == server.hashes[versions]
 
 
 def test_an_anchor_in_host_memory_is_the_same() -> None:
@@ -184,7 +184,7 @@ def test_some_rows_are_moved_as_the_whole_is(codec: str, first: int) -> None:
         [lambda begin, end: frame[begin:end]],
         server.form.update,
         server.form.codecs,
-        anchor_hash([expected[7:1999]]),
+        anchor_tree([expected[7:1999]]),
         {"w": Extent(first, hashed)},
     )
     blocks = [update.apply("w", a, b, theta[rows][a:b]).clone() for a, b in ((0, 1000), (1000, 1001), (1001, 3001))]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -28,12 +29,14 @@ from .blocks import (
     bf16_bytes,
     block_scales,
     get_bf16,
+    largest_scale,
     pack,
     packed_bytes,
     pieces,
     put_columns,
     unpack,
 )
+from .compiled import CompiledKernels, kernels_for
 from .dither import Dither
 from .grids import Grid, HalfIntegers, Integers, PowersOfTwo
 
@@ -53,6 +56,11 @@ class ScaledCodec:
 
     @torch.no_grad()
     def encode(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
+        kernels = self._kernels(values, out)
+        if kernels is not None and dither is None:
+            limits = np.float32(1.0 / self.grid.top), np.float32(largest_scale(self.grid.top))
+            kernels.encode_scaled(values.detach().numpy(), out.numpy(), *self._shape, *limits)
+            return
         scratch = Scratch()
         for start, stop in pieces(values.numel(), self.block_values, values.device):
             x = self._blocks(values[start:stop])
@@ -60,6 +68,10 @@ class ScaledCodec:
 
     @torch.no_grad()
     def decode(self, data: Tensor, out: Tensor) -> None:
+        kernels = self._kernels(out, data)
+        if kernels is not None:
+            kernels.decode_scaled(data.numpy(), out.detach().numpy(), *self._shape)
+            return
         scratch = Scratch()
         for start, stop in pieces(out.numel(), self.block_values, out.device):
             target = self._blocks(out[start:stop])
@@ -68,10 +80,25 @@ class ScaledCodec:
                 out[start:stop].copy_(target.view(-1)[: stop - start])
 
     def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        add_decoded(self, data, out, weight)
+        kernels = self._kernels(out, data)
+        if kernels is not None:
+            kernels.add_scaled(data.numpy(), out.detach().numpy(), *self._shape, np.float32(weight))
+        else:
+            add_decoded(self, data, out, weight)
 
     def check(self, data: Tensor, numel: int) -> str:
         return ""
+
+    # --- all at once, compiled (kernels.py) ------------------------------------------------------------------------
+
+    def _kernels(self, values: Tensor, data: Tensor) -> CompiledKernels | None:
+        """None: in torch, piece by piece. (fp32 `values` and encoded `data`.)"""
+        known = isinstance(self.grid, Integers | PowersOfTwo) and self.bits >= 4 and values.dtype == torch.float32
+        return kernels_for(values, data) if known else None
+
+    @property
+    def _shape(self) -> tuple[int, int, bool]:
+        return self.block_values, 8 // self.bits, isinstance(self.grid, PowersOfTwo)
 
     # --- one piece: B blocks of n values ---------------------------------------------------------------------------
 

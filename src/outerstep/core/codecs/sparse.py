@@ -24,12 +24,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ...errors import ConfigError
 from .blocks import Scratch, get_bf16, pack, packed_bytes, pieces, put_columns, unpack
+from .compiled import kernels_for
 from .dither import Dither
 
 CHUNK = 4096
@@ -63,6 +65,10 @@ class SparseCodec:
             raise ConfigError(
                 f"codec {self.name!r} has no stochastic rounding; its error feedback carries what is left out"
             )
+        kernels = kernels_for(values, out)
+        if kernels is not None:
+            kernels.encode_sparse(values.detach().numpy(), out.numpy(), self.k)
+            return
         scratch = Scratch()
         for start, stop in pieces(values.numel(), CHUNK, values.device):
             x = values[start:stop].view(-1, min(stop - start, CHUNK))
@@ -74,6 +80,10 @@ class SparseCodec:
 
     @torch.no_grad()
     def decode(self, data: Tensor, out: Tensor) -> None:
+        kernels = kernels_for(data, out)
+        if kernels is not None:
+            kernels.add_sparse(data.numpy(), out.detach().numpy(), self.k, np.float32(1.0), False)
+            return
         for start, stop in pieces(out.numel(), CHUNK, out.device):
             index, chosen = self._read(data, start, stop)
             if stop - start < CHUNK:  # room for an index beyond the end, which is then dropped
@@ -84,6 +94,10 @@ class SparseCodec:
     @torch.no_grad()
     def decode_add(self, data: Tensor, out: Tensor, weight: float = 1.0) -> None:
         """out[index] += weight·mean: values that were not sent are not touched. For bytes that pass `check`."""
+        kernels = kernels_for(data, out)
+        if kernels is not None:
+            kernels.add_sparse(data.numpy(), out.detach().numpy(), self.k, np.float32(weight), True)
+            return
         for start, stop in pieces(out.numel(), CHUNK, out.device):
             index, chosen = self._read(data, start, stop)
             if weight != 1.0:
@@ -94,10 +108,14 @@ class SparseCodec:
 
     @torch.no_grad()
     def check(self, data: Tensor, numel: int) -> str:
+        kernels = kernels_for(data)
+        if kernels is not None:
+            start = kernels.unordered_sparse(data.numpy(), numel, self.k)
+            return "" if start < 0 else _unordered(start, min(start + CHUNK, numel))
         for start, stop in pieces(numel, CHUNK, data.device):
             index, size = self._read_indices(data, start, stop), min(stop - start, CHUNK)
             if bool((index[:, -1] >= size).any()) or bool((index[:, 1:] <= index[:, :-1]).any()):
-                return f"the indices of a chunk must ascend and be below {size} (values {start} to {stop})"
+                return _unordered(start, stop)
         return ""
 
     # --- one piece: B chunks of n values ---------------------------------------------------------------------------
@@ -170,6 +188,10 @@ def unpack_indices(data: Tensor, k: int) -> Tensor:
     """uint8 [B, 3·⌈k/2⌉] → int64 [B, k] below 4096."""
     low, middle, high = data.long().view(len(data), 3, -1).unbind(1)
     return torch.cat((low | (middle & 0xF) << 8, middle >> 4 | high << 4), dim=1)[:, :k]
+
+
+def _unordered(start: int, stop: int) -> str:
+    return f"the indices of a chunk must ascend and be below {min(stop - start, CHUNK)} (values {start} to {stop})"
 
 
 def _chunk_bytes(kept: int) -> int:

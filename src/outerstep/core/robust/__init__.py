@@ -13,9 +13,9 @@ from .aggregator import RULES, RobustAggregator, make_rule
 from .buckets import Bucketing
 from .centres import CenteredClipping, GeometricMedian
 from .combining import Candidate, Screening, ScreenVerdict, aggregate, combine
-from .coordinates import Mean, Median, TrimmedMean
+from .coordinates import Median, TrimmedMean
 from .cosines import cosine_screen
-from .rule import Rule
+from .rule import Mean, Rule
 from .selection import Krum, MultiKrum
 from .streams import Reader, Tensors, TensorSpan, Writer, Zeros, cut
 

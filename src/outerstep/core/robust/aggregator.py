@@ -13,8 +13,8 @@ from ...screens import LEAST_FOR_COSINES, History, check_history, remember
 from .buckets import Bucketing
 from .centres import CenteredClipping, GeometricMedian
 from .combining import Candidate, Screening, ScreenVerdict, combine
-from .coordinates import Mean, Median, TrimmedMean
-from .rule import Rule
+from .coordinates import Median, TrimmedMean
+from .rule import Mean, Rule
 from .selection import Krum, MultiKrum
 from .streams import Tensors, TensorSpan
 

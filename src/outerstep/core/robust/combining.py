@@ -17,17 +17,18 @@ from itertools import pairwise
 from typing import Generic
 
 import torch
-from torch import Tensor
 
 from ...errors import ConfigError, NotFinite
 from ...screens import LEAST_FOR_COSINES, History, norm_screen, rate
 from ..watch import sum_of_squares
 from .buckets import Bucketing
-from .coordinates import Mean
+from .centres import CenteredClipping, GeometricMedian
+from .coordinates import Median, TrimmedMean
 from .cosines import check_enough_for_cosines, cosine_screen
 from .products import Products, products, squares
-from .rule import Rule, RuleInputs, Selection
-from .streams import B, Reader, Stack, TensorSpan, Writer, Zeros, check_blocks, cut
+from .rule import BlockFunction, Mean, Rule, RuleInputs, Selection
+from .selection import Krum, MultiKrum
+from .streams import B, Reader, ShareBlocks, Stack, TensorSpan, Writer, Zeros, check_blocks, cut, one_by_one
 
 CPU = torch.device("cpu")
 
@@ -91,6 +92,7 @@ def combine(
     screening: Screening = Screening(),  # noqa: B008 (frozen)
     centre: Reader[TensorSpan] | None = None,
     device: torch.device = CPU,
+    share: ShareBlocks = one_by_one,
 ) -> ScreenVerdict:
     """The aggregate of a round, in every topology: `aggregate` over blocks of tensors of these sizes, taken in their
     order (sums over whole contributions depend on it in their last bits). `seed`: of the buckets, if the rule has
@@ -98,7 +100,8 @@ def combine(
     if isinstance(rule, Bucketing):
         rule = replace(rule, seed=seed)
     rows = sum(not candidate.refused for candidate in candidates)
-    return aggregate(candidates, cut(sizes, rows), out, rule, screening=screening, centre=centre, device=device)
+    blocks = cut(sizes, rows)
+    return aggregate(candidates, blocks, out, rule, screening=screening, centre=centre, device=device, share=share)
 
 
 @torch.no_grad()
@@ -111,8 +114,10 @@ def aggregate(
     screening: Screening = Screening(),  # noqa: B008 (frozen)
     centre: Reader[B] | None = None,
     device: torch.device = CPU,
+    share: ShareBlocks = one_by_one,
 ) -> ScreenVerdict:
     """Screen, combine by `rule`, write to `out`. `centre`: the previous aggregate, for a rule that starts from it.
+    `share`: who goes through the blocks. (A rule of somebody else's sees one block at a time: it may keep things.)
 
     Raises:
         ConfigError: the rule or the screen is not defined for so many, or for these weights.
@@ -123,37 +128,45 @@ def aggregate(
     screening.check(len(ordered))
     check_blocks(blocks)
     offered, ordered = len(ordered), [candidate for candidate in ordered if not candidate.refused]
-    found = _measure(ordered, blocks, rule, screening, centre, device)
+    found = _measure(ordered, blocks, rule, screening, centre, device, share)
     chosen, verdict = _judge(ordered, found, screening)
     between = _of(found, chosen, with_centre=rule.needs_centre) if rule.needs_products else None
     combine = rule.begin(RuleInputs(offered, tuple(ordered[i].weight for i in chosen), between))
     used: list[Reader[B]] = [ordered[i].values for i in chosen]
     if rule.needs_centre:
         used.insert(0, centre or Zeros())
-    stack, mean = Stack(len(used), blocks, device), _MeanSquares([ordered[i].weight for i in chosen], device)
-    for block in blocks:
+    mean, total = _mean_of([ordered[i].weight for i in chosen], device), 0.0
+
+    def combine_block(block: B, stack: Stack) -> float:
         values = stack.fill(used, block)
-        if not isinstance(rule, Mean):
-            mean.add(values[-len(chosen) :])  # without the centre; while they are in the cache
+        # Without the centre; while they are in the cache.
+        squares = 0.0 if isinstance(rule, Mean) else sum_of_squares(mean(values[-len(chosen) :]))
         out.write(block, combine(values))
+        return squares
+
+    def add_up(_: B, squares: float) -> None:
+        nonlocal total
+        total += squares
+
+    (share if _is_known(rule) else one_by_one)(blocks, lambda: Stack(len(used), blocks, device), combine_block, add_up)
     unused = combine.unused if isinstance(combine, Selection) else ()
     return replace(
         verdict,
         unused=tuple(verdict.accepted[i] for i in unused),
-        mean_norm=None if isinstance(rule, Mean) else math.sqrt(mean.total),
+        mean_norm=None if isinstance(rule, Mean) else math.sqrt(total),
     )
 
 
-class _MeanSquares:
-    """‖Σ w·Δ / Σ w‖², block by block. Nothing is decided by it, so its last bits need not be the same everywhere."""
+def _mean_of(weights: Sequence[float], device: torch.device) -> BlockFunction:
+    """[n, m] → Σ w·Δ / Σ w of a block. Nothing is decided by it, so its last bits need not be the same everywhere."""
+    shares = torch.tensor(weights, dtype=torch.float64, device=device).div_(sum(weights)).float()
+    return lambda values: shares @ values
 
-    def __init__(self, weights: Sequence[float], device: torch.device) -> None:
-        self._shares = torch.tensor(weights, dtype=torch.float64, device=device).div_(sum(weights)).float()
-        self.total = 0.0
 
-    def add(self, values: Tensor) -> None:
-        """[n, m] of one block."""
-        self.total += sum_of_squares(self._shares @ values)
+def _is_known(rule: Rule) -> bool:
+    if isinstance(rule, Bucketing):
+        return _is_known(rule.rule)
+    return isinstance(rule, Mean | TrimmedMean | Median | Krum | MultiKrum | GeometricMedian | CenteredClipping)
 
 
 def in_order(candidates: Sequence[Candidate[B]]) -> list[Candidate[B]]:
@@ -179,6 +192,7 @@ def _measure(
     screening: Screening,
     centre: Reader[B] | None,
     device: torch.device,
+    share: ShareBlocks,
 ) -> _Found:
     """The first pass; no more than is needed."""
     readers: list[Reader[B]] = [candidate.values for candidate in ordered]
@@ -186,9 +200,9 @@ def _measure(
         if screening.arrived:
             return _Found([0.0] * len(ordered), None)
         known = [candidate.norm**2 for candidate in ordered if candidate.norm is not None]
-        return _Found(known if len(known) == len(ordered) else squares(readers, blocks, device), None)
+        return _Found(known if len(known) == len(ordered) else squares(readers, blocks, device, share), None)
     first: list[Reader[B]] = [centre or Zeros()] if rule.needs_centre else []
-    found = products([*first, *readers], blocks, device)
+    found = products([*first, *readers], blocks, device, share)
     return _Found([row[i] for i, row in enumerate(found.rows)][len(first) :], found)
 
 

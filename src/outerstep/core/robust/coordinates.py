@@ -1,6 +1,5 @@
-"""Rules that work on one coordinate at a time: mean, trimmed mean, median.
+"""Rules that sort one coordinate at a time: trimmed mean, median. (The plain mean is in rule.py.)
 
-    mean           Σ w·x / Σ w                                       withstands nobody
     trimmed mean   without the f smallest and the f largest          withstands f < n/2
     median         half of the weight is below it, half above        withstands any minority
 
@@ -30,22 +29,6 @@ from .rule import BlockFunction, RuleInputs, are_equal, check_offered, weighted_
 
 DEFAULT_TRIM = 0.2
 HAIR = 1e-9  # ⌊(1/49)·49⌋ is 0 in floating point
-
-
-@dataclass(frozen=True)
-class Mean:
-    """Σ w·x / Σ w. Behind the screens it is the default: it costs honest workers nothing."""
-
-    name: ClassVar[str] = "mean"
-    fewest: ClassVar[int] = 1
-    needs_products: ClassVar[bool] = False
-    needs_centre: ClassVar[bool] = False
-
-    def check(self, offered: int, weights: Sequence[float]) -> None:
-        check_offered(self, offered, weights)
-
-    def begin(self, inputs: RuleInputs) -> BlockFunction:
-        return lambda values: weighted_mean_of(values, inputs.weights)
 
 
 @dataclass(frozen=True)

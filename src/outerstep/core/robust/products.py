@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .streams import LEAF_VALUES, B, Reader, Stack
+from .streams import LEAF_VALUES, B, Reader, ShareBlocks, Stack, one_by_one
 
 BITS = 20  # 2·20 + log2(4096) = 52
 
@@ -56,25 +56,35 @@ class Products:
 
 
 @torch.no_grad()
-def products(readers: Sequence[Reader[B]], blocks: Sequence[B], device: torch.device) -> Products:
+def products(
+    readers: Sequence[Reader[B]], blocks: Sequence[B], device: torch.device, share: ShareBlocks = one_by_one
+) -> Products:
     """G of n contributions. One with NaN or Inf has a non-finite diagonal entry; the others are unaffected."""
     n = len(readers)
-    total, stack = torch.zeros(n, n, dtype=torch.float64), Stack(n, blocks, device)
-    for block in blocks:
+    total = torch.zeros(n, n, dtype=torch.float64)
+
+    def multiply(block: B, stack: Stack) -> Tensor:
         whole, unit = _whole_numbers(stack.fill(readers, block))
         found = whole @ whole.transpose(1, 2)  # [L, n, n]
-        _add_in_order(total, found * (unit[:, :, None] * unit[:, None, :]))
+        return found * (unit[:, :, None] * unit[:, None, :])
+
+    share(blocks, lambda: Stack(n, blocks, device), multiply, lambda _, leaves: _add_in_order(total, leaves))
     return Products(tuple(tuple(row) for row in total.tolist()))
 
 
 @torch.no_grad()
-def squares(readers: Sequence[Reader[B]], blocks: Sequence[B], device: torch.device) -> list[float]:
+def squares(
+    readers: Sequence[Reader[B]], blocks: Sequence[B], device: torch.device, share: ShareBlocks = one_by_one
+) -> list[float]:
     """G's diagonal only, with the same bits."""
-    total, stack = torch.zeros(len(readers), dtype=torch.float64), Stack(len(readers), blocks, device)
-    for block in blocks:
+    total = torch.zeros(len(readers), dtype=torch.float64)
+
+    def square(block: B, stack: Stack) -> Tensor:
         whole, unit = _whole_numbers(stack.fill(readers, block))
-        _add_in_order(total, whole.square_().sum(2) * unit.square())
-    return [float(square) for square in total]
+        return whole.square_().sum(2) * unit.square()
+
+    share(blocks, lambda: Stack(len(readers), blocks, device), square, lambda _, leaves: _add_in_order(total, leaves))
+    return [float(each) for each in total]
 
 
 def _whole_numbers(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -109,3 +109,19 @@ def to_bf16(factor: float) -> float:
     """The nearest number with eight significant bits (ties to even), if it is neither huge nor tiny."""
     mantissa, exponent = math.frexp(factor)
     return math.ldexp(round(mantissa * 256.0), exponent - 8)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Σ w·x / Σ w: it withstands nobody. Behind the screens it is the default: it costs honest workers nothing."""
+
+    name: ClassVar[str] = "mean"
+    fewest: ClassVar[int] = 1
+    needs_products: ClassVar[bool] = False
+    needs_centre: ClassVar[bool] = False
+
+    def check(self, offered: int, weights: Sequence[float]) -> None:
+        check_offered(self, offered, weights)
+
+    def begin(self, inputs: RuleInputs) -> BlockFunction:
+        return lambda values: weighted_mean_of(values, inputs.weights)

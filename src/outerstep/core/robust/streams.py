@@ -7,7 +7,7 @@ contribution run leaf by leaf of 4096 values, so the bits do not depend on how m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, TypeVar
@@ -32,11 +32,39 @@ class Span(Protocol):
 
 
 B = TypeVar("B", bound=Span)
+Room = TypeVar("Room")
+Made = TypeVar("Made")
 B_contra = TypeVar("B_contra", bound=Span, contravariant=True)
 
 
+class ShareBlocks(Protocol):
+    """Who goes through the blocks: one after the other, or several threads at once."""
+
+    def __call__(
+        self,
+        blocks: Sequence[B],
+        new_room: Callable[[], Room],
+        work: Callable[[B, Room], Made],
+        seal: Callable[[B, Made], None],
+    ) -> None:
+        """`work` for each block, in a room that no other block uses meanwhile; then `seal`, with what came of it, in
+        the order of the blocks: what is added up over them has the same bits, whoever does it."""
+
+
+def one_by_one(
+    blocks: Sequence[B],
+    new_room: Callable[[], Room],
+    work: Callable[[B, Room], Made],
+    seal: Callable[[B, Made], None],
+) -> None:
+    room = new_room()
+    for block in blocks:
+        seal(block, work(block, room))
+
+
 class Reader(Protocol[B_contra]):
-    """One contribution. It is read more than once: first to measure it, then to combine it."""
+    """One contribution. It is read more than once: first to measure it, then to combine it; and different blocks of it
+    at once, if several threads share them."""
 
     def read(self, block: B_contra, out: Tensor) -> None:
         """Write the values of this block to `out`, fp32 [count]."""

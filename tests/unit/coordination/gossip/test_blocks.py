@@ -125,6 +125,12 @@ class View:
 
 
 class TestRounds:
+    def test_as_many_members_as_a_round_needs_are_enough(self) -> None:
+        view = View(min_peers=4)
+        for name in ("p0", "p1", "p2", "p3"):
+            view.offer(name)
+        assert view.contributors() == ["p0", "p1", "p2", "p3"]
+
     def test_it_is_due_when_all_have_contributed(self) -> None:
         view = View()
         for name in ("p3", "p0", "p2"):
@@ -256,6 +262,12 @@ class TestRounds:
         assert view.blocks.heard_from(10.1) == ["p0", "p1", "p2"]
         assert not view.blocks.is_short_of_peers(10.1)
         assert view.blocks.make(10.1) is not None
+
+    def test_with_just_min_peers_nobody_is_let_go_while_too_few_are_heard(self) -> None:
+        view = View(min_peers=4)
+        view.beats("p1", 8.0)
+        assert view.blocks.is_short_of_peers(10.1)
+        assert view.blocks.make(10.1) is None
 
     def test_with_fewer_members_than_min_peers_somebody_may_still_come(self) -> None:
         view = View(count=2, min_peers=3)

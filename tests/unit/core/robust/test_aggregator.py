@@ -13,7 +13,7 @@ from outerstep.core.robust import RULES, CenteredClipping, Median, TrimmedMean
 from outerstep.core.robust.aggregator import make_rule
 from outerstep.core.robust.buckets import Bucketing
 from outerstep.core.robust.centres import GeometricMedian
-from outerstep.core.robust.coordinates import Mean
+from outerstep.core.robust.rule import Mean
 from outerstep.core.robust.selection import Krum, MultiKrum
 from outerstep.errors import ConfigError
 

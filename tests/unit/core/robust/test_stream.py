@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -280,3 +281,16 @@ def test_who_was_not_chosen_is_named_and_leaves_no_trace(rule: Rule, n: int, unu
     chosen = [each for worker, each in models.items() if worker not in verdict.unused]
     for name in SHAPES if unused else ():
         torch.testing.assert_close(made[name], torch.stack([each[name] for each in chosen]).mean(0))
+
+
+@pytest.mark.parametrize("stack_values", [1, 1 << 20])
+def test_beside_what_a_rule_makes_the_norm_of_the_plain_mean_is_told(stack_values: int) -> None:
+    models, weights = [model(seed) for seed in range(4)], [1.0, 2.5, 0.5, 4.0]
+    verdict = combined(models, Median(), weights=weights, stack_values=stack_values, screening=Screening())[1]
+    mean = {
+        name: sum(weight * each[name].double() for weight, each in zip(weights, models, strict=True)) / sum(weights)
+        for name in SHAPES
+    }
+    expected = math.sqrt(sum(float(value.square().sum()) for value in mean.values() if isinstance(value, Tensor)))
+    assert verdict.mean_norm == pytest.approx(expected, rel=1e-5)
+    assert combined(models, Mean(), weights=weights, screening=Screening())[1].mean_norm is None
