@@ -53,7 +53,7 @@ from outerstep.digest import part_count, part_hash, part_range
 from outerstep.errors import Busy, OuterstepError, TransportError
 from outerstep.types import PROTOCOL_VERSION, Answer, GetPart, GetPartAnswer, Join, Offer, OfferAnswer, PutPart
 from outerstep.wire.frames import layout
-from outerstep.wire.messages import HASH_HEADER, address_of, decode_error, encode_json
+from outerstep.wire.messages import HASH_HEADER, address_of, decode_error, encode_json, written_in
 from provenance import provenance
 
 HOST = "127.0.0.1"
@@ -64,6 +64,7 @@ TENSORS = 10
 POOL_BYTES = 64 << 20
 PROBE_EVERY_S = 0.02
 SCRATCH_BYTES = 256 << 10
+SPOKEN = 1  # the protocol of a request that names none, as those here
 CLAIM = 5.0
 
 
@@ -108,7 +109,7 @@ class ThinTransport:
 
     async def call(self, call: Call, body: memoryview) -> tuple[Answer, str | None]:
         """The answer, and the hash of the bytes that came with it."""
-        method, target, answer_type = address_of(call.request)
+        method, target, answer_type = address_of(written_in(call.request, SPOKEN))
         try:
             status, headers, data, received = await self._exchange(method, target, body)
         except OSError as error:
@@ -253,7 +254,7 @@ class ThinWorker:
         if isinstance(request, PutPart):
             size = self._session.joined.plan.part_size_bytes
             return self._frame[slice(*part_range(request.part, len(self._frame), size))]
-        return memoryview(b"" if isinstance(request, GetPart) else encode_json(request))
+        return memoryview(b"" if isinstance(request, GetPart) else encode_json(written_in(request, SPOKEN)))
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outerstep.coordination.worker.exchange import Patience
 from outerstep.digest import part_count, part_hash, part_range, payload_hash
 from outerstep.errors import Busy
+from outerstep.lanes import FEWEST
 from outerstep.types import (
     PROTOCOL_VERSION,
     Agreement,
@@ -56,7 +56,7 @@ class ThinClient:
         self.version = 0
         self._received = memoryview(b"")
         self._held: Agreement | None = None  # the last one that was fetched: updates from there will do
-        self._pool = ThreadPoolExecutor(Patience().calls_in_flight)
+        self._pool = ThreadPoolExecutor(FEWEST)
 
     def join(self, address: str) -> JoinAnswer:
         """Anew, also at another server."""
@@ -118,7 +118,7 @@ class ThinClient:
         """For a newer agreement than that."""
         while True:
             held = {"held": self._held.version, "held_hash": self._held.anchor_hash} if self._held else {}
-            answer = self._transport.call(Poll(**self._head, after=after, wait_s=POLL_S, **held))
+            answer = self._transport.call(Poll(**self._head, after=after, wait_s=POLL_S, trees=True, **held))
             assert isinstance(answer, PollAnswer)
             if answer.agreement is not None:
                 self.agreement = answer.agreement

@@ -5,8 +5,9 @@ The claims measured, over an emulated link of 100 Mbit/s and 50 ms (bench/links.
 1. Streaming, that is several fragments and a delay, keeps the training loop waiting for less than 1 % of the time,
    where exchanging the whole model at once (`blocking`) costs more than 10 %.
 2. Over a long fat link, on which one connection carries no more than its window per round trip, several connections
-   multiply the speed of an exchange. (A part is answered before the next one on its connection is sent, and a
-   connection that was idle starts slowly: so even many do not fill the link with parts as small as these.)
+   multiply the speed of an exchange.
+3. A worker with default settings finds by itself how many connections fill such a link, and uses few on a shorter one.
+4. A small model is exchanged in two round trips.
 
 Two workers and a server, each a process, each worker behind a link of its own. A worker trains a real model (a
 perceptron that learns another one) with SGD; each step is stretched to a fixed time, as if an accelerator computed it
@@ -17,7 +18,8 @@ and left the host idle, so that all modes have the same work and the machine's o
                 encoding, hashing and adopting; as a share of the same. That part of it is the host's speed, not the
                 link's: here two workers, two links and a server share what cores there are.
 
-    python bench/wan.py                       # about six minutes, most of it asleep
+    python bench/wan.py                       # about ten minutes, most of it asleep
+    python bench/wan.py --only defaults       # about four: the last claim
     python bench/wan.py --quick               # about two
     python bench/wan.py --json out.json       # every run, the machine and the commit
     python bench/wan.py --mbit 50 --rtt-ms 200 --steps-per-cycle 800    # another link
@@ -33,7 +35,8 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,9 +49,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from child import Helper
-from links import HANG_S, Link, emulated, validate
+from links import HANG_S, Link, Seen, emulated, validate
 from outerstep import DiLoCoServer, DiLoCoWorker
 from outerstep.coordination.worker.exchange import Patience
+from outerstep.lanes import MOST
+from outerstep.topology.payload import KEPT, Memory
+from outerstep.topology.server.build import OTHER_CONNECTIONS
 from outerstep.topology.server.topology import ServerTopology
 from outerstep.types import Answer, GetPart, PutPart, Request
 from outerstep.wire.http_transport import HttpTransport
@@ -60,7 +66,15 @@ FAT_LINK = Link(mbit_per_s=400, rtt_ms=100, window_bytes=512 << 10)  # one conne
 FAT_LAYERS = 10
 FAT_PART_BYTES = 1 << 20
 CONNECTIONS = (1, 4, 8)
-TABLE_WIDTH = 110
+PARTS = ("modes", "connections", "defaults", "small")
+LINKS = {  # that a worker has to find its way on
+    "long, small windows": FAT_LINK,
+    "long": Link(mbit_per_s=400, rtt_ms=100),
+    "shorter": Link(mbit_per_s=100, rtt_ms=50),
+}
+ANY_WINDOW_BYTES = 32 << 20  # what the link itself carries: of one connection that no window holds back
+LARGE_LAYERS = 100  # 105M parameters: 210 MB as bf16
+TABLE_WIDTH = 140
 
 
 def make_model(layers: int) -> nn.Module:
@@ -211,7 +225,8 @@ def measure_mode(mode: Mode, link: Link, loop: Loop) -> list[Run]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The parts of one exchange in one direction: bytes, and seconds from the first request to the last answer."""
+    """The parts of one exchange in one direction: bytes, and seconds from the first request to the last answer.
+    `connections`: parts at a time, at most."""
 
     connections: int
     direction: str
@@ -235,6 +250,10 @@ class TimedTransport:
     def address(self) -> str:
         return self._inner.address
 
+    @property
+    def protocol(self) -> int:
+        return self._inner.protocol
+
     def call(
         self,
         request: Request,
@@ -252,18 +271,21 @@ class TimedTransport:
                 self._spans[direction].append((began_at, time.perf_counter(), len(carried)))
         return answer
 
+    def spread(self, connections: int, *, up: bool) -> None:
+        self._inner.spread(connections, up=up)
+
     def status(self) -> dict[str, object]:
         return self._inner.status()
 
     def close(self) -> None:
         self._inner.close()
 
-    def take(self, connections: int) -> list[Transfer]:
+    def take(self) -> list[Transfer]:
         with self._lock:
             spans, self._spans = self._spans, {"up": [], "down": []}
         return [
             Transfer(
-                connections,
+                _most_at_a_time(parts),
                 direction,
                 sum(size for _, _, size in parts),
                 max(end for _, end, _ in parts) - min(begin for begin, _, _ in parts),
@@ -271,6 +293,11 @@ class TimedTransport:
             for direction, parts in spans.items()
             if parts
         ]
+
+
+def _most_at_a_time(spans: list[tuple[float, float, int]]) -> int:
+    moments = sorted([(begin, 1) for begin, _, _ in spans] + [(end, -1) for _, end, _ in spans])
+    return max(accumulate(change for _, change in moments))
 
 
 def measure_connections(exchanges: int, log: Console) -> list[Transfer]:
@@ -282,25 +309,67 @@ def measure_connections(exchanges: int, log: Console) -> list[Transfer]:
         emulated(FAT_LINK, server.hear()) as address,
     ):
         for connections in CONNECTIONS:
-            model = make_model(FAT_LAYERS)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-            transport = TimedTransport(HttpTransport(f"http://{address}", kept_connections=2 * connections))
-            topology = ServerTopology(
-                transport,
-                worker_id=f"with-{connections}",
-                instance=secrets.token_hex(8),
-                hostname="bench",
-                patience=Patience(calls_in_flight=connections),
-            )
-            with DiLoCoWorker(model, optimizer, f"http://{address}", topology=topology):
-                transport.take(connections)  # what joining fetched
-                for _ in range(exchanges):
-                    for param in model.parameters():
-                        param.grad = torch.ones_like(param)
-                    optimizer.step()
-                    transfers += transport.take(connections)
-                    log.print(f"{connections} connection(s): {_speeds(transfers[-2:])}", highlight=False)
+            for transfer in exchange_often(f"http://{address}", FAT_LAYERS, connections, exchanges):
+                transfers.append(replace(transfer, connections=connections))
+            log.print(f"{connections} connection(s): {_speeds(transfers[-2:])}", highlight=False)
     return transfers
+
+
+def measure_defaults(link: Link, exchanges: int, layers: int, log: Console) -> list[Transfer]:
+    """A larger model by default settings, from a worker that knows nothing of its link."""
+    settings = {"num_workers": 1, "sync_every": 1, "num_fragments": 1}
+    with Helper(serve, layers, settings) as server, emulated(link, server.hear()) as address:
+        transfers = exchange_often(f"http://{address}", layers, None, exchanges)
+    for i in range(0, len(transfers), 2):
+        lanes = ", ".join(str(transfer.connections) for transfer in transfers[i : i + 2])
+        log.print(f"{link}: {_speeds(transfers[i : i + 2])}; parts at a time: {lanes}", highlight=False)
+    return transfers
+
+
+def exchange_often(server: str, layers: int, connections: int | None, exchanges: int) -> list[Transfer]:
+    model, transfers = make_model(layers), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    kept_connections = (connections or MOST) + OTHER_CONNECTIONS
+    transport = TimedTransport(HttpTransport(server, kept_connections=kept_connections))
+    topology = ServerTopology(
+        transport,
+        worker_id=f"with-{connections}",
+        instance=secrets.token_hex(8),
+        hostname="bench",
+        patience=Patience(calls_in_flight=connections),
+        memory=Memory(KEPT),
+    )
+    with DiLoCoWorker(model, optimizer, server, topology=topology):
+        transport.take()  # what joining fetched
+        for _ in range(exchanges):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            transfers += transport.take()
+    return transfers
+
+
+def serve_small(pipe: Connection, settings: dict[str, Any]) -> None:
+    with DiLoCoServer(nn.Linear(999, 1).state_dict(), port=0, insecure=True, **settings) as server:
+        pipe.send(server.address)
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+
+
+def measure_small(link: Link, exchanges: int) -> list[float]:
+    """Seconds that a blocking exchange of 1,000 parameters takes, from the call of the hook to its end."""
+    took_s = []
+    with Helper(serve_small, {"num_workers": 1, "sync_every": 1}) as server, emulated(link, server.hear()) as address:
+        model = nn.Linear(999, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with DiLoCoWorker(model, optimizer, f"http://{address}"):
+            for _ in range(exchanges):
+                for param in model.parameters():
+                    param.grad = torch.ones_like(param)
+                began_at = time.perf_counter()
+                optimizer.step()
+                took_s.append(time.perf_counter() - began_at)
+    return took_s
 
 
 def _speeds(transfers: list[Transfer]) -> str:
@@ -351,6 +420,44 @@ def connections_table(transfers: list[Transfer], seen: str) -> Table:
     return made
 
 
+def defaults_table(by_default: dict[str, list[Transfer]], bare: dict[str, Seen]) -> Table:
+    title = "Exchanges by default settings: the first one, then the median of the later half"
+    made = Table(title=title, box=rich.box.SIMPLE_HEAD)
+    for column in (
+        "link",
+        "window",
+        "bytes",
+        "bare, up",
+        "bare, down",
+        "first",
+        "up",
+        "of the link",
+        "down",
+        "of the link",
+    ):
+        made.add_column(column, justify="left" if column == "link" else "right")
+    for name, transfers in by_default.items():
+        link, seen = LINKS[name], bare[name]
+        cells = [
+            str(link),
+            f"{link.window_bytes >> 10} KiB",
+            f"{seen.up_mbit_per_s:.0f}",
+            f"{seen.down_mbit_per_s:.0f}",
+        ]
+        cells.insert(2, f"{transfers[0].size_bytes / 1e6:.0f} MB")
+        cells.append(", ".join(f"{t.mbit_per_s:.0f} {t.direction}" for t in transfers[:2]))
+        for direction in ("up", "down"):
+            found = [t.mbit_per_s for t in transfers if t.direction == direction]
+            speed = statistics.median(found[len(found) // 2 :])
+            cells += [f"{speed:.0f} Mbit/s", f"{speed / link.mbit_per_s:.2f}"]
+        made.add_row(*cells)
+    return made
+
+
+def _facts(transfer: Transfer) -> dict[str, Any]:
+    return {**asdict(transfer), "mbit_per_s": transfer.mbit_per_s}
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure what a slow link costs a worker.")
     parser.add_argument("--quick", action="store_true", help="one cycle a mode, one exchange a number of connections")
@@ -360,6 +467,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps-per-cycle", type=int, default=240, help="H (default 240)")
     parser.add_argument("--fragments", type=int, default=4, help="of the streaming mode (default 4)")
     parser.add_argument("--delay", type=int, help="τ of the streaming mode (default: five sixths of a fragment's slot)")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="what to measure (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run, the summary and the machine here")
     return parser.parse_args()
 
@@ -380,14 +488,30 @@ def main() -> None:
     # A few steps more than whole cycles: what was sent at the end of the last one is taken over too.
     loop = Loop(arguments.step_ms / 1e3, arguments.steps_per_cycle, cycles * arguments.steps_per_cycle + delay + 1)
     runs: list[Run] = []
-    for mode in modes:
+    for mode in modes if "modes" in arguments.only else []:
         log.print(f"{mode.name}: {loop.steps} steps of {arguments.step_ms:g} ms", highlight=False)
         runs += measure_mode(mode, link, loop)
-    transfers = measure_connections(1 if arguments.quick else 3, log)
+    transfers: list[Transfer] = []
+    if "connections" in arguments.only:
+        transfers = measure_connections(1 if arguments.quick else 3, log)
+    by_default: dict[str, list[Transfer]] = {}
+    bare: dict[str, Seen] = {}
+    most_layers, exchanges = (LARGE_LAYERS // 4, 2) if arguments.quick else (LARGE_LAYERS, 6)
+    for name, each in LINKS.items() if "defaults" in arguments.only else []:
+        bare[name] = validate(replace(each, window_bytes=ANY_WINDOW_BYTES), seconds=4.0)
+        layers = int(most_layers * each.mbit_per_s / FAT_LINK.mbit_per_s)  # as long as on the others
+        by_default[name] = measure_defaults(each, exchanges, layers, log)
     millions = sum(param.numel() for param in make_model(LAYERS).parameters()) / 1e6
     title = f"{WORKERS} workers, {millions:.1f}M parameters, H = {loop.steps_per_cycle}, over {link}, measured: {seen}"
-    out.print(modes_table(runs, modes, title))
-    out.print(connections_table(transfers, str(fat_seen)))
+    small_s = measure_small(FAT_LINK, 5 if arguments.quick else 21) if "small" in arguments.only else []
+    if small_s:
+        out.print(f"1,000 parameters over {FAT_LINK}: {statistics.median(small_s):.3f} s, {max(small_s):.3f} at most")
+    if runs:
+        out.print(modes_table(runs, modes, title))
+    if transfers:
+        out.print(connections_table(transfers, str(fat_seen)))
+    if by_default:
+        out.print(defaults_table(by_default, bare))
     if arguments.json:
         report = {
             "machine": about,
@@ -396,7 +520,16 @@ def main() -> None:
             "modes": [asdict(mode) for mode in modes],
             "runs": [{**asdict(r), "waiting_share": r.waiting_share, "in_hook_share": r.in_hook_share} for r in runs],
             "fat_link": {"asked": asdict(FAT_LINK), "seen": fat_seen.as_json()},
-            "transfers": [{**asdict(t), "mbit_per_s": t.mbit_per_s} for t in transfers],
+            "transfers": [_facts(t) for t in transfers],
+            "small_s": small_s,
+            "by_default": {
+                name: {
+                    "link": asdict(LINKS[name]),
+                    "bare": bare[name].as_json(),
+                    "transfers": [_facts(t) for t in found],
+                }
+                for name, found in by_default.items()
+            },
         }
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
         log.print(f"wrote {arguments.json}")

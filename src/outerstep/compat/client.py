@@ -440,9 +440,7 @@ class CompatClient:
         plan, base = self.wake(), self._base(fragment)
         names, counted_in = plan.fragments[fragment], None
         before = self._before.pop(fragment, None)
-        if before is not None and self._hash_of(
-            contribution_of(fragment, names, payload, base, 0), before.sequence
-        ) == (before.payload_hash):
+        if before is not None and self._is_in(contribution_of(fragment, names, payload, base, 0), before):
             log.info("%s submits again what it had submitted before the restart; it is in", self.worker_id)
             counted_in = before.version
         return FragmentSubmission(self.topology, fragment, names, payload, base, self._steps(plan), counted_in)
@@ -463,13 +461,18 @@ class CompatClient:
         advised = self.sync_every if self._introduction.follows_advice else None
         return advised or self._introduction.sync_every or plan.sync_every
 
-    def _hash_of(self, contribution: Contribution, sequence: int) -> str:
+    def _is_in(self, contribution: Contribution, before: Acceptance) -> bool:
+        """Would this be what was accepted then, in one of the codecs that the run has had?"""
+        codecs = self._service.coordinator.codecs
+        return any(self._hash_of(contribution, before.sequence, codec) == before.payload_hash for codec in codecs)
+
+    def _hash_of(self, contribution: Contribution, sequence: int, codec: str) -> str:
         """Of what goes to the server if this is contributed under that number."""
         twin = self._new_topology()
         twin.follow(self.topology.session.join_request, self.topology.session.joined)
-        up = twin.forms[contribution.fragment].up
-        frame = twin.new_payload(contribution.deltas, up)
-        twin.encode(contribution, sequence, frame, up)
+        form = twin.form_of(contribution.fragment, codec)
+        frame = twin.new_payload(contribution.deltas, form.up)
+        twin.encode(contribution, sequence, frame, form)
         hashes = frame.known_hashes
         frame.release()
         return payload_hash([hashes[part] for part in sorted(hashes)])

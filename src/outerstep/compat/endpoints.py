@@ -77,7 +77,8 @@ class Endpoints:
         self._server = server
         self._limits = limits
         config = server.config
-        self._pool = Pool(memory_bytes=config.pool_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
+        memory_bytes = server.service.run.pool_memory_bytes
+        self._pool = Pool(memory_bytes=memory_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
         state = server.get_global_params()
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
         self._max_tensors = len(sizes)

@@ -25,7 +25,6 @@ from typing import Protocol
 
 from . import sockets
 from .messages import MAX_JOIN_BYTES
-from .pace import moved_bytes
 
 MOST_BYTES = MAX_JOIN_BYTES
 MOST_ERROR_BYTES = 64 << 10
@@ -53,7 +52,7 @@ class PendingAnswer:
 
     def judge(self, now: float) -> None:
         try:
-            moved = moved_bytes(self.sock)
+            moved = sockets.moved_bytes(self.sock)
         except (OSError, ValueError):
             return  # it is being closed
         if moved is None:
@@ -94,7 +93,7 @@ class AnswerWatch:
     ) -> Iterator[None]:
         """Around one request and its answer; a TimeoutError if it was ended. `answer_bytes` None = a message."""
         most = 2 * (sent_bytes + (MOST_BYTES if answer_bytes is None else answer_bytes)) + SPARE_BYTES
-        began_with = moved_bytes(sock) or 0
+        began_with = sockets.moved_bytes(sock) or 0
         now, until = self.clock(), getattr(self._mine, "until", math.inf)
         if now > until:
             raise TimeoutError("too slow: it is not all here, and no longer waited for")

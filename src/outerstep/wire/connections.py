@@ -30,6 +30,7 @@ class Connection:
     request: int = 0
     is_gone: bool = False  # not on the list any more
     is_served: bool = False  # its head is here, its answer is not out yet
+    is_handed_over: bool = False  # its socket belongs to somebody else, who closes it
     on_ended: Callable[[bool], None] | None = None  # to be told whether the last answer has arrived
 
     def answer_ended(self, *, arrived: bool) -> None:

@@ -34,21 +34,20 @@ from ..errors import (
 )
 from ..printable import printable
 from ..security import Guard
-from ..security.guard import OpenGuard
-from ..versions import OLDEST_PROTOCOL, as_spoken, spoken_here
+from ..security.guard import OpenGuard, check_own_page, own_names
+from ..versions import OLDEST_PROTOCOL, PROTOCOL_VERSION, SPOKEN_HERE, as_spoken
 from .connections import Connection, Connections
-from .cross_site import check_site, own_names
 from .http_request import HEAD_READ_BYTES, SLICE_BYTES, Gone, HttpRequest, read_request
 from .limits import ServiceLimits
 from .messages import (
     BYTES_TYPE,
+    CARRIED_HEADER,
     HASH_HEADER,
     JSON_TYPE,
     MAX_JSON_BYTES,
     MAX_PART_BYTES,
     PROTOCOLS_HEADER,
     SESSION_HEADER,
-    check_written,
     decode_json,
     encode_error,
     encode_json,
@@ -57,14 +56,17 @@ from .messages import (
 )
 from .pace import Pace
 from .routes import (
+    TUNNEL,
+    Carrying,
     DownloadRoute,
     MessageRoute,
     PlainRoute,
     Presented,
     Reply,
     Routes,
+    TunnelRoute,
     UploadRoute,
-    check_speaker,
+    admit,
     no_route,
 )
 from .sockets import Channel, has_all, peer_of, probe_often, shut
@@ -73,7 +75,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 LEAST_AT_WORK = 4  # connections at a time; more if there are more cores
-LOOKING = (b"GET /status", b"GET /healthz")  # operators and monitors go first
+LOOKING = (b"GET /status", b"GET /healthz", b"GET /metrics")  # operators and monitors go first
 DRAIN_S = 2.0
 PARTING_S = 5.0
 NOT_MODIFIED = 304
@@ -116,15 +118,14 @@ class HttpServer:
         port: int,
         limits: ServiceLimits = ServiceLimits(),  # noqa: B008 - frozen
         tls: ssl.SSLContext | None = None,
-        guard: Guard = OpenGuard(),  # noqa: B008 - holds nothing
+        guard: Guard | None = None,
         on_refusal: Callable[[RefusedRequest], None] = log_refusal,
         names: Collection[str] = (),
         reply_to_error: Callable[[Refused, str, int], Reply] | None = None,
     ) -> None:
         self._routes = routes
         self._tls = tls
-        self._guard = guard
-        self._names = own_names(host, *names)
+        self._guard = guard or OpenGuard(own_names(host, *names))
         self._on_refusal = on_refusal
         self._error_reply = reply_to_error or error_reply
         self._limits = limits
@@ -194,6 +195,10 @@ class HttpServer:
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._limits.keepalive_s is not None:
                 probe_often(connection.sock, self._limits.keepalive_s)
+            tunnel = self._routes.get(TUNNEL)
+            if isinstance(tunnel, TunnelRoute) and self._begins_with_connect(connection):
+                tunnel.handler(connection, self._connections)
+                return
             if self._tls is not None:
                 self._secure(connection, self._tls)
             carry: bytes | None = b""
@@ -204,7 +209,13 @@ class HttpServer:
         finally:
             connection.answer_ended(arrived=False)
             self._connections.leave(connection)
-            connection.sock.close()
+            if not connection.is_handed_over:
+                connection.sock.close()
+
+    def _begins_with_connect(self, connection: Connection) -> bool:
+        """No other method begins with a C, and no TLS."""
+        connection.sock.settimeout(self._limits.stall_s)
+        return connection.sock.recv(1, socket.MSG_PEEK) == b"C"
 
     def _secure(self, connection: Connection, tls: ssl.SSLContext) -> None:
         """Shake hands. That is this thread's: a peer that is slow at it keeps no other waiting."""
@@ -261,8 +272,12 @@ class HttpServer:
         try:
             with channel.turn:
                 reply = self._reply(request, channel)
+            if reply.hand_over is not None:
+                connection.is_handed_over = True
+                reply.hand_over(connection.sock)
+                return None
             if request.is_admitted:
-                reply = dataclasses.replace(reply, headers=(*reply.headers, (PROTOCOLS_HEADER, spoken_here())))
+                reply = dataclasses.replace(reply, headers=(*reply.headers, (PROTOCOLS_HEADER, SPOKEN_HERE)))
             close = request.closes
             if reply.status == Unauthorized.status:
                 close = self._doubt(connection) or close
@@ -274,7 +289,8 @@ class HttpServer:
                 return None
             # A client that sends its whole body before it reads would never see an answer to a half-read one.
             self._send(channel, http, reply, close=close)
-            body.discard()
+            if body.left:
+                body.discard()
             if close and connection.on_ended is not None:
                 _await_close(channel)
             return None if close else body.beyond
@@ -307,7 +323,7 @@ class HttpServer:
             status = 411
         if status == 431:
             try:
-                self._guard.admit(None)  # a head too long to be read has no token in it
+                self._guard.admit({})  # a head too long to be read has no token in it
             except Unauthorized as unauthorized:
                 refusal, status = unauthorized, unauthorized.status
         request_id = secrets.token_hex(6)
@@ -338,21 +354,25 @@ class HttpServer:
         method, path, headers, body = request.method, request.path, request.headers, request.body
         route = self._routes.get((method, path))
         if isinstance(route, PlainRoute) and route.is_public:
-            return route.handler(request)
-        if isinstance(self._guard, OpenGuard):
-            check_site(headers, self._names)
-        caller = self._guard.admit(headers.get("authorization"))
+            with channel.away():
+                return route.handler(request)
+        if isinstance(route, PlainRoute) and route.opens is not None and not isinstance(self._guard, OpenGuard):
+            caller = route.opens(request)
+        else:
+            caller = self._guard.admit(headers)
         if not channel.connection.is_known:
             self._connections.greet(channel.connection)
         request.is_admitted, request.token = True, caller.name
         request.protocol = protocol_of(headers)
-        if route is None:
+        if route is None or isinstance(route, TunnelRoute):
             raise no_route(self._routes, method, path)
         if isinstance(route, MessageRoute) and route.is_order:
             caller.check_operates()
             self._check_operator(request)
         if isinstance(route, PlainRoute) and route.reads:
             caller.check_reads()
+        if isinstance(route, PlainRoute) and route.joins:
+            caller.check_joins()
         if headers.get("content-encoding", "identity") != "identity":
             raise UnsupportedMedia("compressed bodies are not taken", hint="send without Content-Encoding")
         if method != "GET" and "content-length" not in headers:
@@ -371,31 +391,29 @@ class HttpServer:
                 with self._one_large if len(data) > MAX_JSON_BYTES else contextlib.nullcontext():
                     # Of a large one, decoding takes many times its size for a moment.
                     message = decode_json(data, route.kind) if route.decode is None else route.decode(data)
-                check_written(message, request.protocol)
                 request.worker = getattr(message, route.speaker) if route.speaker is not None else ""
-                check_speaker(route, message, shown)
+                admit(route, message, shown, request.protocol)
                 request.is_with_service = True
                 given = (message, shown) if route.sees_caller else (message,)
                 with contextlib.nullcontext() if route.is_quick else channel.away():
                     answer = route.handler(*given)
                 if not route.is_quick:
-                    self._guard.admit(headers.get("authorization"))  # it may have been revoked while this one waited
+                    self._guard.admit(headers)  # it may have been revoked while this one waited
                 return answer if isinstance(answer, Reply) else _answer(answer, request)
             case UploadRoute():
                 part: Any = parse_query(request.query, route.kind)
-                check_written(part, request.protocol)
                 request.worker = getattr(part, route.speaker)
-                check_speaker(route, part, shown)
-                body.check_size(MAX_PART_BYTES, "a part", "a run's parts have part_size_bytes, as its plan says")
+                admit(route, part, shown, request.protocol)
+                body.check_size(route.most_bytes, "a part", "a run's parts have part_size_bytes, as its plan says")
+                request.is_with_service = route.sees_caller
                 with channel.away():
-                    stored = route.handler(part, body)
-                self._guard.admit(headers.get("authorization"))
+                    stored = route.handler(part, body, shown) if route.sees_caller else route.handler(part, body)
+                self._guard.admit(headers)
                 return _answer(stored, request)
             case DownloadRoute():
                 part = parse_query(request.query, route.kind)
-                check_written(part, request.protocol)
                 request.worker = getattr(part, route.speaker)
-                check_speaker(route, part, shown)
+                admit(route, part, shown, request.protocol)
                 found, bytes_ = route.handler(part)
                 return Reply(bytes_, headers=(("Content-Type", BYTES_TYPE), (HASH_HEADER, found.hash)))
             case PlainRoute():
@@ -403,6 +421,12 @@ class HttpServer:
                     return route.handler(request)
 
     def _check_operator(self, request: HttpRequest) -> None:
+        is_page = check_own_page(request.headers)
+        if is_page and not self._limits.control_from_anywhere:
+            raise Forbidden(
+                "this server takes no orders from its page",
+                hint="run `outerstep control` on its machine, or start the server with --remote-control",
+            )
         if not self._limits.control_from_anywhere and not request.body.is_from_here:
             raise Forbidden(
                 f"control is taken from the server's own machine only; this comes from {request.body.peer}",
@@ -412,40 +436,42 @@ class HttpServer:
         if request.headers.get("content-type", "").partition(";")[0].strip() != JSON_TYPE:
             raise UnsupportedMedia(f"control is {JSON_TYPE}", hint=f"send Content-Type: {JSON_TYPE}")
 
-    def _send(self, channel: Channel, http: h11.Connection, reply: Reply, *, close: bool) -> None:
+    @staticmethod
+    def _send(channel: Channel, http: h11.Connection, reply: Reply, *, close: bool) -> None:
+        headers = list(reply.headers)
+        if reply.status != NOT_MODIFIED:  # of which the length would be that of what is not sent
+            headers.insert(0, ("Content-Length", str(len(reply.body) + sum(map(len, reply.rest)))))
+        if close:
+            headers.append(("Connection", "close"))
         try:
-            self._write(channel, http, reply, close=close)
+            head = http.send(h11.Response(status_code=reply.status, headers=headers, reason=reply.reason))
+            assert head is not None
+            body = memoryview(reply.body)
+            if len(body) > HEAD_READ_BYTES:
+                channel.send(head)
+                head = b""
+                if reply.handed is not None:  # before the client can act on it: the last bytes wait
+                    channel.send(body[:-HEAD_READ_BYTES])
+                    body = body[-HEAD_READ_BYTES:]
+            if reply.handed is not None:
+                reply.handed()
+            channel.connection.on_ended = reply.ended
+            channel.send(head + bytes(body) if head else body)  # one packet for a small answer
             for piece in reply.rest:
                 channel.send(piece)
         finally:
             if reply.over is not None:
                 reply.over()
 
-    @staticmethod
-    def _write(channel: Channel, http: h11.Connection, reply: Reply, *, close: bool) -> None:
-        headers = list(reply.headers)
-        if reply.status != NOT_MODIFIED:  # of which the length would be that of what is not sent
-            headers.insert(0, ("Content-Length", str(len(reply.body) + sum(map(len, reply.rest)))))
-        if close:
-            headers.append(("Connection", "close"))
-        head = http.send(h11.Response(status_code=reply.status, headers=headers, reason=reply.reason))
-        assert head is not None
-        body = memoryview(reply.body)
-        if len(body) > HEAD_READ_BYTES:
-            channel.send(head)
-            head = b""
-            if reply.handed is not None:  # before the client can act on it: the last bytes wait
-                channel.send(body[:-HEAD_READ_BYTES])
-                body = body[-HEAD_READ_BYTES:]
-        if reply.handed is not None:
-            reply.handed()
-        channel.connection.on_ended = reply.ended
-        channel.send(head + bytes(body) if head else body)  # one packet for a small answer
-
 
 def _answer(answer: object, request: HttpRequest) -> Reply:
     """In the protocol of the request."""
-    return Reply(encode_json(as_spoken(answer, request.protocol)))
+    if isinstance(answer, Carrying):
+        alone = _answer(answer.answer, request).body
+        headers = (("Content-Type", BYTES_TYPE), (CARRIED_HEADER, str(answer.size_bytes)))
+        return Reply(b"".join((alone, *answer.pieces)), headers=headers)  # small: to copy costs less than to send twice
+    is_newest = request.protocol == PROTOCOL_VERSION
+    return Reply(encode_json(answer if is_newest else as_spoken(answer, request.protocol)))
 
 
 def error_reply(refusal: Refused, request_id: str, protocol: int) -> Reply:

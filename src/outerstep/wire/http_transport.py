@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import logging
 import os
+import re
+import socket
 import ssl
 import threading
 from collections import deque
@@ -17,11 +20,13 @@ from msgspec import UNSET
 
 from ..errors import (
     BadRequest,
+    ConfigError,
     Forbidden,
     MethodNotAllowed,
     NotFound,
     OuterstepError,
     ProtocolMismatch,
+    Refused,
     TransportError,
     Unauthorized,
     UntrustedServer,
@@ -35,27 +40,32 @@ from ..types import (
     AskNonce,
     Control,
     FromMember,
+    GetPart,
     GetPartAnswer,
     Join,
     JoinAnswer,
     NonceAnswer,
     Poll,
+    PutPart,
     Request,
 )
 from ..versions import PROTOCOL_VERSION, highest_common
-from . import sockets
-from .answers import WATCH, AnswerTooLong, Incoming, read_bytes, read_incoming, read_message
+from .answers import WATCH, AnswerTooLong, Incoming
 from .messages import (
     BYTES_TYPE,
+    CARRIED_HEADER,
     HASH_HEADER,
     JSON_TYPE,
+    PAGE_LINK_PATH,
     PROBE_PATH,
     PROTOCOL_HEADER,
     PROTOCOLS_HEADER,
+    RELAY_PATH,
     SESSION_HEADER,
     STATUS_PATH,
     AnyAnswer,
     AnyRequest,
+    PageCode,
     ProbeAnswer,
     address_of,
     decode_error,
@@ -64,12 +74,14 @@ from .messages import (
     written_in,
 )
 from .peers import HeldAnswer, PeerAnswer, PeerRequest
+from .pipeline import IN_A_ROW, Pipeline, PipelineEnded, bytes_due, read_answer, send_request
+from .relay import AskRelay, RelayTicket, open_tunnel
 
 log = logging.getLogger(__name__)
 
 NOTHING = memoryview(b"")
-ANY_LENGTH = 1 << 62
-LARGE_BYTES = 64 << 10  # bodies that are moved apart from their heads
+WAY_TIMEOUT_S = 5.0  # for a connection to one of several addresses
+DOUBTS = 2  # connections on which nothing came to a request that was sent before the answer to another
 OUTDATED = (BadRequest, NotFound, MethodNotAllowed, ProtocolMismatch)  # what an end says to what it does not know yet
 
 
@@ -79,11 +91,13 @@ class _NotModified(Exception):
 
 class HttpTransport:
     """Thread-safe: each call borrows a connection, and returns it if the server keeps it open. At most
-    `kept_connections` stay open between calls.
+    `kept_connections` stay open between calls. Parts follow each other on a few connections if `spread` says so.
 
     `server` is host:port, whose token and certificate are looked up in `credentials` (None = the user's own folder); or
     a join string; or http://host:port for a server without either. When a token or a certificate is refused, both are
     looked up again: after `outerstep join` a running worker continues. `tls`: this context, no look-up and no token.
+    `relay`: through the server there, which passes the bytes on (relay.py); it sees TLS and nothing else. A join string
+    with several addresses: the first that answers with the right certificate, and another one if that one is gone.
 
     `protocol`: the highest that both ends speak, as far as is known; ours, before the first answer. Each answer says it
     anew, for the other end may be restarted as another version.
@@ -97,8 +111,10 @@ class HttpTransport:
         kept_connections: int = 8,
         tls: ssl.SSLContext | None = None,
         credentials: str | os.PathLike[str] | None = None,
+        relay: HttpTransport | None = None,
     ) -> None:
-        self._server, self._credentials = server, credentials
+        self._server, self._credentials, self._relay = server, credentials, relay
+        self.cluster = ""  # whose server this is, if it relays and has said so
         if is_join_string(server):
             access = parse_join_string(server)
             self._host, self._port = access.host, access.port
@@ -108,17 +124,27 @@ class HttpTransport:
         self._pinning = pinning_context()
         self._system: ssl.SSLContext | None = None  # reads all the authorities: made if it is needed
         self._access = Access(self._host, self._port) if tls is not None else self._find()
+        self._places = [(self._host, self._port), *(self._access.others if self._access is not None else ())]
         self._has_succeeded = False
         self.protocol = PROTOCOL_VERSION
+        self._shown: str | None = ""  # what the other end has said last of the protocols that it speaks
         self._timeout_s = timeout_s
         self._kept_connections = kept_connections
         self._idle: deque[http.client.HTTPConnection] = deque()
+        self._spread: dict[type, int] = {PutPart: 0, GetPart: 0}  # connections that they share; 0 = one for each
+        self._pipelines: dict[type, list[Pipeline]] = {PutPart: [], GetPart: []}
+        self._doubts: int | None = 0  # whether one request may follow another here; None = it may, it was seen
         self._lock = threading.Lock()
         self._sessions: dict[str, str] = {}  # by worker id
 
     @property
     def address(self) -> str:
         return write_address(self._host, self._port)
+
+    @property
+    def relay_cluster(self) -> str:
+        """The cluster that relays, as it calls itself; "" = none does, or it has not said yet."""
+        return self._relay.cluster if self._relay is not None else ""
 
     def call(
         self,
@@ -131,6 +157,10 @@ class HttpTransport:
         if isinstance(request, Join):
             return self._join(request, timeout_s)
         return cast(Answer, self._call(request, body, into, timeout_s))
+
+    def spread(self, connections: int, *, up: bool) -> None:
+        """From now on parts follow each other on so many connections that way; 0 = each on one of its own."""
+        self._spread[PutPart if up else GetPart] = connections
 
     def show_session(self, worker_id: str, session: str) -> None:
         self._sessions[worker_id] = session
@@ -183,7 +213,12 @@ class HttpTransport:
         kind = JSON_TYPE if body is None else BYTES_TYPE
         admin = isinstance(request, Control)
         session = self._sessions.get(request.worker_id) if isinstance(request, FromMember | Join) else None
-        headers, data = self._ask(method, target, payload, kind, into, limit_s, protocol, admin=admin, session=session)
+        straight = None if isinstance(request, Poll) else into
+        headers, data = self._ask(
+            method, target, payload, kind, straight, limit_s, protocol, admin=admin, session=session, way=type(request)
+        )
+        if isinstance(request, Poll) and CARRIED_HEADER in headers:
+            data = self._take_carried(headers[CARRIED_HEADER], data, into)
         if answer_type is GetPartAnswer:
             return GetPartAnswer(hash=headers.get(HASH_HEADER, ""))
         if answer_type is HeldAnswer:
@@ -192,6 +227,18 @@ class HttpTransport:
             return msgspec.json.decode(data, type=answer_type)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransportError(f"{self.address} answered {target} with something else: {error}") from error
+
+    def _take_carried(self, named: str, data: bytes, into: memoryview | None) -> bytes:
+        """The JSON alone; the bytes behind it go to their place."""
+        count = int(named) if re.fullmatch("[0-9]{1,9}", named) else -1
+        if into is None or not 0 <= count <= min(len(data), len(into)):
+            room = len(into) if into is not None else 0
+            raise TransportError(
+                f"{self.address} carries {named[:32]!r} bytes in {len(data)}; there is room for {room}"
+            )
+        json_bytes = len(data) - count
+        into[:count] = memoryview(data)[json_bytes:]
+        return data[:json_bytes]
 
     def read(
         self, path: str, into: memoryview | Incoming | None = None, *, known: str = ""
@@ -219,13 +266,33 @@ class HttpTransport:
         """Fetch bytes that mean nothing."""
         self._ask("GET", f"{PROBE_PATH}?bytes={len(into)}", kind=BYTES_TYPE, into=into)
 
+    def page_link(self) -> PageCode:
+        """What logs a browser in to the page of this server or peer."""
+        return decode_json(self._ask("POST", PAGE_LINK_PATH, memoryview(b"{}"))[1], PageCode)
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither encryption nor tokens."""
+        return self._known().plain
+
+    def open_line(self) -> socket.socket:
+        """A connection of its own, with the server's certificate checked, for somebody else's requests."""
+        connection = self._new_connection(self._timeout_s)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise TransportError(f"no answer from {self.address}: {error}") from error
+        assert connection.sock is not None
+        return connection.sock
+
     def close(self) -> None:
         with self._lock:
             while self._idle:
                 self._idle.pop().close()
 
-    def _agree(self, protocol: int | None) -> None:
-        """None: there is none that both speak, and the refusal says so."""
+    def _agree(self, shown: str | None) -> None:
+        """If there is none that both speak, the refusal says so."""
+        self._shown, protocol = shown, highest_common(shown)
         if protocol is None or protocol == self.protocol:
             return
         log.info("%s speaks protocol %d, this end up to %d", self.address, protocol, PROTOCOL_VERSION)
@@ -286,8 +353,9 @@ class HttpTransport:
         admin: bool = False,
         session: str | None = None,
         extra: Mapping[str, str] | None = None,
+        way: type | None = None,
     ) -> tuple[http.client.HTTPMessage, bytes]:
-        """Headers and body of the answer, or what was refused. `extra`: headers of the request."""
+        """Headers and body of the answer, or what was refused. `extra`: headers of the request; `way`: its type."""
         headers = {"Content-Type": kind, PROTOCOL_HEADER: str(protocol or self.protocol), **(extra or {})}
         if session is not None:
             headers[SESSION_HEADER] = session
@@ -299,7 +367,7 @@ class HttpTransport:
                 headers["Authorization"] = f"Bearer {token}"
             try:
                 status, said, data = self._exchange(
-                    method, target, payload, headers, into, timeout_s or self._timeout_s
+                    method, target, payload, headers, into, timeout_s or self._timeout_s, way
                 )
                 if status == 401:
                     raise decode_error(data, status)
@@ -311,8 +379,9 @@ class HttpTransport:
             if status == 304 and extra:
                 raise _NotModified
             refusal = decode_error(data, status) if status != 200 else None
-            if PROTOCOLS_HEADER in said or refusal is None or isinstance(refusal, OUTDATED):
-                self._agree(highest_common(said[PROTOCOLS_HEADER]))
+            shown = said[PROTOCOLS_HEADER]
+            if shown != self._shown and (shown is not None or refusal is None or isinstance(refusal, OUTDATED)):
+                self._agree(shown)
             if refusal is not None:
                 raise refusal
             self._has_succeeded = True
@@ -326,16 +395,23 @@ class HttpTransport:
         headers: dict[str, str],
         into: memoryview | Incoming | None,
         timeout_s: float,
+        way: type | None = None,
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
         """A kept-alive connection may have been closed by the server meanwhile: then once more, on a new one. Every
         request of this protocol may be repeated."""
+        if (pipeline := self._pipeline(way, timeout_s)) is not None:
+            try:
+                return pipeline.ask(method, target, payload, headers, into, timeout_s)
+            except PipelineEnded as error:
+                log.debug("asked again, alone: %s", error.__cause__)
+            except (OSError, http.client.HTTPException) as error:
+                raise self._no_answer(error, method, target) from error
+            finally:
+                self._leave(pipeline)
         while True:
-            with self._lock:
-                connection = self._idle.pop() if self._idle else None
-            reused = connection is not None and connection.sock is not None
-            if connection is None or connection.sock is None:
-                connection = self._new_connection(timeout_s)
-            else:
+            connection, reused = self._connection(timeout_s)
+            if reused:
+                assert connection.sock is not None
                 connection.sock.settimeout(timeout_s)
             try:
                 return self._talk(connection, method, target, payload, headers, into)
@@ -346,24 +422,113 @@ class HttpTransport:
                 connection.close()
                 if reused and not isinstance(error, (TimeoutError, AnswerTooLong)):
                     continue
-                if isinstance(error, ssl.SSLError) and (untrusted := explain(error, self.address)) is not None:
-                    raise untrusted from error
-                what = str(error) or type(error).__name__
-                raise TransportError(
-                    f"no answer from {self.address} to {method} {target.split('?')[0]}: {what}"
-                ) from error
+                raise self._no_answer(error, method, target) from error
 
-    def _new_connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        access, given = self._known(), self._given
+    def _no_answer(self, error: Exception, method: str, target: str) -> OuterstepError:
+        if isinstance(error, ssl.SSLError) and (untrusted := explain(error, self.address)) is not None:
+            return untrusted
+        what = str(error) or type(error).__name__
+        return TransportError(f"no answer from {self.address} to {method} {target.split('?')[0]}: {what}")
+
+    def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, bool]:
+        """One that is idle, else a new one; and whether it was used before."""
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None and connection.sock is not None:
+            return connection, True
+        return self._new_connection(timeout_s) if len(self._places) == 1 else self._find_way(timeout_s), False
+
+    def _pipeline(self, way: type | None, timeout_s: float) -> Pipeline | None:
+        """Of those that are open, the one with the fewest requests; a new one, if there may be more. To be left."""
+        with self._lock:
+            if way is None or not (most := self._spread.get(way, 0)):
+                return None
+            pipelines = [pipeline for pipeline in self._pipelines[way] if not pipeline.is_over]
+            pipeline = min(pipelines, key=lambda one: one.callers, default=None)
+            if pipeline is None or (pipeline.callers and len(pipelines) < most):
+                in_a_row = IN_A_ROW if self._doubts is None or self._doubts < DOUBTS else 1
+                pipeline = Pipeline(functools.partial(self._connection, timeout_s), in_a_row)
+                self._pipelines[way].append(pipeline)
+            pipeline.callers += 1
+            return pipeline
+
+    def _leave(self, pipeline: Pipeline) -> None:
+        with self._lock:
+            pipeline.callers -= 1
+            if pipeline.has_followed:
+                self._doubts = None
+            if pipeline.callers:
+                return
+            for pipelines in self._pipelines.values():
+                if pipeline in pipelines:
+                    pipelines.remove(pipeline)
+            if pipeline.has_failed_behind and self._doubts is not None:
+                self._doubts += 1
+            connection = pipeline.connection
+            keeps = connection is not None and not pipeline.is_over and len(self._idle) < self._kept_connections
+            if keeps and connection is not None:
+                self._idle.append(connection)
+        if not keeps and connection is not None:
+            connection.close()
+
+    def _find_way(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Connected to the first of several addresses that is the server's, in turn from the one that last was. An
+        address of a private network may be somebody else's here: that is an error only if all of them are."""
+        wrong: list[Exception] = []
+        for place in (places := self._places):
+            connection = self._new_connection(min(timeout_s, WAY_TIMEOUT_S), place)
+            try:
+                connection.connect()
+            except (OSError, http.client.HTTPException, UntrustedServer) as error:
+                connection.close()
+                explained = explain(error, write_address(*place)) if isinstance(error, ssl.SSLError) else None
+                wrong.append(explained or error)
+                continue
+            assert connection.sock is not None
+            connection.sock.settimeout(timeout_s)
+            with self._lock:
+                self._host, self._port = place
+                self._places = [place, *(other for other in places if other != place)]
+            return connection
+        untrusted = [error for error in wrong if isinstance(error, UntrustedServer)]
+        if len(untrusted) == len(wrong):
+            raise untrusted[0]
+        tried = "; ".join(f"{write_address(*place)}: {error}" for place, error in zip(places, wrong, strict=True))
+        raise TransportError(f"no answer from any of the server's addresses ({tried})")
+
+    def _new_connection(self, timeout_s: float, place: tuple[str, int] | None = None) -> http.client.HTTPConnection:
+        connection = self._straight_connection(timeout_s, place or (self._host, self._port))
+        if self._relay is not None:
+            opener = functools.partial(self._relay.open_tunnel, self.address, timeout_s)
+            setattr(connection, "_create_connection", opener)  # noqa: B010 - http.client's own tunnels read without end
+        return connection
+
+    def _straight_connection(self, timeout_s: float, place: tuple[str, int]) -> http.client.HTTPConnection:
+        (host, port), access, given = place, self._known(), self._given
         if access.plain:
-            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+            return http.client.HTTPConnection(host, port, timeout=timeout_s)
         if given is None and access.fingerprint is not None:
             return PinnedConnection(
-                self._host, self._port, timeout=timeout_s, context=self._pinning, fingerprint=access.fingerprint
+                host, port, timeout=timeout_s, context=self._pinning, fingerprint=access.fingerprint
             )
         if given is None:
             given = self._system = self._system or ssl.create_default_context()
-        return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=given)
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=given)
+
+    def open_tunnel(self, target: str, timeout_s: float, *_: object) -> socket.socket:
+        """A connection to the server at `target` through this one, which must relay."""
+        return open_tunnel((self._host, self._port), target, self.ask_relay(target), timeout_s)
+
+    def ask_relay(self, target: str) -> str:
+        """A ticket for one tunnel through this server to the one at `target`. Whatever is wrong with the relay, the
+        server behind it has said nothing: that is a TransportError."""
+        try:
+            data = self._ask("POST", RELAY_PATH, memoryview(encode_json(AskRelay(target=target))))[1]
+            given = decode_json(data, RelayTicket)
+            self.cluster = given.cluster or ""
+            return given.ticket
+        except (Refused, UntrustedServer, ConfigError) as error:
+            raise TransportError(f"no way to {target} through {self.address}: {error}") from error
 
     def _talk(
         self,
@@ -378,37 +543,17 @@ class HttpTransport:
             connection.connect()
         assert connection.sock is not None
         sock, timeout_s = connection.sock, connection.sock.gettimeout() or 0.0
-        due = len(into) if isinstance(into, memoryview) else None if into is None else ANY_LENGTH
-        with WATCH.over(sock, 2.0 * timeout_s, len(payload), due):
-            if len(payload) < LARGE_BYTES:
-                connection.request(method, target, body=bytes(payload) or None, headers=headers)
-            else:
-                connection.request(method, target, headers=headers)
-                sockets.block(sock, timeout_s)
-                sockets.send(sock, payload)
-                sock.settimeout(timeout_s)
+        with WATCH.over(sock, 2.0 * timeout_s, len(payload), bytes_due(into)):
+            send_request(connection, method, target, payload, headers)
             response = connection.getresponse()
-            data = b""
-            if into is not None and response.status == 200:
-                sockets.block(sock, timeout_s)
-                if isinstance(into, memoryview):
-                    read_bytes(response, sock, into)
-                else:
-                    read_incoming(response, sock, into)
-                sock.settimeout(timeout_s)
-            else:
-                data = read_message(response)
-        self._keep_or_close(connection, response)
-        return response.status, response.headers, data
-
-    def _keep_or_close(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
-        """One whose answer was not read to its end cannot be used again."""
-        with self._lock:
+            data = read_answer(response, sock, into)
+        with self._lock:  # one whose answer was not read to its end cannot be used again
             keeps = not response.will_close and response.isclosed() and len(self._idle) < self._kept_connections
             if keeps:
                 self._idle.append(connection)
         if not keeps:
             connection.close()
+        return response.status, response.headers, data
 
 
 __all__ = ["DEFAULT_PORT", "HttpTransport", "parse_address"]

@@ -17,7 +17,6 @@ from .messages import (
     AnyAnswer,
     AnyRequest,
     address_of,
-    check_written,
     decode_error,
     decode_json,
     encode_error,
@@ -26,14 +25,16 @@ from .messages import (
     written_in,
 )
 from .routes import (
+    Carrying,
     DownloadRoute,
     MessageRoute,
     PlainRoute,
     Presented,
     Route,
     Service,
+    TunnelRoute,
     UploadRoute,
-    check_speaker,
+    admit,
     no_route,
 )
 
@@ -51,6 +52,16 @@ class MemoryBody:
 
     def abort(self) -> None:
         """Memory is never slow."""
+
+
+def _received(answer: object, into: memoryview | None) -> object:
+    """The answer; what it carries is where the caller wants it."""
+    if not isinstance(answer, Carrying):
+        return answer
+    if into is None or len(into) < answer.size_bytes:
+        raise ServerError(f"the answer carries {answer.size_bytes} bytes, the place for them has {len(into or b'')}")
+    into[: answer.size_bytes] = b"".join(answer.pieces)
+    return answer.answer
 
 
 class MemoryTransport:
@@ -98,7 +109,7 @@ class MemoryTransport:
             route = self._service.routes.get((method, path))
             if route is None:
                 raise no_route(self._service.routes, method, path)
-            answer = self._serve(route, query, encode_json(said), body, into, shown)
+            answer = _received(self._serve(route, query, encode_json(said), body, into, shown), into)
         except Refused as refusal:
             # Through the wire's own form, so that the twin refuses exactly as HTTP does.
             raise decode_error(encode_error(refusal, "memory", self.protocol), refusal.status) from refusal
@@ -110,17 +121,17 @@ class MemoryTransport:
     def _serve(
         self, route: Route, query: str, data: bytes, body: memoryview | None, into: memoryview | None, shown: Presented
     ) -> object:
-        if isinstance(route, PlainRoute):
+        if isinstance(route, PlainRoute | TunnelRoute):
             raise ServerError("this route has no message")
         is_json = isinstance(route, MessageRoute)
         message = decode_json(data, route.kind) if is_json else parse_query(query, route.kind)
-        check_written(message, self.protocol)
-        check_speaker(route, message, shown)
+        admit(route, message, shown, self.protocol)
         match route:
             case MessageRoute():
                 return route.handler(message, shown) if route.sees_caller else route.handler(message)
             case UploadRoute():
-                return route.handler(message, MemoryBody(body if body is not None else memoryview(b"")))
+                unread = MemoryBody(body if body is not None else memoryview(b""))
+                return route.handler(message, unread, shown) if route.sees_caller else route.handler(message, unread)
             case DownloadRoute():
                 answer, found = route.handler(message)
                 if into is None or len(into) != len(found):

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
@@ -22,6 +22,8 @@ from ..types import (
     AskNonce,
     Commit,
     CommitAnswer,
+    CompleteOffer,
+    CompleteOfferAnswer,
     Control,
     ControlAnswer,
     GetPart,
@@ -30,6 +32,8 @@ from ..types import (
     HeartbeatAnswer,
     Join,
     JoinAnswer,
+    Lease,
+    LeaseAnswer,
     Leave,
     LeaveAnswer,
     NonceAnswer,
@@ -58,9 +62,14 @@ from .peers import (
 
 STATUS_PATH: Final = "/status"
 PROBE_PATH: Final = "/v1/probe"
+PAGE_LINK_PATH: Final = "/page/link"
+RELAY_PATH: Final = "/v1/relay"
 HASH_HEADER: Final = "Outerstep-Hash"
+CARRIED_HEADER: Final = "Outerstep-Carried"  # of an answer: so many bytes follow its JSON
 PROTOCOL_HEADER: Final = "Outerstep-Protocol"  # of a request: the one that it is written in
 PROTOCOLS_HEADER: Final = "Outerstep-Protocols"  # of an answer: all that its sender speaks
+_PROTOCOL_KEY: Final = PROTOCOL_HEADER.lower()
+_NEWEST: Final = str(PROTOCOL_VERSION)
 SESSION_HEADER: Final = "Outerstep-Session"
 JSON_TYPE: Final = "application/json"
 BYTES_TYPE: Final = "application/octet-stream"
@@ -82,13 +91,15 @@ MAX_PART_BYTES: Final = 16 << 20
 AnyRequest = Request | PeerRequest | AskNonce
 AnyAnswer = Answer | PeerAnswer | NonceAnswer
 
-# request -> (method, path, its answer). Part requests carry bytes, so their facts are in the query string.
+# request -> (method, path, its answer). Some requests carry bytes, so their facts are in the query string.
 PLACES: Final[dict[type[AnyRequest], tuple[str, str, type[AnyAnswer]]]] = {
     AskNonce: ("POST", "/v1/nonce", NonceAnswer),
     Join: ("POST", "/v1/join", JoinAnswer),
     Heartbeat: ("POST", "/v1/heartbeat", HeartbeatAnswer),
     Leave: ("POST", "/v1/leave", LeaveAnswer),
+    Lease: ("POST", "/v1/lease", LeaseAnswer),
     Offer: ("POST", "/v1/offer", OfferAnswer),
+    CompleteOffer: ("PUT", "/v1/offer", CompleteOfferAnswer),
     PutPart: ("PUT", "/v1/part", PutPartAnswer),
     Commit: ("POST", "/v1/commit", CommitAnswer),
     Poll: ("POST", "/v1/poll", PollAnswer),
@@ -106,6 +117,15 @@ class ProbeAnswer(Plain, frozen=True):
     received_bytes: int
     time_s: float  # since 1970
     protocol: int
+
+
+class PageCode(Plain, frozen=True):
+    """The answer to `POST /page/link`: what logs one browser in, once. "": the page asks for no login."""
+
+    SINCE: ClassVar[int] = 2
+
+    code: str
+    valid_s: float
 
 
 class ErrorBody(Plain, frozen=True):
@@ -132,10 +152,11 @@ def place_of(kind: type[AnyRequest]) -> tuple[str, str]:
 
 
 def address_of(request: AnyRequest) -> tuple[str, str, type[AnyAnswer]]:
-    """Method, target and answer type of a request. A part request's facts go into the target."""
+    """Method, target and answer type of a request. The facts of one with bytes go into the target."""
     method, path, answer = PLACES[type(request)]
-    if isinstance(request, PutPart | GetPart | GetHeld):
-        path = f"{path}?{urlencode(msgspec.to_builtins(request))}"
+    if isinstance(request, CompleteOffer | PutPart | GetPart | GetHeld):
+        facts = {name: value for name, value in msgspec.to_builtins(request).items() if value != ()}
+        path = f"{path}?{urlencode(facts)}"
     return method, path, answer
 
 
@@ -146,12 +167,14 @@ def written_in(request: AnyRequest, protocol: int) -> AnyRequest:
     """A request as an end is to get it with which this protocol was agreed."""
     if isinstance(request, Join | AskTerms):
         request = replace(request, protocol=protocol)
-    return as_spoken(request, protocol)
+    return request if protocol == PROTOCOL_VERSION else as_spoken(request, protocol)
 
 
 def protocol_of(headers: Mapping[str, str]) -> int:
     """The one that a request is written in, and its answer is to be. Release 0.2 does not say, and speaks 1."""
-    named = headers.get(PROTOCOL_HEADER.lower())
+    named = headers.get(_PROTOCOL_KEY)
+    if named == _NEWEST:
+        return PROTOCOL_VERSION
     if named is None:
         return OLDEST_PROTOCOL
     if not re.fullmatch("[0-9]{1,6}", named):
@@ -177,7 +200,12 @@ def parse_query(query: str, kind: type[T]) -> T:
     facts = dict(pairs)
     if len(facts) != len(pairs):
         raise BadRequest("bad query string: a key appears twice")
-    return convert(facts, kind, from_text=True)
+    message = convert(facts, kind, from_text=True)
+    for name in getattr(kind, "__struct_fields__", ()):
+        value = getattr(message, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadRequest(f"bad query string: {name} must be a number, got {value}")
+    return message
 
 
 def encode_error(error: Refused, request_id: str, protocol: int = PROTOCOL_VERSION) -> bytes:

@@ -8,7 +8,8 @@
 
 Trained tensors are in fp32, as the workers hold them, each fragment's in the plan's order; the others are as the model
 was given. The facts name the version and the hash of every fragment, so a reader knows what it has, and that it has all
-of it: a fragment's hash is xxh3-128 over its tensors, that of the model xxh3-128 over these hashes and the rest's.
+of it: a fragment's hash is that of its anchor (digest.py), that of the rest xxh3-128 over its tensors, and that of the
+model xxh3-128 over the fragments' roots and the rest's hash.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from ..digest import data_hash
+from ..digest import TREE_MARK, data_hash
 from ..errors import BadRequest, TransportError
-from ..types import Count, Hash, Label, Plain, RunId, TensorName
+from ..types import AnchorHash, Count, Hash, Label, Plain, RunId, TensorName
 from .messages import MAX_JOIN_BYTES, convert, decode_json, encode_json
 
 MODEL_PATH: Final = "/v1/model"
@@ -56,7 +57,7 @@ class ModelFacts(Plain, frozen=True):
     run_id: RunId
     round: Count
     versions: tuple[Count, ...]
-    hashes: tuple[Hash, ...]
+    hashes: tuple[AnchorHash, ...]
     fragments: tuple[tuple[TensorName, ...], ...]
     rest: tuple[TensorName, ...] = ()
     rest_hash: Hash | None = None
@@ -116,7 +117,9 @@ class ModelHeader:
 
 
 def model_hash(hashes: Iterable[str], rest_hash: str | None) -> str:
-    return data_hash(bytes.fromhex(one) for one in (*hashes, *([rest_hash] if rest_hash is not None else [])))
+    return data_hash(
+        bytes.fromhex(one.removeprefix(TREE_MARK)) for one in (*hashes, *([rest_hash] if rest_hash is not None else []))
+    )
 
 
 def write_header(facts: ModelFacts, tensors: Sequence[StoredTensor]) -> bytes:

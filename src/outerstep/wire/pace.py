@@ -22,12 +22,11 @@ from dataclasses import dataclass
 
 from .connections import Connection, Connections
 from .limits import ServiceLimits
-from .sockets import shut
+from .sockets import moved_bytes, shut
 
 log = logging.getLogger(__name__)
 
 LOOKS_PER_WINDOW = 12
-INFO_BYTES, BYTES_ACKED = 136, 120  # of struct tcp_info: u64 bytes_acked, u64 bytes_received
 
 
 @dataclass
@@ -96,18 +95,6 @@ class Pace:
         self._connections.note(why)
         log.debug("closed a connection from %s: %s", connection.address, why.removesuffix("_closed"))
         shut(connection.sock)
-
-
-def moved_bytes(sock: socket.socket) -> int | None:
-    """Both ways, since it was opened; None = this system does not tell."""
-    option = getattr(socket, "TCP_INFO", None)
-    if option is None:
-        return None
-    info = sock.getsockopt(socket.IPPROTO_TCP, option, INFO_BYTES)
-    if len(info) < INFO_BYTES:
-        return None
-    acked, received = struct.unpack_from("=QQ", info, BYTES_ACKED)
-    return int(acked + received)
 
 
 def is_our_turn(connection: Connection) -> bool:

@@ -13,17 +13,20 @@ that is not in it is a 404.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from msgspec import Struct
 
 from ..errors import MethodNotAllowed, NotFound, Refused
 from ..security import Caller
-from .messages import JSON_TYPE, MAX_JSON_BYTES
+from ..versions import PROTOCOL_VERSION
+from .messages import JSON_TYPE, MAX_JSON_BYTES, MAX_PART_BYTES, check_written
 
 if TYPE_CHECKING:
+    from .connections import Connection, Connections
     from .http_request import HttpRequest
 
 
@@ -60,7 +63,8 @@ class Reply:
     """`reason`: the words after the status, which is all that some clients show of an error. `handed` is called
     before the last bytes are written; and then `ended`, as soon as it is known whether the client has got them all, or
     that nobody will know. `rest`: what follows the body, from where it lies; `over` is called when all of it is
-    written, or never will be."""
+    written, or never will be. `hand_over`: nothing is written here. It gets the socket, which is its own from then on,
+    and no longer counts as a connection of the port."""
 
     body: bytes | memoryview
     status: int = 200
@@ -70,11 +74,25 @@ class Reply:
     ended: Callable[[bool], None] | None = None
     rest: Sequence[memoryview] = ()
     over: Callable[[], None] | None = None
+    hand_over: Callable[[socket.socket], None] | None = None
+
+
+@dataclass(frozen=True)
+class Carrying:
+    """An answer, and bytes that come with it."""
+
+    answer: object
+    pieces: Sequence[memoryview]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, self.pieces))
 
 
 @dataclass(frozen=True)
 class MessageRoute:
-    """A message of this `kind` as JSON; the handler returns the answer, or a whole Reply. `speaker`: the field that
+    """A message of this `kind` as JSON; the handler returns the answer, one that is `Carrying` bytes, or a whole Reply.
+    `speaker`: the field that
     says for whom it speaks, which the sender's token must allow; `admit`: whatever else it must show for that.
     `is_order`: for operators only. `is_quick`: it is answered without waiting for anything. `decode`: in place of plain
     strict JSON. `sees_caller`: the handler is also given what the request shows."""
@@ -92,11 +110,14 @@ class MessageRoute:
 
 @dataclass(frozen=True)
 class UploadRoute:
-    """Bytes, and what they are in the query string."""
+    """At most so many bytes, and what they are in the query string. `sees_caller`: the handler is also given what the
+    request shows, and takes note itself of what it refuses."""
 
     kind: type[Any]
-    handler: Callable[[Any, UnreadBody], object]
+    handler: Callable[..., object]
     speaker: str = "worker_id"
+    most_bytes: int = MAX_PART_BYTES
+    sees_caller: bool = False
     admit: Admit | None = None
 
 
@@ -112,23 +133,38 @@ class DownloadRoute:
 
 @dataclass(frozen=True)
 class PlainRoute:
-    """A request as it is; the handler may take its time. `is_public`: without a token. `reads`: its token must have the
-    right to read."""
+    """A request as it is; the handler may take its time. `is_public`: without a token. `reads`, `joins`: its token must
+    have the right to. `opens`: whose request it is, by other means than a token; it raises Unauthorized."""
 
     handler: Callable[[HttpRequest], Reply]
     is_public: bool = False
     reads: bool = False
+    joins: bool = False
+    opens: Callable[[HttpRequest], Caller] | None = None
 
 
-def check_speaker(route: MessageRoute | UploadRoute | DownloadRoute, message: Any, shown: Presented) -> None:
-    """May whoever shows this say so in that name?"""
+@dataclass(frozen=True)
+class TunnelRoute:
+    """A connection that begins with CONNECT, as it is and before any TLS: the handler checks it, and has it until it
+    ends."""
+
+    handler: Callable[[Connection, Connections], None]
+
+
+def admit(
+    route: MessageRoute | UploadRoute | DownloadRoute, message: Any, shown: Presented, protocol: int = PROTOCOL_VERSION
+) -> None:
+    """May whoever shows this say so, in that name and in this protocol?"""
+    if protocol < PROTOCOL_VERSION:
+        check_written(message, protocol)
     if route.speaker is not None:
         shown.caller.check_speaks_for(getattr(message, route.speaker))
     if route.admit is not None:
         route.admit(message, shown)
 
 
-Route = MessageRoute | UploadRoute | DownloadRoute | PlainRoute
+Route = MessageRoute | UploadRoute | DownloadRoute | PlainRoute | TunnelRoute
+TUNNEL: Final = ("CONNECT", "")  # where a table has its TunnelRoute
 Routes = Mapping[tuple[str, str], Route]  # (method, path) → route
 
 
@@ -155,5 +191,5 @@ def no_route(routes: Routes, method: str, path: str) -> Refused:
     allowed = [m for m, p in routes if p == path]
     if allowed:
         return MethodNotAllowed(f"{method} is not allowed on {path}", allow=", ".join(allowed))
-    paths = ", ".join(sorted({p for _, p in routes}))
+    paths = ", ".join(sorted({p for _, p in routes if p}))
     return NotFound(f"no such path: {path[:128]}", hint=f"this port has {paths}")

@@ -37,6 +37,7 @@ from .connections import Connection
 BURST_BYTES = 1 << 20
 SLICE_BYTES = 4 << 20
 KEEPALIVE_PROBES = 3
+INFO_BYTES, BYTES_ACKED = 136, 120  # of struct tcp_info: u64 bytes_acked, u64 bytes_received
 
 T = TypeVar("T")
 
@@ -65,6 +66,14 @@ def receive_into(sock: socket.socket, view: memoryview) -> int:
         raise TimeoutError("the peer was silent for too long") from error
 
 
+def receive_some(sock: socket.socket, view: memoryview) -> int:
+    """Whatever comes next; 0 = the peer has closed."""
+    try:
+        return sock.recv_into(view)
+    except _SILENT as error:
+        raise TimeoutError("the peer was silent for too long") from error
+
+
 def send(sock: socket.socket, data: bytes | memoryview) -> None:
     """All of it, in slices: the limit is on the silence of each."""
     view = memoryview(data)
@@ -73,6 +82,18 @@ def send(sock: socket.socket, data: bytes | memoryview) -> None:
             sock.sendall(view[start : start + SLICE_BYTES])
     except _SILENT as error:
         raise TimeoutError("the peer was silent for too long") from error
+
+
+def moved_bytes(sock: socket.socket) -> int | None:
+    """Both ways, since it was opened; None = this system does not tell."""
+    option = getattr(socket, "TCP_INFO", None)
+    if option is None:
+        return None
+    info = sock.getsockopt(socket.IPPROTO_TCP, option, INFO_BYTES)
+    if len(info) < INFO_BYTES:
+        return None
+    acked, received = struct.unpack_from("=QQ", info, BYTES_ACKED)
+    return int(acked + received)
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------

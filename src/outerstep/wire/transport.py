@@ -23,8 +23,9 @@ class Transport(Protocol):
         into: memoryview | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Send `request`, with the bytes of a PutPart as `body`; the bytes of a GetPart are written to `into`.
-        `timeout_s`: of silence; None = the transport's own. A join is signed with the worker's key on the way.
+        """Send `request`, with the bytes of a PutPart or a CompleteOffer as `body`; the bytes of a GetPart are written
+        to `into`, and so are those that the answer to a Poll carries (at most as many as it takes). `timeout_s`: of
+        silence; None = the transport's own. A join is signed with the worker's key on the way.
 
         Raises a Refused if the server says no, a TransportError if there was no answer."""
 

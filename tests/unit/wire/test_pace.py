@@ -11,7 +11,8 @@ import pytest
 
 from outerstep.wire.connections import Connection, Connections
 from outerstep.wire.limits import ServiceLimits
-from outerstep.wire.pace import Pace, moved_bytes
+from outerstep.wire.pace import Pace
+from outerstep.wire.sockets import moved_bytes
 from support import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")

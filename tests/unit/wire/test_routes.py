@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from outerstep.dashboard.files import LIBRARY_NAMES, NAMES
 from outerstep.errors import MethodNotAllowed, NotFound
 from outerstep.server import DiLoCoServer
 from outerstep.topology.gossip.node import Node, NodeSettings
@@ -50,10 +51,13 @@ def test_whatever_a_joined_worker_says_is_admitted_by_its_session(server: Routes
             assert route.admit is not None, route.kind
 
 
-def test_without_a_token_there_is_the_health_alone(server: Routes, peer: Routes) -> None:
+def test_without_a_token_there_is_the_health_and_the_page_without_its_contents(server: Routes, peer: Routes) -> None:
+    """The page asks for a login by itself: its files hold nothing of a run (tests/integration/test_page.py)."""
+    page = {("GET", "/page"), ("GET", "/page/"), ("POST", "/page/login"), ("POST", "/page/logout")}
+    page |= {("GET", f"/page/{name}") for name in (*NAMES, *LIBRARY_NAMES)}
     for routes in (server, peer):
-        public = [place for place, route in routes.items() if isinstance(route, PlainRoute) and route.is_public]
-        assert public == [("GET", "/healthz")]
+        public = {place for place, route in routes.items() if isinstance(route, PlainRoute) and route.is_public}
+        assert public == {("GET", "/healthz"), *page}
 
 
 @pytest.mark.parametrize("path", ["/", "", "/v1", "/v1/", "/v1/joins", "/v2/join", "/v1/join/", "/V1/join", "v1/join"])

@@ -22,6 +22,9 @@ outlive the server is given, before the record is durable.
 
 The journal is kept back to the checkpoint before the last: if the last one is damaged, nothing is lost. So that there
 are two, the first round after each start is followed by a checkpoint.
+
+A record can be made of a round's contributions if the bytes of all of them are still there when it closes. Those that
+are added early stay until then, if they will be smaller than the mean and nobody needs their room.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from ...events import WorkerQuarantined
-from ...types import Answer, Control, Heartbeat, Join, Leave, Offer
+from ...events import GroupStateChanged, GroupStateUnclear, WorkerQuarantined
+from ...types import Answer, Control, Heartbeat, Join, Lease, Leave, Offer
 from ..backoff import Backoff
 from .coordinator import Coordinator
 from .effects import Accumulate, AllLeft, CloseRound, DropUpload, Effect
@@ -41,6 +44,7 @@ from .remembered import Remembered
 DISK_RETRIES = Backoff(0.25, 5.0)  # of a disk that is full or broken
 MODELS_IN_JOURNAL = 4  # a checkpoint is due when the journal behind the last has so many times the model's bytes
 LEAST_JOURNAL_BYTES = 64 << 20  # and at least these
+LEAST_OF_A_ROUND = 1 / 8  # of its fragment's bytes that a round counts for, however few its record has: it is replayed
 MOST_RECORDS = 1000  # or so many records: a start replays them
 OUTLIVE = ("kick", "pardon", "release", "plan", "budget", "shutdown")  # orders that hold after a restart
 
@@ -49,25 +53,34 @@ Durability = Literal["round", "checkpoint", "none"]
 
 @dataclass(frozen=True)
 class AddContributions:
-    """Add these to the sum of the round that will make `version`, and free their bytes."""
+    """Add these to the sum of the round that will make `version`; then free the bytes of `freed`, which are in it."""
 
     fragment: int
     version: int
     accepted: tuple[Accumulate, ...]
+    freed: tuple[Accumulate, ...] = ()
 
 
 @dataclass(frozen=True)
 class TakeStep:
     """Take the outer step over the sum and `taken`. `accepted`: all contributions that were not added before, also
-    those that were left out; their bytes stay until the round is announced."""
+    those that were left out; `added`: those that are in the sum, and whose bytes are still there; `freed`: there were
+    others. The bytes stay until the round is announced."""
 
     number: int
     closing: CloseRound
     accepted: tuple[Accumulate, ...]
+    added: tuple[Accumulate, ...] = ()
+    freed: bool = False
 
     @property
     def taken(self) -> list[Accumulate]:
         return [accepted for accepted in self.accepted if accepted.key not in self.closing.left_out]
+
+    @property
+    def held(self) -> tuple[Accumulate, ...]:
+        """What is to be freed at the end."""
+        return (*self.added, *self.accepted)
 
 
 @dataclass(frozen=True)
@@ -157,11 +170,13 @@ class Commits:
         last_record: int = 0,
     ) -> None:
         self.coordinator, self.durability = coordinator, durability
-        self.journals = durability == "round"
+        self.journals = coordinator.leases.is_durable = durability == "round"
         self._save_every, self._deterministic = save_every, deterministic
         self._keeps = keeps_contributions or deterministic or not coordinator.rules.aggregation.is_plain
         self._effects: list[Effect] = []
         self._accepted: dict[tuple[int, int], list[Accumulate]] = {}  # not added yet, by fragment and version
+        self._added: dict[tuple[int, int], list[Accumulate]] = {}  # likewise, added early: their bytes are still there
+        self._freed: set[tuple[int, int]] = set()  # and are not; of open rounds
         self._jobs: deque[tuple[int, CloseRound | _Note | _Save | _End]] = deque()
         self._tasks: deque[Task] = deque()  # of the job that was begun last
         self._asked = 0  # records that were asked for
@@ -186,14 +201,20 @@ class Commits:
     # --- decisions come in ------------------------------------------------------------------------------------------
 
     def answer(
-        self, request: Join | Heartbeat | Leave | Offer | Control, now: float, *, vouched: bool = False, token: str = ""
+        self,
+        request: Join | Heartbeat | Leave | Lease | Offer | Control,
+        now: float,
+        *,
+        vouched: bool = False,
+        token: str = "",
     ) -> tuple[Answer, int]:
         """The answer, and the record to wait for before it may be given; 0 = none. `vouched`, `token`: of a join.
 
         A join is durable before the worker hears of it: its incarnation must not be given away twice. A join that is
         repeated waits again. A leave is recorded, so that a restarted server does not wait for a worker that left; but
-        the worker need not wait for that."""
-        before = self._presence(request)
+        the worker need not wait for that. A lease that a restarted server could not know of is durable, too."""
+        moves = request.worker_id if isinstance(request, Join | Leave) else None  # whose coming or going it may be
+        before = self._presence(moves) if moves is not None else None
         try:
             match request:
                 case Join():
@@ -202,6 +223,8 @@ class Commits:
                     answer = self.coordinator.heartbeat(request, now)
                 case Leave():
                     answer = self.coordinator.leave(request, now)
+                case Lease():
+                    answer = self.coordinator.lease(request, now)
                 case Offer():
                     answer = self.coordinator.offer(request, now)
                 case Control():
@@ -209,14 +232,18 @@ class Commits:
         finally:
             self._effects = self.take_effects()
         order = isinstance(request, Control) and request.kind in OUTLIVE and self.coordinator.plan is not None
-        if order or self._presence(request) != before:
+        if order:
             self.note()
-            if isinstance(request, Join | Leave):
-                self.coordinator.charge_record(request.worker_id, now)
-        return answer, self._noted if order or isinstance(request, Join) else 0
+        elif moves is not None and self._presence(moves) != before:
+            self.note()
+            self.coordinator.charge_record(moves, now)
+        if isinstance(request, Lease) and self.coordinator.leases.take_note():
+            self.note()
+        # (A request that is repeated waits for the record of the first, if that is not written yet.)
+        return answer, self._noted if order or isinstance(request, Join | Lease) else 0
 
-    def _presence(self, request: object) -> tuple[int, bool, tuple[str, ...]]:
-        member = self.coordinator.members.find(request.worker_id) if isinstance(request, Join | Leave) else None
+    def _presence(self, worker_id: str) -> tuple[int, bool, tuple[str, ...]]:
+        member = self.coordinator.members.find(worker_id)
         return (0, False, ()) if member is None else (member.incarnation, member.live, member.keys)
 
     def take_effects(self) -> list[Effect]:
@@ -297,6 +324,8 @@ class Commits:
 
     @property
     def can_gather(self) -> bool:
+        if self.coordinator.uploads.queued and any(self._added.values()):
+            return True  # somebody needs the room
         return not self._keeps and any(not one.keep for waiting in self._accepted.values() for one in waiting)
 
     def gather(self) -> None:
@@ -305,17 +334,33 @@ class Commits:
         with the end of its round is added by the step itself."""
         if self._tasks or self._jobs or not self.can_gather:
             return
-        for (fragment, version), waiting in self._accepted.items():
-            early = tuple(one for one in waiting if not one.keep)
-            if early:
-                self._tasks.append(AddContributions(fragment, version, early))
+        for place, waiting in self._accepted.items():
+            early = [one for one in waiting if not one.keep]
+            added, freed = [*self._added.get(place, []), *early], list[Accumulate]()
+            if added and (place in self._freed or not self._is_worth_keeping(place[0])):
+                self._freed.add(place)
+                added, freed = [], added
+            if early or freed:
+                self._added[place] = added
+                self._tasks.append(AddContributions(*place, tuple(early), tuple(freed)))
                 waiting[:] = [one for one in waiting if one.keep]
 
+    def _is_worth_keeping(self, fragment: int) -> bool:
+        """Will the contributions of the open round be smaller than its mean, and is there room for them all? Those that
+        are still to come are taken to be as large as those that are here."""
+        coordinator, uploads = self.coordinator, self.coordinator.uploads
+        round_, mean_bytes = coordinator.fragments[fragment].round, coordinator.fragments[fragment].mean_bytes
+        to_come = len(round_.expected - round_.contributors) * round_.size_bytes / max(len(round_.participants), 1)
+        has_room = not uploads.queued and uploads.held_bytes + to_come <= uploads.capacity_bytes
+        return self.journals and has_room and round_.size_bytes + to_come < mean_bytes
+
     def _tasks_of(self, number: int, closing: CloseRound) -> list[Task]:
-        accepted = self._accepted.pop((closing.fragment, closing.version), [])
+        place = (closing.fragment, closing.version)
+        accepted, added = self._accepted.pop(place, []), self._added.pop(place, [])
         if self._deterministic:
             accepted.sort(key=lambda one: (one.key.worker_id, one.key.sequence))
-        step = TakeStep(number, closing, tuple(accepted))
+        step = TakeStep(number, closing, tuple(accepted), tuple(added), freed=place in self._freed)
+        self._freed.discard(place)
         if not self.journals:
             return [step, AnnounceRound(step)]
         assert closing.remembered is not None
@@ -358,7 +403,7 @@ class Commits:
             case WriteRecord():
                 self.written = task.number
                 self._last_record += 1
-                self._journal_bytes += size_bytes
+                self._journal_bytes += max(size_bytes, self._least_bytes(task))
                 if task.closing is None and self._is_long:
                     self._tasks.append(self._checkpoint(task.remembered, "the journal is long"))
             case AnnounceRound():
@@ -399,6 +444,12 @@ class Commits:
             return False
         return (self._alone and sync_round > self._saved_round) or self._is_long
 
+    def _least_bytes(self, task: WriteRecord) -> int:
+        """Of a record, in what a start may have to replay."""
+        if task.closing is None:
+            return 0
+        return int(LEAST_OF_A_ROUND * self.coordinator.fragments[task.closing.fragment].mean_bytes)
+
     @property
     def _is_long(self) -> bool:
         """Would a start replay too much of the journal?"""
@@ -415,7 +466,7 @@ def is_news(effect: Effect) -> bool:
     match effect:
         case Accumulate():
             return effect.first
-        case CloseRound() | DropUpload():
+        case CloseRound() | DropUpload() | GroupStateChanged() | GroupStateUnclear():
             return False
         case _:
             return True

@@ -50,10 +50,6 @@ class Account:
     left: float
     at: float  # when that was so
 
-    def fill(self, per_minute: float, now: float) -> None:
-        self.left = min(self.left + max(now - self.at, 0.0) * per_minute / 60.0, BURST_MIN * per_minute)
-        self.at = now
-
 
 class Quotas:
     def __init__(self, limits: QuotaLimits) -> None:
@@ -103,12 +99,13 @@ class Quotas:
         self._of_workers.move_to_end((cost, worker_id))
         if len(self._of_workers) > MOST_ACCOUNTS:
             self._of_workers.popitem(last=False)
-        own.fill(own_limit, now)
         paying = [(own, own_limit, f"worker {worker_id!r}")]
         if is_newcomer:
             shared = self._of_tokens.setdefault((cost, token), Account(BURST_MIN * limit, now))
-            shared.fill(limit, now)
             paying.append((shared, limit, f"newcomers with {_named(token)}"))
+        for account, per_minute, _ in paying:
+            filled = account.left + max(now - account.at, 0.0) * per_minute / 60.0
+            account.left, account.at = min(filled, BURST_MIN * per_minute), now
         return paying
 
     @staticmethod

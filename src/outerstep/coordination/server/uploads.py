@@ -68,7 +68,7 @@ class Uploads:
 
     def __init__(self, *, capacity_bytes: int, part_size_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self._part_size_bytes = part_size_bytes
+        self.part_size_bytes = part_size_bytes
         self.by_key: dict[ContributionKey, Upload] = {}  # parts are taken for these
         self._held: dict[ContributionKey, int] = {}  # bytes of room per key, until the bytes are freed
         self._queue: dict[ContributionKey, Waiting] = {}  # a dict keeps the order of arrival
@@ -94,20 +94,21 @@ class Uploads:
 
     def request(self, offer: Offer, now: float) -> Upload | None:
         """Room for this offer, or None: it stands in the queue."""
-        key = offer.key
-        for other, waiting in list(self._queue.items()):
-            if now - waiting.asked_at > QUEUE_PATIENCE_S:
-                del self._queue[other]
-        if key not in self._queue:
-            self.unqueue(key.worker_id, key.fragment)  # an older sequence of its own does not stand before it
+        key, ahead_bytes = offer.key, 0
+        if self._queue:
+            for other, waiting in list(self._queue.items()):
+                if now - waiting.asked_at > QUEUE_PATIENCE_S:
+                    del self._queue[other]
+            if key not in self._queue:
+                self.unqueue(key.worker_id, key.fragment)  # an older sequence of its own does not stand before it
+            ahead_bytes = self._ahead_bytes(key)
         # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
-        ahead_bytes = self._ahead_bytes(key)
         is_alone = not self._held and not ahead_bytes
         if not is_alone and self.held_bytes + ahead_bytes + offer.size_bytes > self.capacity_bytes:
             self._queue[key] = Waiting(offer.size_bytes, now)
             return None
         self._queue.pop(key, None)
-        upload = Upload(offer, self._part_size_bytes, heard_at=now)
+        upload = Upload(offer, self.part_size_bytes, heard_at=now)
         self.by_key[key] = upload
         self._held[key] = offer.size_bytes
         return upload

@@ -13,6 +13,10 @@ The HTTP client and the simulator drive this same machine.
              │ stale │          │          │ ▲       │
              └───────┴──────────┴──────────┘ └───────┘ superseded while fetching
 
+A contribution of one small part goes with its offer, and an agreement of that size comes with the answer to the poll:
+OFFER ──▶ POLL ──▶ done. That is tried once. Whatever comes of it but "accepted", the exchange goes on by the longer
+way, which asks before it sends.
+
 Anything lost is asked again under the same key after a back-off with jitter; anything confusing goes back to OFFER,
 whose answer tells what the server has. Without a contribution (a worker that just joined) it begins at POLL. With an
 earlier contribution that is not confirmed yet (`Outbox`), that one is offered first, in the same way.
@@ -26,12 +30,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypedDict
 
-from msgspec.structs import replace
+from msgspec import UNSET
+from msgspec.structs import asdict, replace
 
 from ...digest import Parts, part_count, payload_hash
 from ...errors import (
@@ -41,7 +46,9 @@ from ...errors import (
     FutureRound,
     HashMismatch,
     MissingParts,
+    OtherCodec,
     OuterstepError,
+    ProtocolMismatch,
     Refused,
     RoundStuck,
     ServerError,
@@ -53,11 +60,15 @@ from ...errors import (
     TransportError,
     UnknownWorker,
 )
+from ...lanes import FEWEST
 from ...types import (
+    MOST_CARRIED_BYTES,
     Agreement,
     Answer,
+    Command,
     Commit,
     CommitAnswer,
+    CompleteOffer,
     GetPart,
     GetPartAnswer,
     HeartbeatAnswer,
@@ -134,7 +145,7 @@ class Patience:
     longest_backoff_s: float = 30.0
     give_up_after_s: float = 900.0  # without any answer at all
     poll_wait_s: float = 5.0
-    calls_in_flight: int = 4
+    calls_in_flight: int | None = None  # parts at a time; None = as the link needs (lanes.py)
     stuck_after_s: float | None = None  # while too few workers are alive for the round to close at all; None = wait
     stay_for_own_round: bool = False  # even when late, wait for the agreement that holds the contribution
     damaged_parts: int = 16  # parts that may arrive with a wrong hash before we believe it is not the line
@@ -146,11 +157,12 @@ class Patience:
 @dataclass(frozen=True)
 class Orders:
     """`sync_every`: this worker's own H, if it is to differ from the plan's. `drain`, `sync`: why to contribute and
-    leave, or to contribute, now ("" = no)."""
+    leave, or to contribute, now ("" = no). `leader`: who is to lead this cluster from now on ("" = no change)."""
 
     sync_every: int | None = None
     drain: str = ""
     sync: str = ""
+    leader: str = ""
 
 
 class OrderInbox:
@@ -169,17 +181,24 @@ class OrderInbox:
         for command in answer.commands:
             if command.id not in self._seen:
                 self._seen.add(command.id)
-                reason, is_drain = command.reason or command.kind, command.kind == "drain"
-                drain, sync = (reason, self.asked.sync) if is_drain else (self.asked.drain, reason)
-                self.asked = Orders(answer.sync_every, drain, sync)
+                self.asked = _with(self.asked, command)
             self.received.add(command.id)
 
     def take(self) -> Orders:
         """For the training thread: after its step it obeys."""
         asked = self.asked
-        if asked.drain or asked.sync:
+        if asked.drain or asked.sync or asked.leader:
             self.asked = Orders(asked.sync_every)
         return asked
+
+
+def _with(asked: Orders, command: Command) -> Orders:
+    if command.kind == "lead":
+        return dataclasses.replace(asked, leader=command.leader or asked.leader)
+    reason = command.reason or command.kind
+    if command.kind == "drain":
+        return dataclasses.replace(asked, drain=reason)
+    return dataclasses.replace(asked, sync=reason)
 
 
 # --- what goes up -----------------------------------------------------------------------------------------------------
@@ -371,6 +390,13 @@ class Fetch:
         """It did not come, or not as it was sent."""
         self._left.insert(0, self.piece(request))
 
+    def carried(self, part_hashes: Sequence[str]) -> bool:
+        """All of it came with the announcement, a part for each payload. True: and as it is announced."""
+        if [piece.part for piece in self.pieces] != [0] * len(part_hashes):
+            return False
+        self._left, self._hashes = [], dict(zip(self.pieces, part_hashes, strict=True))
+        return self.is_as_announced
+
     def arrived(self, request: GetPart, part_hash: str) -> bool:
         """True: that was the last one."""
         self._hashes[self.piece(request)] = part_hash
@@ -390,7 +416,8 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Call:
-    """One request to send. The driver attaches the bytes: the part to a PutPart, a place to put it to a GetPart."""
+    """One request to send. The driver attaches the bytes: the part to a PutPart, the first one to a CompleteOffer; a
+    place to put it to a GetPart, and one for what a Poll takes along."""
 
     id: int
     request: Request
@@ -450,11 +477,13 @@ class Exchange:
         self.wanted: frozenset[tuple[int, int]] = frozenset()  # (fragment, version) of other rounds that wait for us
         self.fetch: Fetch | None = None  # the one under way, or the last
         self._to_send: list[int] = []  # parts
+        self.parts = 0  # that this step began with
         self._in_flight: dict[int, Call] = {}
         self._next_id = 0
         self._failures = 0
         self._damaged = 0
         self._asked = 0  # times that only the others' parts were missing
+        self._asks_first = share is not None  # no contribution goes with its offer (any more)
         self.wake_at = now  # nothing is worth sending before this moment
         self._last_answer_at = now
         self._stuck_since: float | None = None
@@ -477,7 +506,7 @@ class Exchange:
 
     def _begin_fetch(self, fetch: Fetch) -> None:
         self._go(Step.FETCH)
-        self.fetch = fetch
+        self.fetch, self.parts = fetch, len(fetch.pieces)
         if not fetch.pieces:
             self.outcome = self.outbox.outcome(fetch.agreement)  # it is what we hold
 
@@ -497,12 +526,18 @@ class Exchange:
 
     # --- what to send ---------------------------------------------------------------------------------------------
 
-    def calls(self, now: float) -> list[Call]:
-        """What to send now. Empty: wait for an answer, or until `wake_at`."""
+    @property
+    def connections(self) -> int | None:
+        """That parts may use at a time; None = as the link needs."""
+        return self._patience.calls_in_flight
+
+    def calls(self, now: float, at_a_time: int | None = None) -> list[Call]:
+        """What to send now. Empty: wait for an answer, or until `wake_at`. `at_a_time`: parts, as the driver knows its
+        link."""
         if self.done or now < self.wake_at:
             return []
         made: list[Call] = []
-        room = self._patience.calls_in_flight if self.step in (Step.SEND, Step.FETCH) else 1
+        room = at_a_time or self.connections or FEWEST if self.step in (Step.SEND, Step.FETCH) else 1
         while len(self._in_flight) < room:
             request = self._next_request()
             if request is None:
@@ -519,7 +554,8 @@ class Exchange:
             case Step.JOIN:
                 return self._session.join_request
             case Step.OFFER:
-                return self.outbox.offer(self._session.joined.incarnation)
+                assert sending is not None
+                return self._offer(sending)
             case Step.SEND:
                 assert sending is not None
                 hashes, sequence = sending.part_hashes, sending.offer.sequence
@@ -546,14 +582,37 @@ class Exchange:
                     wait_s=self._patience.poll_wait_s if self._speaks else 0.0,
                     sections=self._share.sections if self._share else 1,
                     plan_revision=self._session.joined.plan.revision,
+                    takes_bytes=MOST_CARRIED_BYTES if self._share is None and not self._damaged else UNSET,
+                    trees=True,
                 )
             case Step.FETCH:
                 return self.fetch.next(self._fragment, self._session) if self.fetch else None
 
+    def _offer(self, sending: Sending) -> Offer | None:
+        """With the contribution, if it is small; None while that is not encoded yet. An earlier one is asked about
+        first: the server has it, unless it was restarted."""
+        offer = self.outbox.offer(self._session.joined.incarnation)
+        if offer.data is not UNSET:
+            return offer  # its facts are lists, and do not fit into the line of a request that has bytes
+        is_small = offer.size_bytes <= min(MOST_CARRIED_BYTES, self._session.joined.plan.part_size_bytes)
+        if self._asks_first or not is_small or sending is self.outbox.earlier:
+            return offer
+        part_hash = sending.part_hashes.get(0)
+        return None if part_hash is None else CompleteOffer(**asdict(offer), hash=part_hash)
+
     # --- what came back -------------------------------------------------------------------------------------------
 
-    def answered(self, call: Call, answer: Answer, now: float, *, received_hash: str | None = None) -> None:
-        """`received_hash`: of the bytes that came with a GetPart, computed by the driver."""
+    def answered(
+        self,
+        call: Call,
+        answer: Answer,
+        now: float,
+        *,
+        received_hash: str | None = None,
+        carried_hashes: Sequence[str] = (),
+    ) -> None:
+        """`received_hash`: of the bytes that came with a GetPart, computed by the driver; `carried_hashes`: of each
+        payload that came with the answer to a Poll."""
         if self._in_flight.pop(call.id, None) is None or self.done:
             return  # an answer to a question of an earlier step
         self._last_answer_at = now
@@ -570,7 +629,7 @@ class Exchange:
             case Commit(), CommitAnswer():
                 self._accepted(self.outbox.of(call.request), answer.version)
             case Poll(), PollAnswer():
-                self._polled(answer, now)
+                self._polled(answer, now, carried_hashes)
             case GetPart(), GetPartAnswer():
                 self._got_part(call.request, answer, received_hash)
             case _:
@@ -581,6 +640,8 @@ class Exchange:
         if self._in_flight.pop(call.id, None) is None or self.done:
             return
         request = call.request
+        if isinstance(request, CompleteOffer):
+            self._asks_first = True
         if isinstance(error, Refused) and not isinstance(error, ServerError):
             self._last_answer_at = now
         match error:
@@ -591,7 +652,7 @@ class Exchange:
             case Fenced() if not isinstance(request, Join):
                 # By a newer start; or by ourselves, if another exchange of ours has joined again. The server knows.
                 self._go(Step.JOIN)
-            case StaleRound() | TooOld() | FutureRound() if isinstance(request, OfContribution):
+            case StaleRound() | TooOld() | FutureRound() | OtherCodec() if isinstance(request, OfContribution):
                 self._will_not_count(self.outbox.of(request), error)
             case Conflict() | Superseded() if isinstance(request, Offer | Commit) and self._is_renamed(request):
                 self._will_not_count(self.outbox.of(request), error)
@@ -612,8 +673,10 @@ class Exchange:
                 # from the sequence that a join names; meanwhile, whatever is newest will do.
                 self.outbox.of(request).refused, self._newer_than = True, -1
                 self._go(Step.JOIN)
-            case HashMismatch() if isinstance(request, PutPart):
+            case HashMismatch() if isinstance(request, PutPart | CompleteOffer):
                 self._part_damaged(request)
+            case ProtocolMismatch() if isinstance(request, CompleteOffer):
+                pass  # the server knows plain offers only: that is the next call
             case ServerFailed():
                 self._fail(error)
             case Busy() | TransportError() | ServerError():
@@ -627,12 +690,13 @@ class Exchange:
         elif answer.state == "accepted":
             self._accepted(sending, answer.version)
         elif answer.state == "wait":
+            self._asks_first = True
             self.wake_at = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
         elif any(part >= sending.part_count(self._session.joined.plan.part_size_bytes) for part in answer.missing):
             self._fail(TransportError(f"the server misses parts that do not exist: {answer.missing[-1]}"))
         elif ours := [part for part in answer.missing if self._share is None or part in self._share.parts]:
             self._go(Step.SEND)
-            self._to_send = ours
+            self._to_send, self.parts = ours, len(ours)
         elif answer.missing or not self._speaks:
             self.waiting_for = "the other processes of this group to send their rows"
             self.wake_at = now + ASKING.pause_s(self._asked, self._rng)
@@ -653,13 +717,13 @@ class Exchange:
 
     def _will_not_count(self, sending: Sending, error: Refused) -> None:
         """The round closed without it. Fetch what it agreed on; the worker rebases or discards. Or the server was
-        resumed from a state older than what we hold: what it has is what everybody goes on from."""
+        resumed from a state older than what we hold: what it has is what everybody goes on from, also its codec."""
         sending.refused, sending.too_old = True, isinstance(error, TooOld)
-        if isinstance(error, FutureRound):
+        if isinstance(error, FutureRound | OtherCodec):
             self._newer_than = -1
         self._go_on()
 
-    def _polled(self, answer: PollAnswer, now: float) -> None:
+    def _polled(self, answer: PollAnswer, now: float, carried_hashes: Sequence[str]) -> None:
         if self.outbox.forgotten(answer.last_sequence, self._session.joined.incarnation):
             self._go_on()
         elif self.outbox.claim is not None and answer.last_sequence < self.outbox.claim:
@@ -683,8 +747,18 @@ class Exchange:
                 return
             size = self._session.joined.plan.part_size_bytes
             counts = [part_count(payload.size_bytes, size) for payload in self.agreement.payloads]
-            pieces = (Piece(i, part) for i, count in enumerate(counts) for part in range(count))
+            pieces = [Piece(i, part) for i, count in enumerate(counts) for part in range(count)]
             self._begin_fetch(Fetch(self.agreement, pieces))
+            if carried_hashes:
+                self._take_carried(Fetch(self.agreement, pieces), carried_hashes)
+
+    def _take_carried(self, fetch: Fetch, part_hashes: Sequence[str]) -> None:
+        """What came with the announcement; if it is not what was announced, it is fetched."""
+        if fetch.carried(part_hashes):
+            self.fetch, self.outcome = fetch, self.outbox.outcome(fetch.agreement)
+        else:
+            self._damaged += 1
+            self._check_damage()
 
     def _check_stuck(self, answer: PollAnswer, now: float) -> None:
         if not answer.stuck:
@@ -712,7 +786,7 @@ class Exchange:
 
     # --- trouble --------------------------------------------------------------------------------------------------
 
-    def _part_damaged(self, request: PutPart | GetPart) -> None:
+    def _part_damaged(self, request: PutPart | CompleteOffer | GetPart) -> None:
         """A byte changed on its way: only that part travels again."""
         self._damaged += 1
         self._put_back(request)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...coordination.worker.exchange import Patience
 from ...errors import ModelError
+from ...lanes import MOST
 from ...wire.http_transport import HttpTransport
 from ..group.sharded import ShardedTopology
 from ..group.topology import GroupTopology
@@ -20,11 +21,11 @@ OTHER_CONNECTIONS = 4  # heartbeats, and other fragments' exchanges, beside the 
 @dataclass(frozen=True)
 class ServerLinkSettings:
     """`address`: host:port, a join string, or http://host:port. `connections`: parts of one exchange that travel at the
-    same time."""
+    same time; None = as the link needs."""
 
     address: str
     credentials: str | None
-    connections: int
+    connections: int | None
     give_up_after_s: float
     join_timeout_s: float
 
@@ -47,7 +48,7 @@ def _connect(worker: LocalWorker, settings: ServerLinkSettings) -> ServerTopolog
     return ServerTopology(
         HttpTransport(
             settings.address,
-            kept_connections=settings.connections + OTHER_CONNECTIONS,
+            kept_connections=(settings.connections or MOST) + OTHER_CONNECTIONS,
             credentials=settings.credentials,
         ),
         worker_id=worker.worker_id,
@@ -56,4 +57,6 @@ def _connect(worker: LocalWorker, settings: ServerLinkSettings) -> ServerTopolog
         patience=Patience(give_up_after_s=settings.give_up_after_s, calls_in_flight=settings.connections),
         join_timeout_s=settings.join_timeout_s,
         memory=Memory(KEPT),
+        info=worker.info,
+        facts=worker.facts,
     )

@@ -10,9 +10,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
-from ...coordination.worker.exchange import Call, Exchange, Fetch, Held, Outcome, Sending
+from ...coordination.worker.exchange import Call, Exchange, Fetch, Held, Outcome, Sending, Step
 from ...digest import part_hash, part_range
 from ...errors import (
     Absurd,
@@ -24,7 +25,7 @@ from ...errors import (
     TransportError,
     WorkerError,
 )
-from ...types import Answer, GetPart, Offer, PutPart, Request
+from ...types import Answer, CompleteOffer, GetPart, Offer, Poll, PollAnswer, PutPart, Request
 from ..payload import Memory, OutgoingFrame, PartReady
 from ..protocol import Agreed, Sight
 from .link import ServerLink
@@ -55,6 +56,8 @@ class Delivery:
     answer: Answer | None
     received_hash: str | None
     error: OuterstepError | None
+    carried: tuple[memoryview, ...] = ()  # the payloads of an agreement that came with it
+    carried_hashes: tuple[str, ...] = ()
 
 
 class ServerTicket:
@@ -168,7 +171,9 @@ class ServerTicket:
         exchange = self.exchange
         try:
             while not exchange.done and not self._cancelled:
-                for call in exchange.calls(time.monotonic()):
+                up = exchange.step is not Step.FETCH
+                room = self._link.parts_at_a_time(up=up, parts=exchange.parts, connections=exchange.connections)
+                for call in exchange.calls(time.monotonic(), room):
                     buffer, source = self._buffer(call.request)
                     # A daemon thread per call: nothing of it keeps the user's process alive, and parts are large.
                     threading.Thread(target=self._perform, args=(call, buffer, source), daemon=True).start()
@@ -179,7 +184,15 @@ class ServerTicket:
                     continue
                 match delivery:
                     case Delivery(call, answer, received_hash, None) if answer is not None:
-                        exchange.answered(call, answer, time.monotonic(), received_hash=received_hash)
+                        exchange.answered(
+                            call,
+                            answer,
+                            time.monotonic(),
+                            received_hash=received_hash,
+                            carried_hashes=delivery.carried_hashes,
+                        )
+                        if delivery.carried and exchange.outcome is not None:
+                            self._keep(delivery.carried)
                     case Delivery(call, _, _, error) if error is not None:
                         self._failed(call, error)
                     case PartReady(part, its_hash):
@@ -199,24 +212,37 @@ class ServerTicket:
 
     def _buffer(self, request: Request) -> tuple[memoryview | None, OutgoingFrame | None]:
         """The bytes to send, and whose they are; or the place for those to come."""
-        if isinstance(request, PutPart):
+        if isinstance(request, PutPart | CompleteOffer):
             earlier = self.exchange.outbox.earlier
             is_earlier = earlier is not None and earlier.offer.sequence == request.sequence
             source = self._earlier if is_earlier else self.payload
             assert source is not None
-            return source.read(request.part), source
+            return source.read(request.part if isinstance(request, PutPart) else 0), source
+        if isinstance(request, Poll):
+            return self._memory.take(request.takes_bytes) if request.takes_bytes else None, None
         if isinstance(request, GetPart):
             fetch = self.exchange.fetch
             assert fetch is not None
             if fetch is not self._fetch:
-                self._part_size_bytes = self._link.session.joined.plan.part_size_bytes
-                self._received, self._fetch = self._new_buffers(fetch), fetch
+                self._begin_fetch(fetch)
             piece = fetch.piece(request)
             size_bytes = fetch.agreement.payloads[piece.payload].size_bytes
             begin, end = part_range(piece.part, size_bytes, self._part_size_bytes)
             offset = self.place(piece.payload, begin)
             return self._received[piece.payload][offset : offset + end - begin], None
         return None, None
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        self._part_size_bytes = self._link.session.joined.plan.part_size_bytes
+        self._received, self._fetch = self._new_buffers(fetch), fetch
+
+    def _keep(self, carried: tuple[memoryview, ...]) -> None:
+        """The agreement came with the answer to a poll, whole and right."""
+        assert self.exchange.fetch is not None
+        self._begin_fetch(self.exchange.fetch)
+        for place, data in zip(self._received, carried, strict=True):
+            place[:] = data
+            self.bytes_received += len(data)
 
     def _new_buffers(self, fetch: Fetch) -> list[memoryview]:
         """A fresh one per payload and attempt: late bytes of an abandoned attempt must not land in this one."""
@@ -238,8 +264,14 @@ class ServerTicket:
         answer: Answer | None = None
         received_hash: str | None = None
         error: OuterstepError | None = None
+        carried: tuple[memoryview, ...] = ()
+        carried_hashes: tuple[str, ...] = ()
         try:
-            if isinstance(call.request, GetPart) and buffer is not None:
+            if isinstance(call.request, Poll) and buffer is not None:
+                answer = self._link.call(call.request, into=buffer)
+                carried = _carried(answer, buffer)
+                carried_hashes = tuple(map(part_hash, carried))
+            elif isinstance(call.request, GetPart) and buffer is not None:
                 answer = self._link.call(call.request, into=buffer)
                 received_hash = part_hash(buffer)
                 self.bytes_received += len(buffer)
@@ -253,4 +285,16 @@ class ServerTicket:
             error = OuterstepError(f"{type(call.request).__name__}: {type(unexpected).__name__}: {unexpected}")
         if source is not None:
             source.done_reading()
-        self._deliveries.put(Delivery(call, answer, received_hash, error))
+        self._deliveries.put(Delivery(call, answer, received_hash, error, carried, carried_hashes))
+
+
+def _carried(answer: Answer, buffer: memoryview) -> tuple[memoryview, ...]:
+    """The payloads that came with the answer to a poll, one after the other."""
+    assert isinstance(answer, PollAnswer)
+    if not answer.carried_bytes:
+        return ()
+    sizes = [payload.size_bytes for payload in answer.agreement.payloads] if answer.agreement is not None else []
+    if sum(sizes) != answer.carried_bytes:
+        raise TransportError(f"the server carries {answer.carried_bytes} bytes of payloads of {sizes} bytes")
+    ends = list(accumulate(sizes))
+    return tuple(buffer[end - size : end] for end, size in zip(ends, sizes, strict=True))

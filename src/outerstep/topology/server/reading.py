@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...coordination.backoff import Backoff
-from ...digest import data_hash
+from ...digest import data_hash, hash_like
 from ...errors import BadRequest, Busy, TransportError
 from ...wire.http_transport import HttpTransport
 from ...wire.messages import HASH_HEADER, decode_json
@@ -74,7 +74,7 @@ class ReadModel:
         groups = [*zip(facts.fragments, facts.hashes, strict=True)]
         groups += [(facts.rest, facts.rest_hash)] if facts.rest_hash is not None else []
         for number, (names, expected) in enumerate(groups):
-            if data_hash(self.file[slice(*places[name])] for name in names) != expected:
+            if hash_like(expected, (self.file[slice(*places[name])] for name in names)) != expected:
                 what = f"fragment {number}" if number < len(facts.fragments) else "what is not trained"
                 raise TransportError(f"the model arrived damaged: {what} does not have the hash {expected}; try again")
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import msgspec
 import torch
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from ...coordination.worker.exchange import Held, MemberFields
 from ...errors import ConfigError
-from ...types import Count, Hash, Offer, Plain, RunId, WorkerId
+from ...types import AnchorHash, Count, Offer, Plain, RunId, WorkerId
 from ...wire.frames import Layout
 from ..payload import Memory, OutgoingFrame
 
@@ -28,7 +28,7 @@ class SavedSequence(Plain, frozen=True):
 
     sequence: Count
     version: Count
-    anchor_hash: Hash | str
+    anchor_hash: AnchorHash | str
 
 
 class SavedTopology(Plain, frozen=True):
@@ -79,12 +79,13 @@ def pack(offer: Offer, payload: OutgoingFrame) -> dict[str, Any]:
     """The bytes are the live ones."""
     payload.wait()
     facts = {name: getattr(offer, name) for name in FACTS}
-    return {**facts, "section_bytes": list(offer.section_bytes), "bytes": payload.data}
+    data = {} if offer.data is UNSET else {"data": msgspec.to_builtins(offer.data)}
+    return {**facts, **data, "section_bytes": list(offer.section_bytes), "bytes": payload.data}
 
 
 def unpack_offer(packed: Mapping[str, Any], head: MemberFields, fragment: int) -> Offer:
     """As it was made, by the incarnation that made it. (The exchange that sends it now says so itself.)"""
-    facts = {name: packed[name] for name in (*FACTS, "section_bytes") if name in packed}
+    facts = {name: packed[name] for name in (*FACTS, "section_bytes", "data") if name in packed}
     try:
         return msgspec.convert({**head, **facts, "fragment": fragment}, Offer)
     except msgspec.ValidationError as error:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 from torch import Tensor
 
@@ -33,10 +34,12 @@ from ...types import (
     Join,
     JoinAnswer,
     Manifest,
+    MemberFacts,
     Offer,
     Plan,
     Wishes,
 )
+from ...versions import fields_of
 from ...wire.frames import Layout
 from ...wire.transport import Transport
 from ..encode import Excerpt, Sender, as_deltas, write_frame
@@ -68,11 +71,14 @@ class ServerTopology:
         join_timeout_s: float = JOIN_TIMEOUT_S,
         memory: Memory | None = None,
         info: Mapping[str, InfoValue] | None = None,
+        facts: Callable[[], MemberFacts] = MemberFacts,
     ) -> None:
-        """`memory`: where frames are kept; None = nothing is kept for the next one. `info`: what the worker tells of
-        itself, for people."""
-        self._link = ServerLink(transport, worker_id)
+        """`memory`: where frames are kept; None = nothing is kept for the next one. `info` and `facts`: what the worker
+        tells of itself, when it joins and with each heartbeat."""
+        self._link = ServerLink(transport, worker_id, facts)
+        self.follow_plan, self.form_of = self._link.follow, self._link.form_of
         self.orders, self.leave, self.close = self._link.orders, self._link.leave, self._link.close
+        self.lease = self._link.lease
         self._instance, self._hostname = instance, hostname
         self._info = dict(info) if info else UNSET
         self._patience, self._join_timeout_s = patience, join_timeout_s
@@ -105,7 +111,8 @@ class ServerTopology:
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         self.introduce(manifest, wishes)
         answer = self.session.joined
-        return Joined(self._link.worker_id, answer.plan, answer.manifest, self.overtaken)
+        last = tuple(state.last_sequence for state in answer.fragments)
+        return Joined(self._link.worker_id, answer.plan, answer.manifest, self.overtaken, last)
 
     def introduce(self, manifest: Manifest | None, wishes: Wishes, share: Share | None = None) -> None:
         """Join, and ask for the newest agreement of every fragment; with a `share`, ask only and fetch nothing. With a
@@ -174,23 +181,32 @@ class ServerTopology:
         self._memory.rest()
         self._link.heartbeat(step, steps_per_second, loss)
 
+    @property
+    def tells_loss(self) -> bool:
+        """A server of release 0.2 hears of it by heartbeats alone."""
+        return self._link.protocol >= fields_of(Offer)["loss"]
+
     # --- a contribution -------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> ServerTicket:
         """Offer at once; encode now (the weights will change), and send each part while the next is encoded."""
-        up = self._link.forms[contribution.fragment].up
-        offer = self.make_offer(contribution, (up.size_bytes,))
-        payload = self.new_payload(contribution.deltas, up)
+        form = self._link.forms[contribution.fragment]
+        offer = self.make_offer(contribution, form, (form.up.size_bytes,))
+        if contribution.loss is not None:
+            offer = msgspec.structs.replace(offer, loss=contribution.loss)
+        if contribution.data:
+            offer = msgspec.structs.replace(offer, data=contribution.data)
+        payload = self.new_payload(contribution.deltas, form.up)
         ticket = self.carry(offer, payload, stuck_after_s)
         try:
-            self.encode(contribution, offer.sequence, payload, up)
+            self.encode(contribution, offer.sequence, payload, form)
         except BaseException:
             ticket.cancel()
             raise
         return ticket
 
-    def make_offer(self, contribution: Contribution, section_bytes: tuple[int, ...]) -> Offer:
-        """The next one of its fragment: its key is fixed here."""
+    def make_offer(self, contribution: Contribution, form: Form, section_bytes: tuple[int, ...]) -> Offer:
+        """The next one of its fragment: its key is fixed here, and how it is encoded."""
         session, fragment = self._link.session, contribution.fragment
         check_reported(contribution, session.joined.plan.weight_by)
         self.sequences[fragment] = session.next_sequence(fragment, self.sequences[fragment])
@@ -203,7 +219,7 @@ class ServerTopology:
             steps=contribution.steps,
             samples=contribution.samples,
             tokens=contribution.tokens,
-            codec=self._link.forms[fragment].up.header.codec,
+            codec=form.up.header.codec,
             size_bytes=sum(section_bytes),
             section_bytes=section_bytes if len(section_bytes) > 1 else (),
         )
@@ -222,10 +238,11 @@ class ServerTopology:
         contribution: Contribution,
         sequence: int,
         payload: OutgoingFrame,
-        layout: Layout,
+        form: Form,
+        section: Layout | None = None,
         excerpts: Mapping[str, Excerpt] = MappingProxyType({}),
     ) -> None:
-        """Write what we send of a contribution."""
+        """Write what we send of a contribution: all of it, or a section."""
         fragment, worker_id = contribution.fragment, self._link.worker_id
         run_id = self._link.session.joined.run_id
         if contribution.owes_nothing:
@@ -234,12 +251,12 @@ class ServerTopology:
         sender = Sender(
             fragment=fragment,
             deltas=as_deltas(contribution.deltas),
-            rules=self._link.forms[fragment].rules,
+            rules=form.rules,
             feedback=self._feedback,
             dither=lambda name: Dither.of(run_id, fragment, sequence, f"{worker_id}/{name}"),
             excerpts=excerpts,
         )
-        write_frame(payload, layout, sender)
+        write_frame(payload, section or form.up, sender)
 
     # --- exchanges ------------------------------------------------------------------------------------------------
 
@@ -443,7 +460,8 @@ class ServerTopology:
         agreement, held = outcome.agreement, self._held.pop(fragment, None)
         if not leads_on(agreement, ticket.held if ticket.held == held else None):
             return None
-        kinds = tuple(payload.kind for payload in agreement.payloads)
+        kinds, plan = tuple(payload.kind for payload in agreement.payloads), self._link.session.joined.plan
+        self._link.follow(plan)
         return Agreed(
             fragment=fragment,
             version=agreement.version,
@@ -457,7 +475,7 @@ class ServerTopology:
             bytes_received=ticket.bytes_received,
             retries=ticket.exchange.retries,
             rejoins=ticket.exchange.rejoins,
-            plan=self._link.session.joined.plan,
+            plan=plan,
             counted_in=outcome.counted_in,
             watched=as_seen_by(self._link.worker_id, agreement),
         )
@@ -484,7 +502,7 @@ class ServerTopology:
 
     def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ServerTicket:
         offer = unpack_offer(packed, self.session.head, fragment)
-        ticket = self.carry(offer, self.unpack_payload(packed, self.forms[fragment].up), None)
+        ticket = self.carry(offer, self.unpack_payload(packed, self._link.form_of(fragment, offer.codec).up), None)
         if late:
             self.put_off(ticket)
         return ticket

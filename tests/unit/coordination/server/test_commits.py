@@ -22,8 +22,9 @@ from outerstep.coordination.server.commits import (
     superseded,
 )
 from outerstep.coordination.server.effects import Accumulate, CloseRound
+from outerstep.coordination.server.quotas import QuotaLimits, Quotas
 from outerstep.coordination.server.rounds import Aggregation
-from outerstep.errors import NotFinite, Refused
+from outerstep.errors import NotFinite, QuotaExceeded, Refused
 from outerstep.events import PlanChanged
 from outerstep.types import (
     Control,
@@ -35,7 +36,7 @@ from outerstep.types import (
     OfferAnswer,
     Wishes,
 )
-from unit.coordination.builders import Desk, make_agreement, make_join, make_key, make_offer
+from unit.coordination.builders import SIZE_BYTES, Desk, make_agreement, make_join, make_key, make_offer
 
 
 class Driver(Desk):
@@ -89,9 +90,9 @@ class Driver(Desk):
     def _perform(self, task: Task) -> None:
         accepted: tuple[Accumulate, ...] = ()
         if isinstance(task, AddContributions):
-            accepted = task.accepted
+            accepted = task.freed
         elif isinstance(task, AnnounceRound):
-            accepted = task.step.accepted
+            accepted = task.step.held
             closing = task.step.closing
             made = make_agreement(closing.version, fragment=closing.fragment, participants=closing.participants)
             self.coordinator.published(made, self.now)
@@ -238,6 +239,93 @@ def test_a_contribution_that_may_still_be_left_out_is_not_added_early() -> None:
     step = driver.task()
     assert isinstance(step, TakeStep)
     assert keys(step.accepted) == ["a", "b"]
+
+
+# --- contributions that a record may be made of -----------------------------------------------------------------------
+
+
+def added_early(driver: Driver, workers: str) -> list[AddContributions]:
+    """What is done with them when nothing else comes."""
+    tasks = []
+    for worker in workers:
+        driver.contribute(worker)
+        driver.commits.gather()
+        (task,) = driver.do(AddContributions)
+        assert isinstance(task, AddContributions)
+        tasks.append(task)
+    return tasks
+
+
+def the_step(driver: Driver) -> TakeStep:
+    step = driver.task()
+    assert isinstance(step, TakeStep)
+    return step
+
+
+def test_contributions_smaller_than_their_mean_stay_until_it_is_written() -> None:
+    driver = begun("abc", mean_bytes=3 * SIZE_BYTES + 1)
+    first, second = added_early(driver, "ba")
+    assert (first.freed, second.freed) == ((), ())
+    assert driver.coordinator.uploads.held_bytes == 2 * SIZE_BYTES
+    driver.contribute("c")
+    step = the_step(driver)
+    assert (keys(step.added), keys(step.accepted), step.freed) == (["b", "a"], ["c"], False)
+    driver.do(TakeStep, WriteRecord)
+    assert driver.coordinator.uploads.held_bytes == 3 * SIZE_BYTES
+    driver.do(AnnounceRound)
+    assert driver.coordinator.uploads.held_bytes == 0
+
+
+def test_contributions_that_will_be_larger_than_their_mean_are_freed_when_they_are_added() -> None:
+    """Also if those that are here are not: others are still to come."""
+    driver = begun("abc", mean_bytes=3 * SIZE_BYTES)
+    (task,) = added_early(driver, "a")
+    assert keys(task.freed) == ["a"]
+    driver.contribute("b")
+    driver.contribute("c")
+    step = the_step(driver)
+    assert (step.added, step.freed) == ((), True)
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "none"])
+def test_without_a_journal_nothing_stays(durability: Durability) -> None:
+    driver = begun("abc", durability, mean_bytes=1 << 20)
+    (task,) = added_early(driver, "a")
+    assert keys(task.freed) == ["a"]
+
+
+def test_without_room_for_those_to_come_nothing_stays() -> None:
+    driver = begun("abc", mean_bytes=1 << 20, pool_bytes=3 * SIZE_BYTES - 1)
+    (task,) = added_early(driver, "a")
+    assert keys(task.freed) == ["a"]
+
+
+def test_what_stays_goes_as_soon_as_somebody_waits_for_its_room() -> None:
+    driver = begun("abc", mean_bytes=1 << 20, pool_bytes=3 * SIZE_BYTES)
+    added_early(driver, "a")
+    assert not driver.commits.can_gather
+    driver.ask(make_join("d"))
+    driver.do_all()
+    answers = [driver.offer(worker) for worker in "bcd"]
+    assert [answer.state for answer in answers] == ["send", "send", "wait"]
+    assert driver.commits.can_gather
+    driver.commits.gather()
+    (task,) = driver.do(AddContributions)
+    assert isinstance(task, AddContributions)
+    assert (task.accepted, keys(task.freed)) == ((), ["a"])
+    assert not driver.commits.can_gather
+    assert driver.offer("d").state == "send"
+
+
+def test_the_next_round_does_not_know_what_was_freed_in_this_one() -> None:
+    driver = begun("ab", mean_bytes=2 * SIZE_BYTES)
+    added_early(driver, "a")
+    driver.contribute("b")
+    assert the_step(driver).freed
+    driver.do_all()
+    for worker in "ab":
+        driver.contribute(worker, 2, base_version=1, oldest_base=1)
+    assert not the_step(driver).freed
 
 
 # --- notes, and the answers that wait for them ------------------------------------------------------------------------
@@ -533,6 +621,13 @@ def test_a_large_model_may_have_a_large_journal(monkeypatch: pytest.MonkeyPatch)
     assert rounds(driver, 8) == [*ROUND, *SAVED, *ROUND * 5, *ROUND, *SAVED, *ROUND]
 
 
+def test_a_round_is_replayed_however_few_bytes_its_record_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small records of a large fragment: each counts for an eighth of it, 200 bytes instead of 100."""
+    monkeypatch.setattr(module, "LEAST_JOURNAL_BYTES", 0)
+    driver = begun(mean_bytes=8 * 200)
+    assert rounds(driver, 5) == [*ROUND, *SAVED, *ROUND * 2, *ROUND, *SAVED, *ROUND]
+
+
 def test_the_journal_reaches_back_to_the_checkpoint_before_the_last() -> None:
     driver = Driver()
     first, cut = driver.do(WriteCheckpoint, CutJournal)
@@ -791,3 +886,79 @@ def test_a_round_in_which_nothing_is_kept_steps_over_nothing() -> None:
     [step] = driver.do(TakeStep)
     assert isinstance(step, TakeStep)
     assert step.accepted == ()
+
+
+def test_a_copy_elsewhere_is_no_checkpoint_of_the_run() -> None:
+    driver = begun()
+    base = driver.commits.base
+    ticket = driver.commits.save("somebody asked", "/elsewhere")
+    (made,) = driver.do(WriteCheckpoint)
+    assert isinstance(made, WriteCheckpoint)
+    assert (made.place, made.ticket) == ("/elsewhere", ticket)
+    assert driver.task() is None, "the journal is not cut for it"
+    assert driver.commits.base == base
+
+
+def test_a_checkpoint_says_why_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = begun()
+    driver.contribute("a")
+    *_, periodic = driver.do(TakeStep, WriteRecord, AnnounceRound, WriteCheckpoint)
+    driver.do_all()
+    monkeypatch.setattr(module, "MOST_RECORDS", 1)
+    driver.ask(make_join("b"))
+    *_, long = driver.do(WriteRecord, WriteCheckpoint)
+    monkeypatch.undo()
+    driver.do_all()
+    driver.contribute("a", 2, base_version=1)
+    driver.do_all()
+    for worker in "ab":
+        driver.ask(driver.leave_request(worker))
+    (end,) = driver.do(WriteCheckpoint)
+    reasons = [made.reason for made in (periodic, long, end) if isinstance(made, WriteCheckpoint)]
+    assert reasons == ["periodic", "the journal is long", "all workers have left"]
+
+
+def test_with_checkpoints_alone_a_round_lets_go_whoever_waited_for_an_earlier_note() -> None:
+    driver = begun("a", "checkpoint", num_workers=1)
+    record = driver.ask(make_join("b"))
+    driver.contribute("a")
+    driver.do(TakeStep)
+    assert driver.commits.written > record > 0
+
+
+def test_a_run_that_keeps_nothing_makes_no_checkpoint_of_its_own_after_a_save() -> None:
+    driver = begun("a", "none", settings={"save_every": 1})
+    driver.commits.save("somebody asked")
+    assert driver.do_all() == ["WriteCheckpoint", "CutJournal"]
+    assert rounds(driver, 2) == ["TakeStep", "AnnounceRound"] * 2
+
+
+def test_a_checkpoint_waits_until_every_fragment_has_completed_the_round() -> None:
+    driver = begun("a", "checkpoint", settings={"save_every": 1}, fragments=2)
+    driver.contribute("a")
+    assert driver.do_all() == ["TakeStep", "AnnounceRound"]
+    driver.contribute("a", fragment=1)
+    assert driver.do_all() == ["TakeStep", "AnnounceRound", "WriteCheckpoint", "CutJournal"]
+
+
+def test_the_first_checkpoint_after_a_start_waits_for_every_fragment_too() -> None:
+    driver = begun("a", fragments=2)
+    driver.contribute("a")
+    assert driver.do_all() == ROUND
+    driver.contribute("a", fragment=1)
+    assert driver.do_all() == [*ROUND, *SAVED]
+
+
+def test_a_token_pays_for_what_is_written_of_those_that_come_and_go() -> None:
+    driver = begun("", num_workers=2)
+    driver.coordinator.quotas = Quotas(QuotaLimits(records=10))
+    for start in (1, 2):
+        driver.commits.answer(make_join("a", start=start), driver.now, token="site")
+        driver.incarnations["a"] = start
+        driver.ask(driver.leave_request("a"))
+    [worker] = driver.coordinator.members
+    assert worker.token == "site"
+    with pytest.raises(QuotaExceeded, match=r"worker 'a'.*records in the journal"):
+        driver.commits.answer(make_join("a", start=3), driver.now, token="site")
+    driver.ask(make_join("b"))
+    assert [one.token for one in driver.coordinator.members] == ["site", ""]

@@ -143,3 +143,10 @@ def test_the_defaults_let_256_workers_start_four_times_in_a_minute() -> None:
             for _ in ("join", "leave"):
                 quotas.check("records", "run", f"w{i}", 15.0 * start, is_newcomer=True)
                 quotas.charge("records", "run", f"w{i}", 15.0 * start, is_newcomer=True)
+
+
+def test_who_has_no_token_is_told_so() -> None:
+    quotas = Quotas(LIMITS)
+    use_up(quotas, token="")
+    with pytest.raises(QuotaExceeded, match="newcomers with no token may have 60 joins"):
+        join(quotas, "late", 0.0, token="")

@@ -17,6 +17,7 @@ from outerstep.errors import (
     UnknownWorker,
 )
 from outerstep.types import (
+    MOST_CARRIED_BYTES,
     Commit,
     GetPart,
     GetPartAnswer,
@@ -69,7 +70,9 @@ class TestHappyPath:
         for part in range(2):
             assert talk.say(STORED) == PutPart(**of, part=part, hash=talk.hashes[part])
         assert talk.say(ACCEPTED) == Commit(**of, payload_hash=payload_hash(talk.hashes))
-        assert talk.say(agreed()) == Poll(**head, fragment=0, after=0, wait_s=Patience().poll_wait_s)
+        assert talk.say(agreed()) == Poll(
+            **head, fragment=0, after=0, wait_s=Patience().poll_wait_s, takes_bytes=MOST_CARRIED_BYTES, trees=True
+        )
         for part, hash_ in enumerate(agreement_hashes(0, 1)):
             assert not talk.exchange.done
             assert talk.say(GetPartAnswer(hash=hash_)) == GetPart(**head, fragment=0, version=1, part=part)

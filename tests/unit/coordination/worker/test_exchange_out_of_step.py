@@ -14,6 +14,7 @@ from outerstep.errors import (
     Conflict,
     Fenced,
     MissingParts,
+    OtherCodec,
     Refused,
     StaleRound,
     Superseded,
@@ -40,6 +41,21 @@ from unit.coordination.builders import (
     make_offer,
 )
 from unit.coordination.talk import ACCEPTED, STORED, Talk, agreed, joined, nothing_yet, send
+
+
+class TestOtherCodec:
+    @pytest.mark.parametrize("step", [Step.OFFER, Step.COMMIT], ids=lambda step: step.value)
+    def test_a_server_that_forgot_a_change_of_codec_says_how_to_go_on(self, step: Step) -> None:
+        """What it has is the newest there is, and its plan comes with it; the steps go with the next contribution."""
+        talk = Talk().brought_to(step)
+        talk.say(OtherCodec("the run uses another"))
+        polled = talk.say(agreed(3, last_sequence=0))
+        assert isinstance(polled, Poll)
+        assert polled.after == -1
+        talk.hand_over(make_agreement(3))
+        outcome = talk.exchange.outcome
+        assert outcome is not None
+        assert (outcome.agreement.version, outcome.counted, outcome.too_old) == (3, False, False)
 
 
 class TestMissedRounds:
