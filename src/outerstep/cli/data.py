@@ -1,0 +1,131 @@
+"""`outerstep data`: how far the leased data is, who trains it, and which samples are in the model by whom."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from msgspec import to_builtins
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import ConfigError
+from ..observe.status import DataStatus, ServerStatus, read_status
+from ..observe.story import duration
+from ..printable import printable
+from ..ranges import Ranges
+from ..types import Dataset
+from ..wire.http_transport import HttpTransport
+from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
+
+COLUMNS = ("dataset", "epoch", "sample", "worker", "version")
+
+
+def data(
+    server: ServerAddress = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")] = False,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            "--export",
+            metavar="FILE",
+            help="Write which sample came into the model by whom and in which version, as CSV. Needs --events.",
+        ),
+    ] = None,
+    events: Annotated[
+        str | None,
+        typer.Option("--events", metavar="LOG", help="The file that the server's --event-log wrote."),
+    ] = None,
+    credentials: CredentialsFolder = None,
+) -> None:
+    """Show the data that a run leases to its workers: what is done, leased, given back and lost."""
+    if (export is None) != (events is None):
+        raise ConfigError("--export and --events belong together: --events is the file that --event-log wrote")
+    transport = HttpTransport(server_address(server), timeout_s=10.0, credentials=credentials_folder(credentials))
+    status = read_status(transport.status())
+    found = status.data if isinstance(status, ServerStatus) else []
+    if as_json:
+        typer.echo(json.dumps(to_builtins(found), indent=2))
+    elif export is not None and events is not None:
+        rows = write_export(Path(export), Path(events), found)
+        typer.echo(f"{rows} samples in {export}")
+    else:
+        Console().print(render(found))
+
+
+def render(found: Sequence[DataStatus]) -> RenderableType:
+    if not found:
+        return "this run leases no data (docs/concepts/data.md)"
+    parts: list[RenderableType] = []
+    for one in found:
+        of = f" of {one.units} units ({one.done / one.units:.1%})" if one.units else " units, without an end"
+        left_s = (one.units - one.done) / one.units_per_second if one.units and one.units_per_second else None
+        end = f", about {duration(left_s)} left" if left_s else ""
+        parts.append(f"[bold]{_escaped(one.name)}[/bold]: {one.done}{of} done{end}")
+        parts.append(
+            f"  {one.samples} samples in units of {one.unit_samples}, "
+            f"{one.epochs or 'any number of'} epoch(s); leased {one.leased}, given back {one.free}"
+        )
+        odd = {"lost": one.lost, "spent without counting": one.spent, "trained more than once": one.repeated}
+        told = ", ".join(f"{what} {count}" for what, count in odd.items() if count)
+        parts += [f"  [yellow]{told}[/yellow]"] if told else []
+        table = Table("worker", "done", "leased")
+        for name in sorted({*one.done_by, *one.leased_to}):
+            table.add_row(_escaped(name), str(one.done_by.get(name, 0)), str(one.leased_to.get(name, 0)))
+        parts.append(table)
+    return Group(*parts)
+
+
+def write_export(target: Path, log: Path, found: Sequence[DataStatus]) -> int:
+    """How many rows."""
+    specs = {
+        one.name: Dataset(
+            name=one.name,
+            samples=one.samples,
+            unit_samples=one.unit_samples,
+            epochs=one.epochs,
+            seed=one.seed,
+            shuffle=one.shuffle,
+        )
+        for one in found
+    }
+    rows = 0
+    with target.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for row in _rows(log, specs):
+            writer.writerow(row)
+            rows += 1
+    return rows
+
+
+def _rows(log: Path, specs: dict[str, Dataset]) -> Iterator[tuple[Any, ...]]:
+    from ..data.order import epoch_of, samples_of  # numpy: only where it is needed
+
+    try:
+        lines = log.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"the event log {log} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            if event.get("event") != "data":
+                continue
+            dataset, places = specs.get(event["dataset"]), Ranges(event["places"])
+            worker, version = str(event["worker"]), int(event["version"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"line {number} of {log} is no event of a server: {error}") from error
+        if dataset is None:
+            raise ConfigError(f"line {number} of {log} is about {event['dataset']!r}, which this run does not lease")
+        for place in places.numbers():
+            for sample in samples_of(dataset, place):
+                yield dataset.name, epoch_of(dataset, place), sample, worker, version
+
+
+def _escaped(text: str) -> str:
+    return escape(printable(text))

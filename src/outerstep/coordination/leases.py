@@ -1,0 +1,436 @@
+"""Which worker trains which data, without I/O: units are leased, trained, and done when they are in the model.
+
+A dataset's epochs are one line of *places* 0, 1, 2 …: place p is unit number p mod `units` of epoch p // `units`
+(data/order.py says which samples that is). Here are places only, and sets of them are ranges (ranges.py), so a million
+units cost no more than the few that are in somebody's hands.
+
+    next ──lease──▶ held ──offer accepted──▶ pending ──round closes──▶ covered ──all fragments──▶ done
+            ▲         │                         │ left out
+            │         │ its worker is gone      │
+           free ◀─────┴─────────────────────────┘          (one-way: lost, and never leased again)
+
+A place is *done* when, in every fragment, an agreed version holds its last step. That is decided with the round, and
+remembered in the record of that round: model and data never disagree. "Accepted" is no promise: it is *pending* until
+its round closes.
+
+What went back and is leased again may have been trained before, in some fragments or by a worker that comes back with
+it: such a place is *repeated*, and counted. A worker can bring only what it was leased, so a liar misreports its own
+units alone.
+
+New places come from below a mark that is on the disk (`reserved`): so a lease needs no record of its own. After a
+restart, what was leased since the record is *unclaimed*: for a while its workers may say that they hold it, then it is
+free. A lease of places that were free before does need a record (`to_note`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from msgspec import UNSET, convert, to_builtins
+
+from ..errors import BadRequest, PlanMismatch, Superseded
+from ..events import Event, UnitsDone, UnitsReturned
+from ..ranges import NONE, Range, Ranges
+from ..types import MOST_DATASETS, MOST_RANGES, Dataset, Lease, LeaseAnswer, Offer, Places
+
+RESERVE = 4096  # places that are leased without a record
+MOST_PIECES = 16  # ranges in one lease: what a worker holds must fit a message
+HELD_PIECES = 128  # a worker that holds so many ranges gets no more of them
+ASK_AGAIN_S = 1.0
+NO_END = 1 << 53  # of a dataset without a last epoch
+
+
+def end_of(dataset: Dataset) -> int:
+    """Above its last place."""
+    return dataset.units * dataset.epochs if dataset.epochs else NO_END
+
+
+class LeaseTable:
+    """One dataset."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset, self.end = dataset, end_of(dataset)
+        self.next = self.reserved = 0  # below `next`, all were leased; below `reserved` they may be, without a record
+        self.free = self.unclaimed = self.done = self.lost = self.spent = NONE
+        self.held: dict[str, Ranges] = {}
+        self.lapsed: dict[str, Ranges] = {}  # went back, and their worker may still bring them
+        self.covered: dict[str, dict[int, Ranges]] = {}  # in agreements of some fragments, by worker
+        self.pending: dict[tuple[int, int], dict[str, Ranges]] = {}  # in open rounds, by fragment and version
+        self.dropped: dict[str, Ranges] = {}  # given up by their worker, and in open rounds in part
+        self._foreign: dict[tuple[int, int], Ranges] = {}  # brought to open rounds by workers that do not hold them
+        self.repeated = 0  # places that some fragment's agreements hold and that were trained once more
+        self.done_by: dict[str, int] = {}
+        self.claimable_until = 0.0  # after a restart
+        self.to_note = False  # the next answer must wait for a record
+        self._absent: set[str] = set()  # gone, and something of theirs is in an open round
+        self._untrained: dict[str, tuple[int, float, float]] = {}  # by worker: how many, its pace, and when it said so
+        self._answered: dict[str, tuple[int, LeaseAnswer]] = {}  # its last request's number
+
+    # --- leasing ----------------------------------------------------------------------------------------------------
+
+    def lease(self, message: Lease, now: float, live: Collection[str]) -> LeaseAnswer:
+        worker_id, last = message.worker_id, self._answered.get(message.worker_id)
+        if last is not None and message.number <= last[0]:
+            if message.number == last[0]:
+                return last[1]
+            raise Superseded(
+                f"request {message.number} for {self.dataset.name!r} came after number {last[0]}",
+                hint="a worker asks for its leases one by one",
+            )
+        self._absent.discard(worker_id)
+        self._end_claims(now)
+        holds = Ranges(message.holds)
+        self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) | Ranges(message.dropped))
+        self._settle_dropped(worker_id)
+        self._reconcile(worker_id, holds, now)
+        self._untrained[worker_id] = message.untrained, message.pace, now
+        # (Of what is under way it has nothing left to draw, unless it is a later start that does not know of it.)
+        void = (holds - self.held.get(worker_id, NONE)) | (holds & self._under_way(worker_id))
+        granted = self._grant(worker_id, min(message.want, self._share(worker_id, now, live, waits=message.waits)))
+        if granted:
+            self._untrained[worker_id] = message.untrained + granted.total, message.pace, now
+        left = self.free.total + self.unclaimed.total + self.end - self.next
+        over = not granted and not left
+        answer = LeaseAnswer(
+            state="over" if over else "more",
+            granted=tuple(granted),
+            void=tuple(void)[:MOST_RANGES],
+            retry_after_s=0.0 if granted or over else ASK_AGAIN_S,
+        )
+        self._answered[worker_id] = message.number, answer
+        return answer
+
+    def _reconcile(self, worker_id: str, holds: Ranges, now: float) -> None:
+        """What it was leased and does not hold goes back: the answer was lost, or it has lost its memory. What it holds
+        and was taken from it is its own again, if nobody has it."""
+        held = self.held.get(worker_id, NONE)
+        self._take_back(worker_id, held - holds - self._under_way(worker_id))
+        claimed = holds - held
+        if now < self.claimable_until:
+            beyond = claimed & Ranges([(self.next, self.end)])
+            if beyond:  # leased by a server that did not live to write it down
+                self.unclaimed |= Ranges([(self.next, beyond.end)])
+                self.next, self.reserved = beyond.end, max(self.reserved, beyond.end)
+        ours = claimed & (self.free | self.unclaimed)
+        if not self.dataset.again:
+            ours |= claimed & self.lost & self.lapsed.get(worker_id, NONE)
+        self._hand_over(worker_id, ours)
+
+    def _hand_over(self, worker_id: str, places: Ranges) -> None:
+        if places:
+            self.to_note = self.to_note or bool(places & self.free)
+            self.free, self.unclaimed, self.lost = self.free - places, self.unclaimed - places, self.lost - places
+            self._put(self.lapsed, worker_id, self.lapsed.get(worker_id, NONE) - places)
+            self._put(self.held, worker_id, self.held.get(worker_id, NONE) | places)
+
+    def _grant(self, worker_id: str, count: int) -> Ranges:
+        """The lowest that are free, then new ones."""
+        room = HELD_PIECES - self.held.get(worker_id, NONE).pieces
+        pieces: list[Range] = list(self.free.first(count))[: max(min(MOST_PIECES, room), 0)]
+        count -= sum(end - begin for begin, end in pieces)
+        fresh = min(count, self.end - self.next)
+        if fresh > 0 and room > 0:
+            pieces.append((self.next, self.next + fresh))
+            self.next += fresh
+            if self.next > self.reserved:
+                ahead = RESERVE if self.dataset.again else 0
+                self.reserved, self.to_note = min(self.next + ahead, self.end), True
+        granted = Ranges(pieces)
+        self._hand_over(worker_id, granted)
+        return granted
+
+    def _share(self, worker_id: str, now: float, live: Collection[str], *, waits: bool) -> int:
+        """How many more it may have, so that all of them come to the end together: its part, by speed, of all that is
+        left, less what it still has to train. A worker that waits gets one: it may need it to fill a batch, and train
+        the others."""
+        if not self.dataset.epochs:
+            return self.end
+        known = {name: told for name, told in self._untrained.items() if name in live or name == worker_id}
+        paces = [pace for _, pace, _ in known.values() if pace > 0.0]
+        usual = sum(paces) / len(paces) if paces else 1.0
+        left = {name: max(count - pace * (now - at), 0.0) for name, (count, pace, at) in known.items()}
+        speed = {name: pace or usual for name, (_, pace, _) in known.items()}
+        mine, _, _ = known[worker_id]
+        total = self.free.total + self.end - self.next + sum(left.values()) - left[worker_id] + mine
+        share = total * speed[worker_id] / sum(speed.values()) - mine
+        return max(int(share + 0.5), int(waits or not mine))
+
+    def pace(self, live: Collection[str]) -> float:
+        """Units per second, of those who are here."""
+        return sum(pace for name, (_, pace, _) in self._untrained.items() if name in live)
+
+    # --- what becomes of it -----------------------------------------------------------------------------------------
+
+    def accept(self, worker_id: str, fragment: int, version: int, places: Places) -> None:
+        """A contribution was accepted for the round that makes this version. What its worker was never leased is
+        passed over."""
+        self._absent.discard(worker_id)
+        said = Ranges(places)
+        self._hand_over(worker_id, said & self.lapsed.get(worker_id, NONE) & (self.free | self.lost))
+        self._hand_over(worker_id, said & self.unclaimed)
+        brought = said & (self.held.get(worker_id, NONE) | self.lapsed.get(worker_id, NONE))
+        foreign = (said - brought) & Ranges([(0, self.next)])
+        if foreign and fragment == 0:  # leased by a server that forgot it, and to another since: in the model twice
+            self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | foreign
+        if brought:
+            open_round = self.pending.setdefault((fragment, version), {})
+            open_round[worker_id] = open_round.get(worker_id, NONE) | brought
+
+    def closed(self, fragment: int, version: int, left_out: Collection[str], fragments: int) -> list[Event]:
+        """The round that makes this version was decided, without those left out."""
+        told: list[Event] = []
+        self.repeated += self._foreign.pop((fragment, version), NONE).total
+        for worker_id, places in sorted(self.pending.pop((fragment, version), {}).items()):
+            if worker_id in left_out:
+                self._give_up(worker_id, places)
+                continue
+            covered = self.covered.setdefault(worker_id, {})
+            self.repeated += (covered.get(fragment, NONE) & places).total
+            covered[fragment] = covered.get(fragment, NONE) | places
+            finished = places
+            for index in range(fragments):
+                finished &= covered.get(index, NONE)
+            if finished:
+                self._finish(worker_id, finished)
+                told.append(UnitsDone(self.dataset.name, worker_id, version, tuple(finished)))
+            self._settle_dropped(worker_id)
+            self._settle_absent(worker_id)
+        return told
+
+    def _finish(self, worker_id: str, places: Ranges) -> None:
+        new = places - self.done
+        self.repeated += (places & self.done).total
+        self.done |= places
+        self.done_by[worker_id] = self.done_by.get(worker_id, 0) + new.total
+        self.free, self.unclaimed = self.free - places, self.unclaimed - places
+        self.lost, self.spent = self.lost - places, self.spent - places
+        for owners in (self.held, self.lapsed):
+            for owner in [name for name, theirs in owners.items() if theirs & places]:
+                self._put(owners, owner, owners[owner] - places)
+        for other in [name for name in self.covered if name != worker_id]:
+            self.repeated += (self._covered_by(other) & new).total
+            self._uncover(other, places)
+        self._uncover(worker_id, places)
+
+    def _give_up(self, worker_id: str, places: Ranges) -> None:
+        """Its worker has dropped the steps, or a round has left them out: spent, or to be trained again."""
+        places &= self.held.get(worker_id, NONE)
+        if not places:
+            return
+        if self.dataset.dropped == "again" and self.dataset.again:
+            self._take_back(worker_id, places)
+        else:
+            self.spent |= places
+            self.done |= places
+            self._put(self.held, worker_id, self.held.get(worker_id, NONE) - places)
+            self._uncover(worker_id, places)
+
+    def _settle_dropped(self, worker_id: str) -> None:
+        """What its worker has given up in one fragment may still count in another: first that is awaited."""
+        dropped = self.dropped.get(worker_id, NONE)
+        for open_round in self.pending.values() if dropped else ():
+            dropped -= open_round.get(worker_id, NONE)
+        self._give_up(worker_id, dropped)
+        self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) - dropped)
+
+    def _take_back(self, worker_id: str, places: Ranges) -> None:
+        if not places:
+            return
+        self._put(self.held, worker_id, self.held.get(worker_id, NONE) - places)
+        self._put(self.lapsed, worker_id, self.lapsed.get(worker_id, NONE) | places)
+        covered = self._covered_by(worker_id) & places
+        self._uncover(worker_id, places)
+        if self.dataset.again:
+            self.repeated += covered.total
+            self.free |= places
+        else:
+            self.lost |= places
+
+    def gone(self, worker_id: str) -> list[Event]:
+        """It left, died or was replaced by a start that knows nothing. What it had accepted in an open round may still
+        count, so that much waits for the round."""
+        self._untrained.pop(worker_id, None)
+        self._absent.add(worker_id)
+        returned = self.held.get(worker_id, NONE) - self._under_way(worker_id)
+        self._take_back(worker_id, returned)
+        self._settle_absent(worker_id)
+        return [UnitsReturned(self.dataset.name, worker_id, tuple(returned), self.dataset.again)] if returned else []
+
+    def started_again(self, worker_id: str) -> None:
+        """It counts its requests from the start."""
+        self._answered.pop(worker_id, None)
+
+    def _settle_absent(self, worker_id: str) -> None:
+        """Of one that is gone, what no open round holds any more goes back."""
+        if worker_id in self._absent:
+            self._take_back(worker_id, self.held.get(worker_id, NONE) - self._under_way(worker_id))
+            if worker_id not in self.held:
+                self._absent.discard(worker_id)
+
+    def _under_way(self, worker_id: str) -> Ranges:
+        """In open rounds; and, of one that is here, in some fragments' agreements: the others will follow."""
+        found = NONE
+        for open_round in self.pending.values():
+            found |= open_round.get(worker_id, NONE)
+        return found if worker_id in self._absent else found | self._covered_by(worker_id)
+
+    def _covered_by(self, worker_id: str) -> Ranges:
+        """In some fragment."""
+        found = NONE
+        for covered in self.covered.get(worker_id, {}).values():
+            found |= covered
+        return found
+
+    def _uncover(self, worker_id: str, places: Ranges) -> None:
+        covered = self.covered.get(worker_id, {})
+        for fragment in list(covered):
+            covered[fragment] -= places
+            if not covered[fragment]:
+                del covered[fragment]
+        if not covered:
+            self.covered.pop(worker_id, None)
+
+    @staticmethod
+    def _put(owners: dict[str, Ranges], worker_id: str, places: Ranges) -> None:
+        if places:
+            owners[worker_id] = places
+        else:
+            owners.pop(worker_id, None)
+
+    def _end_claims(self, now: float) -> None:
+        """Nobody has come for these."""
+        if self.unclaimed and now >= self.claimable_until:
+            if self.dataset.again:
+                self.free |= self.unclaimed
+            else:
+                self.lost |= self.unclaimed
+            self.unclaimed = NONE
+
+    # --- over a restart ---------------------------------------------------------------------------------------------
+
+    def remembered(self) -> dict[str, Any]:
+        """Without open rounds: what was accepted there is brought again."""
+        return {
+            "dataset": to_builtins(self.dataset),
+            "next": self.next,
+            "reserved": self.reserved,
+            "repeated": self.repeated,
+            "done_by": dict(self.done_by),
+            "sets": {name: _plain(getattr(self, name)) for name in _SETS},
+            "held": {name: _plain(places) for name, places in self.held.items()},
+            "lapsed": {name: _plain(places) for name, places in self.lapsed.items()},
+            "dropped": {name: _plain(places) for name, places in self.dropped.items()},
+            "covered": {
+                name: {str(fragment): _plain(places) for fragment, places in covered.items()}
+                for name, covered in self.covered.items()
+            },
+        }
+
+    @classmethod
+    def resumed(cls, facts: Mapping[str, Any], claimable_until: float, *, forgetful: bool = False) -> LeaseTable:
+        """`forgetful`: not every record was written; more may have been leased than this says."""
+        made = cls(convert(facts["dataset"], Dataset))
+        made.next, made.repeated = int(facts["next"]), int(facts["repeated"])
+        made.done_by = {str(name): int(count) for name, count in facts["done_by"].items()}
+        for name in _SETS:
+            setattr(made, name, Ranges(facts["sets"][name]))
+        made.held = {name: Ranges(places) for name, places in facts["held"].items()}
+        made.lapsed = {name: Ranges(places) for name, places in facts["lapsed"].items()}
+        made.dropped = {name: Ranges(places) for name, places in facts["dropped"].items()}
+        made.covered = {
+            name: {int(fragment): Ranges(places) for fragment, places in covered.items()}
+            for name, covered in facts["covered"].items()
+        }
+        reserved = min(int(facts["reserved"]) + (RESERVE if forgetful else 0), made.end)
+        made.unclaimed |= Ranges([(made.next, reserved)])
+        made.next = made.reserved = reserved
+        made.claimable_until = claimable_until
+        return made
+
+
+def _plain(places: Ranges) -> list[list[int]]:
+    """As JSON has it."""
+    return [[begin, end] for begin, end in places]
+
+
+_SETS = ("free", "unclaimed", "done", "lost", "spent")
+
+
+class Leases:
+    """All datasets of a run."""
+
+    table_type: type[LeaseTable] = LeaseTable
+
+    def __init__(self) -> None:
+        self.is_durable = True  # each round has a record (server/commits.py)
+        self._instances: dict[str, str] = {}  # by worker, the start that asks
+        self.tables: dict[str, LeaseTable] = {}
+
+    def lease(self, message: Lease, now: float, live: Collection[str]) -> LeaseAnswer:
+        """The first request for a name says what the dataset is; others must say the same."""
+        wanted, table = message.dataset, self.tables.get(message.dataset.name)
+        if table is None:
+            if len(self.tables) == MOST_DATASETS:
+                raise BadRequest(
+                    f"a run leases at most {MOST_DATASETS} datasets, and {wanted.name!r} would be one more",
+                    hint=f"known: {', '.join(sorted(self.tables))}",
+                )
+            if wanted.units * max(wanted.epochs, 1) > NO_END:
+                raise BadRequest(f"dataset {wanted.name!r} has too many units; make its units larger")
+            if not wanted.again and not self.is_durable:
+                raise BadRequest(
+                    f"dataset {wanted.name!r} must never be leased twice, and this server does not record each round",
+                    hint="start the server with --durability round, or leave out again=False",
+                )
+            table = self.tables[wanted.name] = self.table_type(wanted)
+            table.to_note = True
+        for field in Dataset.__struct_fields__:
+            ours, theirs = getattr(table.dataset, field), getattr(wanted, field)
+            if ours != theirs:
+                raise PlanMismatch(
+                    f"dataset {wanted.name!r}: {field} is {ours!r} in this run, got {theirs!r}",
+                    hint="all workers of a run train the same data; give another dataset another name",
+                )
+        return table.lease(message, now, live)
+
+    def take_note(self) -> bool:
+        """Must the last answer wait for a record?"""
+        noted = any(table.to_note for table in self.tables.values())
+        for table in self.tables.values():
+            table.to_note = False
+        return noted
+
+    def accept(self, offer: Offer, version: int) -> None:
+        for trained in () if offer.data is UNSET else offer.data:
+            table = self.tables.get(trained.dataset)
+            if table is not None:
+                table.accept(offer.worker_id, offer.fragment, version, trained.places)
+
+    def closed(self, fragment: int, version: int, left_out: Iterable[str], fragments: int) -> list[Event]:
+        without = set(left_out)
+        return [e for table in self.tables.values() for e in table.closed(fragment, version, without, fragments)]
+
+    def gone(self, worker_id: str) -> list[Event]:
+        return [event for table in self.tables.values() for event in table.gone(worker_id)]
+
+    def joined(self, worker_id: str, instance: str) -> None:
+        """A new start counts its requests from one. One that was away goes on counting: a request of before, which
+        the network held back, must not be heard as its newest."""
+        if self._instances.get(worker_id) != instance:
+            self._instances[worker_id] = instance
+            for table in self.tables.values():
+                table.started_again(worker_id)
+
+    def remembered(self) -> list[dict[str, Any]]:
+        return [table.remembered() for table in self.tables.values()]
+
+    def resume(
+        self, facts: Iterable[Mapping[str, Any]], claimable_until: float, live: Collection[str], *, forgetful: bool
+    ) -> None:
+        """`live`: who is expected back."""
+        for one in facts:
+            table = self.table_type.resumed(one, claimable_until, forgetful=forgetful)
+            self.tables[table.dataset.name] = table
+            for worker_id in table.held.keys() - live:  # gone, with units in a round that was open then
+                table.gone(worker_id)

@@ -1,0 +1,315 @@
+"""The worker's half of leased data, without I/O: what it was leased, has drawn, has trained, and still answers for.
+
+    granted ─▶ queue ──draw──▶ drawn ──all its samples delivered, and a step──▶ open ──agreed, or given up──▶ settled
+
+A worker numbers its units in the order in which it draws them, 0, 1, 2 …, whatever dataset they are of, and trains them
+in that order. Its machine knows only these numbers (`Work.units`): of every fragment it knows which are unsent, sent,
+agreed on or given up. Here is what they mean: places of a dataset (coordination/leases.py).
+
+A loader draws long before the loop trains. So a unit that is drawn is not trained: samples are counted when they are
+*delivered* to the loop, and those delivered before an optimizer step are in that step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import ConfigError
+from ...ranges import NONE, Range, Ranges
+from ...types import MOST_RANGES, MOST_WANTED, Dataset, Lease, LeaseAnswer, Places, Trained
+from .exchange import MemberFields
+from .machine import Units, WorkerState
+
+LEAD_S = 20.0  # training for so long is leased ahead, at the worker's pace,
+LEAST_AHEAD = 2  # and at least so many units
+PACE_MEMORY = 0.9
+PLACE_UNKNOWN = -1
+
+
+@dataclass
+class _Stretch:
+    """Numbers from `first` on, of places from `begin` to `end`."""
+
+    first: int
+    dataset: str
+    begin: int
+    end: int
+
+    @property
+    def last(self) -> int:
+        """Above its last number."""
+        return self.first + self.end - self.begin
+
+
+@dataclass
+class _Drawn:
+    """A unit on its way through the loader. `skipped`: samples that had been trained before; `size`: those to come."""
+
+    number: int
+    name: str
+    place: int
+    skipped: int
+    size: int
+
+
+@dataclass
+class Holding:
+    """One dataset's leases. `queue`: places to be drawn; `open`: trained, and not settled; `dropped`: to be told;
+    `partly`: a place of which so many samples were trained before it was put back; `over`: nothing more will come."""
+
+    dataset: Dataset
+    queue: Ranges = NONE
+    drawn: Ranges = NONE
+    open: Ranges = NONE
+    dropped: Ranges = NONE
+    partly: Range = (PLACE_UNKNOWN, 0)
+    delivered: int = 0  # samples of units that are drawn
+    over: bool = False
+    is_confirmed: bool = True  # by the run, since a restart: an earlier start may have sent some of it
+    requests: int = 0
+    pace: float = 0.0  # units per second
+
+    @property
+    def untrained(self) -> int:
+        return self.queue.total + self.drawn.total
+
+    @property
+    def wanted(self) -> int:
+        """How many more should be in the queue: the loader draws ahead, too."""
+        return max(LEAST_AHEAD, int(self.pace * LEAD_S + 1)) - self.queue.total
+
+    @property
+    def is_due(self) -> bool:
+        """Should the next request be made? When half of what is wanted ahead is used up."""
+        is_low = self.wanted >= self.queue.total and (not self.over or self.untrained > 0)
+        return is_low or bool(self.dropped) or not self.is_confirmed
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is there nothing to draw, and will there be?"""
+        return not self.is_confirmed or (not self.queue and not self.over)
+
+
+@dataclass(frozen=True)
+class LeaseRequest:
+    """As in `Lease`."""
+
+    dataset: Dataset
+    number: int
+    want: int
+    holds: Places
+    dropped: Places
+    untrained: int
+    waits: bool
+    pace: float
+
+    def message(self, head: MemberFields) -> Lease:
+        return Lease(
+            **head,
+            dataset=self.dataset,
+            number=self.number,
+            want=self.want,
+            holds=self.holds,
+            dropped=self.dropped,
+            untrained=self.untrained,
+            waits=self.waits,
+            pace=self.pace,
+        )
+
+
+@dataclass
+class LeasedWork:
+    """Of one worker, all datasets."""
+
+    datasets: Sequence[Dataset]
+    holdings: dict[str, Holding] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.holdings = {dataset.name: Holding(dataset) for dataset in self.datasets}
+        if len(self.holdings) < len(self.datasets):
+            raise ConfigError("two leased datasets have the same name; give each a name of its own")
+        self._stretches: deque[_Stretch] = deque()  # which place each number stands for, while anybody may ask
+        self._next = 0
+        self._drawn: deque[_Drawn] = deque()
+        self._put_back = NONE  # numbers of units that were drawn and never trained
+        self._trained_at: float | None = None
+
+    # --- the loader -------------------------------------------------------------------------------------------------
+
+    def draw(self, name: str, epoch: int | None = None) -> tuple[int, int] | None:
+        """The next place of this epoch (None = of any), and how many of its samples to leave out. None: there is none
+        in the queue."""
+        holding = self.holdings[name]
+        place = next(holding.queue.numbers(), None)
+        if place is None or not holding.is_confirmed or (epoch is not None and place // holding.dataset.units != epoch):
+            return None
+        one = Ranges([(place, place + 1)])
+        holding.queue, holding.drawn = holding.queue - one, holding.drawn | one
+        skipped = 0
+        if holding.partly[0] == place:
+            skipped, holding.partly = holding.partly[1], (PLACE_UNKNOWN, 0)
+        size = unit_size(holding.dataset, place) - skipped
+        self._drawn.append(_Drawn(self._number(name, place), name, place, skipped, size))
+        return place, skipped
+
+    def draw_again(self, name: str) -> None:
+        """The loop was left early: what was drawn and not trained is drawn again, from the sample that comes next."""
+        holding, again = self.holdings[name], [one for one in self._drawn if one.name == name]
+        if not again:
+            return
+        holding.partly = self._partly(name)
+        holding.delivered = 0
+        self._drawn = deque(one for one in self._drawn if one.name != name)
+        self._put_back |= Ranges((one.number, one.number + 1) for one in again)
+        holding.queue, holding.drawn = holding.queue | holding.drawn, NONE
+
+    def deliver(self, name: str, samples: int) -> None:
+        """So many more are in the next optimizer step. (No more than were drawn: the last batch of an epoch may be
+        smaller than the others.)"""
+        holding = self.holdings[name]
+        drawn = sum(one.size for one in self._drawn if one.name == name)
+        holding.delivered = min(holding.delivered + samples, drawn)
+
+    def _number(self, name: str, place: int) -> int:
+        last = self._stretches[-1] if self._stretches else None
+        if last is not None and (last.dataset, last.end, last.last) == (name, place, self._next):
+            last.end += 1
+        else:
+            self._stretches.append(_Stretch(self._next, name, place, place + 1))
+        self._next += 1
+        return self._next - 1
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def stepped(self, now: float) -> Units:
+        """The optimizer has stepped: the numbers of the units that are trained now."""
+        finished: list[Range] = []
+        while self._drawn:
+            one = self._drawn[0]
+            holding = self.holdings[one.name]
+            if holding.delivered < one.size:
+                break
+            self._drawn.popleft()
+            holding.delivered -= one.size
+            place = Ranges([(one.place, one.place + 1)])
+            holding.drawn, holding.open = holding.drawn - place, holding.open | place
+            finished.append((one.number, one.number + 1))
+        if finished:
+            self._measure(len(finished), now)
+        return tuple(Ranges(finished))
+
+    def _measure(self, units: int, now: float) -> None:
+        before, self._trained_at = self._trained_at, now
+        if before is not None and now > before:
+            pace = units / (now - before) / len(self.holdings)
+            for holding in self.holdings.values():
+                holding.pace = PACE_MEMORY * holding.pace + (1 - PACE_MEMORY) * pace if holding.pace else pace
+
+    def describe(self, units: Units) -> tuple[Trained, ...]:
+        """For an offer."""
+        return tuple(
+            Trained(dataset=dataset, places=tuple(places)[:MOST_RANGES])
+            for dataset, places in sorted(self._places(units).items())
+        )
+
+    def exchanged(self, state: WorkerState) -> None:
+        """What every fragment's agreements hold or have lost is settled; what was given up is to be told."""
+        dropped, state.dropped = self._places(state.dropped), ()
+        for name, places in dropped.items():
+            self.holdings[name].dropped |= places
+        settled: Ranges | None = None
+        for progress in state.fragments:
+            counted = Ranges(progress.counted.units)
+            settled = counted if settled is None else settled & counted
+        waiting = Ranges([(0, self._next)]) - (settled or NONE) - self._put_back
+        trained = waiting - Ranges((one.number, one.number + 1) for one in self._drawn)
+        still_open = self._places(trained)  # by number: a place may have been given up, and trained once more
+        for name, holding in self.holdings.items():
+            holding.open = still_open.get(name, NONE)
+        first = next(waiting.numbers(), self._next)
+        while self._stretches and self._stretches[0].last <= first:
+            self._stretches.popleft()
+
+    def _places(self, units: Iterable[Range]) -> dict[str, Ranges]:
+        """Which places these numbers stand for, by dataset."""
+        wanted, found = Ranges(units), dict[str, list[Range]]()
+        for one in self._stretches if wanted else ():
+            shift = one.begin - one.first
+            for begin, end in wanted & Ranges([(one.first, one.last)]):
+                found.setdefault(one.dataset, []).append((begin + shift, end + shift))
+        return {dataset: Ranges(places) for dataset, places in found.items()}
+
+    # --- leasing ----------------------------------------------------------------------------------------------------
+
+    def request(self, name: str) -> LeaseRequest:
+        holding = self.holdings[name]
+        holding.requests += 1
+        holds = holding.queue | holding.drawn | holding.open
+        return LeaseRequest(
+            holding.dataset,
+            holding.requests,
+            min(max(holding.wanted, 0), MOST_WANTED),
+            tuple(holds)[:MOST_RANGES],
+            tuple(holding.dropped)[:MOST_RANGES],
+            holding.untrained,
+            holding.is_waiting,
+            min(holding.pace, 1e9),
+        )
+
+    def answered(self, request: LeaseRequest, answer: LeaseAnswer) -> None:
+        """What is void and was not drawn is somebody else's by now, or done. (What it has is never drawn once more,
+        whatever a server that heard an old request believes.)"""
+        holding = self.holdings[request.dataset.name]
+        new = Ranges(answer.granted) - holding.drawn - holding.open
+        holding.dropped -= Ranges(request.dropped)
+        holding.queue = (holding.queue - Ranges(answer.void)) | new
+        holding.over, holding.is_confirmed = answer.state == "over", True
+
+    # --- over a restart ---------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Between two steps; plain values. What was drawn and not trained is to be drawn again."""
+        put_back = self._put_back | Ranges((one.number, one.number + 1) for one in self._drawn)
+        return {
+            "numbers": [[one.first, one.dataset, one.begin, one.end] for one in self._stretches],
+            "next": self._next,
+            "put_back": [list(one) for one in put_back],
+            "datasets": {
+                name: {
+                    "queue": [list(one) for one in holding.queue | holding.drawn],
+                    "open": [list(one) for one in holding.open],
+                    "dropped": [list(one) for one in holding.dropped],
+                    "partly": list(self._partly(name)),
+                    "pace": holding.pace,
+                }
+                for name, holding in self.holdings.items()
+            },
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._stretches = deque(_Stretch(int(a), str(name), int(b), int(c)) for a, name, b, c in state["numbers"])
+        self._next, self._put_back = int(state["next"]), Ranges(state["put_back"])
+        for name, facts in state["datasets"].items():
+            holding = self.holdings.get(name)
+            if holding is None:
+                known = ", ".join(sorted(self.holdings)) or "none"
+                raise ConfigError(f"the saved state has leases of dataset {name!r}, and this worker trains {known}")
+            holding.queue, holding.open = Ranges(facts["queue"]), Ranges(facts["open"])
+            holding.dropped, holding.pace = Ranges(facts["dropped"]), float(facts["pace"])
+            place, trained = facts["partly"]
+            holding.partly = int(place), int(trained)
+            holding.is_confirmed = False
+
+    def _partly(self, name: str) -> Range:
+        first = next((one for one in self._drawn if one.name == name), None)
+        holding = self.holdings[name]
+        return holding.partly if first is None else (first.place, first.skipped + holding.delivered)
+
+
+def unit_size(dataset: Dataset, place: int) -> int:
+    """How many samples it has: the last unit of an epoch may have fewer."""
+    begin = place % dataset.units * dataset.unit_samples
+    return min(dataset.unit_samples, dataset.samples - begin)

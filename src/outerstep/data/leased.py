@@ -1,0 +1,174 @@
+"""A worker's leased data: one thread asks for leases ahead of training, the loader draws, the optimizer's steps count.
+
+    sampler ──samples──▶ DataLoader ──batches──▶ the loop ──optimizer.step()──▶ trained
+
+What is decided is decided in coordination/worker/units.py; here are the lock, the thread and the waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from logging import INFO, WARNING
+from typing import Any, Protocol, runtime_checkable
+
+from ..coordination.worker.machine import Units, WorkerState
+from ..coordination.worker.units import LeasedWork, LeaseRequest
+from ..errors import Busy, ConfigError, OuterstepError, Refused, ServerError, Superseded, UnknownWorker, WorkerError
+from ..topology.protocol import Lessor
+from ..types import Dataset, Trained
+from .order import epoch_of, samples_of
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+RETRY_S = 2.0
+SAY_SO_S = 5.0  # a loop that waits longer than this for data is told why
+PASSING = (Busy, ServerError, Superseded, UnknownWorker)  # the next request may be answered
+
+
+@runtime_checkable
+class Leased(Protocol):
+    """Something that trains leased data: a sampler (sampler.py)."""
+
+    @property
+    def spec(self) -> Dataset: ...
+
+    def belongs_to(self, data: LeasedData | None) -> None: ...
+
+
+class LeasedData:
+    """Of one worker. `datasets`: what its samplers are of."""
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self._work = LeasedWork(datasets)
+        self._changed = threading.Condition()
+        self._lessor: Lessor | None = None
+        self._failure: OuterstepError | None = None
+        self._ended = False
+        self._loops = {dataset.name: 0 for dataset in datasets}
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def start(self, lessor: object, state: WorkerState) -> None:
+        if not isinstance(lessor, Lessor):
+            raise ConfigError(
+                f"{type(lessor).__name__} leases no data; leased data needs a run with a server, and a worker that is "
+                "one process"
+            )
+        self._lessor = lessor
+        self.exchanged(state)
+        threading.Thread(target=self._keep_ahead, name="outerstep-leases", daemon=True).start()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    # --- from the loader ------------------------------------------------------------------------------------------
+
+    def samples(self, name: str) -> Iterator[int]:
+        """Of one epoch, or what is left of it for this worker. (What a loop before has drawn and not delivered, because
+        it was left early, comes first.)"""
+        with self._changed:
+            self._loops[name] += 1
+            loop = self._loops[name]
+            self._work.draw_again(name)
+        dataset, epoch = self._work.holdings[name].dataset, None
+        while loop == self._loops[name]:
+            drawn = self._draw(name, epoch)
+            if drawn is None:
+                return
+            place, skipped = drawn
+            epoch = epoch_of(dataset, place)
+            yield from samples_of(dataset, place)[skipped:]
+
+    def _draw(self, name: str, epoch: int | None) -> tuple[int, int] | None:
+        """Waits for a lease, if it must."""
+        holding, began_at, said = self._work.holdings[name], time.monotonic(), False
+        with self._changed:
+            if self._lessor is None:
+                raise WorkerError("leased data belongs to a worker: give it to attach(…, data=…), and start that first")
+            while holding.is_waiting and not self._ended:
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.notify_all()
+                self._changed.wait(LOOK_EVERY_S)
+                if not said and time.monotonic() - began_at > SAY_SO_S:
+                    said = True
+                    log.info("waiting for data: no unit of %r is leased to this worker", name)
+            return self._work.draw(name, epoch)
+
+    def delivered(self, name: str, samples: int) -> None:
+        """So many more came out of the loader, and are in the next optimizer step."""
+        with self._changed:
+            self._work.deliver(name, samples)
+
+    # --- from the worker, in the training thread ------------------------------------------------------------------
+
+    def stepped(self) -> Units:
+        """The optimizer has stepped: the numbers of the units that are trained now."""
+        with self._changed:
+            finished = self._work.stepped(time.monotonic())
+            if finished:
+                self._changed.notify_all()
+            return finished
+
+    def describe(self, units: Units) -> tuple[Trained, ...]:
+        with self._changed:
+            return self._work.describe(units)
+
+    def exchanged(self, state: WorkerState) -> None:
+        with self._changed:
+            self._work.exchanged(state)
+
+    def state(self) -> dict[str, Any]:
+        with self._changed:
+            return self._work.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Before the start."""
+        self._work.load_state(state)
+
+    # --- the thread that asks -------------------------------------------------------------------------------------
+
+    def _keep_ahead(self) -> None:
+        not_before: dict[str, float] = {}
+        while True:
+            with self._changed:
+                if self._ended:
+                    return
+                now = time.monotonic()
+                due = [
+                    self._work.request(name)
+                    for name, holding in self._work.holdings.items()
+                    if holding.is_due and not_before.get(name, 0.0) <= now
+                ]
+                if not due:
+                    self._changed.wait(LOOK_EVERY_S)
+            for request in due:
+                not_before[request.dataset.name] = time.monotonic() + self._ask(request)
+
+    def _ask(self, request: LeaseRequest) -> float:
+        """Returns for how long the next may wait."""
+        assert self._lessor is not None
+        try:
+            answer = self._lessor.lease(request)
+        except OuterstepError as error:
+            is_final = isinstance(error, Refused) and not isinstance(error, PASSING)
+            with self._changed:
+                if not self._ended:
+                    log.log(WARNING if is_final else INFO, "no lease of %r: %s", request.dataset.name, error)
+                    self._failure = error if is_final else None
+                self._changed.notify_all()
+            return max(getattr(error, "retry_after_s", 0.0), RETRY_S)
+        with self._changed:
+            self._failure = None
+            self._work.answered(request, answer)
+            self._changed.notify_all()
+        return RETRY_S if answer.state == "over" else answer.retry_after_s
+
+
+__all__ = ["Leased", "LeasedData"]

@@ -1,0 +1,179 @@
+"""Seeded fault schedules of runs that lease data: workers and server die, links break, disks fail, and afterwards every
+unit is accounted for. (What the steps themselves promise is in test_schedules.py.)"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from amounts import mostly_schedules
+from outerstep.coordination.leases import Leases, LeaseTable
+from outerstep.coordination.server.coordinator import Coordinator
+from outerstep.coordination.server.rounds import RoundRules
+from outerstep.coordination.worker.units import LeasedWork
+from outerstep.events import Event
+from outerstep.ranges import NONE, Ranges
+from outerstep.simulate.data import SimDataWorker, check_data
+from outerstep.simulate.history import History
+from outerstep.simulate.scenario import Scenario
+from outerstep.simulate.server import SimServer
+from outerstep.simulate.world import World
+from outerstep.types import Dataset, Places
+
+QUICK, FULL, AT_ONCE = 150, 2_000, 370
+SECOND_LIVES = {1164}
+"""A worker was told that a round missed its contribution, died, and resumed from a state from before that: it sends the
+contribution again, and it counts, once. The history's check of beliefs knows nothing of second lives."""
+
+
+def dataset_of(seed: int) -> Dataset:
+    rng = random.Random(f"data {seed}")
+    return Dataset(
+        name="train",
+        samples=rng.choice([40, 200, 100_000]),
+        unit_samples=1,
+        epochs=rng.choice([0, 1, 1, 2]),
+        again=rng.random() < 0.7,
+        dropped=rng.choice(["spent", "again"]),
+    )
+
+
+def play(seed: int, *, server_type: type[SimServer] = SimServer, **of_workers: Any) -> History:
+    dataset, scenario = dataset_of(seed), replace(Scenario.drawn(seed), liar="")
+    if not dataset.again:  # a run that keeps no record of each round refuses it
+        scenario = replace(scenario, durability="round")
+    worker_type = type("Worker", (SimDataWorker,), {"dataset": dataset, **of_workers})
+    world = World(scenario, seed, worker_type=worker_type, server_type=server_type)
+    history = world.run()
+    check_data(world.server, dataset, history, scenario.fragments)
+    return history
+
+
+def play_all(seeds: range, **how: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for seed in set(seeds) - SECOND_LIVES:
+        history = play(seed, **how)
+        assert not history.violations, f"seed {seed}: {history.violations[:3]}"
+        found += history.faults
+    return found
+
+
+def test_every_unit_is_accounted_for() -> None:
+    found = play_all(range(QUICK))
+    for what in ("units_done", "units_repeated", "units_lost", "units_spent", "server_died", "resumed", "crash"):
+        assert found[what] > 0, f"no schedule had {what}"
+    assert found["units_repeated"] < found["units_done"] / 4
+
+
+@pytest.mark.parametrize("first", mostly_schedules(range(QUICK, FULL, AT_ONCE)))
+def test_two_thousand_schedules_account_for_every_unit(first: int) -> None:
+    play_all(range(first, min(first + AT_ONCE, FULL)))
+
+
+def test_without_faults_no_unit_is_trained_twice_and_none_is_missed() -> None:
+    for seed in range(20):
+        dataset, drawn = replace_epochs(dataset_of(seed)), Scenario.drawn(seed)
+        calm = replace(
+            drawn,
+            rules=RoundRules(num_workers=drawn.workers),
+            faults=(),
+            liar="",
+            loss=0.0,
+            repeat=0.0,
+            damage=0.0,
+            above_every_s=0.0,
+            calm_after_s=300.0,
+            delay=0,
+        )
+        worker_type = type("Worker", (SimDataWorker,), {"dataset": dataset})
+        world = World(calm, seed, worker_type=worker_type)
+        history = world.run()
+        table = world.server.coordinator.leases.tables[dataset.name]
+        check_data(world.server, dataset, history, calm.fragments)
+        assert not history.violations, f"seed {seed}: {history.violations[:3]}"
+        assert table.done == Ranges([(0, dataset.units)]), f"seed {seed}"
+        assert (table.repeated, table.spent, table.lost) == (0, NONE, NONE), f"seed {seed}"
+
+
+def replace_epochs(dataset: Dataset) -> Dataset:
+    return Dataset(name=dataset.name, samples=40, unit_samples=1, epochs=1)
+
+
+# --- planted bugs -----------------------------------------------------------------------------------------------------
+
+
+class BelievesAccepted(LeaseTable):
+    """Calls a unit done when it was accepted, before its round has closed."""
+
+    def accept(self, worker_id: str, fragment: int, version: int, places: Places) -> None:
+        super().accept(worker_id, fragment, version, places)
+        self.done |= Ranges(places) & self.held.get(worker_id, NONE)
+
+
+class ForgetsWhatIsUnderWay(LeaseTable):
+    """Gives a dead worker's units to others, though a round holds them."""
+
+    def _under_way(self, worker_id: str) -> Ranges:
+        return NONE
+
+
+class NeverTakesBack(LeaseTable):
+    """What a dead worker held stays with it."""
+
+    def gone(self, worker_id: str) -> list[Event]:
+        return []
+
+
+class DoneInOneFragment(LeaseTable):
+    """Is content with the first fragment."""
+
+    def closed(self, fragment: int, version: int, left_out: Collection[str], fragments: int) -> list[Event]:
+        return super().closed(fragment, version, left_out, min(fragments, 1))
+
+
+class PutsNoMark(LeaseTable):
+    """Forgets over a restart what it leased since the record."""
+
+    @classmethod
+    def resumed(cls, facts: Any, claimable_until: float, *, forgetful: bool = False) -> LeaseTable:
+        return super().resumed({**facts, "reserved": facts["next"]}, 0.0)
+
+
+def kept_by(bug: type[LeaseTable]) -> dict[str, Any]:
+    leases = type("Leases", (Leases,), {"table_type": bug})
+    coordinator = type("Coordinator", (Coordinator,), {"leases_type": leases})
+    return {"server_type": type(bug.__name__, (SimServer,), {"coordinator_type": coordinator})}
+
+
+class NamesAllItHolds(LeasedWork):
+    """Says of each contribution that it has all that was ever trained."""
+
+    def describe(self, units: Any) -> Any:
+        return super().describe(((0, self._next),) if units else ())
+
+
+@pytest.mark.parametrize(
+    ("bug", "symptom", "first"),
+    [
+        (kept_by(BelievesAccepted), "is not in the model|and something else", 0),
+        (kept_by(ForgetsWhatIsUnderWay), "in the model once more|trained twice|are nowhere", 0),
+        (kept_by(NeverTakesBack), "stay with somebody", 0),
+        (kept_by(DoneInOneFragment), "is not in the model", 0),
+        (kept_by(PutsNoMark), "in the model once more|trained twice", 0),
+        ({"work_type": NamesAllItHolds}, "is not in the model", 0),
+    ],
+    ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
+)
+def test_a_planted_bug_is_caught(bug: dict[str, Any], symptom: str, first: int) -> None:
+    seen: list[str] = []
+    for seed in range(first, first + QUICK):
+        seen += play(seed, **bug).violations
+        if any(re.search(symptom, line) for line in seen):
+            return
+    pytest.fail(f"{QUICK} schedules did not notice; only {seen[:3]}")

@@ -1,0 +1,49 @@
+"""A worker that trains leased samples, for tests: cell i of the model counts how often sample i is in it.
+
+    python leased_job.py FOLDER SAMPLES BATCH DIE_AT LOADERS      # DIE_AT: SIGKILL right after that step, 0 = never
+
+Model, optimizer and worker are saved after each step, in one file; the job resumes from it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import outerstep
+from outerstep.data import LeasedLoader, LeasedSampler
+
+torch.set_num_threads(1)
+folder, samples, batch_size, die_at, loaders = Path(sys.argv[1]), *map(int, sys.argv[2:])
+worker_id = os.environ["OUTERSTEP_WORKER_ID"]
+checkpoint = folder / f"{worker_id}.pt"
+
+model = nn.ParameterDict({"cells": nn.Parameter(torch.zeros(samples))})
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+saved = torch.load(checkpoint, weights_only=False) if checkpoint.exists() else None
+if saved is not None:
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+
+data = LeasedSampler(samples, unit_samples=4, seed=3)
+loader = LeasedLoader(list(range(samples)), data, batch_size=batch_size, num_workers=loaders)  # type: ignore[arg-type]
+steps = 0
+with outerstep.attach(model, optimizer, data=data, state=saved["worker"] if saved is not None else None) as worker:
+    for batch in loader:
+        grad = torch.zeros(samples)
+        grad[batch] = -1.0
+        model["cells"].grad = grad
+        optimizer.step()
+        steps += 1
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "worker": worker.state_dict()}
+        torch.save(state, checkpoint.with_suffix(".new"))
+        checkpoint.with_suffix(".new").rename(checkpoint)
+        with (folder / f"{worker_id}.log").open("a") as file:
+            print(*batch.tolist(), file=file)
+        if steps == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,201 @@
+"""Leased data with real workers, loaders and a server: every sample is in the model once, whoever trained it."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from nursery import start
+from outerstep.cli import app
+from outerstep.data import LeasedLoader, LeasedSampler
+from outerstep.errors import ConfigError, PlanMismatch, WorkerError
+from outerstep.events import Event, UnitsDone
+from outerstep.server import DiLoCoServer
+from outerstep.worker import DiLoCoWorker
+from support import Relocatable, in_threads, kill, memory_topology, memory_worker
+
+SAMPLES = 48
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "down_codec": "fp32"}
+
+
+def cells(samples: int = SAMPLES) -> nn.Module:
+    return nn.ParameterDict({"cells": nn.Parameter(torch.zeros(samples))})
+
+
+class Run:
+    """A server, and workers in threads; `drawn`: by worker, the samples that came out of its loader."""
+
+    def __init__(self, workers: int, samples: int = SAMPLES, **settings: Any) -> None:
+        self.samples, self.told = samples, list[Event]()
+        self.server = DiLoCoServer(
+            cells(samples).state_dict(), workers, port=0, sync_every=3, event_sink=self.told.append, **PLAIN, **settings
+        )
+        if "insecure" not in settings:  # no sockets, unless they are asked for
+            self.server.service.start()
+        self.drawn: dict[str, list[int]] = {}
+
+    def train(self, worker_id: str, *, batch_size: int = 2, most: int | None = None, **of_data: Any) -> None:
+        """Each step adds one to the cells of its samples."""
+        of_loader = {name: of_data.pop(name) for name in ("num_workers", "drop_last") if name in of_data}
+        model = cells(self.samples)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        data = LeasedSampler(self.samples, unit_samples=4, **of_data)
+        loader = LeasedLoader(list(range(self.samples)), data, batch_size=batch_size, **of_loader)  # type: ignore[arg-type]
+        with memory_worker(self.server, worker_id, model, optimizer, data=data):
+            for epoch in range(max(data.spec.epochs, 1)):
+                for step, batch in enumerate(loader):
+                    self.drawn.setdefault(worker_id, []).extend(batch.tolist())
+                    grad = torch.zeros(self.samples)
+                    grad[batch] = -1.0
+                    model["cells"].grad = grad
+                    optimizer.step()
+                    if epoch == 0 and step + 1 == most:
+                        break
+
+    @property
+    def table(self) -> Any:
+        return self.server.service.coordinator.leases.tables["train"]
+
+
+def test_two_workers_share_an_epoch_and_every_sample_is_done_once() -> None:
+    run = Run(2)
+    in_threads(lambda: run.train("a"), lambda: run.train("b"))
+    assert sorted(run.drawn["a"] + run.drawn["b"]) == list(range(SAMPLES))
+    assert run.table.done.total == SAMPLES // 4
+    assert run.table.repeated == 0
+    told = [event for event in run.told if isinstance(event, UnitsDone)]
+    assert sum(end - begin for event in told for begin, end in event.places) == SAMPLES // 4
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_lone_worker_has_every_sample_in_its_model_once(num_workers: int) -> None:
+    run = Run(1)
+    run.train("a", num_workers=num_workers, batch_size=5)
+    assert torch.equal(run.server.get_global_params()["cells"], torch.ones(SAMPLES))
+    assert run.drawn["a"] != sorted(run.drawn["a"]), "in an order of its own"
+
+
+def test_each_epoch_has_every_sample_once_in_another_order() -> None:
+    run = Run(1)
+    run.train("a", epochs=2)
+    first, second = run.drawn["a"][:SAMPLES], run.drawn["a"][SAMPLES:]
+    assert sorted(first) == sorted(second) == list(range(SAMPLES))
+    assert first != second
+    assert torch.equal(run.server.get_global_params()["cells"], 2 * torch.ones(SAMPLES))
+
+
+def test_a_loop_that_is_left_early_goes_on_with_the_next_sample() -> None:
+    run = Run(1)
+    run.train("a", epochs=2, most=3)  # an epoch's loop is left after three batches; the next begins where it was
+    assert run.drawn["a"][:6] != run.drawn["a"][6:12]
+    assert sorted(run.drawn["a"][:SAMPLES]) == list(range(SAMPLES))
+
+
+def test_the_rest_of_an_epoch_that_fills_no_batch_may_be_dropped() -> None:
+    run = Run(1, samples=50)
+    run.train("a", batch_size=8, drop_last=True)
+    assert len(run.drawn["a"]) == 48
+    assert (run.table.done.total, run.table.free.total) == (12, 1), "what nobody trained is not in the model"
+
+
+def test_a_worker_that_means_other_data_is_refused() -> None:
+    run = Run(1)
+    run.train("a")
+    with pytest.raises(PlanMismatch, match="seed is 0 in this run, got 7"):
+        run.train("b", seed=7)
+
+
+def test_a_sampler_without_a_worker_says_so() -> None:
+    with pytest.raises(WorkerError, match="belongs to no worker"):
+        next(iter(LeasedSampler(8)))
+    with pytest.raises(ConfigError, match="leave it out"):
+        LeasedLoader(list(range(8)), LeasedSampler(8), shuffle=True)  # type: ignore[arg-type]
+
+
+def test_leased_data_survives_a_restart_of_the_server(tmp_path: Path) -> None:
+    run = Run(1, save_dir=str(tmp_path), durability="round")
+    line = Relocatable(run.server.service)
+    model = cells()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = LeasedSampler(SAMPLES, unit_samples=4)
+    loader = LeasedLoader(list(range(SAMPLES)), data, batch_size=2)  # type: ignore[arg-type]
+    topology = memory_topology(run.server, "a", line)
+    again: list[DiLoCoServer] = []
+    with DiLoCoWorker(model, optimizer, "memory:1", worker_id="a", topology=topology, data=data):
+        for step, batch in enumerate(loader):
+            grad = torch.zeros(SAMPLES)
+            grad[batch] = -1.0
+            model["cells"].grad = grad
+            optimizer.step()
+            if step == 10:
+                kill(run.server)
+                resumed = DiLoCoServer(
+                    cells().state_dict(), 1, port=0, sync_every=3, save_dir=str(tmp_path), durability="round", **PLAIN
+                )
+                resumed.service.start()
+                line.move(resumed)
+                again.append(resumed)
+    assert torch.equal(again[0].get_global_params()["cells"], torch.ones(SAMPLES))
+    table = again[0].service.coordinator.leases.tables["train"]
+    assert (table.done.total, table.repeated) == (SAMPLES // 4, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [0, 4])
+def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(tmp_path: Path, loaders: int) -> None:
+    server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN)
+    server.start()
+    script = str(Path(__file__).parent / "leased_job.py")
+    environ = {
+        "OUTERSTEP_WORKER_ID": "w", "DILOCO_SERVER": f"http://{server.address}", "OMP_NUM_THREADS": "1",
+        "OUTERSTEP_IDENTITY_DIR": str(tmp_path / "keys"),
+    }  # fmt: skip
+    try:
+        for life, die_at in enumerate((4, 7, 0)):
+            with (tmp_path / f"log-{life}").open("wb") as log:
+                job = [script, str(tmp_path), str(SAMPLES), "2", str(die_at), str(loaders)]
+                code = run_job(job, log, environ)
+            assert code == (-9 if die_at else 0), (tmp_path / f"log-{life}").read_text()[-3000:]
+        drawn = [int(word) for word in (tmp_path / "w.log").read_text().split()]
+        assert sorted(drawn) == list(range(SAMPLES)), "no sample was left out, and none drawn twice"
+        assert torch.equal(server.get_global_params()["cells"], torch.ones(SAMPLES))
+        table = server.service.coordinator.leases.tables["train"]
+        assert (table.done.total, table.repeated, table.spent.total) == (SAMPLES // 4, 0, 0)
+    finally:
+        server.stop()
+
+
+def run_job(arguments: list[str], log: Any, environ: dict[str, str]) -> int:
+    return start(arguments, log=log, cwd=Path(arguments[1]), env={**os.environ, **environ}).wait(240)
+
+
+def test_the_command_shows_how_far_the_data_is_and_lists_every_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, table = tmp_path / "events.jsonl", tmp_path / "samples.csv"
+    run = Run(1, event_log=str(log), insecure=True, host="127.0.0.1")
+    run.server.start()
+    try:
+        run.train("a")
+        monkeypatch.setenv("DILOCO_SERVER", f"http://{run.server.address}")
+        assert "train: 12 of 12 units (100.0%) done" in CliRunner().invoke(app, ["data"]).output
+        asked = ["data", "--export", str(table), "--events", str(log)]
+        assert CliRunner().invoke(app, asked).output == f"{SAMPLES} samples in {table}\n"
+        rows = list(csv.DictReader(table.read_text().splitlines()))
+        assert sorted(int(row["sample"]) for row in rows) == list(range(SAMPLES))
+        assert {row["worker"] for row in rows} == {"a"}
+        assert max(int(row["version"]) for row in rows) == run.server.sync_round
+        with pytest.raises(ConfigError, match="belong together"):
+            CliRunner().invoke(app, ["data", "--export", str(table)], catch_exceptions=False)
+        log.write_text('{"event": "data", "dataset": 3}\n')
+        with pytest.raises(ConfigError, match="line 1 of"):
+            CliRunner().invoke(app, asked, catch_exceptions=False)
+    finally:
+        run.server.stop()
