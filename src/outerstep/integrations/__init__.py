@@ -1,1 +1,1 @@
-"""Integrations with other engines: each file needs the extra of its name, and no other module imports them."""
+"""Integrations with other engines and trainers: each needs the extra of its name, and nothing else imports them."""

@@ -37,6 +37,7 @@ from ..core.state import bytes_of
 from ..defaults import OUTER_LR, OUTER_MOMENTUM
 from ..digest import data_hash
 from ..errors import AnchorsDiffer
+from ..installing import install_line
 from .torchft_checks import (
     Buffers,
     bucket_cap,
@@ -53,7 +54,7 @@ from .torchft_state import HealingState, local_part
 try:
     from torchft.local_sgd import DiLoCo
 except ImportError as missing:
-    raise ImportError("this needs torchft, which is optional: pip install 'outerstep[torchft]'") from missing
+    raise ImportError(f"this needs torchft, which is optional: {install_line('torchft')}") from missing
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from ..core.fragments import check_cycle
 from ..core.manifest import describe
 from ..core.outer import OptimizerFactory
 from ..errors import ConfigError, ModelError
+from ..installing import install_line
 
 TESTED_VERSION = "0.2.0"
 BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
@@ -32,7 +33,7 @@ def check_version() -> None:
     found = version("torchft")
     if found != TESTED_VERSION:
         raise ConfigError(
-            f"torchft must be {TESTED_VERSION}, got {found}: pip install 'outerstep[torchft]' installs the tested one"
+            f"torchft must be {TESTED_VERSION}, got {found}: {install_line('torchft')} installs the tested one"
         )
 
 
