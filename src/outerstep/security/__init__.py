@@ -8,7 +8,7 @@ Credentials().find("192.168.1.100:8512")           # what a worker does: address
 What this protects, and what it does not: docs/operating/security.md.
 """
 
-from .access import DEFAULT_PORT, Access, is_join_string, is_loopback, parse_address, parse_join_string, redact
+from .access import DEFAULT_PORT, Access, is_join_string, is_loopback, mended, parse_address, parse_join_string, redact
 from .credentials import JOIN_VARIABLE, Credentials
 from .guard import Caller, Guard, TokenGuard
 from .identity import ServerIdentity
@@ -27,6 +27,7 @@ __all__ = [
     "Tokens",
     "is_join_string",
     "is_loopback",
+    "mended",
     "parse_address",
     "parse_join_string",
     "redact",

@@ -1,10 +1,12 @@
 """What it takes to reach a server, and the one line that carries it: the join string.
 
     outerstep://TOKEN@HOST:PORT#sha256=FINGERPRINT
+    outerstep://TOKEN@HOST:PORT,HOST:PORT#sha256=FINGERPRINT
 
 TOKEN is one of security/tokens.py, HOST a name, an IPv4 address or an IPv6 address in brackets, FINGERPRINT the SHA-256
 of the server's certificate as 64 hexadecimal digits. Without the last part the client checks the certificate as a
-browser would, against the system's authorities. Nothing else is allowed in it.
+browser would, against the system's authorities. A server with several addresses names all of them, and a client tries
+them in turn. Nothing else is allowed in it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
 from .certificate import FINGERPRINT
@@ -20,12 +22,14 @@ from .tokens import is_token
 
 DEFAULT_PORT = 8512
 SCHEME = "outerstep://"
+MOST_PLACES = 8  # in one join string
+QUOTES = "\"'`“”„‘’«»"
 
 
 @dataclass(frozen=True)
 class Access:
     """A server's address, fingerprint and tokens. `fingerprint` None = check by the system's authorities; `plain` =
-    neither encryption nor tokens, requested explicitly."""
+    neither encryption nor tokens, requested explicitly. `others`: where else it may be reached."""
 
     host: str
     port: int
@@ -33,20 +37,39 @@ class Access:
     fingerprint: str | None = None
     admin: str = field(default="", repr=False)
     plain: bool = False
+    others: tuple[tuple[str, int], ...] = ()
 
     @property
     def address(self) -> str:
         return write_address(self.host, self.port)
 
     @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """Every address, in the order in which they are tried."""
+        return ((self.host, self.port), *self.others)
+
+    def at(self, host: str, port: int) -> Access:
+        """The same server, reached there first. An address that is not among its own becomes its only one."""
+        if (host, port) not in self.places:
+            return replace(self, host=host, port=port, others=())
+        return replace(self, host=host, port=port, others=tuple(p for p in self.places if p != (host, port)))
+
+    @property
     def join_string(self) -> str:
         """Holds the token: not for logs."""
         pin = "" if self.fingerprint is None else f"#sha256={self.fingerprint}"
-        return f"{SCHEME}{self.token or self.admin}@{self.address}{pin}"
+        places = ",".join(write_address(*place) for place in self.places)
+        return f"{SCHEME}{self.token or self.admin}@{places}{pin}"
 
 
 def is_join_string(text: str) -> bool:
     return text.strip().lower().startswith(SCHEME)
+
+
+def mended(text: str) -> str:
+    """A pasted join string without what a terminal, a chat or a mail program put into it: quotes around it, and line
+    breaks and spaces, of which it has none."""
+    return re.sub(r"\s+", "", text).strip(QUOTES)
 
 
 def parse_join_string(text: str) -> Access:
@@ -64,14 +87,17 @@ def parse_join_string(text: str) -> Access:
         raise _bad(f"the part before @ is not a token (it has {len(token)} characters): was it cut off?")
     if not place:
         raise _bad("the server's address is missing: it goes after @")
+    named = place.split(",")
+    if len(named) > MOST_PLACES:
+        raise _bad(f"it names {len(named)} addresses, at most {MOST_PLACES} are tried")
     try:
-        host, port = parse_address(place)
+        (host, port), *others = dict.fromkeys(map(parse_address, named))
     except ConfigError as error:
         raise _bad(str(error)) from error
     fingerprint = _parse_pin(pin) if hashed else None
     if token.startswith("admin-"):
-        return Access(host, port, fingerprint=fingerprint, admin=token)
-    return Access(host, port, token, fingerprint)
+        return Access(host, port, fingerprint=fingerprint, admin=token, others=tuple(others))
+    return Access(host, port, token, fingerprint, others=tuple(others))
 
 
 def _parse_pin(pin: str) -> str:
@@ -113,7 +139,21 @@ def parse_address(address: str) -> tuple[str, int]:
         or not 0 < int(port) < 65536
     ):
         raise ConfigError(f"server address must be host:port, got {shown}; for example 192.168.1.100:{DEFAULT_PORT}")
+    _check_scope(host)
     return host, int(port)
+
+
+def _check_scope(host: str) -> None:
+    """An IPv6 link-local address means nothing without the link, and each machine has its own name for that."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return  # a name
+    if isinstance(ip, ipaddress.IPv6Address) and ip.is_link_local and ip.scope_id is None:
+        raise ConfigError(
+            f"server address {host} is link-local, and does not say on which interface of this machine: write "
+            f"[{host}%eth0]:{DEFAULT_PORT} with the name that `ip link` shows here, or use another address"
+        )
 
 
 def write_address(host: str, port: int) -> str:

@@ -21,7 +21,6 @@ import logging
 import os
 import re
 import secrets
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ import msgspec
 from ..errors import ConfigError, NoCredentials
 from .access import Access, is_here, is_join_string, is_loopback, parse_address, parse_join_string, write_address
 from .identity import ServerIdentity, open_identity, own_fingerprint, token_file
+from .interfaces import outward_hosts
 from .secret_files import locked, read_secret, write_secret
 from .signing import SigningKey, derive_key
 from .tokens import TokenFile
@@ -90,8 +90,10 @@ class Credentials:
         if server.strip().startswith("http://"):
             return Access(host, port, plain=True)
         carried = self._carried()
-        if carried is not None and _place(carried.host, carried.port) == _place(host, port):
-            return carried
+        if carried is not None:
+            for place in carried.places:
+                if _place(*place) == _place(host, port):
+                    return carried.at(*place)
         known = self.known().get(_place(host, port))
         if known is not None and not known.own:
             return Access(host, port, known.token, known.fingerprint, known.admin)
@@ -237,13 +239,8 @@ class Credentials:
 
 
 def outward_host() -> str:
-    """This machine's address as other machines most likely see it. Connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a reserved address: it only selects the route
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostname()
+    """This machine's address as other machines most likely see it."""
+    return outward_hosts()[0]
 
 
 def _place(host: str, port: int) -> str:

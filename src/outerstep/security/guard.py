@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,6 +16,13 @@ from .tokens import RIGHTS, Right, TokenFile, Tokens, digest_of, token_kind
 NEW_STRING = (
     "get the join string from the server (`outerstep token show` on its machine) and give it to `outerstep join -` here"
 )
+
+# Names that nobody can register: RFC 6761, 6762 (appendix G), 8375, and those of a cluster's services.
+PRIVATE = (
+    *("localhost", "local", "localdomain", "internal", "intranet", "private", "corp", "home", "lan", "home.arpa"),
+    *("test", "svc"),
+)
+FROM_HERE = ("same-origin", "none")
 
 
 @dataclass(frozen=True)
@@ -37,17 +46,22 @@ class Caller:
                 f"the token {self.name!r} does not have the right to read", hint="use one with `--rights join,read`"
             )
 
-    def check_speaks_for(self, worker_id: str) -> None:
-        if self.kind == "admin":
-            raise Forbidden(
-                "the admin token is for control and status; workers do not join with it",
-                hint="use the join string that `outerstep token show` prints",
-            )
+    def check_joins(self) -> None:
         if not self.may("join"):
             raise Forbidden(
                 f"the token {self.name!r} does not have the right to join",
                 hint="use the join string that `outerstep token show` prints",
             )
+
+    def check_speaks_for(self, worker_id: str) -> None:
+        if self.kind == "anybody":
+            return
+        if self.kind == "admin":
+            raise Forbidden(
+                "the admin token is for control and status; workers do not join with it",
+                hint="use the join string that `outerstep token show` prints",
+            )
+        self.check_joins()
         if self.kind == "worker" and worker_id != self.worker_id:
             raise Forbidden(
                 f"this token belongs to worker {self.worker_id!r}, the request speaks for {worker_id!r}",
@@ -67,16 +81,84 @@ class Caller:
             )
 
 
+ANYBODY = Caller("anybody")
+
+
 class Guard(Protocol):
-    def admit(self, authorization: str | None) -> Caller:
-        """From the Authorization header, decoded as latin-1; raises Unauthorized."""
+    def admit(self, headers: Mapping[str, str]) -> Caller:
+        """From a request's headers, their names in lower case, decoded as latin-1; raises Unauthorized or Forbidden."""
 
 
 class OpenGuard:
-    """`--insecure`: everybody may do everything."""
+    """`--insecure`: everybody may do everything, except web pages. `known`: the names that the port is reached under.
 
-    def admit(self, authorization: str | None) -> Caller:
-        return Caller("anybody")
+    A page of any site can make its visitor's browser speak to 127.0.0.1, or to a machine of the same network, and this
+    port would take the browser for a worker. Two headers give it away, because no page can change them:
+
+    - `Origin` (and `Sec-Fetch-Site`) say which site the page is of; a worker sends neither;
+    - `Host` is the name that the browser was told to go to. A site may let its own name point to 127.0.0.1 and then
+      count as the same site (DNS rebinding); so a name that anybody can register must be one that this machine is known
+      by.
+    """
+
+    def __init__(self, known: Collection[str] = ()) -> None:
+        self._known = known
+
+    def admit(self, headers: Mapping[str, str]) -> Caller:
+        host, origin, site = headers.get("host"), headers.get("origin"), headers.get("sec-fetch-site")
+        if origin is not None and origin.lower() != f"http://{host}".lower():
+            raise Forbidden(
+                f"a port without tokens takes no requests of web pages, got one with Origin {origin[:80]!r}",
+                hint="use a client that is no browser, or a server with tokens",
+            )
+        if site is not None and site not in FROM_HERE:
+            raise Forbidden(
+                f"a port without tokens takes no requests of other sites, got one with Sec-Fetch-Site {site[:80]!r}",
+                hint="use a client that is no browser, or a server with tokens",
+            )
+        name = "" if host is None else _name(host)
+        if name not in self._known and "." in name and _can_be_registered(name):  # one without a dot is of this network
+            raise Forbidden(
+                f"this port is not known as {name[:80]!r}: a name that others can register must be said to it",
+                hint="connect to its address, or start the server with --advertise and this name",
+            )
+        return ANYBODY
+
+
+def check_own_page(headers: Mapping[str, str]) -> bool:
+    """Is this a request of a web page? Raise Forbidden if the page is not of this very port. Where there are tokens,
+    too: no other page has any business here."""
+    host, origin, site = headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site")
+    own = [f"{scheme}://{host}".lower() for scheme in ("https", "http")]
+    if origin is not None and origin.lower() not in own:
+        raise Forbidden(
+            f"only this server's own page may ask for that, got a request with Origin {origin[:80]!r}",
+            hint="behind a proxy: let it pass the Host header on as it is",
+        )
+    if site is not None and site not in FROM_HERE:
+        raise Forbidden(f"only this server's own page may ask for that, got one with Sec-Fetch-Site {site[:80]!r}")
+    return origin is not None or site is not None
+
+
+def own_names(*named: str | None) -> frozenset[str]:
+    """The names that a port is reached under: what its operator has named, as host or host:port, and what the machine
+    calls itself."""
+    return frozenset(_name(host) for host in (socket.gethostname(), *named) if host)
+
+
+def _name(host: str) -> str:
+    """Without the port."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().rstrip(".")
+
+
+def _can_be_registered(name: str) -> bool:
+    """And so by anybody; an address cannot."""
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return not name.endswith(tuple(f".{suffix}" for suffix in PRIVATE))
+    return False
 
 
 class TokenGuard:
@@ -88,8 +170,8 @@ class TokenGuard:
         self._of: Tokens | None = None
         self._known: list[tuple[bytes, Caller, float | None]] = []
 
-    def admit(self, authorization: str | None) -> Caller:
-        known = self._digests()
+    def admit(self, headers: Mapping[str, str]) -> Caller:
+        known, authorization = self._digests(), headers.get("authorization")
         scheme, _, token = (authorization or "").partition(" ")
         presented = digest_of(token.encode("latin-1", "replace"))
         found: Caller | None = None

@@ -23,8 +23,12 @@ def file(tmp_path: Path) -> TokenFile:
     return made
 
 
-def bearer(token: str) -> str:
-    return f"Bearer {token}"
+def bearer(token: str) -> dict[str, str]:
+    return headers(f"Bearer {token}")
+
+
+def headers(authorization: str | None) -> dict[str, str]:
+    return {} if authorization is None else {"authorization": authorization}
 
 
 def test_tokens_are_made_once_and_for_their_owner_alone(file: TokenFile) -> None:
@@ -46,7 +50,7 @@ def test_each_token_is_known_for_what_it_is(file: TokenFile) -> None:
     guard, tokens = TokenGuard(file), file.load()
     own = file.give_worker("left")
     assert guard.admit(bearer(tokens.run)).kind == "run"
-    assert guard.admit(f"bearer {tokens.admin}").kind == "admin"
+    assert guard.admit(headers(f"bearer {tokens.admin}")).kind == "admin"
     caller = guard.admit(bearer(own))
     assert (caller.kind, caller.worker_id) == ("worker", "left")
 
@@ -61,21 +65,21 @@ def wrong(run: str) -> list[str | None]:
         "Bearer  " + run,
         "Basic " + run,
         run,
-        bearer(run[:-1]),
-        bearer(run + "x"),
-        bearer(swapped),
-        bearer(run.upper()),
-        bearer("x" * 12_000),
-        bearer("schlüssel-" + "\xff" * 40),
-        bearer("密码"),
-        bearer(run + "\x00"),
+        "Bearer " + run[:-1],
+        f"Bearer {run}x",
+        "Bearer " + swapped,
+        "Bearer " + run.upper(),
+        "Bearer " + "x" * 12_000,
+        "Bearer schlüssel-" + "\xff" * 40,
+        "Bearer 密码",
+        f"Bearer {run}\x00",
         f"Bearer {run}, Bearer {run}",
     ]
 
 
 def test_anything_else_is_refused_and_never_shown(file: TokenFile) -> None:
     guard, run = TokenGuard(file), file.load().run
-    for presented in wrong(run):
+    for presented in map(headers, wrong(run)):
         with pytest.raises(Unauthorized) as refused:
             guard.admit(presented)
         assert "outerstep join -" in refused.value.hint
@@ -96,7 +100,7 @@ def test_the_same_is_compared_whatever_is_presented(file: TokenFile, monkeypatch
 
     monkeypatch.setattr(hmac, "compare_digest", counting)
     guard, run = TokenGuard(file), file.load().run
-    for presented in [bearer(run), *wrong(run)]:
+    for presented in [bearer(run), *map(headers, wrong(run))]:
         compared.clear()
         with contextlib.suppress(Unauthorized):
             guard.admit(presented)
@@ -188,7 +192,7 @@ def test_only_the_admin_token_operates_and_it_does_nothing_else(file: TokenFile)
 
 
 def test_an_open_door_lets_everybody_do_everything() -> None:
-    caller = OpenGuard().admit(None)
+    caller = OpenGuard().admit({})
     caller.check_operates()
     caller.check_speaks_for("anyone")
 
