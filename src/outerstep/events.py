@@ -13,7 +13,8 @@ write a file, or remember the newest events. `kind` and `facts` are the line of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -79,6 +80,28 @@ class WorkerDied(Event):
 
 
 @dataclass(frozen=True)
+class UnitsDone(Event):
+    """Leased units of data are in the model: version `version` holds the last of their steps. `places`: ranges."""
+
+    kind = "data"
+    dataset: str
+    worker: str
+    version: int
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class UnitsReturned(Event):
+    """What a worker that is gone had leased: to be leased `again`, or lost."""
+
+    kind = "data_returned"
+    dataset: str
+    worker: str
+    places: tuple[tuple[int, int], ...]
+    again: bool
+
+
+@dataclass(frozen=True)
 class PeerExpelled(Event):
     """It is proven to have lied."""
 
@@ -134,6 +157,25 @@ class WorkerReleased(Event):
     worker: str
     keys: int
     reason: str
+
+
+@dataclass(frozen=True)
+class GroupStateChanged(Event):
+    """What a worker is doing, by its life's table (docs/concepts/lifecycle.md). `before`: "" = it is new."""
+
+    kind = "state"
+    worker: str
+    state: str
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class GroupStateUnclear(Event):
+    """Something happened to it that the table does not know: a bug. Its state is not shown until it joins again."""
+
+    kind = "state_unclear"
+    worker: str
+    why: str
 
 
 # --- contributions ----------------------------------------------------------------------------------------------------
@@ -289,9 +331,59 @@ class TooFewTrained(Event):
 
 
 @dataclass(frozen=True)
+class RoundSummary:
+    """What a round that closed was like. `losses`: what its contributors last reported, in the order of the agreement.
+    `waited_s`: from its first contribution to its last, which is how long the first one waited. `size_bytes`: of its
+    contributions. `tokens`: in the model now; `share`: how much of the token budget that is, and `seconds_left` until
+    it is spent; None = there is none, or no rate yet."""
+
+    losses: tuple[float | None, ...] = ()
+    waited_s: float = 0.0
+    size_bytes: int = 0
+    tokens: int = 0
+    share: float | None = None
+    seconds_left: float | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of those that are known."""
+        return mean_loss(self.losses)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        said = {
+            "loss": _short(self.loss),
+            "losses": [_short(loss) for loss in self.losses],
+            "waited_s": round(self.waited_s, 3),
+            "bytes": self.size_bytes,
+        }
+        if self.tokens:
+            said["tokens"] = self.tokens
+        if self.share is not None:
+            said["share"] = _short(self.share)
+        if self.seconds_left is not None:
+            said["seconds_left"] = round(self.seconds_left, 1)
+        return said
+
+
+def mean_loss(losses: Iterable[float | None]) -> float | None:
+    """Of those that are known; None = none is, or they are too large to be added up."""
+    found = [loss for loss in losses if loss is not None]
+    mean = math.fsum(loss / len(found) for loss in found) if found else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+@dataclass(frozen=True)
 class VersionPublished(Event):
+    """`summary` None: no round made this version (it came from a layer above), or its server was restarted since."""
+
     kind = "round"
     agreement: Agreement
+    summary: RoundSummary | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -300,10 +392,13 @@ class VersionPublished(Event):
         return {
             "fragment": self.agreement.fragment,
             "version": self.agreement.version,
+            "hash": self.agreement.anchor_hash,
             "workers": [p.worker_id for p in taken],
             "sequences": [p.sequence for p in taken],
             "staleness": [p.staleness for p in taken],
+            "weights": [float(f"{p.weight:.6g}") for p in taken],
             **norms,
+            **(self.summary.facts if self.summary is not None else {}),
         }
 
 
@@ -329,6 +424,21 @@ class PlanChanged(Event):
 
 
 @dataclass(frozen=True)
+class PlanDecided(Event):
+    """The controller has decided: `changes` says from what to what ({} = nothing changes, and `reason` says why not);
+    it holds from round `from_round` on. `utilization`: what it expects, as a share of the time; None = not known."""
+
+    kind = "plan_decided"
+    layer: str
+    revision: int
+    from_round: int
+    cause: str
+    reason: str
+    changes: Mapping[str, str]
+    utilization: float | None = None
+
+
+@dataclass(frozen=True)
 class BudgetSpent(Event):
     kind = "budget_spent"
     tokens: int
@@ -347,8 +457,25 @@ class DrainOrdered(WorkersOrdered):
 
 
 @dataclass(frozen=True)
+class DrainWithdrawn(WorkersOrdered):
+    """Before these workers had heard of it."""
+
+    kind = "drain_withdrawn"
+
+
+@dataclass(frozen=True)
 class SyncOrdered(WorkersOrdered):
     kind = "sync"
+
+
+@dataclass(frozen=True)
+class LeaderOrdered(Event):
+    """A cluster is to be led by this member of it."""
+
+    kind = "lead"
+    cluster: str
+    leader: str
+    reason: str
 
 
 @dataclass(frozen=True)

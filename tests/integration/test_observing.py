@@ -184,6 +184,15 @@ def test_the_sink_and_the_observer_of_the_page_work_as_they_stand_there() -> Non
     with memory_worker(server, "w", model, optimizer, on_round=lambda report: said.append(code["describe"](report))):
         count(model, optimizer, 0, 4)
     server.service.stop()
-    assert tally.kinds == {"server": 1, "join": 1, "start": 1, "round": 2, "leave": 1, "ended": 1, "stop": 1}
+    assert tally.kinds == {
+        "server": 1,
+        "join": 1,
+        "start": 1,
+        "state": 2,
+        "round": 2,
+        "leave": 1,
+        "ended": 1,
+        "stop": 1,
+    }
     assert tally.dead == []
     assert said == [f"version {i} adopted at step {2 * i}: 2 steps, with w" for i in (1, 2)]

@@ -219,10 +219,10 @@ def test_the_gradient_norm_is_taken_at_the_steps_that_exchange(monkeypatch: pyte
     with memory_worker(server, "w", model, optimizer) as worker:
 
         def look(*args: Any) -> float | None:
-            looks.append(worker._started.machine.work.steps)
+            looks.append(worker._started.machine.state.work.steps)
             return gradient_norm(*args)
 
-        monkeypatch.setattr("outerstep.worker.worker.gradient_norm", look)
+        monkeypatch.setattr("outerstep.worker.watching.gradient_norm", look)
         expected_norm = 0.0
         for step in range(1, 8):
             model(torch.ones(2, 6) * step).square().sum().backward()

@@ -60,10 +60,12 @@ def test_facts_are_the_fields_in_their_order(event: Event, kind: str, facts: dic
 def test_a_published_version_names_its_contributions_if_it_has_any() -> None:
     taken = (Participant(worker_id="a", sequence=3, weight=1.0, staleness=1, norm=0.12345678),)
     made = Agreement(fragment=1, version=7, anchor_hash="0" * 32, participants=taken)
-    plain = {"fragment": 1, "version": 7, "workers": ["a"], "sequences": [3], "staleness": [1]}
+    plain = {"fragment": 1, "version": 7, "hash": "0" * 32, "workers": ["a"], "sequences": [3], "staleness": [1]}
+    plain |= {"weights": [1.0]}
     assert VersionPublished(made).facts == plain
     watched = Agreement(fragment=1, version=7, anchor_hash="0" * 32, participants=taken, watched=Watched())
     assert VersionPublished(watched).facts == {**plain, "norms": [0.123457]}
     alone = Agreement(fragment=0, version=1, anchor_hash="0" * 32, participants=())
-    facts = {"fragment": 0, "version": 1, "workers": [], "sequences": [], "staleness": []}
+    facts = {"fragment": 0, "version": 1, "hash": "0" * 32, "workers": [], "sequences": [], "staleness": []}
+    facts |= {"weights": []}
     assert VersionPublished(alone).facts == facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +16,9 @@ from rich.table import Table
 from ..errors import ConfigError, TransportError
 from ..observe.status import (
     AboveStatus,
+    ClusterStatus,
+    LayerStatus,
+    LinkStatus,
     MemberStatus,
     PeerStatus,
     PlanStatus,
@@ -24,6 +27,7 @@ from ..observe.status import (
     WorkerStatus,
     read_status,
 )
+from ..observe.story import duration, size, sparkline
 from ..printable import printable
 from ..versions import PROTOCOL_VERSION
 from ..wire.http_transport import HttpTransport
@@ -73,18 +77,20 @@ def render(said: Mapping[str, Any], address: str) -> RenderableType:
     lines: list[RenderableType] = [
         f"[bold]{_escaped(address)}[/bold]  run {_escaped(status.run_id)}  {_escaped(status.mode)}  "
         f"up {duration(status.uptime_s)}",
+        *_troubles(status),
         f"round [bold]{status.sync_round}[/bold]  {status.total_submissions} contribution(s)  "
         f"received {size(status.bytes_received)}, sent {size(status.bytes_sent)}  deaths {status.total_worker_deaths}",
         f"plan: {_escaped(_plan(status.plan))}",
     ]
+    lines += _losses(status.losses)
     more = _above(status.above), _asynchronous(status), _aggregation(status), _tokens(status.tokens)
     lines += [_escaped(line) for line in more if line]
-    lines.append(_workers(status.workers) if status.workers else "no workers at the moment")
-    lines += [f"[red]{_escaped(what)}[/red]" for what in (status.failure, status.trouble) if what]
+    lines += [_escaped(line) for line in _layer(status.layer)]
+    lines.append(_workers(status.workers, status.clusters) if status.workers else "no workers at the moment")
+    if status.links:
+        lines.append(_links(status.links))
     if status.last_save:
         lines.append(f"last save: {_escaped(status.last_save)}")
-    if status.closing:
-        lines.append(f"[yellow]shutting down: {_escaped(status.closing)}[/yellow]")
     for i, fragment in enumerate(status.fragments):
         done = ", ".join(fragment.contributed) or "nobody yet"
         lines.append(
@@ -92,6 +98,36 @@ def render(said: Mapping[str, Any], address: str) -> RenderableType:
             f"contributed: {_escaped(done)}; waiting for {_escaped(fragment.waiting_for)}"
         )
     return Group(*lines)
+
+
+def _troubles(status: ServerStatus) -> list[str]:
+    """What wants a look, above everything else: red has gone wrong, yellow may."""
+    lines = [f"[bold red]{_escaped(what)}[/bold red]" for what in (status.failure, status.trouble) if what]
+    if status.closing:
+        lines.append(f"[yellow]shutting down: {_escaped(status.closing)}[/yellow]")
+    if status.above is not None and status.above.failure:
+        lines.append(f"[bold red]the layer above: {_escaped(status.above.failure)}[/bold red]")
+    if status.above is not None:
+        lines += [f"[yellow]the layer above: {_escaped(warning)}[/yellow]" for warning in status.above.warnings]
+    timeout_s = status.heartbeat_timeout
+    for name, worker in sorted(status.workers.items()):
+        silent_s = worker.last_seen_s or 0.0
+        if timeout_s and silent_s > timeout_s / 2:
+            left_s = max(timeout_s - silent_s, 0.0)
+            silence = f"{name} has been silent for {silent_s:.0f} s; in {left_s:.0f} s it counts as dead"
+            lines.append(f"[yellow]{_escaped(silence)}[/yellow]")
+        if worker.quarantine is not None:
+            held = f"{name} is in quarantine, {duration(worker.quarantine.left_s)} left: {worker.quarantine.reason}"
+            lines.append(f"[yellow]{_escaped(held)}[/yellow]")
+    return lines
+
+
+def _losses(losses: Sequence[float]) -> list[str]:
+    """The newest, and a curve of the last rounds."""
+    if not losses:
+        return []
+    reach = f"[dim]{len(losses)} round(s), {max(losses):.4g} to {min(losses):.4g}[/dim]" if len(losses) > 1 else ""
+    return [f"loss [bold]{losses[-1]:.4g}[/bold]  {sparkline(losses)}  {reach}"]
 
 
 def _escaped(text: str) -> str:
@@ -109,8 +145,9 @@ def _watched(round_: Mapping[str, float]) -> str:
 def _peer(status: PeerStatus, address: str) -> RenderableType:
     """The status of a peer of a run without a server."""
     head = f"[bold]{_escaped(address)}[/bold]  peer {_escaped(status.peer_id)}  up {duration(status.uptime_s)}"
+    troubles = _peer_troubles(status)
     if not status.begun:
-        return f"{head}  has not joined a run yet"
+        return "\n".join([f"{head}  has not joined a run yet", *troubles])
     table = Table("peer", "address", "step", "steps/s", "loss", "seen", "trouble")
     for member in status.members:
         seen = "itself" if member.is_self else _seen(member)
@@ -119,33 +156,43 @@ def _peer(status: PeerStatus, address: str) -> RenderableType:
     spoken = "" if status.protocol is None else f"  protocol {status.protocol}"
     lines: list[RenderableType] = [
         f"{head}  run {_escaped(status.run_id)}{spoken}  block {status.height}",
+        *troubles,
         f"received {size(status.bytes_received)}, sent {size(status.bytes_sent)}",
+        *_losses(status.losses),
         table,
     ]
-    if not status.is_member:
-        lines.append("[yellow]it is not a member of the run, or not yet[/yellow]")
-    for word, who in (("silent", status.silent), ("expelled (proven to lie, or no longer invited)", status.expelled)):
-        lines += [f"[red]{word}: {_escaped(', '.join(who))}[/red]"] if who else []
-    if status.refused:
-        counts = ", ".join(f"{who} {count}" for who, count in sorted(status.refused.items()))
-        lines.append(f"[yellow]said, answered or sent what cannot be: {_escaped(counts)}[/yellow]")
-    lines += [f"[red]{_escaped(what)}[/red]" for what in (status.failure, status.trouble) if what]
     for i, fragment in enumerate(status.fragments):
         lines.append(f"fragment {i}: version {fragment.version}; waiting for {_escaped(fragment.waiting_for)}")
     return Group(*lines)
 
 
+def _peer_troubles(status: PeerStatus) -> list[str]:
+    """As of a server: what wants a look, above everything else."""
+    lines = [f"[bold red]{_escaped(what)}[/bold red]" for what in (status.failure, status.trouble) if what]
+    if status.begun and not status.is_member:
+        lines.append("[yellow]it is not a member of the run, or not yet[/yellow]")
+    if status.is_short_of_peers:
+        lines.append("[yellow]too few peers are there to decide anything[/yellow]")
+    for word, who in (("silent", status.silent), ("expelled (proven to lie, or no longer invited)", status.expelled)):
+        lines += [f"[red]{word}: {_escaped(', '.join(who))}[/red]"] if who else []
+    if status.refused:
+        counts = ", ".join(f"{who} {count}" for who, count in sorted(status.refused.items()))
+        lines.append(f"[yellow]said, answered or sent what cannot be: {_escaped(counts)}[/yellow]")
+    return lines
+
+
 def _above(above: AboveStatus | None) -> str:
     if above is None:
         return ""
-    where = f"cluster {above.cluster} of {above.address}"
+    way = next((each.way for each in above.ways if each.used), above.address)
+    where = f"cluster {above.cluster} of {way}"
     if above.failure:
         return f"{where}: on its own, {above.failure}"
     if not above.joined:
         return f"{where}: not joined yet"
     versions = ", ".join(map(str, above.versions))
     return (
-        f"{where}: version {versions} there, {above.exchanges} exchange(s), "
+        f"{where}: {above.state}{', ' if above.state else ''}version {versions} there, {above.exchanges} exchange(s), "
         f"sent {size(above.bytes_sent)}, received {size(above.bytes_received)}"
     )
 
@@ -181,6 +228,36 @@ def _aggregation(status: ServerStatus) -> str:
     return needs + (f", {too_few} round(s) moved nothing because too few had trained" if too_few else "")
 
 
+def _layer(layer: LayerStatus | None) -> list[str]:
+    """What the controller has chosen, and why."""
+    if layer is None:
+        return []
+    expected = "not known yet" if layer.utilization is None else f"{layer.utilization:.1%} expected"
+    lines = [f"controller of {layer.layer}: target {layer.target_utilization:.1%}, {expected}"]
+    if layer.plan is not None:
+        plan = layer.plan
+        lines.append(
+            f"  plan {plan.revision} from round {plan.from_round}: every {plan.sync_every}, {plan.codec}, delay "
+            f"{plan.delay}, rounds wait {plan.timeout_s:g} s, {plan.backend or 'no common backend'}, {plan.route}"
+        )
+    shown = [*layer.decisions[-SHOWN_DECISIONS:], *([layer.last] if layer.last is not None else [])]
+    for made in dict.fromkeys((one.round, one.cause, one.reason) for one in shown):
+        lines.append(f"  round {made[0]}, {made[1]}: {made[2]}")
+    doubts = layer.last.not_believed if layer.last is not None else []
+    return lines + [f"  not believed: {doubt}" for doubt in doubts[:SHOWN_DECISIONS]]
+
+
+def _links(links: Sequence[LinkStatus]) -> Table:
+    table = Table("link", "rate", "latency", "measured by", "age")
+    for link in sorted(links, key=lambda one: (one.source, one.target, one.measured_by))[:SHOWN_LINKS]:
+        ends, rate = f"{link.source} → {link.target}", f"{8 * link.bytes_per_s / 1e6:,.3g} Mbit/s"
+        cells = ends, rate, f"{1000 * link.latency_s:.3g} ms", link.measured_by, f"{link.age_s:.0f} s"
+        table.add_row(*map(_escaped, cells))
+    if len(links) > SHOWN_LINKS:
+        table.add_row(f"and {len(links) - SHOWN_LINKS} more (--json)", "", "", "", "")
+    return table
+
+
 def _tokens(tokens: TokensStatus) -> str:
     if not tokens.total and not tokens.budget:
         return ""
@@ -211,9 +288,13 @@ def _seen(member: MemberStatus) -> str:
 
 
 MOST_FACTS = 48  # characters
+FOR_MACHINES = ("backends", "machine")  # of what a worker tells: --json has them
+SHOWN_DECISIONS = 3
+SHOWN_LINKS = 32
 
 # What each column shows of a worker; a column that is empty for all workers is left out.
 COLUMNS: dict[str, Callable[[WorkerStatus], str]] = {
+    "state": lambda worker: worker.state,
     "host": lambda worker: worker.hostname,
     "says": lambda worker: _facts(worker.info),
     "protocol": lambda worker: str(worker.protocol) if (worker.protocol or PROTOCOL_VERSION) < PROTOCOL_VERSION else "",
@@ -231,9 +312,18 @@ COLUMNS: dict[str, Callable[[WorkerStatus], str]] = {
 }
 
 
+def _members(cluster: ClusterStatus | None) -> str:
+    if cluster is None or not cluster.members:
+        return ""
+    led = f", led by {cluster.leader}" if cluster.leader else ""
+    states = {name: place.partition(" ")[0] for name, place in cluster.states.items()}
+    members = (f"{name} {states[name]}" if name in states else name for name in cluster.members)
+    return f"{cluster.size}: {', '.join(members)}{led}"
+
+
 def _facts(info: Mapping[str, bool | int | float | str]) -> str:
     """What it tells of itself, as far as a column is wide; --json has all of it."""
-    text = ", ".join(f"{name} {fact}" for name, fact in info.items())
+    text = ", ".join(f"{name} {fact}" for name, fact in info.items() if name not in FOR_MACHINES)
     return text if len(text) <= MOST_FACTS else f"{text[: MOST_FACTS - 1]}…"
 
 
@@ -244,25 +334,17 @@ def _trouble(worker: WorkerStatus) -> str:
     return ", ".join(f"{number} {what}" for number, what in counts if number)
 
 
-def _workers(workers: Mapping[str, WorkerStatus]) -> Table:
+def _workers(workers: Mapping[str, WorkerStatus], clusters: Mapping[str, ClusterStatus]) -> Table:
     named = sorted(workers.items())
     columns = {title: [show(worker) for _, worker in named] for title, show in COLUMNS.items()}
+    columns["members"] = [_members(clusters.get(name)) for name, _ in named]
     kept = {title: cells for title, cells in columns.items() if any(cells)}
     table = Table("worker")
     for title in kept:
-        table.add_column(title, justify="left" if title in ("host", "says") else "right")
+        table.add_column(title, justify="left" if title in ("state", "host", "says") else "right")
     for row, (name, _) in enumerate(named):
         table.add_row(_escaped(name), *(_escaped(cells[row]) for cells in kept.values()))
     return table
-
-
-def size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000.0:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000.0
-    return f"{value:.1f} TB"
 
 
 def count(number: float) -> str:
@@ -271,9 +353,3 @@ def count(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.2f} {unit}"
     return f"{number:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,10 +1,11 @@
-"""Where events go (events.py): into a file, into memory, to several places. Safe to use from several threads.
+"""Where events go (events.py): into files, into memory as they are or as counts, to several places. Safe to use from
+several threads.
 
-The event log has one JSON object per line; it is appended to, never rewritten:
+The event log and metrics.jsonl have one JSON object per line; they are appended to, never rewritten:
 
     {"time": 1763190000.123, "event": "round", "fragment": 0, "version": 7, "workers": ["a", "b"]}
 
-Training never suffers for any of them. If the disk is full, the log warns once, counts the events it could not write,
+Training never suffers for any of them. If the disk is full, a file warns once, counts the events it could not write,
 and keeps trying; a sink that raises is treated the same way.
 """
 
@@ -12,23 +13,37 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
-from ..errors import ConfigError
-from ..events import Event, EventSink, Refusal, RefusalsSuppressed
-from ..printable import printable
+from ..errors import ConfigError, Refused
+from ..events import (
+    Event,
+    EventSink,
+    Refusal,
+    RefusalsSuppressed,
+    RoundReport,
+    RoundSummary,
+    RunEnded,
+    VersionPublished,
+)
+from ..printable import json_line, printable
 from .per_minute import PerMinute
 
 log = logging.getLogger(__name__)
 
+OTHER = "other"
+METRICS_FILE = "metrics.jsonl"
+MOST_METRICS_BYTES = 64 << 20
+IN_METRICS = (VersionPublished, RoundReport, RunEnded)
 REFUSALS_PER_MINUTE = 60  # a stranger must not be able to fill the disk; the rest are counted
 
 
@@ -86,6 +101,47 @@ class EventLog:
         self.close()
 
 
+class MetricsFile:
+    """metrics.jsonl: every round with its numbers, in the same form. A server keeps it in the run's folder, a worker in
+    its metrics folder. At 64 MiB it becomes metrics.1.jsonl, in the place of an earlier one, so that both together stay
+    below 128 MiB. `lost`: lines that could not be written."""
+
+    def __init__(
+        self, path: Path, *, most_bytes: int = MOST_METRICS_BYTES, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.path, self.lost = path, 0
+        self._most_bytes, self._clock = most_bytes, clock
+        self._lock = threading.Lock()
+        self._is_torn = False  # the last line is there in part
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, IN_METRICS):
+            return
+        line = json_line({"time": round(self._clock(), 3), "event": event.kind, **event.facts})
+        with self._lock:
+            try:
+                self._append(line.encode("utf-8", "replace") + b"\n")
+            except OSError as error:
+                if self.lost == 0:
+                    log.warning("%s cannot be written: %s; the run continues without it", self.path, error)
+                self.lost += 1
+
+    def _append(self, line: bytes) -> None:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            line = b"\n" + line if self._is_torn else line
+            written = os.write(file, line)
+            self._is_torn = written < len(line)
+            if self._is_torn:
+                raise OSError(f"{written} of {len(line)} bytes were written")
+            is_full = os.fstat(file).st_size >= self._most_bytes
+        finally:
+            os.close(file)
+        if is_full:
+            os.replace(self.path, self.path.with_name(f"{self.path.stem}.1{self.path.suffix}"))
+
+
 @dataclass(frozen=True)
 class NumberedEvent:
     """`number` counts the events of a ring from 1; `time_s` is in seconds since 1970."""
@@ -99,6 +155,7 @@ class EventRing:
     """The newest `size` events, in memory: for a page or a test that looks now and then.
 
     for seen in ring.since(last): ...           # then last = seen.number
+    for seen in ring.take(): ...                # for the only reader: the ring is empty then
     """
 
     def __init__(self, size: int = 1000, *, clock: Callable[[], float] = time.time) -> None:
@@ -119,6 +176,53 @@ class EventRing:
         with self._lock:
             kept = len(self._events)
             return list(islice(self._events, max(0, kept - max(0, self._last - number)), None))
+
+    def take(self) -> list[NumberedEvent]:
+        """All that are here, oldest first, and keep them no longer."""
+        with self._lock:
+            taken = list(self._events)
+            self._events.clear()
+            return taken
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._events
+
+
+def _codes(kind: type[Refused] = Refused) -> set[str]:
+    return {kind.code, *(code for each in kind.__subclasses__() for code in _codes(each))}
+
+
+@dataclass
+class EventCounts:
+    """Numbers and no text, for metrics. `events` by kind and `refusals` by code. `waited_s` and `round_bytes`: of all
+    rounds since this start; `last`: the newest of them. What is kept is bounded, whoever causes the events: kinds are
+    classes of events.py, and codes those of errors.py."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    waited_s: float = 0.0
+    round_bytes: int = 0
+    last: RoundSummary | None = None
+    _known: set[str] = field(default_factory=lambda: _codes() | {OTHER})
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self.events[event.kind] += 1
+            if isinstance(event, Refusal) and not isinstance(event, RefusalsSuppressed):
+                code = getattr(event, "code", OTHER)
+                self.refusals[code if code in self._known else OTHER] += 1
+            if isinstance(event, VersionPublished) and event.summary is not None:
+                self.last = event.summary
+                self.waited_s += event.summary.waited_s
+                self.round_bytes += event.summary.size_bytes
+
+    def copy(self) -> EventCounts:
+        with self._lock:
+            return EventCounts(
+                Counter(self.events), Counter(self.refusals), self.waited_s, self.round_bytes, self.last, self._known
+            )
 
 
 class FanOut:

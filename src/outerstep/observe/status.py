@@ -39,6 +39,7 @@ class QuarantineStatus(Struct, frozen=True, kw_only=True):
 class WorkerStatus(MemberStatus, frozen=True, kw_only=True):
     """A worker, as its server knows it."""
 
+    state: str = ""  # of its life (docs/concepts/lifecycle.md), with the sub-step; "" = not known
     hostname: str = ""
     incarnation: int = 0
     protocol: int | None = None  # that is spoken with it
@@ -54,6 +55,105 @@ class WorkerStatus(MemberStatus, frozen=True, kw_only=True):
     quarantine: QuarantineStatus | None = None
     joined_s: float = 0.0
     info: dict[str, bool | int | float | str] = {}  # what it tells of itself
+
+
+class ClusterStatus(Struct, frozen=True, kw_only=True):
+    """What a worker, or a cluster's leader for its cluster, tells of itself. `batch_size` and `step_s`: of one unit,
+    which has `unit_steps` training steps. None: not known (yet). `leader`: the member that speaks for the cluster, if
+    it may be any of them. `states`: where in its life each member is (docs/concepts/lifecycle.md), as the leader has
+    heard of it last."""
+
+    address: str = ""
+    size: int = 1
+    members: list[str] = []
+    machine: str = ""
+    accelerators: list[str] = []
+    backends: list[str] = []
+    data_location: str = ""
+    batch_size: int | None = None
+    step_s: float | None = None
+    unit_steps: int = 1
+    leader: str = ""
+    states: dict[str, str] = {}
+
+
+class LinkStatus(Struct, frozen=True, kw_only=True):
+    """One direction of a link, as one of its ends has measured it (the median of the last five)."""
+
+    source: str
+    target: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+    age_s: float = 0.0
+    measured_by: str = ""
+
+
+class LayerPlanStatus(Struct, frozen=True, kw_only=True):
+    """The controller's plan in force. `local_steps`, `batch_sizes`, `sends_to` and `leaders`: by member."""
+
+    revision: int
+    from_round: int
+    sync_every: int
+    codec: str
+    down_codec: str = ""
+    num_fragments: int = 1
+    delay: int = 0
+    outer_lr: float = 0.0
+    timeout_s: float = 0.0
+    backend: str = ""
+    route: str = "star"
+    local_steps: dict[str, int] = {}
+    batch_sizes: dict[str, int] = {}
+    sends_to: dict[str, str] = {}
+    leaders: dict[str, str] = {}
+
+
+class DecisionStatus(Struct, frozen=True, kw_only=True):
+    """`changes`: field → "before → after". `not_believed`: what was left out of it, and why. `not_planned_for`: members
+    whose links are so slow that rounds close without them."""
+
+    round: int
+    revision: int
+    cause: str
+    reason: str
+    changes: dict[str, str] = {}
+    utilization: float | None = None
+    meets_target: bool = False
+    not_believed: list[str] = []
+    not_planned_for: list[str] = []
+
+
+class LayerStatus(Struct, frozen=True, kw_only=True):
+    """What the controller does in this layer. `plan` None: nothing was decided yet. `last`: the newest decision, also
+    if it changes nothing; `decisions`: those that did, the newest last."""
+
+    layer: str
+    target_utilization: float
+    utilization: float | None = None  # that is expected
+    plan: LayerPlanStatus | None = None
+    last: DecisionStatus | None = None
+    decisions: list[DecisionStatus] = []
+
+
+class DataStatus(Struct, frozen=True, kw_only=True):
+    """A dataset that the run leases: how far it is, in units of `unit_samples` samples (docs/concepts/data.md)."""
+
+    name: str
+    samples: int = 0
+    unit_samples: int = 1
+    epochs: int = 0  # 0 = without end
+    seed: int = 0
+    shuffle: bool = True
+    units: int = 0  # of all epochs; 0 = without end
+    done: int = 0
+    leased: int = 0
+    free: int = 0  # given back, and not leased again yet
+    lost: int = 0
+    spent: int = 0
+    repeated: int = 0
+    done_by: dict[str, int] = {}
+    leased_to: dict[str, int] = {}
+    units_per_second: float = 0.0  # of those who train now
 
 
 class PeerMemberStatus(MemberStatus, frozen=True, kw_only=True):
@@ -78,6 +178,7 @@ class ServerFragmentStatus(FragmentStatus, frozen=True, kw_only=True):
     watched: dict[str, float] = {}
     contributed: list[str] = []
     expected: list[str] = []
+    closes_in_s: float | None = None  # whoever is missing then; None = there is no such moment (yet)
 
 
 class PlanStatus(Struct, frozen=True, kw_only=True):
@@ -120,18 +221,35 @@ class Status(Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
+class WayStatus(Struct, frozen=True, kw_only=True):
+    """One of several ways to the layer above: an address, or an address and the relay in between. `ordered`: the plan
+    of the layer above names it. Rates are 0 where nothing is known."""
+
+    way: str
+    used: bool = False
+    works: bool = True
+    ordered: bool = False
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+
+
 class AboveStatus(Struct, frozen=True, kw_only=True):
-    """What a cluster's server says of the layer above. `failure`: why the cluster is on its own."""
+    """What a cluster's server says of the layer above. `failure`: why the cluster is on its own. `warnings`: what is
+    wrong between its terms and those of the layer above. `ways`: if there are several."""
 
     cluster: str
     address: str = ""
     joined: bool = False
+    state: str = ""  # of the cluster, as a worker there (docs/concepts/lifecycle.md); "" = not known
     versions: list[int] = []  # that it holds, by fragment of the run up there
     exchanges: int = 0
     missed_rounds: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     failure: str = ""
+    warnings: list[str] = []
+    ways: list[WayStatus] = []
 
 
 class ServerStatus(Status, frozen=True, kw_only=True):
@@ -161,6 +279,7 @@ class ServerStatus(Status, frozen=True, kw_only=True):
     norm_screen: float = 0.0
     aggregation: str = "mean"
     rounds_too_few: int = 0
+    losses: list[float] = []  # of the last rounds, the mean of what their workers reported; the newest last
     tokens: TokensStatus = TokensStatus()
     num_parameters: int | None = None
     pool_held_bytes: int = 0
@@ -168,6 +287,10 @@ class ServerStatus(Status, frozen=True, kw_only=True):
     pool_spooled_bytes: int = 0
     pool_queue: int = 0
     readers: int = 0  # of the model, at this moment
+    clusters: dict[str, ClusterStatus] = {}
+    links: list[LinkStatus] = []
+    layer: LayerStatus | None = None  # None: nothing is chosen by itself
+    data: list[DataStatus] = []
     workers: dict[str, WorkerStatus] = {}
     fragments: Sequence[ServerFragmentStatus] = []
 
@@ -190,6 +313,7 @@ class PeerStatus(Status, frozen=True, kw_only=True):
     proven_to_lie: list[str] = []
     refused: dict[str, int] = {}  # by name: how often it said, answered or sent what cannot be
     is_short_of_peers: bool = False
+    losses: list[float] = []  # of the last rounds, the mean of what this peer knows of its contributors; newest last
     held_bytes: int = 0
     spooled_bytes: int = 0
     fetches: dict[str, int] = {}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 
+from ..coordination.leases import LeaseTable
+from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.membership import KnownWorker
 from ..coordination.server.remembered import changes_in
-from ..coordination.server.rounds import TokenBudget
+from ..coordination.server.rounds import Fragment, TokenBudget
 from ..core.delayed import DelayedNesterov
 from ..durable.journal import Journal
 from ..events import known
 from ..observe.status import (
+    DataStatus,
     PlanStatus,
     QuarantineStatus,
     ServerFragmentStatus,
@@ -18,6 +22,8 @@ from ..observe.status import (
     TokensStatus,
     WorkerStatus,
 )
+from ..types import Plan, plan_of
+from .controlling import clusters_of, layer_of, links_of_run
 from .intake import Intake
 from .persistence import RunWriter
 from .run import Run
@@ -56,6 +62,37 @@ def _buffered_pushes(run: Run) -> int:
     return max((optimizer.buffered(store.index) for store in run.stores), default=0)
 
 
+def _own_steps(plan: Plan | None, member: KnownWorker) -> int | None:
+    return plan_of(plan, member.worker_id).sync_every if plan is not None else None
+
+
+def _closes_in_s(coordinator: Coordinator, fragment: Fragment, now: float) -> float | None:
+    at = coordinator.verdict(fragment, now).wake_at
+    return None if at is None else round(max(at - now, 0.0), 1)
+
+
+def _data(table: LeaseTable, live: Collection[str]) -> DataStatus:
+    dataset = table.dataset
+    return DataStatus(
+        name=dataset.name,
+        samples=dataset.samples,
+        unit_samples=dataset.unit_samples,
+        epochs=dataset.epochs,
+        seed=dataset.seed,
+        shuffle=dataset.shuffle,
+        units=dataset.units * dataset.epochs,
+        done=table.done.total,
+        leased=sum(places.total for places in table.held.values()),
+        free=table.free.total + table.unclaimed.total,
+        lost=table.lost.total,
+        spent=table.spent.total,
+        repeated=table.repeated,
+        done_by=dict(table.done_by),
+        leased_to={name: places.total for name, places in table.held.items()},
+        units_per_second=round(table.pace(live), 4),
+    )
+
+
 def build_status(
     run: Run,
     intake: Intake,
@@ -67,6 +104,7 @@ def build_status(
     trouble: str,
     bytes_sent: int,
     readers: int,
+    addresses: Mapping[str, str],
 ) -> ServerStatus:
     """Called with the service's lock held."""
     coordinator, config = run.coordinator, run.config
@@ -104,11 +142,16 @@ def build_status(
         norm_screen=config.norm_screen,
         aggregation=coordinator.rules.aggregation.name,
         rounds_too_few=coordinator.total_too_few,
+        losses=[float(f"{loss:.6g}") for loss in coordinator.losses],
         tokens=_tokens(coordinator.budget),
         num_parameters=sum(spec.numel for spec in coordinator.manifest.parameters) if coordinator.manifest else None,
         bytes_received=intake.bytes_received,
         bytes_sent=bytes_sent,
         readers=readers,
+        clusters=clusters_of(coordinator, addresses),
+        links=links_of_run(coordinator, intake.meter, now),
+        layer=layer_of(coordinator.steering),
+        data=[_data(table, coordinator.members.live_ids) for table in coordinator.leases.tables.values()],
         pool_held_bytes=coordinator.uploads.held_bytes,
         pool_memory_bytes=intake.pool.memory_bytes,
         pool_spooled_bytes=intake.pool.spooled_bytes,
@@ -128,13 +171,15 @@ def build_status(
         ),
         workers={
             member.worker_id: WorkerStatus(
+                state=str(member.life.place) if member.life is not None else "",
                 hostname=member.hostname,
                 incarnation=member.incarnation,
                 protocol=member.protocol,
                 step=member.step,
                 steps_per_second=member.steps_per_second,
                 loss=member.loss,
-                sync_every=coordinator.local_steps(member) or (plan.sync_every if plan else None),
+                sync_every=coordinator.local_steps(member)
+                or (plan_of(plan, member.worker_id).sync_every if plan else None),
                 staleness=member.staleness,
                 contributions=member.contributions,
                 bytes_received=member.bytes_received,
@@ -160,6 +205,7 @@ def build_status(
                 contributed=sorted(fragment.round.contributors),
                 expected=sorted(fragment.round.expected),
                 waiting_for=coordinator.waiting_for(fragment, now),
+                closes_in_s=_closes_in_s(coordinator, fragment, now),
             )
             for fragment in coordinator.fragments
         ],

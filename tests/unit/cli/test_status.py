@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outerstep.cli.status import count, duration, render, size
+from outerstep.cli.status import count, render
 from outerstep.errors import ConfigError
+from outerstep.observe.story import duration, size, sparkline
 from typed import typed
 
 WORKER = {"hostname": "alpha", "step": 120, "steps_per_second": 2.5, "loss": 1.5, "last_seen_s": 3.2}
@@ -53,6 +54,13 @@ def text(status: dict[str, Any]) -> str:
     with console.capture() as captured:
         console.print(render(status, "h:1"))
     return captured.get()
+
+
+def test_each_worker_has_its_state_if_the_server_says_it() -> None:
+    assert "state" not in text(SYNC)
+    shown = text({**SYNC, "workers": {"left": {**WORKER, "state": "TRAINING (sync)"}}})
+    assert "state" in shown
+    assert "TRAINING (sync)" in shown
 
 
 def test_an_older_server_that_says_less_is_shown_as_well() -> None:
@@ -166,3 +174,92 @@ def test_what_a_worker_tells_of_itself_has_a_column_if_anybody_tells_something()
     shown = text({**SYNC, "workers": {"left": {**WORKER, "info": {"gpus": 2, "odd": "\x1b[2J", "long": "x" * 256}}}})
     assert "gpus 2, odd \\u001b[2J, long xxx" in shown
     assert "…" in shown
+
+
+def test_what_the_controller_has_chosen_and_the_links_it_saw_are_shown_as_they_are() -> None:
+    """Whatever a member is called: a terminal obeys nothing of it."""
+    decision = {"round": 12, "revision": 2, "cause": "slower", "reason": "the target is missed: 40.0 %"}
+    layer = {
+        "layer": "top",
+        "target_utilization": 0.95,
+        "utilization": 0.961,
+        "plan": {"revision": 2, "from_round": 12, "sync_every": 75, "codec": "int8", "backend": "gloo"},
+        "decisions": [decision],
+        "last": {**decision, "cause": "kept", "reason": "the target is met", "not_believed": ["link 'x' → 'y': no"]},
+    }
+    link = {"source": "left", "target": "the server", "bytes_per_s": 12.5e6, "latency_s": 0.02, "measured_by": "[red]x"}
+    clusters = {"left": {"members": ["a", "b"], "size": 2}}
+    shown = text({**SYNC, "layer": layer, "links": [link] * 40, "clusters": clusters})
+    assert "controller of top: target 95.0%, 96.1% expected" in shown
+    assert "plan 2 from round 12: every 75, int8, delay 0" in shown
+    assert "round 12, slower: the target is missed: 40.0 %" in shown
+    assert "round 12, kept: the target is met" in shown
+    assert "not believed: link 'x' → 'y': no" in shown
+    assert "left → the server" in shown
+    assert "100 Mbit/s" in shown
+    assert "20 ms" in shown
+    assert "[red]x" in shown
+    assert "and 8 more (--json)" in shown
+    assert "2: a, b" in shown
+    assert "controller" not in text(SYNC)
+    assert "link" not in text(SYNC)
+
+
+def test_what_wants_a_look_comes_first_and_the_loss_is_drawn() -> None:
+    silent = {**WORKER, "last_seen_s": 70.0, "quarantine": {"left_s": 61.0, "reason": "it sent [red]NaN[/red]"}}
+    status = {**SYNC, "trouble": "the disk is full", "closing": "enough", "heartbeat_timeout": 120.0}
+    lines = text({**status, "workers": {"left": silent, "right": WORKER}, "losses": [3.0, 2.0, 1.0]}).splitlines()
+    assert lines[1:5] == [
+        "the disk is full",
+        "shutting down: enough",
+        "left has been silent for 70 s; in 50 s it counts as dead",
+        "left is in quarantine, 1m01s left: it sent [red]NaN[/red]",
+    ]
+    assert "loss 1  █▅▁  3 round(s), 3 to 1" in lines
+
+
+def test_a_peers_troubles_come_first_and_its_loss_is_drawn() -> None:
+    peer = {
+        "mode": "gossip",
+        "peer_id": "anna",
+        "run_id": "abc",
+        "begun": True,
+        "failure": "it stopped",
+        "trouble": "the disk is full",
+        "is_short_of_peers": True,
+        "silent": ["ben"],
+        "expelled": ["[red]mallory"],
+        "refused": {"mallory": 2},
+        "members": [{"peer_id": "anna", "loss": 1.0}],
+        "losses": [3.0, 2.0, 1.0],
+    }
+    lines = text(peer).splitlines()
+    assert lines[1:8] == [
+        "it stopped",
+        "the disk is full",
+        "it is not a member of the run, or not yet",
+        "too few peers are there to decide anything",
+        "silent: ben",
+        "expelled (proven to lie, or no longer invited): [red]mallory",
+        "said, answered or sent what cannot be: mallory 2",
+    ]
+    assert "loss 1  █▅▁  3 round(s), 3 to 1" in lines
+    table = next(i for i, line in enumerate(lines) if "steps/s" in line)
+    assert lines.index("loss 1  █▅▁  3 round(s), 3 to 1") < table
+    waiting = text({**peer, "begun": False}).splitlines()
+    assert "has not joined a run yet" in waiting[0]
+    assert "the disk is full" in waiting
+    quiet = text({"mode": "gossip", "peer_id": "anna", "run_id": "abc", "begun": True, "is_member": True})
+    assert quiet.splitlines()[1].startswith("received"), "nothing is wrong, and no loss is known"
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"), [([], ""), ([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([0.0, 1.0], "▁█"), ([9.0, 0.0, 7.0], "▁█")]
+)
+def test_a_sparkline_shows_the_newest_between_least_and_most(values: list[float], drawn: str) -> None:
+    assert sparkline(values, width=2) == drawn
+
+
+def test_a_sparkline_is_drawn_of_whatever_finite_losses_workers_report() -> None:
+    assert sparkline([1.7e308, -1.7e308]) == "█▁"
+    assert len(sparkline([0.0, 5e-324])) == 2

@@ -94,6 +94,17 @@ def test_a_ring_holds_the_newest_and_says_what_is_new() -> None:
         EventRing(0)
 
 
+def test_a_ring_is_emptied_by_the_reader_that_takes_its_events() -> None:
+    ring = EventRing(3, clock=lambda: 5.0)
+    assert ring.is_empty
+    for number in range(5):
+        ring(ServerStopped(number))
+    assert not ring.is_empty
+    assert [(seen.number, seen.time_s) for seen in ring.take()] == [(3, 5.0), (4, 5.0), (5, 5.0)]
+    assert ring.is_empty
+    assert ring.take() == []
+
+
 def test_threads_share_a_ring() -> None:
     ring, missed = EventRing(100_000), list[int]()
 
