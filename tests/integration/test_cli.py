@@ -43,6 +43,7 @@ def outerstep(*arguments: str, timeout_s: float = 120.0, **environ: str) -> subp
             "worker",
             "peer",
             "status",
+            "page",
             "export",
             "doctor",
             "control",

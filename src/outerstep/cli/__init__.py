@@ -12,14 +12,18 @@ from ..printable import printable
 from . import (
     config,
     control,
+    data,
     demo,
     doctor,
     export,
     invite,
     join,
+    layers,
     lighthouse,
+    page,
     peer,
     repair,
+    run,
     server,
     status,
     token,
@@ -38,13 +42,19 @@ WORKER_CODES = (
     "Exit codes: the script's own, whatever they are; 143 = SIGTERM and 130 = Ctrl-C, if its loop did not end by "
     "itself; 2 = it was not started: a mistake in the arguments or settings, or the server does not let it in."
 )
+RUN_CODES = (
+    "Exit codes: the script's own, whatever they are; 1 = it ended well, and the server could not save; 2 = it was not "
+    "started: a mistake in the arguments or settings, or the server does not let it in; 130 = a second Ctrl-C."
+)
 DOCTOR_CODES = f"Exit codes: 0 = nothing failed; 1 = something did; {MISTAKE}."
 
 app = typer.Typer(
     name="outerstep",
     help="Train one PyTorch model on machines that are far apart.\n\n"
-    "On one machine: [bold]outerstep server -m MODEL_DIR -n 2[/bold]. On each other, once: [bold]outerstep join[/bold] "
-    "with the line that the server printed; then [bold]outerstep worker --server HOST:PORT -- python train.py[/bold]. "
+    "On one PC: [bold]outerstep run -n 2 -- python train.py[/bold]; on the second, the line that it prints. Or a "
+    "server by itself: [bold]outerstep server -m MODEL_DIR -n 2[/bold]; on each other machine, once, "
+    "[bold]outerstep join[/bold] with the line that it printed; then "
+    "[bold]outerstep worker --server HOST:PORT -- python train.py[/bold]. "
     "To see it work: [bold]outerstep demo[/bold].",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -52,6 +62,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=CODES,
 )
+app.command("run", epilog=RUN_CODES, context_settings={"allow_interspersed_args": False})(run.run)
 app.command("server", epilog=SERVER_CODES)(server.server)
 app.command("join", epilog=CODES)(join.join)
 app.command("worker", epilog=WORKER_CODES, context_settings={"allow_interspersed_args": False})(worker.worker)
@@ -60,11 +71,14 @@ app.command("invite", epilog=CODES)(invite.invite)
 app.command("repair", epilog=CODES)(repair.repair)
 app.command("lighthouse", epilog=CODES)(lighthouse.lighthouse)
 app.command("status", epilog=CODES)(status.status)
+app.command("data", epilog=CODES)(data.data)
+app.command("page", epilog=CODES)(page.page)
 app.command("export", epilog=CODES)(export.export)
 app.command("doctor", epilog=DOCTOR_CODES)(doctor.doctor)
 app.add_typer(control.app, name="control")
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
+app.add_typer(layers.app, name="layers")
 app.command("demo")(demo.demo)
 
 

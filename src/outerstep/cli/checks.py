@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import resource
@@ -21,9 +20,11 @@ from statistics import median
 from typing import Any
 
 from ..errors import NoCredentials, OuterstepError, Refused, TransportError, UntrustedServer
+from ..lanes import lanes
 from ..security import Access, Credentials, is_join_string, parse_address, parse_join_string
 from ..security.certificate import fingerprint_of, validity_of
 from ..security.tls import explain, pinning_context
+from ..threads import usable_cores
 from ..versions import OLDEST_PROTOCOL
 from ..wire.http_transport import HttpTransport
 from ..wire.pages import MAX_BYTES, noise
@@ -36,7 +37,6 @@ SYNCED_WRITES = 5
 FIRST_BYTES = 16 << 10  # of a measurement, per connection: quick even on a link of 100 kbit/s
 ENOUGH_S = 0.5  # a transfer this long measures the rate
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-CPU_LIMIT_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 Say = Callable[[str], None]
 
@@ -88,16 +88,6 @@ def nvidia_driver() -> str:
     except (OSError, IndexError):
         return ""
     return next((word for word in words if word[:1].isdigit() and "." in word), "of unknown version")
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, or the container's limit if that is lower."""
-    cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = CPU_LIMIT_FILE.read_text().split()
-        if quota != "max":
-            cores = min(cores, max(int(quota) // int(period), 1))
-    return cores
 
 
 def try_disk(what: str, folder: str) -> verdicts.DiskProbe:
@@ -167,7 +157,9 @@ def find_way(server: str, credentials: Credentials) -> Way:
     return Way(host, port, access)
 
 
-def look_at_server(say: Say, way: Way, transport: Callable[[], HttpTransport], connections: int) -> Iterator[Finding]:
+def look_at_server(
+    say: Say, way: Way, transport: Callable[[], HttpTransport], connections: int | None
+) -> Iterator[Finding]:
     """From the outside in; after a failure the checks that depend on it are skipped. `transport` is called once the
     server's port is known to answer."""
     say(f"looking for {way.host}")
@@ -251,7 +243,7 @@ def ask_status(way: Way, line: HttpTransport) -> Finding:
     return verdicts.token(kind, way.status)
 
 
-def measure(say: Say, status: dict[str, Any], line: HttpTransport, connections: int) -> Iterator[Finding]:
+def measure(say: Say, status: dict[str, Any], line: HttpTransport, connections: int | None) -> Iterator[Finding]:
     own = version("outerstep")
     try:
         say("measuring latency")
@@ -261,16 +253,17 @@ def measure(say: Say, status: dict[str, Any], line: HttpTransport, connections: 
         yield verdicts.latency(trips)
         noise(MAX_BYTES)  # generated before the clock runs
         say("measuring upload speed")
-        up = rate(lambda size: line.probe_up(noise(size)), connections)
+        trip_s = median(trips)
+        up, most = found_rate(lambda size: line.probe_up(noise(size)), connections, trip_s)
         say("measuring download speed")
-        down = rate(lambda size: line.probe_down(memoryview(bytearray(size))), connections)
+        down, count = found_rate(lambda size: line.probe_down(memoryview(bytearray(size))), connections, trip_s)
     except OuterstepError as error:
         if isinstance(error, Refused):
             yield verdicts.server(status, own, None)
         yield verdicts.unmeasured(error)
         return
-    yield verdicts.bandwidth(up, down, connections)
-    yield estimate(status, verdicts.LinkSpeed(up, down, median(trips)))
+    yield verdicts.bandwidth(up, down, max(most, count))
+    yield estimate(status, verdicts.LinkSpeed(up, down, trip_s))
 
 
 def take_trips(line: HttpTransport) -> tuple[list[float], float, int]:
@@ -286,14 +279,25 @@ def take_trips(line: HttpTransport) -> tuple[list[float], float, int]:
     return trips[1:], median(ahead[1:]), protocol
 
 
+def found_rate(transfer: Callable[[int], object], connections: int | None, trip_s: float) -> tuple[float, int]:
+    """Over as many connections as a worker would use: so many, or (None) as it finds that the link needs."""
+    if connections is not None:
+        return rate(transfer, connections), connections
+    count = lanes(0.0, trip_s)
+    found = rate(transfer, count)
+    while (more := lanes(found, trip_s)) > count:
+        found, count = max(found, rate(transfer, more)), more
+    return found, count
+
+
 def rate(transfer: Callable[[int], object], connections: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes per second over so many parallel connections, like a worker's parts; transfers grow until one takes long
     enough to measure."""
     size = FIRST_BYTES
-    with ThreadPoolExecutor(connections) as lanes:
+    with ThreadPoolExecutor(connections) as pool:
         while True:
             began_at = clock()
-            list(lanes.map(transfer, [size] * connections))
+            list(pool.map(transfer, [size] * connections))
             took_s = max(clock() - began_at, 1e-9)
             if took_s >= ENOUGH_S or size >= MAX_BYTES:
                 return connections * size / took_s

@@ -70,9 +70,23 @@ def sync(context: typer.Context, worker: Worker = None, reason: Reason = "") -> 
 
 
 @app.command()
+def lead(
+    context: typer.Context,
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Its name, as `outerstep status` shows it.")],
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="The replica that is to speak for it.")],
+    reason: Reason = "",
+) -> None:
+    """Let another replica lead a cluster that meets by torchft. Nothing is lost by it, and no round is."""
+    _send(context, kind="lead", worker_id=cluster, leader=member, reason=reason)
+
+
+@app.command()
 def plan(
     context: typer.Context,
     sync_every: Annotated[int | None, typer.Option(min=1, help="H: local steps between two exchanges.")] = None,
+    codec: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="How contributions travel: fp32, bf16, int8, int4+feedback, …")
+    ] = None,
     fragment_delay: Annotated[int | None, typer.Option(min=0, help="τ: steps until an agreement is adopted.")] = None,
     fragment_alpha: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="α: how much of the local copy is kept then.")
@@ -82,11 +96,17 @@ def plan(
     ] = None,
 ) -> None:
     """Change the plan, from the next round on."""
-    changes = {"sync_every": sync_every, "delay": fragment_delay, "alpha": fragment_alpha, "carry": fragment_carry}
+    changes = {
+        "sync_every": sync_every,
+        "codec": codec,
+        "delay": fragment_delay,
+        "alpha": fragment_alpha,
+        "carry": fragment_carry,
+    }
     stated = {name: value for name, value in changes.items() if value is not None}
     if not stated:
         raise ConfigError(
-            "nothing to change: pass --sync-every, --fragment-delay, --fragment-alpha or --fragment-carry"
+            "nothing to change: pass --sync-every, --codec, --fragment-delay, --fragment-alpha or --fragment-carry"
         )
     _send(context, kind="plan", changes=stated)
 

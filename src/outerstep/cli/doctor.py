@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..config import SERVER, WORKER, resolve
+from ..lanes import MOST
 from ..printable import printable
 from ..security import Credentials
 from ..wire.http_transport import HttpTransport
@@ -81,7 +82,7 @@ def _look(server: str | None, save_dir: str | None, credentials: str | None, say
         yield from look_at_server(
             say,
             way,
-            lambda: HttpTransport(server, timeout_s=TIMEOUT_S, credentials=credentials),
+            lambda: HttpTransport(server, timeout_s=TIMEOUT_S, kept_connections=MOST, credentials=credentials),
             worker["connections"].value,
         )
 

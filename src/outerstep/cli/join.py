@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError, TransportError
-from ..security import JOIN_VARIABLE, Access, Credentials, parse_join_string
+from ..errors import ConfigError, NotBegun, TransportError
+from ..security import JOIN_VARIABLE, Access, Credentials, mended, parse_address, parse_join_string
 from ..wire.http_transport import HttpTransport
+from .discovery import find_known
 from .options import CredentialsFolder, credentials_folder
 
 TIMEOUT_S = 10.0
@@ -31,6 +32,13 @@ def join(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Check it with the server before storing it.")
     ] = True,
+    discover: Annotated[
+        bool,
+        typer.Option(
+            "--discover",
+            help="Look for runs that announce themselves on this network; store the new address of one that is known.",
+        ),
+    ] = False,
     credentials: CredentialsFolder = None,
 ) -> None:
     """Store a server's join string, so that its address is enough from then on.
@@ -38,9 +46,13 @@ def join(
     Afterwards [bold]outerstep worker --server HOST:PORT[/bold], [bold]outerstep status[/bold] and
     [bold]DiLoCoWorker(…, "HOST:PORT")[/bold] find the token and the certificate's fingerprint by themselves.
     """
-    access = parse_join_string(_read(string))
     folder = Credentials(credentials_folder(credentials))
-    is_peer = check and _check(access)
+    if discover:
+        access, is_peer = find_known(credentials_folder(credentials)), False
+    else:
+        access, is_peer = parse_join_string(mended(_read(string))), False
+    if check:
+        access, is_peer = _check(access)
     folder.remember(access)
     typer.echo(f"{access.address} is known now (in {folder.known_file}, which only you can read)")
     if is_peer:
@@ -62,16 +74,20 @@ def _read(string: str | None) -> str:
     return str(typer.prompt("The join string that the server printed", hide_input=True))
 
 
-def _check(access: Access) -> bool:
-    """Check that the server answers. Returns whether it is a peer of a run without a server."""
+def _check(access: Access) -> tuple[Access, bool]:
+    """Check that the server answers. Returns the one of its addresses that does, and whether it is a peer of a run
+    without a server."""
     transport = HttpTransport(access.join_string, timeout_s=TIMEOUT_S)
     try:
         status = transport.status()
+    except NotBegun as error:
+        typer.echo(f"{transport.address} answers: {error.message}")
+        return access.at(*parse_address(transport.address)), False
     except TransportError as error:
         raise TransportError(f"{error}. Nothing was stored; --no-check stores it without asking the server") from error
     finally:
         transport.close()
-    is_peer = status.get("mode") == "gossip"
+    access, is_peer = access.at(*parse_address(transport.address)), status.get("mode") == "gossip"
     if not is_peer:
         at = f"run {status['run_id']}, round {status['sync_round']}"
     elif status["begun"]:
@@ -79,4 +95,4 @@ def _check(access: Access) -> bool:
     else:
         at = f"peer {status['peer_id']} of a run that has not begun"
     typer.echo(f"{access.address} answers: {at}")
-    return is_peer
+    return access, is_peer

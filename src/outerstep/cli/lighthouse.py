@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import ConfigError
+from ..installing import install_line
 from ..security import is_loopback
 from .stopping import Stopping
 
@@ -72,7 +73,7 @@ def _start(
         if error.name is None or error.name.partition(".")[0] != "torchft":
             raise
         raise ConfigError(
-            "a lighthouse needs the package torchft, which is not installed: pip install 'outerstep[torchft]'"
+            f"a lighthouse needs the package torchft, which is not installed: {install_line('torchft')}"
         ) from error
     try:
         return LighthouseServer(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..config import WORKER, Sourced, make_config
+from ..config import OF_PEERS, WORKER, OwnDefaults, Sourced, WorkerConfig, make_config
 from ..config import resolve as resolve_settings
 from ..errors import ConfigError
 from .options import ConfigFile, Found, takes_settings
@@ -21,10 +21,15 @@ NOT_FOR_PEERS = frozenset(
     if setting.field in ("topology", "server_addr", "group")
     or (setting.needs is not None and not setting.needs.holds(SimpleNamespace(topology="gossip")))
 )
-PEER = dataclasses.replace(WORKER, without=NOT_FOR_PEERS)
+PEER = dataclasses.replace(
+    WORKER,
+    without=NOT_FOR_PEERS,
+    essential=OF_PEERS,
+    own=OwnDefaults("`outerstep peer`", {"peer_dir": PEER_DIR, "announce": True}),
+)
 
 
-@takes_settings(PEER)
+@takes_settings(PEER, example="outerstep peer --sync-every 500 -- python train.py")
 def peer(
     found: Found,
     command: Annotated[
@@ -43,8 +48,7 @@ def peer(
     if "peers" in said and not said["peers"].value:  # "$(cat …)" of a file that is not there
         raise ConfigError("--join is empty: give the join string of a peer, or leave it out to found a run")
     said["topology"] = Sourced("gossip", "`outerstep peer`")
-    said.setdefault("peer_dir", Sourced(PEER_DIR, "`outerstep peer`"))
-    said.setdefault("announce", Sourced(True, "`outerstep peer`"))
     everything = resolve_settings(WORKER, said, file=config_file)
-    make_config(WORKER, everything)
-    become(find_program(command, command), command, script_environment(everything, config_file), place="gossip")
+    config: WorkerConfig = make_config(WORKER, everything)
+    environ = script_environment(everything, config_file)
+    become(find_program(command, command), command, environ, place="gossip", as_json=config.log_json)

@@ -50,7 +50,18 @@ def check_server(server: str, credentials: str | None, worker_id: str | None = N
             f"`outerstep join -`. (If it was started with --insecure, and you trust the network: http://{named.address})"
         )
     try:
-        return _look(line, named, worker_id or SOMEBODY)
+        return _look(line, worker_id or SOMEBODY)
+    finally:
+        line.close()
+
+
+def way_to(server: str, credentials: str | None) -> str:
+    """The one of a server's addresses that answers."""
+    line = HttpTransport(server, timeout_s=PATIENCE_S, credentials=credentials)
+    try:
+        with suppress(Refused, TransportError):
+            line.ask_nonce(SOMEBODY)
+        return line.address
     finally:
         line.close()
 
@@ -71,33 +82,34 @@ def _takes_calls(named: Access) -> bool:
     return True
 
 
-def _look(line: HttpTransport, named: Access, worker_id: str) -> str:
+def _look(line: HttpTransport, worker_id: str) -> str:
     try:
         with suppress(ProtocolMismatch):  # a server of release 0.2, or one that the script will hear of
             line.ask_nonce(worker_id)
     except (Unauthorized, Forbidden, TlsRequired):
         raise
     except (Busy, Closing, ServerError) as error:  # of ours, or of what stands in front of it: for a while
-        return _unless_somebody_else(line, named, error)
+        return _unless_somebody_else(line, error)
     except (UntrustedServer, Refused) as error:
-        raise _not_a_server(line, named, error) from error
+        raise _not_a_server(line, error) from error
     except TransportError as error:
         return str(error)
     return ""
 
 
-def _unless_somebody_else(line: HttpTransport, named: Access, error: Refused) -> str:
+def _unless_somebody_else(line: HttpTransport, error: Refused) -> str:
     try:
         line.status()
     except (Busy, Closing, ServerError, Unauthorized, Forbidden, ProtocolMismatch, TransportError):
         pass
     except Refused as other:
-        raise _not_a_server(line, named, other) from error
+        raise _not_a_server(line, other) from error
     return str(error)
 
 
-def _not_a_server(line: HttpTransport, named: Access, error: OuterstepError) -> OuterstepError:
+def _not_a_server(line: HttpTransport, error: OuterstepError) -> OuterstepError:
     """What answers there instead: a peer; or who else, as far as it says so without being shown a token."""
+    named = Access(*parse_address(line.address))
     if isinstance(error, NotFound) and _is_peer(line):
         return ConfigError(
             f"{named.address} is a peer of a run without a server: start the script with `outerstep peer --join "

@@ -7,13 +7,14 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
+from rich.text import Text
 
 from ..config import (
     SERVER,
@@ -21,16 +22,19 @@ from ..config import (
     ServerCommand,
     ServerConfig,
     Sourced,
+    check_momentum_inside,
     make_command,
     make_config,
     naming_sources,
     values_of,
     warnings_about,
 )
+from ..defaults import OUTER_PATIENCE
 from ..durable.run_folder import DEFAULT_PLACE, RUN_FILE
 from ..errors import ConfigError
-from ..observe.log_lines import PrintableFormatter
+from ..observe.terminal import level_for, make_handler
 from ..security import Credentials, is_loopback, redact
+from .countdown import Countdown
 from .options import Found, takes_settings
 from .stopping import Stopping
 
@@ -44,7 +48,7 @@ log = logging.getLogger(__name__)
 RESUME_HERE = "save_dir"  # what --resume means by itself
 
 
-@takes_settings(SERVER)
+@takes_settings(SERVER, example="outerstep server -m MODEL_DIR -n 2 --host 0.0.0.0")
 def server(found: Found) -> None:
     """Hold the global model and take the workers' contributions.
 
@@ -60,26 +64,26 @@ def server(found: Found) -> None:
     has_run = config.save_dir is not None and (Path(config.save_dir) / RUN_FILE).is_file()
     if command.model is None and config.resume is None and not has_run:
         raise ConfigError("no model to train: give -m MODEL_DIR, or --resume with a saved state")
-    console = Console(stderr=True)
-    _show_log(console)
+    console = None if command.log_json else Console(stderr=True)
+    show_log(as_json=command.log_json)
     for warning in warnings_about(SERVER, found):
         log.warning("%s", warning)
-    with Stopping() as stopping:
-        made = _make(found, config, command)
+    with Stopping(partial(say, as_json=command.log_json)) as stopping:
+        made = make_server(found, config, command)
         stopping.gently(made.request_stop)
         try:
             _serve(made, config, command, console)
         finally:
             made.stop()
-    _check_end(made)
+    _check_end(made, as_json=command.log_json)
 
 
-def _check_end(made: DiLoCoServer) -> None:
+def _check_end(made: DiLoCoServer, *, as_json: bool) -> None:
     """A server that stopped with something left undone says so by its exit code too."""
     status = made.status()
     saved = str(status["last_save"])
     if status["failure"] or saved.startswith("failed"):
-        _say(f"error: {status['failure'] or f'the last save {saved}'}")
+        say(f"error: {status['failure'] or f'the last save {saved}'}", as_json=as_json)
         raise typer.Exit(1)
 
 
@@ -106,8 +110,8 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 
 
 def inside_a_cluster(found: Found, command: ServerCommand) -> Found:
-    """Under another layer a cluster averages, unless somebody says otherwise: momentum belongs to one level
-    (docs/concepts/hierarchy.md#measured)."""
+    """Under another layer a cluster averages, and gives a silent worker up before that layer gives up the cluster,
+    unless somebody says otherwise (coordination/layers/between.py)."""
     if command.above is None:
         return found
     if found["compat_port"].value is not None:
@@ -115,27 +119,15 @@ def inside_a_cluster(found: Found, command: ServerCommand) -> Found:
             "above and compat_port do not go together: what is trained must be known before a cluster joins, and the "
             "older protocol's clients do not say it; leave one of the two out"
         )
-    lr, momentum, named = found["outer_lr"], found["outer_momentum"], found["outer_optimizer"].value
-    if named != SHIPPED and not command.inner_momentum:
-        raise ConfigError(
-            f"outer_optimizer must be {SHIPPED} in a cluster, got {named!r}: it may have momentum, and the layer above "
-            "has some; leave it out, or say --inner-momentum if the run above has none"
-        )
-    if named != SHIPPED:
-        return found
-    if momentum.is_said and momentum.value and not command.inner_momentum:
-        raise ConfigError(
-            f"outer_momentum must be 0 in a cluster, got {momentum.value:g}: with momentum in the layer above, too, "
-            "the model is ruined; leave it out, or say --inner-momentum if the run above has none"
-        )
-    return {
-        **found,
-        "outer_lr": lr if lr.is_said else Sourced(1.0, lr.source),
-        "outer_momentum": momentum if momentum.is_said else Sourced(0.0, momentum.source),
-    }
+    usual = {"heartbeat_timeout_s": found["heartbeat_timeout_s"].value / OUTER_PATIENCE}
+    usual |= {"outer_lr": 1.0, "outer_momentum": 0.0} if found["outer_optimizer"].value == SHIPPED else {}
+    inside = {name: Sourced(value, found[name].source) for name, value in usual.items() if not found[name].is_said}
+    found = {**found, **inside}
+    check_momentum_inside(make_config(SERVER, found), insists=command.inner_momentum)
+    return found
 
 
-def _serve(made: DiLoCoServer, config: ServerConfig, command: ServerCommand, console: Console) -> None:
+def _serve(made: DiLoCoServer, config: ServerConfig, command: ServerCommand, console: Console | None) -> None:
     made.start()
     what, then = str(command.model), f"the first round waits for {_workers(config.num_workers)} (-n)"
     later = f"A round goes on with the workers that are alive, at least {config.rules.floor} ({config.rules.floor_is})"
@@ -147,10 +139,14 @@ def _serve(made: DiLoCoServer, config: ServerConfig, command: ServerCommand, con
         later = "Each contribution is a round of its own (--async)"
     _tell(console, f"[bold]{escape(what)}[/bold] on [bold]{escape(made.address)}[/bold], {then}. {later}.")
     if config.insecure:
-        _say(f"On each worker:\n\n    outerstep worker --server http://{made.address} -- python train.py\n")
+        line = f"outerstep worker --server http://{made.address} -- python train.py"
+        say(f"On each worker:\n\n    {line}\n", as_json=command.log_json)
     else:
-        _invite(made, config)
+        _invite(made, config, as_json=command.log_json)
+    if config.page:
+        say(page_line(made, config, as_json=command.log_json), as_json=command.log_json)
     with contextlib.ExitStack() as around:
+        around.enter_context(Countdown(made.silence))
         if config.compat_port is not None:
             from ..compat import CompatServer
 
@@ -158,6 +154,7 @@ def _serve(made: DiLoCoServer, config: ServerConfig, command: ServerCommand, con
             _tell(console, f"The older protocol on [bold]{escape(compat.address)}[/bold].\n")
         if command.above is not None:
             from ..hierarchy import Cluster
+            from ..hierarchy.ways_up import addresses
 
             name = command.cluster or socket.gethostname()
             _tell(console, f"Cluster [bold]{escape(name)}[/bold] of {escape(redact(command.above))}.\n")
@@ -167,6 +164,9 @@ def _serve(made: DiLoCoServer, config: ServerConfig, command: ServerCommand, con
                 name,
                 every=command.above_every,
                 wait_s=command.above_wait_s,
+                via=addresses(command.via),
+                relay=command.relay,
+                inner_momentum=command.inner_momentum,
                 credentials=config.credentials,
             )
             around.enter_context(above)
@@ -177,32 +177,49 @@ def _workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 
 
-def _invite(made: DiLoCoServer, config: ServerConfig) -> None:
+def _invite(made: DiLoCoServer, config: ServerConfig, *, as_json: bool) -> None:
     """What to type on each worker. The join string is for the operator's eyes: a terminal shows it, anything else may
     become a log file, and is told where it lies."""
     access = made.access
     file = Credentials(config.credentials).write_join_file(access)
     alone = " (Only this machine can reach it: --host 0.0.0.0 lets others in.)" if is_loopback(access.host) else ""
-    _say(f"On each worker:{alone}\n\n    outerstep worker --server {access.address} -- python train.py\n")
-    if sys.stderr.isatty():
-        _say(f"On another machine first, once: `outerstep join`, and paste this line:\n\n{access.join_string}\n")
+    line = f"outerstep worker --server {access.address} -- python train.py"
+    say(f"On each worker:{alone}\n\n    {line}\n", as_json=as_json)
+    if sys.stderr.isatty() and not as_json:
+        say(f"On another machine first, once: `outerstep join`, and paste this line:\n\n{access.join_string}\n")
     else:
-        _say(f"On another machine first, once: `outerstep join -`, and send it the line in {file}")
+        say(f"On another machine first, once: `outerstep join -`, and send it the line in {file}", as_json=as_json)
 
 
-def _tell(console: Console, text: str) -> None:
-    """If nobody reads it, or the disk under a log file is full, that is no reason to stop."""
+def page_line(made: DiLoCoServer, config: ServerConfig, *, as_json: bool) -> str:
+    """Where the page is. A link logs whoever opens it in, so a log file is told how to get one instead."""
+    if config.insecure:
+        return f"In a browser: {made.page_link()}"
+    if sys.stderr.isatty() and not as_json:
+        link = made.page_link()
+        return f"In a browser, once and within 15 minutes (`outerstep page` prints another):\n\n    {link}\n"
+    return f"In a browser: `outerstep page --server {made.access.address}` prints a link."
+
+
+def _tell(console: Console | None, text: str) -> None:
+    """If nobody reads it, or the disk under a log file is full, that is no reason to stop. None: the log is JSON."""
+    if console is None:
+        say(Text.from_markup(text).plain, as_json=True)
+        return
     with contextlib.suppress(OSError, SystemExit):  # rich would end the program
         console.print(text, highlight=False)
 
 
-def _say(text: str) -> None:
+def say(text: str, *, as_json: bool = False) -> None:
     """Not through rich, which would break a long line in two."""
+    if as_json:
+        log.info("%s", " ".join(text.split()))
+        return
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
-def _make(found: Found, config: ServerConfig, command: ServerCommand) -> DiLoCoServer:
+def make_server(found: Found, config: ServerConfig, command: ServerCommand) -> DiLoCoServer:
     from ..server import DiLoCoServer
 
     settings = values_of(config)
@@ -210,7 +227,7 @@ def _make(found: Found, config: ServerConfig, command: ServerCommand) -> DiLoCoS
     state, folder = _load(command.model, checkpoint=command.from_checkpoint)
     if settings["model_files"] is None and folder is not None:
         settings["model_files"] = str(folder)
-    if ":" in config.outer_optimizer:
+    if ":" in config.outer_optimizer or config.policy is not None:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` would: the user's module may lie here
     with naming_sources(found):
         return DiLoCoServer(state, **settings)
@@ -228,11 +245,8 @@ def _load(model: str | None, *, checkpoint: bool) -> tuple[dict[str, Tensor] | N
     return model_folder.load_state_dict(folder), folder if folder.is_dir() else folder.parent
 
 
-def _show_log(console: Console) -> None:
-    if console.is_terminal:
-        handler: logging.Handler = RichHandler(console=console, show_path=False)
-        handler.setFormatter(PrintableFormatter("%(message)s"))
-    else:  # a file: one line per event
-        handler = logging.StreamHandler()
-        handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+def show_log(*, as_json: bool) -> None:
+    handler = make_handler(as_json=as_json, plain="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=level_for(handler), handlers=[handler])
+    if as_json:
+        logging.captureWarnings(True)  # so that they are lines of JSON, too

@@ -24,8 +24,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopping:
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        """`say`: how people are told; None = as text on standard error."""
+        self._say = say or _say
         self._stop: Callable[[], None] | None = None
+        self._at_once: Callable[[], None] = lambda: None
+        self.asked: signal.Signals | None = None  # the first signal that came
         self._pressed = False  # Ctrl-C, while it was stopping gently
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
@@ -50,9 +54,10 @@ class Stopping:
                 signal.signal(number, before)
             os.close(self._mouth)  # which ends the thread
 
-    def gently(self, stop: Callable[[], None]) -> None:
-        """From here on there is something to finish; `stop` requests it and returns at once."""
-        self._stop = stop
+    def gently(self, stop: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> None:
+        """From here on there is something to finish; `stop` requests it and returns at once. `at_once`: what else must
+        end with this process if nothing is to be finished."""
+        self._at_once, self._stop = at_once, stop
 
     def _listen(self) -> None:
         while heard := os.read(self._ear, 1):
@@ -63,11 +68,12 @@ class Stopping:
     def _react(self, number: signal.Signals) -> None:
         pressed = number == signal.SIGINT
         if self._stop is None or (pressed and self._pressed):
-            _say("stopped at once")
+            self._say("stopped at once")
+            self._at_once()
             os._exit(128 + number)
-        self._pressed = self._pressed or pressed
+        self._pressed, self.asked = self._pressed or pressed, self.asked or number
         more = " Once more stops at once." if pressed else ""
-        _say(f"{'Ctrl-C' if pressed else number.name}: finishing what was decided, then stopping.{more}")
+        self._say(f"{'Ctrl-C' if pressed else number.name}: finishing what was decided, then stopping.{more}")
         self._stop()
 
 

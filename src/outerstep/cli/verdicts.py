@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any, Literal
 
 from ..errors import NotFound, OuterstepError, Refused, TlsRequired, Unauthorized, UntrustedServer
+from ..observe.story import duration, size
 from ..security import is_loopback
 from ..security.access import write_address
 from ..versions import PROTOCOL_VERSION
-from .status import duration, size
 
 Level = Literal["ok", "warn", "fail"]
 

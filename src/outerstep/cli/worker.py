@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from typing import Annotated
 
 import typer
@@ -18,7 +19,9 @@ from ..config import (
     make_command,
     make_config,
 )
+from ..defaults import METRICS_FOLDER
 from ..errors import ConfigError
+from ..printable import json_line
 from .last_word import promise
 from .options import ConfigFile, Found, takes_settings
 from .reaching import check_server, is_old_port
@@ -35,7 +38,7 @@ OLD_PROTOCOL = (
 SCRIPT = "Training script"
 
 
-@takes_settings(WORKER)
+@takes_settings(WORKER, example="outerstep worker --server 192.168.1.100:8512 --worker-id left -- python train.py")
 def worker(
     found: Found,
     command: Annotated[
@@ -44,11 +47,13 @@ def worker(
     ],
     project: Annotated[
         str | None,
-        typer.Option("-p", metavar="DIR", rich_help_panel=SCRIPT, help="Project of a `forgather` training command."),
+        typer.Option(
+            "-p", metavar="DIR", hidden=True, rich_help_panel=SCRIPT, help="Project of a `forgather` training command."
+        ),
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option("-t", metavar="FILE", rich_help_panel=SCRIPT, help="Its configuration template."),
+        typer.Option("-t", metavar="FILE", hidden=True, rich_help_panel=SCRIPT, help="Its configuration template."),
     ] = None,
     config_file: ConfigFile = None,
 ) -> None:
@@ -65,22 +70,36 @@ def worker(
     if config.server_addr is not None:
         is_old = words is not command and is_old_port(config.server_addr)
         if words is not command and not is_old:
-            typer.secho(f"note: {OLD_PROTOCOL}", err=True)
+            _say(f"note: {OLD_PROTOCOL}", as_json=config.log_json)
         silence = "" if is_old else check_server(config.server_addr, config.credentials, config.worker_id)
         if silence:
-            typer.secho(
+            _say(
                 f"warning: {silence}. Is the server running, and may this machine reach it (--host)? The script is "
                 f"started all the same; it waits {config.join_timeout_s:g} s for the server (--join-timeout)",
-                fg="yellow",
-                err=True,
+                as_json=config.log_json,
             )
-    become(program, words, environ, place=config.place if words is command else "")
+    become(program, words, environ, place=config.place if words is command else "", as_json=config.log_json)
+
+
+def _say(text: str, *, as_json: bool) -> None:
+    """A remark of the form "warning: …"."""
+    level, _, message = text.partition(": ")
+    if as_json:
+        typer.echo(_as_json(level, message), err=True)
+    else:
+        typer.secho(text, fg="yellow" if level == "warning" else None, err=True)
+
+
+def _as_json(level: str, message: str) -> str:
+    return json_line({"time": round(time.time(), 3), "level": level, "logger": __name__, "message": message})
 
 
 def script_environment(found: Found, config_file: str | None) -> dict[str, str]:
     """In which the training command finds `found`."""
     own: WorkerCommand = make_command(WORKER, found)
     environ = environment_for(WORKER, found, os.environ)
+    if not found["metrics_dir"].is_said and not found["peer_dir"].value:
+        environ[WORKER.variables("metrics_dir")[0]] = METRICS_FOLDER
     if config_file is not None:  # the script must not find another one in its folder
         environ[CONFIG_VARIABLE] = os.path.abspath(config_file)
     if own.devices is not None:
@@ -88,11 +107,12 @@ def script_environment(found: Found, config_file: str | None) -> dict[str, str]:
     return environ
 
 
-def become(program: str, words: list[str], environ: dict[str, str], *, place: str) -> None:
+def become(program: str, words: list[str], environ: dict[str, str], *, place: str, as_json: bool = False) -> None:
     """Replace this process by the training command. So nothing stands in between that would have to pass signals on and
     exit codes back: SLURM, systemd and Kubernetes speak with the script itself. If it ends and has not joined the run
     at `place`, that is said ("" = it joins by other means)."""
-    file = promise(NEVER_ATTACHED.format(place=place)) if place else ""
+    message = NEVER_ATTACHED.format(place=place)
+    file = promise(_as_json("error", message) if as_json else message) if place else ""
     os.execve(program, words, {**environ, ATTACHED_VARIABLE: file})
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from ..security import DEFAULT_PORT
 from .effects import TOPOLOGIES, WITHOUT_SERVER
 from .keywords import build, settings_of, unknown, values_of, with_current_names
-from .outer_step import SHIPPED, check_outer_step, is_named, outer_arguments, with_named_class
+from .outer_step import SHIPPED, check_momentum_inside, check_outer_step, is_named, outer_arguments, with_named_class
 from .server import DEFAULT_HOST, ServerCommand, ServerConfig
 from .setting import Setting
 from .sources import (
@@ -36,7 +36,7 @@ from .sources import (
     resolve,
     warnings_about,
 )
-from .table import ROLES, SERVER, WORKER, Role
+from .table import OF_PEERS, ROLES, SERVER, WORKER, OwnDefaults, Role
 from .worker import (
     LIGHTHOUSE_VARIABLE,
     ServerlessConfig,
@@ -52,12 +52,14 @@ __all__ = [
     "DEFAULT_PORT",
     "LIGHTHOUSE_VARIABLE",
     "NOT_SET",
+    "OF_PEERS",
     "ROLES",
     "SERVER",
     "SHIPPED",
     "TOPOLOGIES",
     "WITHOUT_SERVER",
     "WORKER",
+    "OwnDefaults",
     "Role",
     "ServerCommand",
     "ServerConfig",
@@ -67,6 +69,7 @@ __all__ = [
     "WorkerCommand",
     "WorkerConfig",
     "build",
+    "check_momentum_inside",
     "check_outer_step",
     "check_topology_name",
     "environment_for",

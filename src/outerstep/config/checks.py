@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from ..defaults import LOGGERS
 from ..errors import ConfigError
 from ..types import Wishes
 from .kinds import Kind, kinds_of
@@ -54,6 +56,17 @@ def check_label(config: object, name: str) -> None:
     value = getattr(config, name)
     if value is not None and not 1 <= len(value) <= LABEL:
         raise ConfigError(f"{name} must be 1 to {LABEL} characters, got {len(value)}; a hash of it will do")
+
+
+def check_loggers(names: str | None) -> None:
+    """`log_to`, of a server and of a worker."""
+    for name in (names or "").replace(",", " ").split():
+        if name not in LOGGERS:
+            near = difflib.get_close_matches(name, LOGGERS, n=1)
+            raise ConfigError(
+                f"log_to must name {', '.join(LOGGERS)}, with commas between, got {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
 
 
 def check_mixing(alpha: float | None, carry: bool | None) -> None:

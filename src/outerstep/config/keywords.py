@@ -2,7 +2,7 @@
 
 A config may have sections: fields whose default is another dataclass (`WorkerConfig.gossip`). A user gives every
 setting by its name alone, wherever it stands; no two sections share a name. A config's `OLD_NAMES` maps names of
-earlier versions, which stay valid, to those of today.
+earlier versions, which stay valid, to those of today; `NAMES_ELSEWHERE` those that other software has for the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from ..errors import ConfigError
 from .effects import without_effect
 
 T = TypeVar("T")
+
+NAMES_ELSEWHERE = {  # torchtitan's, and torchft's
+    "sync_steps": "sync_every",
+    "fragment_sync_delay": "fragment_delay",
+    "fragment_update_alpha": "fragment_alpha",
+}
 
 
 def settings_of(kind: type[Any]) -> dict[str, Field[Any]]:
@@ -61,11 +67,18 @@ def _no_effect(name: str, value: object, needed: str) -> str:
 
 def with_current_names(kind: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The same settings under the names of today."""
-    old_names = getattr(kind, "OLD_NAMES", {})
-    for old, current in old_names.items():
-        if old in settings and current in settings:
-            raise ConfigError(f"{old} is the old name of {current}, got both: leave {old} out")
-    return {old_names.get(name, name): value for name, value in settings.items()}
+    current_names = other_names(kind)
+    for other, current in current_names.items():
+        if other in settings and current in settings:
+            what = "another" if other in NAMES_ELSEWHERE else "the old"
+            raise ConfigError(f"{other} is {what} name of {current}, got both: leave {other} out")
+    return {current_names.get(name, name): value for name, value in settings.items()}
+
+
+def other_names(kind: type[Any]) -> dict[str, str]:
+    """What else a setting may be called -> its name."""
+    elsewhere = {name: ours for name, ours in NAMES_ELSEWHERE.items() if ours in settings_of(kind)}
+    return {**getattr(kind, "OLD_NAMES", {}), **elsewhere}
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ..coordination.layers.between import check_inner_momentum
 from ..errors import ConfigError
 from .effects import Needs
 
@@ -30,6 +32,12 @@ class _Told(Protocol):
 def is_named(told: _Told) -> bool:
     """Does another optimizer than the one that ships take the step?"""
     return told.outer_optimizer not in (None, SHIPPED)
+
+
+def check_momentum_inside(told: _Told, *, insists: bool) -> None:
+    """Of a cluster, whose outer step is the plain mean unless somebody says otherwise."""
+    momentum = math.nan if is_named(told) else told.outer_momentum or 0.0
+    check_inner_momentum(momentum, told.outer_optimizer or SHIPPED, insists=insists)
 
 
 def outer_arguments(told: _Told) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The table of settings for readers: as Markdown for the documentation, and as a TOML file to fill in.
 
-python -m outerstep.config.reference docs/reference/configuration.md        # renews the tables in it
+python -m outerstep.config.reference docs/reference/configuration.md docs/reference/layers.md   # renews their tables
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+from .keywords import other_names
+from .layers.parameters import markdown_tables
 from .setting import Setting
 from .table import ROLES, Role
 from .toml_file import FILE_NAME
@@ -29,9 +31,11 @@ def markdown_table(role: Role) -> str:
 
 
 def renew(page: str) -> str:
-    """The page with its tables as the code has them, each between its two marks."""
-    tables = {f"{role.name} settings": markdown_table(role) for role in ROLES.values()}
-    for name, table in {**tables, "needs": _needs(), "old names": _old_names()}.items():
+    """A page with its tables as the code has them, each between its two marks."""
+    settings = {f"{role.name} settings": markdown_table(role) for role in ROLES.values()}
+    settings |= {"needs": _needs(), "other names": _other_names()}
+    tables = settings if "<!-- needs -->" in page else markdown_tables()
+    for name, table in tables.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
         assert pattern.search(page), f"the page has no {begin} … {end}"
@@ -52,10 +56,10 @@ def _needs() -> str:
     return "\n".join(lines)
 
 
-def _old_names() -> str:
-    rows = [(role.name, *names) for role in ROLES.values() for names in role.config.OLD_NAMES.items()]
-    lines = ["| role | old name | name |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {role} | `{old}` | `{current}` |" for role, old, current in rows])
+def _other_names() -> str:
+    rows = [(role.name, *names) for role in ROLES.values() for names in other_names(role.config).items()]
+    lines = ["| role | other name | name |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {role} | `{other}` | `{current}` |" for role, other, current in rows])
 
 
 def commented_toml() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -12,9 +13,9 @@ from ..coordination.weights import MAX_WEIGHT_RATIO
 from ..defaults import OUTER_LR, OUTER_MOMENTUM, PART_SIZE_BYTES, SYNC_EVERY
 from ..errors import ConfigError
 from ..screens import FACTOR
-from ..security import DEFAULT_PORT, parse_address
+from ..security import DEFAULT_PORT, is_join_string, parse_address
 from ..types import Count, Positive, Wishes
-from .checks import Checked, check_label, check_mixing, wishes_of
+from .checks import Checked, check_label, check_loggers, check_mixing, wishes_of
 from .effects import Needs
 from .kinds import AtLeastOne, NotNegative
 from .outer_step import BY_NAME, SHIPPED, check_outer_step, with_named_class
@@ -22,9 +23,11 @@ from .setting import (
     ABOVE,
     AGGREGATION,
     ASYNC,
+    CONTROLLER,
     LIMITS,
     MODEL,
     NETWORK,
+    OBSERVING,
     OUTER,
     ROUNDS,
     SAVING,
@@ -35,10 +38,13 @@ from .setting import (
 )
 
 DEFAULT_HOST = "127.0.0.1"
+LEAST_POOL_BYTES = 128 << 20  # contributions to small models come faster without files
+POOL_BYTES_ALONE = 512 << 20  # without files
 FIRST_WORKER = "the first worker's wish, else"
 
 QUORUM = Needs("quorum or async_mode (--async)", lambda c: c.quorum is not None or c.async_mode)
 SEVERAL = Needs("num_fragments above 1", lambda c: c.num_fragments != 1)
+TARGET = Needs("target_utilization", lambda c: c.target_utilization is not None)
 PLACE = Needs("save_dir", lambda c: c.save_dir is not None)
 
 
@@ -58,21 +64,39 @@ class ServerCommand(Checked):
     from_checkpoint: bool = setting(False, MODEL, "The model is a training checkpoint.", flags="-c --from-checkpoint",
         needs=Needs("model (-m)", lambda c: c.model is not None))
     above: str | None = setting(None, ABOVE,
-        "This server and its workers are together one worker of the server there: its host:port, or join string.",
+        "This server and its workers are together one worker of the server there: its host:port, or join string; with "
+        "commas between, the places it may have been moved to.",
         "none: this is the top")
+    via: str | None = setting(None, ABOVE,
+        "Servers that relay to the one above, as host:port with commas between: taken if the straight way is cut, or "
+        "slower by a quarter.", "the straight way only", needs=Needs("above", lambda c: c.above is not None))
+    relay: bool = setting(False, ABOVE,
+        "Relay for other clusters that have joined this server: pass their bytes on, as they are, to the server above.",
+        needs=Needs("above", lambda c: c.above is not None))
     cluster: str | None = setting(None, ABOVE,
         "The name of this cluster up there, which survives restarts.", "this machine's name",
         needs=Needs("above", lambda c: c.above is not None))
     above_every: Positive | None = setting(None, ABOVE,
         "Rounds of this cluster between two exchanges up there.", "as the run above says",
         needs=Needs("above", lambda c: c.above is not None))
-    above_wait_s: NotNegative = setting(60.0, ABOVE,
+    above_wait_s: NotNegative | None = setting(None, ABOVE,
         "Seconds that workers wait for an exchange up there before they take their next steps; 0 = they do not.",
+        "60, or as long as the run above gives a round",
         needs=Needs("above", lambda c: c.above is not None))
+    log_json: bool = setting(False, OBSERVING,
+        "Write the log as JSON, one object per line, instead of text for people.")
     inner_momentum: bool = setting(False, ABOVE,
-        "Take an outer_momentum above 0 in this cluster although there is a layer above: it must have none itself.",
+        "Insist on an outer_momentum above 0 in this cluster: right if the run above has none; if it has some, too, "
+        "log and status warn.",
         needs=Needs("above", lambda c: c.above is not None))
     # fmt: on
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for given in (self.above, self.via):
+            for address in re.split(r"[,\s]+", given) if given is not None else ():
+                if not is_join_string(address):
+                    parse_address(address)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +208,18 @@ class ServerConfig(Checked):
         "μ of the outer step.", f"{OUTER_MOMENTUM}; of another outer_optimizer its own")
     nesterov: bool | None = setting(None, OUTER,
         "Nesterov or plain momentum.", "Nesterov; of another outer_optimizer its own")
+    target_utilization: NotNegative | None = setting(None, CONTROLLER,
+        "Share of the time that is to be spent on training; sync_every, codec, fragment_delay and more are then chosen "
+        "by what is measured, again and again.", "nothing is chosen by itself")
+    least_sync_every: Positive | None = setting(None, CONTROLLER,
+        "No shorter interval is chosen.", "10 steps", needs=TARGET)
+    most_sync_every: Positive | None = setting(None, CONTROLLER,
+        "No longer interval is chosen.", "500 steps; 100 for small models with four members or more", needs=TARGET)
+    global_batch: Count = setting(0, CONTROLLER,
+        "Samples of one round, of all members together, that batch sizes are recommended for; 0 = as they are.",
+        needs=TARGET)
+    policy: str | None = setting(None, CONTROLLER,
+        "A policy of your own, MODULE:FUNCTION, asked before the controller.", "none", needs=TARGET)
     save_dir: str | None = setting(None, SAVING,
         "Folder that keeps the run; a run found there is resumed.",
         "outerstep-run; from Python, or with --durability none: nothing is kept")
@@ -200,6 +236,9 @@ class ServerConfig(Checked):
         "Resume from a saved state, or the newest in a folder; without a value: the run in --save-dir, which must "
         "exist.", "the run in --save-dir, else a new one")
     event_log: str | None = setting(None, SAVING, "File to append events to, as JSON lines.", "none")
+    log_to: str | None = setting(None, OBSERVING,
+        "Write metrics there, too, with commas between: tensorboard, wandb, mlflow, trackio, otel; each is an extra.",
+        "nowhere but metrics.jsonl")
     host: str = setting(DEFAULT_HOST, NETWORK,
         "Address to listen on; 0.0.0.0 = all of this machine's, so that other machines can join.")
     port: Count | None = setting(DEFAULT_PORT, NETWORK,
@@ -217,7 +256,9 @@ class ServerConfig(Checked):
     tls_key: str | None = setting(None, SECURITY, "Its private key, as a PEM file.", "one made at the first start")
     insecure: bool = setting(False, SECURITY,
         "Plain HTTP without tokens: anyone who reaches the port can join, and read and change the model.")
-    remote_control: bool = setting(False, SECURITY, "Take control from other machines too, with the admin token.")
+    remote_control: bool = setting(False, SECURITY,
+        "Take control from other machines and from the page too, with the admin token.")
+    page: bool = setting(True, NETWORK, "Show the run in a browser, at /page (`outerstep page` prints a link).")
     require_identity: bool = setting(False, SECURITY,
         "Refuse workers that have neither a key nor a token of their own, as those of outerstep 0.2.")
     max_connections: Positive = setting(1024, LIMITS, "Connections open at the same time.")
@@ -231,17 +272,24 @@ class ServerConfig(Checked):
         "Bytes of contributions that newcomers with one token may send, and as many each other worker.", "any number")
     max_open_uploads: Positive = setting(QuotaLimits.open_uploads, LIMITS,
         "Contributions of newcomers with one token that may be on their way in.")
-    pool_bytes: Positive = setting(512 << 20, LIMITS, "Memory for contributions on their way in, in bytes.")
+    pool_bytes: Positive | None = setting(None, LIMITS,
+        "Memory for contributions on their way in, in bytes.",
+        "two of the whole model, 128 MiB at least; 512 MiB without a spool")
     spool_bytes: Count = setting(16 << 30, LIMITS, "Disk for them when that is full, in bytes; 0 = none.")
     spool_dir: str | None = setting(None, LIMITS, "Where on disk.", "/var/tmp",
         needs=Needs("spool_bytes above 0", lambda c: c.spool_bytes != 0))
-    part_size_bytes: Positive = setting(PART_SIZE_BYTES, LIMITS, "Size of the parts that payloads travel in.")
+    threads: Positive | None = setting(None, LIMITS,
+        "Threads that check, add up and close, and as many that look at what arrives.",
+        "the cores it may use, or OMP_NUM_THREADS; 2 at least")
+    part_size_bytes: Positive | None = setting(None, LIMITS, "Size of the parts that payloads travel in.",
+        "1 to 16 MiB, by the largest fragment")
     drain_timeout_s: NotNegative = setting(600.0, LIMITS, "Seconds that a shutdown waits for the workers to finish.")
     # fmt: on
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_label(self, "tokenizer")
+        check_loggers(self.log_to)
         _check_together(self)
 
     current_spelling = staticmethod(with_named_class)
@@ -249,6 +297,18 @@ class ServerConfig(Checked):
     @property
     def wishes(self) -> Wishes:
         return wishes_of(self)
+
+    @property
+    def least_pool_bytes(self) -> int:
+        """Memory for contributions, as far as it is known before there is a model."""
+        if self.pool_bytes is not None:
+            return self.pool_bytes
+        return LEAST_POOL_BYTES if self.spool_bytes else POOL_BYTES_ALONE
+
+    @property
+    def room_bytes(self) -> int:
+        """For contributions in memory and on disk."""
+        return self.least_pool_bytes + self.spool_bytes
 
     @property
     def keeps(self) -> Literal["round", "checkpoint", "none"]:
@@ -331,6 +391,7 @@ def _check_together(config: ServerConfig) -> None:
     if config.durability == "none" and config.save_every:
         raise ConfigError(f"save_every ({config.save_every}) saves by itself, durability 'none' does not: choose one")
     _check_security(config)
+    _check_controller(config)
     if config.compat_port is not None and config.weight_by != "equal":
         raise ConfigError(
             f"weight_by must be 'equal' with compat_port, got {config.weight_by!r}: clients of the older protocol "
@@ -342,10 +403,23 @@ def _check_together(config: ServerConfig) -> None:
         port = getattr(config, name)
         if port is not None and port > 65535:
             raise ConfigError(f"{name} must be between 0 and 65535, got {port}")
-    if not 64 <= config.part_size_bytes <= PART_SIZE_BYTES or config.part_size_bytes % 64:
-        raise ConfigError(
-            f"part_size_bytes must be a multiple of 64 between 64 and {PART_SIZE_BYTES}, got {config.part_size_bytes}"
-        )
+    size = config.part_size_bytes
+    if size is not None and (not 64 <= size <= PART_SIZE_BYTES or size % 64):
+        raise ConfigError(f"part_size_bytes must be a multiple of 64 between 64 and {PART_SIZE_BYTES}, got {size}")
+
+
+def _check_controller(config: ServerConfig) -> None:
+    target, least, most = config.target_utilization, config.least_sync_every, config.most_sync_every
+    if target is not None and not 0.0 < target < 1.0:
+        raise ConfigError(f"target_utilization must lie between 0 and 1, got {target:g}; 0.95 is usual")
+    for name in ("async_mode", "dylu"):
+        if target is not None and getattr(config, name):
+            raise ConfigError(
+                f"target_utilization and {name} do not go together: the controller gives each worker its number of "
+                "steps by itself, for rounds that all take part in; leave one of the two out"
+            )
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"least_sync_every ({least}) must not exceed most_sync_every ({most})")
 
 
 def _check_security(config: ServerConfig) -> None:

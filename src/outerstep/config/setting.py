@@ -23,6 +23,7 @@ PANELS = (
     (ASYNC := "Asynchronous"),
     (STREAMING := "Streaming"),
     (OUTER := "Outer step"),
+    (CONTROLLER := "Controller"),
     (ABOVE := "Layer above"),
     (SAVING := "Saving"),
     (NETWORK := "Network"),
@@ -32,6 +33,7 @@ PANELS = (
     (EXCHANGES := "Exchanges"),
     (PATIENCE := "Patience"),
     (NO_SERVER := "Without a server"),
+    (OBSERVING := "Observing"),
     (REPLICAS := "torchft"),
     (PEERS := "Between peers"),
 )

@@ -1,4 +1,4 @@
-"""Flag > environment > TOML file > default, for each setting by itself; and where each value came from."""
+"""Flag > environment > layers file > TOML file > default, for each setting by itself; and where each came from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..attached import ATTACHED_VARIABLE
+from ..attached import ATTACHED_VARIABLE, INITIAL_VARIABLE
 from ..errors import ConfigError
 from ..security import JOIN_VARIABLE, is_join_string, parse_join_string, redact
 from .checks import check_value
@@ -45,9 +45,15 @@ class Sourced:
 
 
 def resolve(
-    role: Role, said: Mapping[str, Sourced], *, environ: Mapping[str, str] | None = None, file: str | None = None
+    role: Role,
+    said: Mapping[str, Sourced],
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: str | None = None,
+    layers: Mapping[str, Sourced] | None = None,
 ) -> dict[str, Sourced]:
-    """Every setting of `role`. `said` is what flags or keywords state; `file` is --config."""
+    """Every setting of `role`. `said` is what flags or keywords state; `file` is --config; `layers` what --layers says
+    of this process (layers/starts.py), which goes before the file."""
     environ = os.environ if environ is None else environ
     said = with_current_names(role.config, said)
     for field in said:
@@ -59,8 +65,9 @@ def resolve(
     levels = [
         said,
         {field: at for field in role.by_field if (at := _from_environment(role, field, environ, said)) is not None},
+        layers or {},
         {field: Sourced(value, f"{path}:{line}") for field, (value, line) in in_file.items() if field in role.by_field},
-        {field: Sourced(value, DEFAULT) for field, value in role.defaults.items() if field in role.by_field},
+        {field: _default(role, field) for field in role.defaults if field in role.by_field},
     ]
     found = {
         field: next((level[field] for level in levels if field in level), Sourced(None, NOT_SET))
@@ -71,6 +78,13 @@ def resolve(
         levels.insert(-1, {"server_addr": Sourced(join.strip(), JOIN_VARIABLE)} if join else {})
         found["topology"], found["server_addr"] = _topology_and_address(levels)
     return found
+
+
+def _default(role: Role, field: str) -> Sourced:
+    """A command's own default counts as said: it holds for the script or the server that the command starts, whose
+    default may be another."""
+    source = f"default of {role.own.command}" if field in role.own.values else DEFAULT
+    return Sourced(role.defaults[field], source)
 
 
 def _topology_and_address(levels: Sequence[Mapping[str, Sourced]]) -> tuple[Sourced, Sourced]:
@@ -214,7 +228,7 @@ def _from_environment(
 
 def _check_variables(environ: Mapping[str, str]) -> None:
     known = {name for role in ROLES.values() for field in role.by_field for name in role.variables(field)}
-    known |= {CONFIG_VARIABLE, JOIN_VARIABLE, ATTACHED_VARIABLE}
+    known |= {CONFIG_VARIABLE, JOIN_VARIABLE, ATTACHED_VARIABLE, INITIAL_VARIABLE}
     for name in environ:
         if name.startswith(("OUTERSTEP_", "DILOCO_")) and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=TYPO_RATIO)

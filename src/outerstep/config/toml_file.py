@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .keywords import unknown, with_current_names
+from .keywords import other_names, unknown, with_current_names
 from .table import ROLES
 
 FILE_NAME = "outerstep.toml"
@@ -16,7 +16,7 @@ FILE_NAME = "outerstep.toml"
 
 def read_file(path: Path) -> dict[str, dict[str, tuple[Any, int]]]:
     """role -> field -> (value, line). Every key of every table is checked, whichever role is asking."""
-    text, tables = _parse(path)
+    text, tables = parse_toml(path)
     found: dict[str, dict[str, tuple[Any, int]]] = {name: {} for name in ROLES}
     for name, table in tables.items():
         at = f"{path}:{line_of(text, name)}"
@@ -32,8 +32,8 @@ def read_file(path: Path) -> dict[str, dict[str, tuple[Any, int]]]:
         try:
             lined = with_current_names(role.config, lined)
         except ConfigError as error:
-            old = next(field for field in lined if field in role.config.OLD_NAMES)
-            raise ConfigError(f"{path}:{lined[old][1]}: {error}") from error
+            other = next(field for field in lined if field in other_names(role.config))
+            raise ConfigError(f"{path}:{lined[other][1]}: {error}") from error
         for field, (value, line) in lined.items():
             if field not in role.by_field:
                 elsewhere = [other.name for other in ROLES.values() if field in other.by_field]
@@ -64,7 +64,8 @@ def line_of(text: str, key: str, table: str = "") -> int:
     return 1
 
 
-def _parse(path: Path) -> tuple[str, dict[str, Any]]:
+def parse_toml(path: Path) -> tuple[str, dict[str, Any]]:
+    """The file's text, and what it holds. An error names the line."""
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)

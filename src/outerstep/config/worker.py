@@ -10,17 +10,17 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from ..coordination.worker.exchange import Patience
 from ..defaults import JOIN_TIMEOUT_S, OUTER_LR, OUTER_MOMENTUM, PEER_HEARTBEAT_TIMEOUT_S
 from ..errors import ConfigError
+from ..lanes import FEWEST, MOST
 from ..security import redact
 from ..types import Count, Positive, Wishes, WorkerId
-from .checks import Checked, check_label, check_mixing, wishes_of
+from .checks import Checked, check_label, check_loggers, check_mixing, wishes_of
 from .effects import TOPOLOGIES, WITHOUT_SERVER, Needs, with_topology
 from .keywords import unknown, values_of
 from .kinds import AtLeastOne, NotNegative
-from .outer_step import check_outer_step, is_named, with_named_class
-from .setting import EXCHANGES, JOINING, NO_SERVER, PATIENCE, PEERS, REPLICAS, row, setting
+from .outer_step import check_momentum_inside, check_outer_step, is_named, with_named_class
+from .setting import ABOVE, EXCHANGES, JOINING, NO_SERVER, OBSERVING, PATIENCE, PEERS, REPLICAS, row, setting
 
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"  # where torchft itself looks for it
 AS_THE_RUN = "as the run has it"
@@ -31,6 +31,11 @@ TYPO_RATIO = 0.75  # a name this similar to one of ours is a slip; any other may
 
 SERVER_ONLY, SERVER_OR_REPLICAS = with_topology("server"), with_topology("server", "torchft")
 SERVER_OR_PEERS = with_topology("server", "gossip")
+REPLICAS_OR_RANKS = with_topology("torchft", "allreduce")
+WITH_ABOVE = Needs("above", lambda c: REPLICAS_OR_RANKS.holds(c) and c.above is not None)
+SERVER_PEERS_OR_ABOVE = Needs(
+    f"{SERVER_OR_PEERS.text}, or above", lambda c: SERVER_OR_PEERS.holds(c) or WITH_ABOVE.holds(c)
+)
 NO_SERVER_TO_SAY = replace(
     with_topology(*WITHOUT_SERVER), text=f"{with_topology(*WITHOUT_SERVER).text} (else it is the server's to say)"
 )
@@ -51,8 +56,9 @@ class ServerLinkConfig(Checked):
 
     dylu: bool | None = setting(None, EXCHANGES,
         "Let the server set this worker's sync_every by its speed.", "if the run does so", needs=SERVER_ONLY)
-    connections: Positive = setting(Patience.calls_in_flight, EXCHANGES,
-        "Parts of one exchange that travel at the same time, each on a connection of its own.",
+    connections: Positive | None = setting(None, EXCHANGES,
+        "Connections that the parts of one exchange travel over at the same time.",
+        f"as bandwidth × round trip needs, {FEWEST} to {MOST}",
         needs=SERVER_ONLY)
     offline_after_s: NotNegative = setting(30.0, PATIENCE,
         "After so many seconds without an answer: train on, and contribute when the server is back.",
@@ -113,13 +119,35 @@ class TorchftConfig(Checked):
         "Seconds that one attempt to meet the other replicas waits; then the worker tries again.")
     transfer_timeout_s: AtLeastOne = setting(60.0, REPLICAS,
         "Seconds for what the replicas of a quorum do together; a slower replica is left out.")
-    replica_backend: Literal["gloo", "nccl"] = setting("gloo", REPLICAS,
-        "What values travel by between replicas: gloo from host memory, or nccl from GPU to GPU.")
+    replica_backend: Literal["gloo", "nccl", "auto"] = setting("gloo", REPLICAS,
+        "What values travel by between replicas: gloo from host memory, nccl from GPU to GPU, or auto: nccl in each "
+        "quorum whose replicas all can.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lighthouse is not None:
             parse_lighthouse(self.lighthouse)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAboveConfig(Checked):
+    """Members without a server, torchft replicas or the ranks of an all-reduce job, that are together one worker of a
+    server (docs/concepts/hierarchy.md)."""
+
+    above: str | None = setting(None, ABOVE,
+        "The replicas or ranks are together one worker of the server there: its host:port, or join string.",
+        "none: they are a run of their own", needs=REPLICAS_OR_RANKS)
+    cluster: str | None = setting(None, ABOVE,
+        "The name of this cluster up there, the same on each replica or rank.", "none; above needs it",
+        needs=WITH_ABOVE)
+    above_every: Positive | None = setting(None, ABOVE,
+        "Rounds of the cluster between two exchanges up there.", "as the run above says", needs=WITH_ABOVE)
+    above_wait_s: NotNegative = setting(120.0, ABOVE,
+        "Seconds that members wait for an exchange up there before they take their next steps; 0 = they do not.",
+        needs=WITH_ABOVE)
+    inner_momentum: bool = setting(False, ABOVE,
+        "Insist on an outer_momentum above 0 in the cluster: right if the run above has none; if it has some, too, "
+        "log and status warn.", needs=WITH_ABOVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +166,7 @@ class GossipConfig(Checked):
         "none, a restart is then another peer; `outerstep peer`: outerstep-peer")
     insecure: bool = setting(False, PEERS,
         "Plain HTTP without tokens: anyone who reaches a peer's port can join, and read and change the model.")
+    page: bool = setting(True, PEERS, "Show the run in a browser, at /page on the peer's port.")
     announce: bool = setting(False, PEERS,
         "Print the join string and what to type on the next machine; `outerstep peer` does unless told not to.")
     aggregation: str | None = setting(None, PEERS,
@@ -200,7 +229,7 @@ class WorkerConfig(Checked):
         "none; topology server needs it", flags="--server"))
     credentials: str | None = setting(None, JOINING,
         "Folder in which `outerstep join` stores tokens and fingerprints.", "~/.config/outerstep",
-        needs=SERVER_OR_PEERS)
+        needs=SERVER_PEERS_OR_ABOVE)
     worker_id: str | None = setting(None, JOINING, "A name that survives restarts.", "made from host and process")
     heartbeat_interval_s: NotNegative = setting(30.0, JOINING, "Seconds between signs of life.")
     join_timeout_s: NotNegative = setting(JOIN_TIMEOUT_S, JOINING,
@@ -233,6 +262,17 @@ class WorkerConfig(Checked):
     outside_changes: Literal["adopt", "keep"] = setting("adopt", EXCHANGES,
         "Weights that moved outside optimizer.step() (a checkpoint was loaded): adopt the agreed weights in their "
         "place, or keep them and send the difference as learned.")
+    log_json: bool = setting(False, OBSERVING,
+        "Write outerstep's log as JSON, one object per line, instead of text for people.")
+    total_steps: Positive | None = setting(None, OBSERVING,
+        "Optimizer steps that the script will take in all: the log then says how far it is, and how long still.",
+        "not said")
+    log_to: str | None = setting(None, OBSERVING,
+        "Write metrics there, too, with commas between: tensorboard, wandb, mlflow, trackio, otel; each is an extra.",
+        "nowhere but metrics.jsonl")
+    metrics_dir: str | None = setting(None, OBSERVING,
+        "Folder for metrics.jsonl, and for what --log-to writes.",
+        "peer_dir, else `outerstep worker`: outerstep-metrics; from Python: none is written")
     give_up_after_s: NotNegative = setting(7200.0, PATIENCE,
         "End with an error after so many seconds without an answer.", needs=SERVER_OR_REPLICAS)
     stalled_after_s: NotNegative = setting(900.0, PATIENCE,
@@ -249,6 +289,7 @@ class WorkerConfig(Checked):
     serverless: ServerlessConfig = ServerlessConfig()
     allreduce: AllReduceConfig = AllReduceConfig()
     torchft: TorchftConfig = TorchftConfig()
+    layer_above: LayerAboveConfig = LayerAboveConfig()
     gossip: GossipConfig = GossipConfig()
 
     def __post_init__(self) -> None:
@@ -263,6 +304,7 @@ class WorkerConfig(Checked):
         super().__post_init__()
         check_mixing(self.fragment_alpha, self.fragment_carry)
         check_label(self, "tokenizer")
+        check_loggers(self.log_to)
         if self.codec is not None and self.bf16_comm is not None:
             raise ConfigError(
                 f"bf16_comm is short for codec, got both (codec={self.codec!r}): leave one of the two out"
@@ -272,7 +314,8 @@ class WorkerConfig(Checked):
     def __repr__(self) -> str:
         """Without the token that a join string holds."""
         values = values_of(self)
-        values |= {name: redact(str(values[name])) for name in ("server_addr", "peers") if values[name] is not None}
+        secret = [name for name in ("server_addr", "peers", "above") if values[name] is not None]
+        values |= {name: redact(str(values[name])) for name in secret}
         return f"WorkerConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
@@ -313,6 +356,7 @@ def _check_topology(config: WorkerConfig) -> None:
                 "two out"
             )
         check_outer_step(config.serverless)
+        _check_above(config)
         if config.gossip.pattern in ("pairs", "exponential") and is_named(config.serverless):
             raise ConfigError(
                 f"outer_optimizer {config.serverless.outer_optimizer!r} steps along what all agree on, and with "
@@ -320,6 +364,29 @@ def _check_topology(config: WorkerConfig) -> None:
             )
     else:
         check_topology_name(name)
+
+
+def _check_above(config: WorkerConfig) -> None:
+    """What goes together with a layer above (docs/concepts/hierarchy.md)."""
+    outer, told, transfer_s = config.serverless, config.layer_above, config.torchft.transfer_timeout_s
+    if told.above is None:
+        return
+    if told.cluster is None:
+        raise ConfigError(
+            "above needs the name of this cluster up there, the same on every replica or rank, got none: say "
+            "cluster='NAME'"
+        )
+    try:
+        msgspec.convert(told.cluster, WorkerId)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"cluster must be a name as worker_id is, got {told.cluster!r}: {error}") from error
+    if config.topology == "torchft" and 0.0 < told.above_wait_s <= transfer_s:
+        raise ConfigError(
+            f"transfer_timeout_s must be below above_wait_s, got {transfer_s:g} and "
+            f"{told.above_wait_s:g}: one replica that dies in a transfer would use up the whole wait for the layer "
+            "above; lower the one or raise the other"
+        )
+    check_momentum_inside(outer, insists=told.inner_momentum)
 
 
 def check_topology_name(name: str) -> None:

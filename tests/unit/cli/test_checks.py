@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from outerstep.cli import checks
-from outerstep.cli.checks import FIRST_BYTES, find_gpus, look_at_secrets, nvidia_driver, rate, try_disk, usable_cores
+from outerstep.cli.checks import FIRST_BYTES, find_gpus, look_at_secrets, nvidia_driver, rate, try_disk
 from outerstep.wire.pages import MAX_BYTES
 
 
@@ -61,14 +61,6 @@ def test_a_folder_that_is_not_there_is_tried_where_it_would_be_made(tmp_path: Pa
 
 def test_a_folder_that_takes_no_files_is_an_error() -> None:
     assert try_disk("save_dir", "/proc/outerstep").error is not None
-
-
-@pytest.mark.parametrize(("limit", "cores"), [("200000 100000", 2), ("max 100000", 64), ("50000 100000", 1)])
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, cores: int) -> None:
-    (tmp_path / "cpu.max").write_text(limit + "\n")
-    monkeypatch.setattr(checks, "CPU_LIMIT_FILE", tmp_path / "cpu.max")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
-    assert usable_cores() == cores
 
 
 def test_the_driver_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 
 from outerstep import model_folder, server
+from outerstep.cli.options import _read
+from outerstep.cli.peer import PEER
 from outerstep.cli.server import spelled_out
 from outerstep.cli.worker import training_command
-from outerstep.config import ROLES, WORKER, Role, resolve
+from outerstep.config import ROLES, SERVER, WORKER, Role, resolve
 from outerstep.errors import ConfigError
 from outerstep.security import Access
 from outerstep.types import Control, ControlAnswer, Wishes
@@ -146,9 +149,14 @@ class TestFlags:
 
     @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
     def test_each_setting_has_one_that_sets_it_and_nothing_else(self, role: Role) -> None:
-        examples, special = {int: 64, float: 0.5, str: "/tmp"}, {"advertise": "h:1", "topology": "gossip"}
+        examples, special = (
+            {int: 64, float: 0.5, str: "/tmp"},
+            {"advertise": "h:1", "above": "h:1", "via": "h:1", "topology": "gossip"},
+        )
         needed = {
             "from_checkpoint": " -m x",
+            "via": " --above h:1",
+            "relay": " --above h:1",
             "cluster": " --above h:1",
             "above_every": " --above h:1",
             "above_wait_s": " --above h:1",
@@ -170,10 +178,25 @@ class TestFlags:
 
     @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
     def test_help_lists_each_with_its_sentence_and_its_default(self, role: Role) -> None:
-        text = " ".join(run(f"{role.name} --help").replace("│", " ").split())
+        text = " ".join(run(f"{role.name} --help-all").replace("│", " ").split())
         for setting in role.settings:
             assert setting.flag in text
             assert f"{setting.sentence} {role.default_text(setting)}" in text
+        panels = list(dict.fromkeys(setting.panel for setting in role.settings))
+        assert sorted(panels, key=lambda panel: text.index(f"─ {panel} ─")) == panels
+
+    @pytest.mark.parametrize("role", [SERVER, WORKER, PEER], ids=["server", "worker", "peer"])
+    def test_help_is_short_and_shows_what_people_need_with_an_example(self, role: Role) -> None:
+        name = "peer" if role is PEER else role.name
+        text = run(f"{name} --help")
+        assert 9 <= len(role.group_of) <= 10
+        assert role.group_of.keys() <= role.by_field.keys()
+        for setting in role.settings:
+            rows = [line for line in text.splitlines() if re.match(rf"│ {setting.flag}[ ,]", line)]
+            assert len(rows) == (setting.field in role.group_of), setting.flag
+        for word in (f"Example: outerstep {name} -", "--help-all", *role.essential):
+            assert word in text
+        assert len(text.splitlines()) < 75
 
     def test_a_trim_that_trims_nothing_is_refused_with_where_it_was_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One of the settings is in a file, one in a variable, one on the command line."""
@@ -243,6 +266,9 @@ class Started:
 
     sync_round = 7
     is_resumed = False
+
+    def silence(self) -> str:
+        return ""
 
     def start(self) -> Started:
         return self
@@ -411,6 +437,7 @@ class TestWorker:
             "DILOCO_SERVER": "h:1",
             "DILOCO_BF16_COMM": "0",
             "OUTERSTEP_STALLED_AFTER_S": "5",
+            "OUTERSTEP_METRICS_DIR": "outerstep-metrics",
             "OUTERSTEP_ATTACHED_FILE": "file",
             "CUDA_VISIBLE_DEVICES": "1",
         }
@@ -495,3 +522,10 @@ class TestControl:
         with pytest.raises(ConfigError, match=said):
             run(f"control {line}")
         assert sent == []
+
+
+@pytest.mark.parametrize(("typed_as", "named"), [("--grace-period", "--grace-period"), ("--grace", "--grace")])
+def test_a_refusal_names_the_flag_that_was_typed(typed_as: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["outerstep", "server", "-m", "x", "-n", "2", f"{typed_as}=soon"])
+    with pytest.raises(ConfigError, match=f"^{named} 'soon' is not a valid grace_s"):
+        _read(SERVER, SERVER.by_field["grace_s"], "soon")

@@ -156,7 +156,7 @@ class TestToken:
     def test_a_rotation_may_overlap(self, here: Credentials) -> None:
         before = here.tokens.load().run
         self.token(here, "rotate --overlap 2h")
-        assert TokenGuard(here.tokens).admit(f"Bearer {before}").name == "run"
+        assert TokenGuard(here.tokens).admit({"authorization": f"Bearer {before}"}).name == "run"
         assert "run  replaced, valid until" in self.token(here, "list")
         self.token(here, "new guest")
         assert parse_join_string(self.token(here, "rotate guest")).token.startswith("run-")

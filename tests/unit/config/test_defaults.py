@@ -80,5 +80,5 @@ def test_whoever_has_the_default_has_the_same() -> None:
     assert DEFAULTS["sync_every"] == defaults.SYNC_EVERY
     for kind in (ServerTopology, GradientGossip):
         assert inspect.signature(kind).parameters["join_timeout_s"].default == worker["join_timeout_s"].default
-    assert NodeSettings("a").part_size_bytes == server["part_size_bytes"].default
+    assert NodeSettings("a").part_size_bytes == defaults.PART_SIZE_BYTES
     assert GossipRules().heartbeat_timeout_s == defaults.PEER_HEARTBEAT_TIMEOUT_S

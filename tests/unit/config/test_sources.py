@@ -25,6 +25,7 @@ from outerstep.config import (
     resolve,
     values_of,
 )
+from outerstep.config.keywords import other_names
 from outerstep.config.kinds import Kind, write
 from outerstep.config.reference import commented_toml, renew
 from outerstep.config.toml_file import line_of
@@ -371,39 +372,47 @@ class TestTopologies:
         assert child == {"DILOCO_SERVER": "gossip", "OUTERSTEP_TOPOLOGY": "gossip"}
 
 
-OLD = [(role, old, current) for role in ROLES.values() for old, current in role.config.OLD_NAMES.items()]
+OTHER = [(role, *names) for role in ROLES.values() for names in other_names(role.config).items()]
 
 
-class TestOldNames:
-    """Names of earlier versions are valid wherever today's are."""
+class TestOtherNames:
+    """Names of earlier versions, and those known from torchtitan and torchft, are valid wherever ours are."""
 
-    VALUES: ClassVar = {"dylu": True, "attackers": 2, "save_every": 7}
+    VALUES: ClassVar = {
+        "dylu": True,
+        "attackers": 2,
+        "save_every": 7,
+        "sync_every": 8,
+        "fragment_delay": 3,
+        "fragment_alpha": 0.5,
+    }
 
-    @pytest.mark.parametrize(("role", "old", "current"), OLD, ids=lambda value: getattr(value, "name", value))
-    def test_an_old_name_means_the_current_one_in_every_place(self, role: Role, old: str, current: str) -> None:
+    @pytest.mark.parametrize(("role", "other", "current"), OTHER, ids=lambda value: getattr(value, "name", value))
+    def test_another_name_means_ours_in_every_place(self, role: Role, other: str, current: str) -> None:
         value = self.VALUES.get(current, 7.0)
-        assert resolve(role, {old: Sourced(value, "keyword")}, environ={})[current] == Sourced(value, "keyword")
-        variable = f"OUTERSTEP_{old.upper()}"
+        assert resolve(role, {other: Sourced(value, "keyword")}, environ={})[current] == Sourced(value, "keyword")
+        variable = f"OUTERSTEP_{other.upper()}"
         assert resolve(role, {}, environ={variable: write(value)})[current] == Sourced(value, variable)
-        Path("outerstep.toml").write_text(f"[{role.name}]\n\n{old} = {json.dumps(value)}\n")
+        Path("outerstep.toml").write_text(f"[{role.name}]\n\n{other} = {json.dumps(value)}\n")
         assert resolve(role, {}, environ={})[current] == Sourced(value, "outerstep.toml:3")
         required = {"num_workers": 4, "save_dir": "run"} if role is SERVER else {"topology": "gossip"}
         required |= {"quorum": 2} if current == "grace_s" else {}
-        assert values_of(build(role.config, {**required, old: value}))[current] == value
+        assert values_of(build(role.config, {**required, other: value}))[current] == value
 
-    @pytest.mark.parametrize(("role", "old", "current"), OLD, ids=lambda value: getattr(value, "name", value))
-    def test_both_names_at_once_are_refused(self, role: Role, old: str, current: str) -> None:
-        with pytest.raises(ConfigError, match=f"{old} is the old name of {current}, got both: leave {old} out"):
-            build(role.config, {old: 1, current: 1})
-        Path("outerstep.toml").write_text(f"[{role.name}]\n{old} = 1\n{current} = 1\n")
-        with pytest.raises(ConfigError, match=rf"^outerstep\.toml:2: {old} is the old name of {current}"):
+    @pytest.mark.parametrize(("role", "other", "current"), OTHER, ids=lambda value: getattr(value, "name", value))
+    def test_both_names_at_once_are_refused(self, role: Role, other: str, current: str) -> None:
+        what = "the old" if other in role.config.OLD_NAMES else "another"
+        with pytest.raises(ConfigError, match=f"{other} is {what} name of {current}, got both: leave {other} out"):
+            build(role.config, {other: 1, current: 2})
+        Path("outerstep.toml").write_text(f"[{role.name}]\n{other} = 1\n{current} = 1\n")
+        with pytest.raises(ConfigError, match=rf"^outerstep\.toml:2: {other} is {what} name of {current}"):
             resolve(role, {}, environ={})
 
     @BOTH
-    def test_the_reference_page_names_every_old_one(self, role: Role) -> None:
+    def test_the_reference_page_names_every_one(self, role: Role) -> None:
         page = (REFERENCE / "configuration.md").read_text()
-        for old, current in role.config.OLD_NAMES.items():
-            assert f"| `{old}` | `{current}` |" in page
+        for other, current in other_names(role.config).items():
+            assert f"| `{other}` | `{current}` |" in page
 
     @BOTH
     def test_a_time_in_seconds_says_so(self, role: Role) -> None:

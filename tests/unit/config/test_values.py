@@ -33,9 +33,11 @@ SERVER_NUMBERS = [
 WORKER_WHOLE_FROM_1 = ["sync_every", "num_fragments", "connections"]
 WORKER_NUMBERS = ["heartbeat_interval_s", "join_timeout_s", "give_up_after_s", "exit_patience_s"]
 SERVER_OPTIONAL = [
+    "part_size_bytes",
     "sync_every",
     "num_fragments",
     "quorum",
+    "pool_bytes",
     "port",
     "round_deadline_s",
     "start_deadline_s",
