@@ -82,8 +82,9 @@ def measure(row: str, seed: int, options: argparse.Namespace) -> Outcome:
             rooms = [DiLoCoServer(weights, size, **shared, **inside, sync_every=steps) for _ in range(CLUSTERS)]
             for i, room in enumerate(rooms):
                 around.enter_context(room)
-                waits = {} if row == "hierarchy" else {"wait_s": 0.0}
-                clusters.append(Cluster(room, slow, f"cluster-{i}", every=INSIDE_PER_ACROSS, **waits).start())
+                said: dict[str, Any] = {} if row == "hierarchy" else {"wait_s": 0.0}
+                said |= {"inner_momentum": True} if row == "both momenta" else {}
+                clusters.append(Cluster(room, slow, f"cluster-{i}", every=INSIDE_PER_ACROSS, **said).start())
             near = [f"http://{room.address}" for room in rooms]
         workers = [_start(i, near[i * len(near) // WORKERS], seed, folder, options) for i in range(WORKERS)]
         codes = [worker.wait() for worker in workers]

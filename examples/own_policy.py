@@ -4,7 +4,8 @@ This one never touches the interval: somebody has tuned it. It takes the most ex
 time that the target leaves for waiting. Whatever a policy returns is held to the layer's bounds, so it cannot ask for
 something that the workers could not carry out.
 
-    python examples/own_policy.py
+    python examples/own_policy.py                                                               # what it would decide
+    outerstep server … --target-utilization 0.95 --policy own_policy:codec_only                 # in a run
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def codec_only(state: ControllerState) -> Mapping[str, LayerPlan]:
             exchange_s = 2 * layer.parameters * bytes_per_value(codec) / slowest  # there and back
             if exchange_s * (1.0 if codec == plan.codec else ROOM) <= allowed_s:
                 break
-        wanted[layer.name] = replace(plan, codec=codec, down_codec=codec)
+        wanted[layer.name] = replace(plan, codec=codec, down_codec=layer.bounds.down_for(codec))
     return wanted
 
 

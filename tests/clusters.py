@@ -15,7 +15,7 @@ from outerstep.errors import TransportError
 from outerstep.model_folder import save_model
 from outerstep.wire.http_transport import HttpTransport
 from ports import free_port
-from support import tiny_model, wait_until
+from support import Ledger, tiny_model, wait_until
 
 SCRIPT = """
 import os, pathlib, sys, time, torch, outerstep
@@ -43,13 +43,16 @@ outerstep.save_model(model, folder / name)
 """
 
 
-RATES = {"tiny": 0.01, "wide": 1e-6}
+RATES = {"tiny": 0.01, "wide": 1e-6, "ledger": 1.0}
+LEDGER_CELLS = 12
 
 
 def build_model(kind: str) -> nn.Module:
-    """The same weights in every process. "wide" has two megabytes, to be sent in many parts."""
+    """The same weights in every process. "wide" has two megabytes, to be sent in many parts; "ledger" counts steps."""
     if kind == "tiny":
         return tiny_model()
+    if kind == "ledger":
+        return Ledger(LEDGER_CELLS)
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 65536), nn.Tanh(), nn.Linear(65536, 1))
 
@@ -72,7 +75,7 @@ class Cluster:
     def start_server(self, *flags: str) -> Child:
         port = self.address.split(":")[1]
         words = ["server", "-m", str(self.folder / "initial"), "--port", port, "--event-log", self._event_log, *flags]
-        self.server = self._spawn("server", ["-m", "outerstep", *words])
+        self.server = self.spawn("server", ["-m", "outerstep", *words])
         return self.server
 
     def answers(self) -> bool:
@@ -82,7 +85,7 @@ class Cluster:
         except TransportError:
             return False
 
-    def _spawn(self, name: str, arguments: list[str], **environ: str) -> Child:
+    def spawn(self, name: str, arguments: list[str], **environ: str) -> Child:
         with (self.folder / f"{name}.log").open("ab") as log:
             child = start(arguments, log=log, cwd=self.folder, env={**os.environ, **environ})
         self.children.append(child)
@@ -92,7 +95,7 @@ class Cluster:
         """The script itself, so that a signal reaches who trains; settings are worker settings."""
         environ = {f"OUTERSTEP_{field.upper()}": str(value) for field, value in settings.items()}
         environ |= {"DILOCO_SERVER": address or self.address, "DILOCO_WORKER_ID": name}
-        return self._spawn(name, [str(self.folder / "train.py"), name], **environ)
+        return self.spawn(name, [str(self.folder / "train.py"), name], **environ)
 
     def status(self) -> dict[str, Any]:
         return self.transport.status()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from outerstep.security import Access, Credentials, parse_address
 from outerstep.security.tls import pinning_context
 from outerstep.server import DiLoCoServer
-from outerstep.types import PROTOCOL_VERSION, PutPart
+from outerstep.types import PROTOCOL_VERSION, CompleteOffer, PutPart
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import PROTOCOL_HEADER, SESSION_HEADER, AnyRequest, address_of, encode_json
 from support import tiny_model
@@ -80,7 +80,7 @@ class Site:
     ) -> Said:
         """A message of the protocol with the right token, and the right session unless others are given."""
         method, target, _ = address_of(request)
-        data = bytes(body) if isinstance(request, PutPart) else encode_json(request)
+        data = bytes(body) if isinstance(request, PutPart | CompleteOffer) else encode_json(request)
         said = f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}"
         return self.post(target, data, said, *headers, method=method, sessions=sessions)
 

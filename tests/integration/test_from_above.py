@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def others_learned(steps: int) -> Any:
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
 def test_everybody_holds_it_and_nobody_loses_a_step(codec: str) -> None:
     with DiLoCoServer(Ledger(3).state_dict(), 2, codec=codec, insecure=True, host="127.0.0.1", **SUM) as server:
+        asked = threading.Event()
 
         def train(cell: int) -> list[float]:
             model = Ledger(3)
@@ -36,9 +38,11 @@ def test_everybody_holds_it_and_nobody_loses_a_step(codec: str) -> None:
             with memory_worker(server, f"w{cell}", model, optimizer) as worker:
                 count(model, optimizer, cell, 4)
                 count(model, optimizer, cell, 2)
-                if cell == 0:  # between its steps; the other may be anywhere
-                    published = server.service.move_from_above(0, 1, others_learned(100))
+                if cell == 0:  # between its steps; the other is anywhere before its next contribution, which would
+                    published = server.service.move_from_above(0, 1, others_learned(100))  # have to be waited for
+                    asked.set()
                     assert published.wait(60.0)
+                assert asked.wait(60.0)
                 count(model, optimizer, cell, 6)
                 assert worker.sync_metrics["missed_rounds"] == 0
                 assert worker.sync_metrics["steps_discarded"] == 0

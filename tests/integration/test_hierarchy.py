@@ -3,6 +3,7 @@ are in a model, and how often."""
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from outerstep.errors import ConfigError
+from outerstep.events import VersionPublished
 from outerstep.hierarchy import Cluster
 from outerstep.server import DiLoCoServer
 from support import (
@@ -35,6 +38,7 @@ SUM: dict[str, Any] = {  # whoever takes part in a round: what each cluster did 
     "heartbeat_timeout_s": 60.0,
 }
 WORKERS = 4
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "hierarchy.md"
 
 
 def make_server(workers: int, settings: dict[str, Any], place: Path | None = None, **more: Any) -> DiLoCoServer:
@@ -73,8 +77,73 @@ def test_what_two_clusters_of_two_learn_is_in_the_model_above(codec: str) -> Non
     assert cells(above) in (cells(east), cells(west)), "the last one to leave has it all"
     assert cells(east)[:2] == cells(west)[2:] == [12.0, 12.0]
     assert above.sync_round >= 3
+    # Each life has come to its end, as the cluster knows it and as the layer above does.
+    assert [cluster.describe().state for cluster in clusters] == ["EXIT", "EXIT"]
+    assert {str(member.life.place) for member in above.service.coordinator.members if member.life} == {"EXIT"}
     for server in (east, west, above):
         server.service.stop()
+
+
+def example_of_the_page() -> str:
+    (block,) = re.findall(r"```python\n(.*?DiLoCoServer.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    return str(block)
+
+
+def test_the_pages_python_example_is_one_worker_above_and_nothing_is_wrong_between_the_two(tmp_path: Path) -> None:
+    """As it is typed, but for the address of the top and of this server, its folder, and what it does meanwhile."""
+    above = DiLoCoServer(
+        Ledger(WORKERS).state_dict(), 1, port=0, insecure=True, credentials=str(tmp_path), sync_every=2
+    )
+    seen: list[DiLoCoServer] = []
+
+    def meanwhile(server: DiLoCoServer) -> None:
+        seen.append(server)
+        cluster = server.service.run.describe_above
+        in_threads(*(lambda i=i: train(server, i, 24, sync_every=2) for i in range(2)))
+        wait_until(lambda: (told := cluster()) is not None and told.exchanges > 0)
+        assert (told := cluster()) is not None
+        assert (told.joined, told.failure, told.warnings) == (True, "", [])
+
+    text, typed_here = example_of_the_page(), {"every=8": "every=2", "server.wait()": "meanwhile(server)"}
+    with above:
+        typed_here["num_workers=2"] = f"num_workers=2, port=0, insecure=True, credentials={str(tmp_path)!r}"
+        typed_here['"TOP:8512"'] = repr(f"http://{above.address}")
+        for typed, here in typed_here.items():
+            assert typed in text, "the page has changed: change what is typed here"
+            text = text.replace(typed, here)
+        exec(text, {"model": Ledger(WORKERS), "meanwhile": meanwhile})
+    assert len(seen) == 1
+
+
+def test_a_cluster_from_python_with_momentum_of_its_own_is_refused_unless_somebody_insists() -> None:
+    east = make_server(1, {"port": 0})  # as DiLoCoServer is by itself: η 0.7, μ 0.9
+    with pytest.raises(ConfigError, match=r"outer_momentum must be 0 in a cluster, got 0.9: .*inner_momentum=True"):
+        Cluster(east, "memory:1", "east")
+    above = make_server(1, {"port": 0, "heartbeat_timeout_s": 240.0})
+    way = Relocatable(above.service)
+    insisting = Cluster(east, "memory:1", "east", every=2, transport=way, patience=EAGER, inner_momentum=True).start()
+    train(east, 0, 8, sync_every=2)
+    assert ["0.9 in this cluster and 0.9 in the run above" in said for said in insisting.describe().warnings] == [True]
+    insisting.stop()
+    for server in (east, above):
+        kill(server)
+
+
+@pytest.mark.parametrize(
+    ("factory", "refusal"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=1.0), ""),
+        (lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.5), "got 0.5"),
+        (lambda params: torch.optim.AdamW(params), "may have momentum"),
+    ],
+)
+def test_a_clusters_own_optimizer_is_looked_at_for_momentum(factory: Any, refusal: str) -> None:
+    server = DiLoCoServer(Ledger(WORKERS).state_dict(), 1, port=0, outer_optimizer_factory=factory)
+    if refusal:
+        with pytest.raises(ConfigError, match=refusal):
+            Cluster(server, "memory:1", "east")
+    else:
+        Cluster(server, "memory:1", "east")
 
 
 # --- a cluster's server dies wherever it may --------------------------------------------------------------------------
@@ -144,7 +213,9 @@ def test_no_step_is_lost_or_counted_twice_when_a_clusters_server_dies(moment: st
                     east = make_server(1, settings, tmp_path)
                     transport.move(east)
                     clusters.append(make_cluster(east, above, "east"))
+        wait_until(lambda: clusters[-1].describe().state.startswith("TRAINING"))
         clusters[-1].stop()
+        assert clusters[-1].describe().state == "EXIT"
         assert len(clusters) == 2, "it never came to that"
 
     def train_west() -> None:
@@ -155,6 +226,37 @@ def test_no_step_is_lost_or_counted_twice_when_a_clusters_server_dies(moment: st
     assert cells(above) == [64.0, 64.0, 0.0, 0.0]
     assert (cells(east)[0], cells(west)[1]) == (64.0, 64.0)
     for server in (east, west, above):
+        kill(server)
+
+
+def test_a_cluster_that_is_stopped_with_a_bad_disk_offers_nothing(tmp_path: Path) -> None:
+    """What it could not write down it would send a second time after a restart."""
+    above = make_server(1, SUM)
+    settings = {**INSIDE, "codec": "fp32"}
+    east = make_server(1, settings, tmp_path)
+    cluster = make_cluster(east, above, "east", every=100)
+    in_the_way = tmp_path / ".above.safetensors.unfinished"
+    model, transport = Ledger(WORKERS), Relocatable(east.service)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with memory_worker(east, "e", model, optimizer, transport):
+        count(model, optimizer, 0, 16)
+        wait_until(lambda: cluster.worker is not None)
+        in_the_way.mkdir()
+    in_threads(cluster.stop)
+    assert cells(above) == [0.0] * WORKERS
+    assert "cannot be written" in cluster.failure
+    assert not cluster.describe().joined
+    assert cluster.describe().state == "IDLE"
+    wait_until(lambda: not above.service.coordinator.members.live_ids)
+
+    in_the_way.rmdir()
+    kill(east)
+    east = make_server(1, settings, tmp_path)
+    again = make_cluster(east, above, "east", every=100)
+    wait_until(lambda: again.worker is not None)
+    in_threads(again.stop)
+    assert cells(above) == cells(east) == [16.0, 0.0, 0.0, 0.0]
+    for server in (east, above):
         kill(server)
 
 
@@ -219,7 +321,8 @@ def test_the_server_above_dies_and_the_clusters_rounds_go_on(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("codec", ["int8+feedback", "bf16"])
 def test_fragments_that_differ_between_the_levels_end_with_the_same_bits(codec: str) -> None:
-    """Two fragments inside, three across with a delay; what codecs round is in the next update, on every level."""
+    """Two fragments inside, three across with a delay; what codecs round is in the next update, on every level. Each
+    cluster's record is made in the middle of an exchange."""
     model = tiny_model().state_dict()
     above = DiLoCoServer(model, 2, **{**ACROSS, "codec": codec, "num_fragments": 3, "fragment_delay": 1})
     inside = [DiLoCoServer(model, 2, **{**INSIDE, "codec": codec, "num_fragments": 2}) for _ in range(2)]
@@ -235,10 +338,11 @@ def test_fragments_that_differ_between_the_levels_end_with_the_same_bits(codec: 
 
     in_threads(*(lambda i=i: learn(i) for i in range(WORKERS)))
     in_threads(*(cluster.stop for cluster in clusters))
-    for store in above.service.stores:
-        for name, anchor in store.params().items():
-            for cluster in clusters:
-                assert torch.equal(cluster._worker._replica.anchors[name], anchor), name
+    agreed = {name: anchor for store in above.service.stores for name, anchor in store.params().items()}
+    held = [cluster._worker._replica.anchors for cluster in clusters]
+    assert any(all(torch.equal(one[name], anchor) for name, anchor in agreed.items()) for one in held), (
+        "the last has it"
+    )
     moved = [store.newest.version for server in (above, *inside) for store in server.service.stores]
     assert min(moved) >= 3, moved
     # T of every cluster is what the layer above has agreed on: all that its members learned has gone up.
@@ -246,6 +350,43 @@ def test_fragments_that_differ_between_the_levels_end_with_the_same_bits(codec: 
         for name, target in cluster._shadow.newest.items():
             torch.testing.assert_close(target, cluster._worker._replica.anchors[name], rtol=0, atol=1e-6)
     for server in (*inside, above):
+        server.service.stop()
+
+
+def test_what_is_agreed_above_is_handed_down_fragment_by_fragment_as_it_arrives() -> None:
+    """Each of three fragments is in the members' model before the next one is offered above."""
+    model = tiny_model().state_dict()
+    above = DiLoCoServer(model, 1, **{**ACROSS, "outer_lr": 0.5, "codec": "fp32", "num_fragments": 3})
+    inside = DiLoCoServer(model, 1, **{**INSIDE, "codec": "fp32", "num_fragments": 3})
+    for server in (above, inside):
+        server.service.start()
+    cluster = make_cluster(inside, above, "c0", every=3)
+    happened: list[tuple[str, Any]] = []
+    move, below = cluster.below.move, cluster.below
+
+    def moves(serial: int, fragments: Any, moved: Any) -> None:
+        move(serial, fragments, moved)
+        happened.append(("moved", tuple(fragments)))
+
+    below.move = moves  # type: ignore[method-assign]
+    above.service.events.add(
+        lambda event: (
+            happened.append(("agreed", event.agreement.fragment)) if isinstance(event, VersionPublished) else None
+        )
+    )
+    own = tiny_model()
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.01)
+    with memory_worker(inside, "w", own, optimizer):
+        wait_until(lambda: cluster.worker is not None)
+        train_steps(own, optimizer, 48, seed=0)
+        wait_until(lambda: len(happened) >= 6)
+        seen = list(happened)
+    in_threads(cluster.stop)
+    first = seen.index(("agreed", 0))
+    assert seen[first : first + 6] == [
+        step for fragment in range(3) for step in (("agreed", fragment), ("moved", (fragment,)))
+    ], seen
+    for server in (inside, above):
         server.service.stop()
 
 

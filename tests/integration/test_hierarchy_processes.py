@@ -78,3 +78,44 @@ def test_two_clusters_of_two_outlive_their_servers_and_end_with_the_same_weights
     finally:
         for run in (top, east, west):
             run.close()
+
+
+def test_three_levels_train_one_model_and_send_less_the_higher_they_are(tmp_path: Path) -> None:
+    """A top, two sites, a room in each, a worker in each room."""
+    runs: dict[str, Cluster] = {}
+
+    def begin(name: str, *flags: str) -> Cluster:
+        (tmp_path / name).mkdir()
+        runs[name] = Cluster(tmp_path / name, "--codec", "fp32", *flags)
+        return runs[name]
+
+    def under(above: str, name: str, sync_every: int) -> Cluster:
+        said = ["-n", "1", "--sync-every", str(sync_every), "--above", runs[above].address, "--cluster", name]
+        return begin(name, *said, "--above-every", "2", "--heartbeat-timeout", "30")
+
+    try:
+        top = begin("top", "-n", "2")
+        rooms = [under(under("top", f"site-{i}", 2).folder.name, f"room-{i}", 3) for i in range(2)]
+        workers = [room.worker("w") for room in rooms]
+        wait_until(lambda: top.round() >= 3)
+        assert top.participants() == ["site-0", "site-1"]
+        rounds = {name: run.round() for name, run in runs.items()}
+        sent = {name: runs[name].status()["above"]["bytes_sent"] for name in ("room-0", "site-0")}
+        assert rounds["room-0"] > rounds["site-0"] > rounds["top"]
+        assert sent["room-0"] > sent["site-0"] > 0
+
+        for room in rooms:
+            (room.folder / "stop").touch()
+        assert [worker.wait(60) for worker in workers] == [0, 0]
+        for level in ("room", "site", "top"):
+            ending = [run for name, run in runs.items() if name.startswith(level)]
+            for run in ending:
+                run.server.send_signal(signal.SIGTERM)
+            assert [run.server.wait(90) for run in ending] == [0] * len(ending), ending[0].log("server")
+        ends = [runs[name].folder / "outerstep-run" / "latest" for name in ("top", "site-0", "site-1")]
+        models = [load_state_dict(end) for end in ends]  # (a room has left before its site's last exchange)
+        for name, weights in models[0].items():
+            assert all(torch.equal(weights, other[name]) for other in models[1:]), name
+    finally:
+        for run in runs.values():
+            run.close()

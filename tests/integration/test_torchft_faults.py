@@ -4,7 +4,11 @@ gloo; what breaks is broken by hand."""
 from __future__ import annotations
 
 import builtins
+import contextlib
+import copy
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,12 +24,13 @@ from torchft.coordination import LighthouseServer
 
 from faults.proxy import Proxy
 from outerstep import DiLoCoWorker
+from outerstep.coordination.layers.replica_life import ReplicaLife
 from outerstep.errors import AnchorsDiffer, ConfigError, OuterstepError, PlanMismatch
 from outerstep.topology.torchft.process_groups import ProcessGroups
 from outerstep.topology.torchft.quorum import Quorums
 from outerstep.topology.torchft.rounds import RoundOutcome, Rounds, VotedRound
 from outerstep.topology.update import MeanStep, anchor_hash
-from support import Ledger, count, in_threads, tiny_model, train_steps
+from support import Ledger, count, in_threads, tiny_model, train_steps, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -151,12 +156,24 @@ def test_votes_that_keep_failing_leave_the_steps_for_a_later_round(
         return vote(quorums)
 
     monkeypatch.setattr(Quorums, "vote", stubborn)
+    seen: list[str] = []
+    for name in ("met", "agreed", "failed"):
+        happens = getattr(ReplicaLife, name)
+
+        def noted(life: ReplicaLife, *args: Any, _happens: Any = happens, **more: Any) -> None:
+            _happens(life, *args, **more)
+            seen.append(life.place)
+
+        monkeypatch.setattr(ReplicaLife, name, noted)
     model = Ledger(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings = {"codec": "int8+feedback", "outer_lr": 1.0, "outer_momentum": 0.0, "min_replicas": 1}
     with make(lighthouse, "a", model, optimizer, **settings) as worker:
         count(model, optimizer, 0, 3 * H)
     assert worker.sync_metrics["missed_rounds"] == 1
+    syncs, back = "TRAINING (sync)", "ROLLBACK (reconfigure)"
+    assert seen[:9] == [syncs, "TRAINING (compute)", syncs, back, syncs, back, syncs, back, syncs]
+    assert worker.sync_metrics["state"] == "EXIT"
     assert accounts.rounds == [{"a": 2 * H}, {"a": H}] or accounts.rounds == [{"a": H}, {"a": H}, {"a": H}]
     assert worker._replica.anchors["cells"].item() == pytest.approx(3 * H, abs=0.1)
 
@@ -171,7 +188,7 @@ def crooked(monkeypatch: pytest.MonkeyPatch) -> None:
         if getattr(update, "of_b", False) and name == "0.weight" and len(workers) < 1:
             workers.append(1)
             block.view(torch.int32)[5] += 1
-            update._proof._state.update(b"as it would have been")
+            update._proof._hasher.update(b"as it would have been")
         return block
 
     agree = Rounds._agree
@@ -264,6 +281,60 @@ def test_a_saved_run_goes_on_where_it_was(lighthouse: str) -> None:
     assert after[0]["worker"]["topology"]["run_id"] == before[0]["worker"]["topology"]["run_id"]
 
 
+@pytest.mark.parametrize("later", [0, H], ids=["newest state", "old state"])
+def test_a_replica_that_resumes_from_its_state_sends_no_step_twice_and_loses_none(
+    lighthouse: str, monkeypatch: pytest.MonkeyPatch, later: int
+) -> None:
+    """`later`: the steps that it took after it had saved; with those it contributed once more."""
+    accounts, is_over = Accounts(monkeypatch), threading.Event()
+
+    def first_life() -> dict[str, Any]:
+        model, optimizer, worker = ledger_replica("a")
+        with contextlib.suppress(Killed), worker:
+            count(model, optimizer, 0, H + 2)
+            state = copy.deepcopy({"model": model.state_dict(), "worker": worker.state_dict()})
+            count(model, optimizer, 0, later)
+            raise Killed
+        return state
+
+    def second_life(state: dict[str, Any]) -> None:
+        model, optimizer, worker = ledger_replica("a")
+        model.load_state_dict(state["model"])
+        worker.load_state_dict(state["worker"])
+        with worker:
+            count(model, optimizer, 0, 3 * H)
+
+    def ledger_replica(name: str) -> tuple[Ledger, torch.optim.Optimizer, DiLoCoWorker]:
+        model = Ledger(2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        plain = {"outer_lr": 1.0, "outer_momentum": 0.0, "min_replicas": 1}
+        return model, optimizer, make(lighthouse, name, model, optimizer, **plain)
+
+    def lives_of_a() -> None:
+        try:
+            state, seen = first_life(), len(accounts.rounds)
+            wait_until(lambda: len(accounts.rounds) > seen + 1)  # the other goes on without it
+            second_life(state)
+        finally:
+            is_over.set()
+
+    def life_of_b() -> list[float]:
+        model, optimizer, worker = ledger_replica("b")
+        with worker:
+            while not is_over.is_set():
+                count(model, optimizer, 1, 1)
+                time.sleep(0.01)
+        return worker._replica.anchors["cells"].tolist()
+
+    _, cells = in_threads(lives_of_a, life_of_b)
+    assert accounts.steps_of("a") == (2 * H if later else H + 2) + 3 * H
+    assert cells == pytest.approx([accounts.expected("a"), accounts.expected("b")])
+
+
+class Killed(Exception):
+    """The training loop of a replica ends here."""
+
+
 def test_without_torchft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
@@ -273,7 +344,7 @@ def test_without_torchft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=r"outerstep\[torchft\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[torchft\]"):
         make("127.0.0.1:1", "a", tiny_model(), torch.optim.SGD(tiny_model().parameters()))
 
 

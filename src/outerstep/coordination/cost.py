@@ -122,19 +122,20 @@ def route_cost(
     centre_in_bytes_per_s: float = 0.0,
     centre_out_bytes_per_s: float = 0.0,
 ) -> RouteCost:
-    """Contributions are relayed, not added up, so a line up carries one for each cluster behind it. The update is the
-    same for all: a line down carries it once. Parts follow each other, so the slowest line of a way sets its time, and
-    latencies add up. `centre_…`: what the centre's own access carries in all (0: more than the lines do)."""
+    """A relay passes bytes on and knows nothing of them (wire/relay.py). So contributions are not added up, and updates
+    are not copied there: a line carries one of each for every cluster behind it. Parts follow each other, so the
+    slowest line of a way sets its time, and latencies add up. `centre_…`: what the centre's own access carries in all
+    (0: more than the lines do)."""
     behind = dict.fromkeys(parents, 1)
     for cluster in parents:
         for above in _above(cluster, parents, centre):
             behind[above] += 1
     up = max(behind[c] / lines[c, parents[c]].bytes_per_s for c in parents)
-    down = max(1.0 / lines[parents[c], c].bytes_per_s for c in parents)
+    down = max(behind[c] / lines[parents[c], c].bytes_per_s for c in parents)
     if centre_in_bytes_per_s > 0.0:
         up = max(up, len(parents) / centre_in_bytes_per_s)
     if centre_out_bytes_per_s > 0.0:
-        down = max(down, sum(parent == centre for parent in parents.values()) / centre_out_bytes_per_s)
+        down = max(down, len(parents) / centre_out_bytes_per_s)
     latency_s = max(
         sum(
             lines[c, parents[c]].latency_s + lines[parents[c], c].latency_s

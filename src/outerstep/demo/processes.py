@@ -8,10 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from ..dashboard.logins import CODE_S, link_to
+from ..dashboard.tunnel import Tunnel
 from ..errors import OuterstepError, TransportError
 from ..wire.http_transport import HttpTransport
 
@@ -33,15 +38,20 @@ class Process:
     progress: Path | None = None
     threads: int = 1
     environ: dict[str, str] = field(default_factory=dict)  # additional variables
+    apart: bool = False  # Ctrl-C reaches us, not the child
     child: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
-    def start(self) -> Process:
+    def environment(self) -> dict[str, str]:
         # The demo ignores this machine's settings for real runs, so that it is the same everywhere.
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("DILOCO_", "OUTERSTEP_"))}
         ours = {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1", "OUTERSTEP_CONFIG": os.devnull}
-        environ = {**plain, **ours, **self.environ}
+        return {**plain, **ours, **self.environ}
+
+    def start(self) -> Process:
         with self.log.open("wb") as log:
-            self.child = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+            self.child = subprocess.Popen(
+                self.command, stdout=log, stderr=subprocess.STDOUT, env=self.environment(), start_new_session=self.apart
+            )
         return self
 
     def is_running(self) -> bool:
@@ -52,6 +62,12 @@ class Process:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             raise DemoFailed(f"{self.name} ended with exit code {code}; the end of {self.log}:\n{tail}")
         return code is None
+
+    def kill(self) -> None:
+        """SIGKILL: it has no time to say anything."""
+        if self.child is not None:
+            self.child.kill()
+            self.child.wait()
 
     def stop(self) -> None:
         if self.child is None or self.child.poll() is not None:
@@ -93,3 +109,16 @@ def wait_for_server(server: Process, address: str, credentials: Path) -> HttpTra
                 raise DemoFailed(f"the server did not answer within {SERVER_START_S:g} s: {error}") from error
             time.sleep(0.2)
     raise DemoFailed(f"the server ended before it answered; see {server.log}")
+
+
+def tell_page(transport: HttpTransport, credentials: Path, console: Console, around: ExitStack) -> None:
+    """How a browser gets to the page of this server. A terminal is shown a link, good until `around` ends, without a
+    certificate to warn of. A link logs in whoever opens it, so a log file is told how to get one."""
+    if not console.is_terminal:
+        command = f"outerstep page --server {transport.address} --credentials {credentials} --tunnel"
+        console.print(f"In a browser, while it runs: `{command}` prints a link.", soft_wrap=True, highlight=False)
+        return
+    tunnel = around.enter_context(Tunnel(transport))
+    link = link_to(tunnel.address, transport.page_link().code, plain=True)
+    about = f"In a browser, while it runs; the link works once, within {CODE_S / 60:.0f} minutes:"
+    console.print(f"{about}\n\n    {link}\n", soft_wrap=True, highlight=False)

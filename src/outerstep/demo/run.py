@@ -14,19 +14,22 @@ import json
 import os
 import shutil
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ..installing import install_line
 from ..model_folder import load_model, save_model
 from ..security import JOIN_VARIABLE, Access, Credentials
 from ..wire.http_transport import HttpTransport
 from .corpus import evaluation_batches, load_corpus
 from .model import build_model
-from .processes import Process, free_port, python_module, wait_for_server
+from .processes import Process, free_port, python_module, tell_page, wait_for_server
 from .results import Row, plot, print_table
 from .train import HELD_OUT_BATCHES
 from .training import evaluate
@@ -64,13 +67,15 @@ class Team:
     address: str = ""
     credentials: Path = Path()
     transport: HttpTransport | None = None
+    around: ExitStack = field(default_factory=ExitStack)
     status: dict[str, Any] = field(default_factory=dict)
     tasks: list[TaskID] = field(default_factory=list)
 
-    def start(self) -> None:
+    def start(self, console: Console) -> None:
         if self.server is not None:
             self.server.start()
             self.transport = wait_for_server(self.server, self.address, self.credentials)
+            tell_page(self.transport, self.credentials, console, self.around)
             access = Credentials(self.credentials).find(self.address)
             assert access is not None
             for process in self.processes:
@@ -85,6 +90,7 @@ class Team:
         return any(running)
 
     def stop(self) -> None:
+        self.around.close()
         for process in [*self.processes, *([self.server] if self.server else [])]:
             process.stop()
 
@@ -138,7 +144,7 @@ def run_demo(settings: DemoSettings, console: Console) -> list[Row]:
     picture = plot(rows, folder / "loss.png")
     console.print(
         f"model: {folder / 'trained'} (loaded again and evaluated)  "
-        + (f"plot: {picture}" if picture else 'plot: pip install "outerstep[demo]" to get one')
+        + (f"plot: {picture}" if picture else f"plot: {escape(install_line('demo'))} to get one")
     )
     return rows
 
@@ -269,7 +275,7 @@ def _look_after(team: Team | None, lane: list[Team], progress: Progress) -> Team
         team = lane.pop(0) if lane else None
         if team is not None:
             try:
-                team.start()
+                team.start(progress.console)
             except BaseException:
                 team.stop()
                 raise

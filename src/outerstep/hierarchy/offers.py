@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from msgspec import UNSET
+
+from ..coordination.layers.between import LayerTerms
+from ..coordination.worker.exchange import Orders
+from ..errors import ExchangeFailed, OuterstepError
 from ..events import RoundReport
 from ..topology.protocol import Contribution, Joined, Ticket
 from ..topology.server.topology import ServerTopology
-from ..types import Answer, Manifest, Offer, Request, Wishes
+from ..types import Answer, Manifest, Offer, Plan, Request, Wishes
 from ..wire.transport import Transport
 
 
 class HeldOffers:
-    """A transport that lets offers pass only while it is `open`."""
+    """A transport that lets offers pass only while it is `open`. `refusal`: what is held fails like this instead.
+    `is_silent`: nothing passes any more, a join least of all: it would fence whoever speaks for the cluster now."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.open = threading.Event()
         self.open.set()
+        self.refusal: OuterstepError | None = None
+        self.is_silent = False
         self.show_session, self.status, self.close = transport.show_session, transport.status, transport.close
+        self.probe_up, self.probe_down = getattr(transport, "probe_up", None), getattr(transport, "probe_down", None)
+        self.spread = getattr(transport, "spread", None)
 
     @property
     def address(self) -> str:
@@ -41,6 +52,10 @@ class HeldOffers:
     ) -> Answer:
         if isinstance(request, Offer):
             self.open.wait()
+            if self.refusal is not None:
+                raise self.refusal
+        if self.is_silent:
+            raise ExchangeFailed("another process speaks for this cluster")
         return self._transport.call(request, body=body, into=into, timeout_s=timeout_s)
 
 
@@ -48,8 +63,16 @@ class UpwardTopology:
     """A server topology whose contributions say how many steps the cluster's members took for them, and are held back
     until `let_go`. (To the worker's machine a step is a round of the cluster.)"""
 
-    def __init__(self, make: Callable[[Transport], ServerTopology], transport: Transport, manifest: Manifest) -> None:
-        """`manifest`: of the cluster's run, which knows what its members' model is beside the copy that is sent."""
+    def __init__(
+        self,
+        make: Callable[[Transport], ServerTopology],
+        transport: Transport,
+        manifest: Manifest,
+        rounds_per_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`manifest`: of the cluster's run, which knows what its members' model is beside the copy that is sent.
+        `rounds_per_s`: how fast its members are, 0 = not known."""
+        self._rounds_per_s = rounds_per_s
         self._held = HeldOffers(transport)
         self._server = make(self._held)
         self.begun = 0  # contributions
@@ -58,18 +81,67 @@ class UpwardTopology:
         self._sent: dict[int, int] = {}  # or in the last contribution
         server = self._server
         self._manifest = manifest
-        self.catch_up, self.leave, self.reopen = server.catch_up, server.leave, server.reopen
+        self.catch_up, self.reopen = server.catch_up, server.reopen
         self.state_dict, self.load_state_dict = server.state_dict, server.load_state_dict
-        self.heartbeat, self.orders, self.close = server.heartbeat, server.orders, server.close
+        self.close = server.close
+        self.told_to_end = ""  # why
+        self.named = ""  # who is to lead the cluster, by an operator's order
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         return self._server.join(self._manifest, wishes)
+
+    @property
+    def overtaken(self) -> frozenset[int]:
+        """Fragments of which the layer above has later contributions than the state that was loaded."""
+        return self._server.overtaken
+
+    def terms_above(self, plan: Plan) -> LayerTerms:
+        """Of the run above, whose plan this is, as it told them when we joined it last."""
+        told = self._server.session.joined
+        return LayerTerms(
+            momentum=math.nan if told.outer_momentum is UNSET else told.outer_momentum,
+            waits_s=plan.heartbeat_timeout_s or math.inf,
+            deadline_s=None if plan.round_deadline_s is UNSET else plan.round_deadline_s,
+        )
+
+    @property
+    def has_contributed(self) -> bool:
+        """Whether the layer above has had contributions of this cluster, of whichever process."""
+        return any(self._server.sequences)
+
+    def orders(self, *, at_exchange: bool) -> Orders:
+        """What the server above asks of the cluster. To end is for the leader to carry out: members first bring what
+        they have."""
+        orders = self._server.orders(at_exchange=at_exchange)
+        self.told_to_end = self.told_to_end or orders.drain
+        self.named = orders.leader or self.named
+        return replace(orders, drain="", leader="")
+
+    def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
+        """What the worker's machine takes for its speed is that of taking steps that others have taken."""
+        self._server.heartbeat(step, self._rounds_per_s(), loss)
+
+    @property
+    def is_silent(self) -> bool:
+        return self._held.is_silent
+
+    def fall_silent(self) -> None:
+        """Another process speaks for the cluster, or will. From any thread."""
+        self._held.is_silent = True
+        self._server.close()
+
+    def leave(self, reason: str) -> None:
+        if self.is_silent:
+            self._server.close()
+        else:
+            self._server.leave(reason)
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> Ticket:
         fragment, done = contribution.fragment, self.steps_taken
         steps = max(done - self._counted.get(fragment, 0), contribution.steps)
         self._sent[fragment] = done
         self.begun += 1
+        self._held.refusal = None
         self._held.open.clear()
         try:
             return self._server.begin(replace(contribution, steps=steps), stuck_after_s=stuck_after_s)
@@ -79,6 +151,11 @@ class UpwardTopology:
 
     def let_go(self) -> None:
         """What was begun may be offered."""
+        self._held.open.set()
+
+    def withdraw(self, why: OuterstepError) -> None:
+        """What was begun must not be offered."""
+        self._held.refusal = why
         self._held.open.set()
 
     def reported(self, event: Any) -> None:

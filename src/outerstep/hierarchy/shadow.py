@@ -90,6 +90,12 @@ class Shadow(nn.Module):
         for name in names:
             self.before[name].copy_(self.tensors[name].detach())
 
+    def forget(self, names: Collection[str]) -> None:
+        """B = T: T is to become S, whatever was learned."""
+        with self._lock:
+            for name in names:
+                self.before[name].copy_(self.newest[name])
+
 
 class RoundsTaken(torch.optim.Optimizer):
     """Its step is a round that the cluster has closed."""

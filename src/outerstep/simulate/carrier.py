@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ..coordination.worker.exchange import Call, Exchange
 from ..errors import OuterstepError, TransportError
-from ..types import Answer, GetPartAnswer, PutPart, Request
+from ..types import Answer, CompleteOffer, GetPartAnswer, PollAnswer, PutPart, Request
 from .agenda import Agenda
 from .history import History, StepName
 from .network import Network
 from .server import SimServer
 
 CALL_TIMEOUT_S = 6.0
+DAMAGED = "0" * 16  # the hash of what came instead
 
 Bodies = Mapping[int, list[StepName]]
 """What is sent under each sequence."""
@@ -53,7 +54,7 @@ class SimCarrier:
         self._finished.add(exchange)
 
     def _call(self, exchange: Exchange, call: Call, bodies: Bodies, drive: Callable[[], None]) -> None:
-        def answered(answer: Answer | OuterstepError, damaged: bool) -> None:
+        def answered(answer: Answer | OuterstepError, damaged: bool, carried: Sequence[str]) -> None:
             if exchange in self._finished:
                 return
             if isinstance(answer, OuterstepError):
@@ -61,8 +62,9 @@ class SimCarrier:
             else:
                 received = None
                 if isinstance(answer, GetPartAnswer):
-                    received = "0" * 16 if damaged else answer.hash
-                exchange.answered(call, answer, self._agenda.now, received_hash=received)
+                    received = DAMAGED if damaged else answer.hash
+                came = [DAMAGED] * len(carried) if damaged else carried
+                exchange.answered(call, answer, self._agenda.now, received_hash=received, carried_hashes=came)
             drive()
 
         def timed_out() -> None:
@@ -70,29 +72,37 @@ class SimCarrier:
             drive()
 
         body: list[StepName] = []
-        if isinstance(call.request, PutPart):
+        if isinstance(call.request, PutPart | CompleteOffer):
             body = bodies[call.request.sequence]
-            self._history.sent["up", call.request.key, call.request.part] += 1
+            part = call.request.part if isinstance(call.request, PutPart) else 0
+            self._history.sent["up", call.request.key, part] += 1
         self._request(call.request, body, answered)
         self._soon(CALL_TIMEOUT_S, timed_out)
 
     def fire(self, request: Request, on_answer: Callable[[Answer | OuterstepError], None]) -> None:
         """Once: if nothing comes back, nothing comes back."""
-        self._request(request, [], lambda answer, damaged: on_answer(answer))
+        self._request(request, [], lambda answer, damaged, carried: on_answer(answer))
 
     def _request(
-        self, request: Request, body: list[StepName], on_answer: Callable[[Answer | OuterstepError, bool], None]
+        self,
+        request: Request,
+        body: list[StepName],
+        on_answer: Callable[[Answer | OuterstepError, bool, Sequence[str]], None],
     ) -> None:
         """There and back again, each way at the network's mercy. A connection is to one process: what was sent to a
-        server that died meanwhile does not reach the next."""
+        server that died meanwhile does not reach the next. With the answer comes whether it was damaged, and the hashes
+        of the payloads that it carries."""
         server, epoch = self._server, self._server.epoch
 
         def reply(answer: Answer | OuterstepError) -> None:
             if isinstance(answer, GetPartAnswer):
                 self._history.sent["down", self._link, answer.hash] += 1
+            carried = server.carried(answer) if isinstance(answer, PollAnswer) and answer.carried_bytes else []
+            for part_hash in carried:
+                self._history.sent["down", self._link, part_hash] += 1
 
             def back(damaged: bool) -> None:
-                self._soon(0.0, lambda: on_answer(answer, damaged))
+                self._soon(0.0, lambda: on_answer(answer, damaged, carried))
 
             self._network.send("server", self._link, back)
 

@@ -51,8 +51,10 @@ class History(Told):
     rounds: dict[int, list[RoundMade]] = field(default_factory=dict)  # of each fragment, version 1 first
     applied: dict[tuple[int, StepName], ContributionKey] = field(default_factory=dict)  # (fragment, step) -> by which
     gone: set[tuple[int, StepName]] = field(default_factory=set)  # went with versions that a restarted server gave up
+    moves: Counter[str] = field(default_factory=Counter)  # how often a worker's life went from one state to another
     sent: Counter[tuple[object, ...]] = field(default_factory=Counter)  # how often each part was sent, arrived or not
     requests: list[float] = field(default_factory=list)  # when the server was asked something
+    trained: dict[StepName, int] = field(default_factory=dict)  # which place of the data a step has trained
     _held: dict[tuple[int, int], str] = field(default_factory=dict)  # (fragment, version) -> the hash any holder saw
     _beliefs: list[tuple[ContributionKey, list[StepName], bool]] = field(default_factory=list)
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
+from ..coordination.layers.lifecycle import GroupState
+from ..coordination.server import complete
 from ..coordination.server.commits import (
     AddContributions,
     AnnounceRound,
@@ -30,26 +33,31 @@ from ..coordination.server.rounds import Fragment
 from ..coordination.server.uploads import Upload
 from ..digest import data_hash, part_hash, payload_hash
 from ..durable.journal import Journal
-from ..errors import Busy, HashMismatch, ModelError, Refused, Superseded
-from ..events import Event
+from ..errors import Busy, HashMismatch, ModelError, OtherCodec, Refused, Superseded
+from ..events import Event, GroupStateChanged, GroupStateUnclear
 from ..types import (
     Agreement,
     Answer,
     Commit,
     CommitAnswer,
+    CompleteOffer,
+    CompleteOfferAnswer,
     ContributionKey,
     Control,
     GetPart,
     GetPartAnswer,
     Heartbeat,
     Join,
+    Lease,
     Leave,
     Manifest,
     Offer,
+    OfferAnswer,
     ParameterSpec,
     Payload,
     Plan,
     Poll,
+    PollAnswer,
     PutPart,
     PutPartAnswer,
     Request,
@@ -62,12 +70,16 @@ from .scenario import Scenario
 from .storage import Machine, SimStorage, SimVersion, encoded
 
 PART_BYTES = 8
+CODECS = ("fp32", "bf16", "int8")  # names are all that a simulated contribution has of them
+MEAN_PARTS = 4  # a mean is as large as so many contributions: some records are made of these, some of that
 KEPT_VERSIONS = 2
 START_AGAIN_S = 1.5  # after a start that the disk refused
 NOTE_WAIT_S = 5.0
 GATHER_S = 0.1
 ABOVE = "above"  # whose steps come from there
 TAKES_S: dict[type[Task], float] = {TakeStep: 0.2, WriteRecord: 0.02, WriteCheckpoint: 0.02}  # the others: no time
+
+AWAY = (GroupState.IDLE, GroupState.EXIT)
 
 Reply = Callable[[Answer | Refused], None]
 
@@ -183,7 +195,10 @@ class SimServer:
             plan=plan,
             settled=self._settled,
             manifest=self._manifest,
-            fragments=[Fragment.at(_agreement(made), 1 << 20) for made in newest],
+            fragments=[
+                Fragment.at(_agreement(made), 1 << 20, mean_bytes=MEAN_PARTS * scenario.parts * PART_BYTES)
+                for made in newest
+            ],
         )
         self._commits = self.commits_type(
             self.coordinator,
@@ -224,11 +239,15 @@ class SimServer:
         answer: Answer | Refused
         record = 0
         try:
-            if isinstance(request, Join | Heartbeat | Leave | Offer | Control):
+            if isinstance(request, CompleteOffer):
+                answer = self._take_complete(request, body, damaged=damaged)
+            elif isinstance(request, Join | Heartbeat | Leave | Lease | Offer | Control):
                 answer, record = self._commits.answer(request, self._agenda.now)
             else:
                 answer = self._answer(request, body, damaged=damaged)
         except Refused as refusal:
+            is_forgotten = isinstance(refusal, OtherCodec) and isinstance(request, Offer) and request.codec in CODECS
+            self._history.faults["forgotten_codec"] += is_forgotten
             answer = refusal
         self._flush()
         if record <= self._commits.written:
@@ -244,6 +263,21 @@ class SimServer:
 
         self._waiting.append((record, lambda: once(answer)))
         self._later(NOTE_WAIT_S, lambda: once(Busy("the disk does not take it", retry_after_s=1.0)))
+
+    def _take_complete(self, request: CompleteOffer, body: list[StepName], *, damaged: bool) -> CompleteOfferAnswer:
+        def offer(message: Offer) -> OfferAnswer:
+            answer, _ = self._commits.answer(message, self._agenda.now)
+            assert isinstance(answer, OfferAnswer)
+            return answer
+
+        def commit(message: Commit) -> CommitAnswer:
+            answer = self._answer(message, [], damaged=False)
+            assert isinstance(answer, CommitAnswer)
+            return answer
+
+        answer = complete.take(request, offer, lambda part: self._answer(part, body, damaged=damaged), commit)
+        self._history.faults["complete_offers"] += answer.state == "accepted"
+        return answer
 
     def _answer(self, request: PutPart | Commit | Poll | GetPart, body: list[StepName], *, damaged: bool) -> Answer:
         now = self._agenda.now
@@ -261,12 +295,18 @@ class SimServer:
                 begun_commit: Upload | CommitAnswer = coordinator.begin_commit(request, now)
                 if isinstance(begun_commit, CommitAnswer):
                     return begun_commit
+                assert coordinator.plan is not None
+                self._history.faults["earlier_codec"] += begun_commit.offer.codec != coordinator.plan.codec
                 return coordinator.accept(request, now)
             case Poll():
                 answer = coordinator.poll(request, now)
                 if answer.agreement is None:
                     return answer
-                return replace(answer, agreement=replace(answer.agreement, payloads=self._payloads(request)))
+                agreement = replace(answer.agreement, payloads=self._payloads(request))
+                most_bytes = min(request.takes_bytes or 0, PART_BYTES)
+                is_carried = agreement.size_bytes > 0 and all(p.size_bytes <= most_bytes for p in agreement.payloads)
+                self._history.faults["carried_agreements"] += is_carried
+                return replace(answer, agreement=agreement, carried_bytes=agreement.size_bytes if is_carried else UNSET)
             case GetPart():
                 coordinator.get_part(request, now)
                 newest = coordinator.fragments[request.fragment].published.version
@@ -281,8 +321,26 @@ class SimServer:
             if isinstance(effect, DropUpload):
                 self._bodies.pop(effect.key, None)
             elif isinstance(effect, Event):
-                self._history.say(f"{effect.kind} {effect.facts}")
+                self._heard(effect)
         self._work()
+
+    def _heard(self, event: Event) -> None:
+        self._history.say(f"{event.kind} {event.facts}")
+        self._watch_lives(event)
+
+    def _watch_lives(self, event: Event) -> None:
+        if isinstance(event, GroupStateChanged):
+            self._history.moves[f"{event.before or 'new'} to {event.state}"] += 1
+        elif isinstance(event, GroupStateUnclear):
+            self._history.violated(f"the life of {event.worker} has no such edge: {event.why}")
+
+    def _check_lives(self) -> None:
+        """Who is not here is idle or gone, and who is here is not gone."""
+        for member in self.coordinator.members:
+            state = member.life.state if member.life is not None else None
+            if state is not None and (state is GroupState.EXIT if member.live else state not in AWAY):
+                here = "here" if member.live else "away"
+                self._history.violated(f"{member.worker_id} is {here}, and its life in {state}")
 
     # --- one task after the other -----------------------------------------------------------------------------------
 
@@ -328,7 +386,7 @@ class SimServer:
         match task:
             case AddContributions():
                 self._sums.setdefault((task.fragment, task.version), []).extend(map(self._contents, task.accepted))
-                self._free(task.accepted)
+                self._free(task.freed)
             case TakeStep():
                 self._step(task)
             case WriteRecord():
@@ -358,8 +416,10 @@ class SimServer:
             *self._sums.pop((closing.fragment, closing.version), []),
             *map(self._contents, task.taken),
         ]
+        if self._commits.journals and not task.freed:
+            self._check_replay(task, contents)
         if closing.from_above:
-            contents.append(self._agreed_above(closing.fragment))
+            contents += self._agreed_above(closing.fragment)
         before = self._newest[closing.fragment].anchor_hash.encode()
         made = SimVersion(
             fragment=closing.fragment,
@@ -369,10 +429,17 @@ class SimServer:
         )
         self._stepped = made, contents
 
+    def _check_replay(self, task: TakeStep, contents: Contents) -> None:
+        """A record may hold the contributions: all of them, and in the order in which they were added."""
+        self._history.faults["kept_for_record"] += bool(task.added)
+        held = [(one.key, self._bodies.get(one.key, [])) for one in (*task.added, *task.taken)]
+        if held != contents:
+            self._history.violated(f"round {task.closing.version} was {contents}, and its record would replay {held}")
+
     def _announce(self, task: AnnounceRound) -> None:
         assert self._stepped is not None
         made, contents = self._stepped
-        self._free(task.step.accepted)
+        self._free(task.step.held)
         self._tell_history(made, contents)
         self._newest[made.fragment] = made
         self._hashes[made.fragment, made.version] = made.anchor_hash
@@ -388,6 +455,7 @@ class SimServer:
     def _tick(self) -> None:
         self.coordinator.tick(self._agenda.now)
         self._flush()
+        self._check_lives()
         self._later(1.0, self._tick)
 
     def _from_above(self) -> None:
@@ -397,10 +465,10 @@ class SimServer:
         self._flush()
         self._later(self._scenario.above_every_s, self._from_above)
 
-    def _agreed_above(self, fragment: int) -> tuple[ContributionKey, list[StepName]]:
+    def _agreed_above(self, fragment: int) -> Contents:
         self._moves += 1
         key = ContributionKey(run_id="sim", worker_id=ABOVE, fragment=fragment, sequence=self._moves)
-        return key, [(ABOVE, self._moves)]
+        return [(key, [(ABOVE, self._moves)])]
 
     # --- agreements -------------------------------------------------------------------------------------------------
 
@@ -412,6 +480,15 @@ class SimServer:
         if oldest <= request.held <= newest and known is not None and known == request.held_hash:
             return tuple(self._payload(request.fragment, v, "update") for v in range(request.held + 1, newest + 1))
         return (self._payload(request.fragment, newest, "full"),)
+
+    def carried(self, answer: PollAnswer) -> list[str]:
+        """The hashes of the payloads that come with this answer, which is being given."""
+        agreement = answer.agreement
+        assert agreement is not None
+        return [
+            _agreement_part(self._hashes[agreement.fragment, payload.version], payload.kind, 0)
+            for payload in agreement.payloads
+        ]
 
     def _payload(self, fragment: int, version: int, kind: Literal["full", "update"]) -> Payload:
         parts = [_agreement_part(self._hashes[fragment, version], kind, i) for i in range(self._scenario.parts)]

@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
+
+from msgspec import UNSET
 
 from ..coordination.worker.effects import (
     Adopt,
@@ -52,6 +55,7 @@ from ..types import (
     Offer,
     Participant,
     Plan,
+    Trained,
 )
 from .agenda import Agenda
 from .carrier import CALL_TIMEOUT_S, SimCarrier
@@ -117,6 +121,7 @@ class SimSaved:
     run_id: str
     state: WorkerState
     fragments: list[SimFragment]
+    data: dict[str, Any] = field(default_factory=dict)  # data.py
 
 
 class SimWorker:
@@ -136,8 +141,12 @@ class SimWorker:
         history: History,
         rng: random.Random,
         saved: SimSaved | None = None,
+        *,
+        name: str = "",
+        link: str = "",
     ) -> None:
-        self.worker_id = f"w{index}"
+        """`name`, `link`: its own, and of its way to the server; "" = by its index."""
+        self.worker_id = name or f"w{index}"
         self.index = index
         self.first_step = self.steps_taken = first_step
         self.fragments = [SimFragment() for _ in range(scenario.fragments)]
@@ -152,17 +161,18 @@ class SimWorker:
         self._paused_until = 0.0
         self._scenario, self._agenda, self._history, self._rng = scenario, agenda, history, rng
         self._step_s = scenario.step_s[index % len(scenario.step_s)]
-        self._link = f"w{index}"
+        self._link = link or self.worker_id
         self._session = Session(
             Join(
                 protocol=PROTOCOL_VERSION,
                 worker_id=self.worker_id,
                 instance=f"instance-{index}-{instance}",
-                hostname=self._link,
+                hostname=self.worker_id,
                 run_id=saved.run_id if saved is not None else None,
                 continues=saved is not None,
             )
         )
+        self._begin_data()
         self._carrier = SimCarrier(self._link, agenda, network, server, history, self._soon)
         self._machine: WorkerMachine | None = None
         self._looks = 0
@@ -175,6 +185,9 @@ class SimWorker:
         else:
             self._ask(0, after=-1, share=HEAR, joined=lambda: self._resume(saved))
         self._soon(scenario.heartbeat_every_s, self._heartbeat)
+
+    def _begin_data(self) -> None:
+        """It has none (data.py)."""
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -231,7 +244,10 @@ class SimWorker:
         for i, fragment in enumerate(saved.fragments):
             self.fragments[i] = SimFragment(max(fragment.sequence, last[i]), fragment.held, dict(fragment.unsent))
             self.own |= {(i, step) for step in fragment.unsent}
-        self._drive(lambda: self._make_machine().resumed(saved.state, overtaken))
+        late = [(i, fragment.late) for i, fragment in enumerate(saved.fragments) if fragment.late is not None]
+        forgotten = [i for i, sent in late if last[i] < sent.offer.sequence]
+        self._history.faults["forgotten"] += bool(forgotten)
+        self._drive(lambda: self._make_machine().resumed(saved.state, overtaken, forgotten))
 
     def _save(self) -> None:
         """Between two steps."""
@@ -252,7 +268,7 @@ class SimWorker:
             self._drive(partial(machine.sync_all, changed=self._take_change()))
         else:
             every = self._scenario.save_every
-            if every and (machine.work.steps % every) == 0:
+            if every and (machine.state.work.steps % every) == 0:
                 self._save()
             self._soon(self._step_s, self._step)
 
@@ -350,7 +366,8 @@ class SimWorker:
                     self._history.faults["late"] += 1
                 case Keep():
                     self._history.faults["deferred"] += 1
-                case Depart():
+                case Depart(weights):
+                    self._keep_weights(weights)
                     self._goodbye()
                 case Note(kind):
                     self.exchanges_done += kind in ("agreed", "discarded")
@@ -389,7 +406,7 @@ class SimWorker:
 
     def _give_up(self, gone: Mapping[int, set[StepName]]) -> None:
         """By fragment. A step that several of them lose is said to be lost once."""
-        metrics = self.machine.metrics
+        metrics = self.machine.state.metrics
         told, self._told = self._told, metrics.steps_discarded + metrics.steps_overwritten
         for index, steps in gone.items():
             if self._told - told >= len(steps):
@@ -418,9 +435,10 @@ class SimWorker:
             base_version=send.base_version,
             oldest_base=send.oldest_base,
             steps=send.steps,
-            codec="fp32",
+            codec=self.machine.plan.codec,
             size_bytes=self._scenario.parts * PART_BYTES,
             tokens=send.steps,
+            data=self._describe(send) or UNSET,
         )
         steps = list(fragment.unsent)
         hashes = (part_hash(f"{offer.key} {steps} {i}".encode()) for i in range(self._scenario.parts))
@@ -431,7 +449,15 @@ class SimWorker:
                 f"version {send.oldest_base}, where it was {oldest}"
             )
         fragment.in_flight = SimSent(Sending(offer, dict(enumerate(hashes))), steps)
-        self._again(send.fragment, last=send.last)
+        self._ready(send.fragment, last=send.last)
+
+    def _describe(self, send: Send) -> tuple[Trained, ...]:
+        """Its units of data (data.py)."""
+        return ()
+
+    def _ready(self, index: int, *, last: bool) -> None:
+        """What is in flight may be offered."""
+        self._again(index, last=last)
 
     def _again(self, index: int, *, last: bool = False) -> None:
         """Carry what is in flight, from the beginning, under the same key."""
@@ -522,7 +548,7 @@ class SimWorker:
         flight = self._machine.in_flight.get(index) if self._machine is not None else None
         if sent is not None and flight is not None:
             sent.deferred = flight.deferred
-        metrics = self._machine.metrics if self._machine is not None else Metrics()
+        metrics = self._machine.state.metrics if self._machine is not None else Metrics()
         self._told = metrics.steps_discarded + metrics.steps_overwritten + len(lost)
         fragment.result = SimResult(
             fragment=index,
@@ -563,6 +589,9 @@ class SimWorker:
             self._history.violated(f"{self.worker_id} at {held} was sent {sent} for version {made.version}")
 
     # --- beside the exchanges -------------------------------------------------------------------------------------
+
+    def _keep_weights(self, weights: str) -> None:
+        """As `Depart` says. Nobody looks at the weights of a worker that has left."""
 
     def _goodbye(self) -> None:
         if not self.left:

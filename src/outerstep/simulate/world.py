@@ -9,18 +9,22 @@ from typing import Any
 
 from msgspec import convert
 
+from ..coordination.layers.lifecycle import GroupState
 from ..types import Control, Wishes
 from .agenda import Agenda
 from .history import History
 from .network import Conditions, Network
 from .scenario import Fault, Scenario
-from .server import SimServer
+from .server import CODECS, SimServer
 from .server_liar import SimLiar
 from .storage import Machine
 from .worker import SimSaved, SimWorker
 
 CALM_LIMIT_S = 3_000.0
 """Virtual seconds after the last fault within which every worker must have been counted in another round."""
+
+TRAINING_LIMIT_S = 400.0
+"""And from then on, within which the server must know each of them as training."""
 
 
 def run(scenario: Scenario, seed: int, **options: Any) -> History:
@@ -67,6 +71,8 @@ class World:
         if not agenda.run_until(lambda: self._all_advanced(before), limit_s=limit_s):
             history.violated(f"no progress after the faults stopped: {before} exchanges, then {self._exchanges()}")
             return self._close()
+        if not agenda.run_until(self._all_train, limit_s=agenda.now + TRAINING_LIMIT_S):
+            history.violated(f"in calm not everybody trains: {self._lives()}")
         survivors = [worker for worker in self.everyone if worker.alive]
         for worker in survivors:
             worker.leave_when_done()
@@ -104,6 +110,15 @@ class World:
 
     def _all_advanced(self, before: list[int]) -> bool:
         return all(now > then for now, then in zip(self._exchanges(), before, strict=True))
+
+    def _lives(self) -> dict[str, str]:
+        """Where each worker is in its life, as the server knows it."""
+        members = self.server.coordinator.members
+        found = {worker.worker_id: members.find(worker.worker_id) for worker in self.current}
+        return {name: str(one.life.place) if one and one.life else "not known" for name, one in found.items()}
+
+    def _all_train(self) -> bool:
+        return all(place.startswith(GroupState.TRAINING) for place in self._lives().values())
 
     def _weather(self) -> Conditions:
         return Conditions(loss=self.scenario.loss, repeat=self.scenario.repeat, damage=self.scenario.damage)
@@ -173,7 +188,10 @@ class World:
         coordinator = self.server.coordinator
         worker_id = f"w{fault.worker}"
         if fault.kind == "new_plan":
-            order = Control(kind="plan", changes=Wishes(sync_every=self.scenario.sync_every + 1))
+            codec = CODECS[
+                (fault.worker + 1) % len(CODECS)
+            ]  # not drawn: the rest of a seed's schedule stays what it was
+            order = Control(kind="plan", changes=Wishes(sync_every=self.scenario.sync_every + 1, codec=codec))
         else:
             order = convert({"kind": fault.kind, "worker_id": worker_id}, Control)
         if not self.server.is_up or (order.worker_id and worker_id not in coordinator.members.live_ids):

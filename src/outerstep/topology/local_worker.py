@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..events import EventSink
+from ..types import InfoValue, MemberFacts
 from .group.ranks import Ranks
 from .group.sharded import Shards
 
@@ -27,7 +28,8 @@ class Inner(Protocol):
 class LocalWorker:
     """`instance` is drawn at each start. `tensors`: the model's by name, of a sharded model this process's rows;
     `anchors`: where the last agreed ones are found. `ranks`: the processes that are this worker, None = this one alone.
-    `events`: where to tell what happens."""
+    `events`: where to tell what happens. `info` and `facts`: what it tells of itself, when it joins and while it
+    trains."""
 
     worker_id: str
     instance: str
@@ -39,3 +41,5 @@ class LocalWorker:
     ranks: Ranks | None
     inner: Inner
     events: EventSink = lambda event: None
+    info: Mapping[str, InfoValue] = field(default_factory=dict)
+    facts: Callable[[], MemberFacts] = MemberFacts

@@ -13,7 +13,7 @@ docs/extending.md adds a topology.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..coordination.worker.effects import Sight
 from ..coordination.worker.exchange import Orders
-from ..types import Manifest, Participant, Plan, Watched, Wishes
+from ..coordination.worker.units import LeaseRequest
+from ..types import LeaseAnswer, Manifest, Participant, Plan, Trained, Watched, Wishes
 from .update import AnchorUpdate, WholeAnchor
 
 
@@ -42,7 +43,8 @@ class Deltas(Protocol):
 @dataclass(frozen=True)
 class Contribution:
     """What a worker offers for one fragment. `oldest_base`: the version under its oldest unsent step. `owes_nothing`:
-    what the codec left out of earlier ones is not to be sent any more."""
+    what the codec left out of earlier ones is not to be sent any more. `loss`: the worker's last, if it knows one.
+    `data`: leased units whose last step is in it."""
 
     fragment: int
     base_version: int
@@ -52,6 +54,8 @@ class Contribution:
     tokens: int
     deltas: Deltas | Mapping[str, Tensor]
     owes_nothing: bool = False
+    loss: float | None = None
+    data: tuple[Trained, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,7 @@ class Joined:
     plan: Plan
     manifest: Manifest  # the run's
     overtaken: frozenset[int] = frozenset()  # fragments with later contributions than the loaded state knows of
+    last_sequences: tuple[int, ...] = ()  # by fragment, of the last contribution that the server has; () = no server
     work: tuple[int, int, int] = (0, 0, 0)  # steps, samples and tokens before, of the one it was healed from
 
 
@@ -167,6 +172,41 @@ class WorkerControl(Protocol):
         says that this step exchanged something, so that processes that train in step may confer."""
 
 
+@runtime_checkable
+class LossTeller(Protocol):
+    """Its contributions tell the loss to whoever watches. A topology may be one of these too; the worker asks."""
+
+    @property
+    def tells_loss(self) -> bool:
+        """If not, a heartbeat must."""
+
+
+@runtime_checkable
+class Lessor(Protocol):
+    """It leases data (coordination/leases.py). A topology may be one of these too; `outerstep.data` asks."""
+
+    def lease(self, request: LeaseRequest) -> LeaseAnswer:
+        """From a thread of its own; waits for the answer."""
+
+
+@runtime_checkable
+class Parting(Protocol):
+    """Those who end together have something left to agree on. A topology may be one of these too; the worker asks."""
+
+    def part(self, patience_s: float) -> Sequence[Ticket]:
+        """After this worker's last exchange: what is still to be adopted, by fragment."""
+
+
+@runtime_checkable
+class Tracked(Protocol):
+    """It knows where this worker is in its life (coordination/layers/lifecycle.py). A topology may be one of these
+    too."""
+
+    @property
+    def life_state(self) -> str:
+        """With the sub-step; "" = not known."""
+
+
 class FinishedTicket:
     """An exchange that was over before it began: there is only an anchor to adopt. `confirm` is its topology's."""
 
@@ -204,10 +244,14 @@ __all__ = [
     "Deltas",
     "FinishedTicket",
     "Joined",
+    "Lessor",
+    "LossTeller",
     "Orders",
+    "Parting",
     "Sight",
     "Ticket",
     "Topology",
+    "Tracked",
     "WorkerControl",
     "anchors_of",
 ]

@@ -39,15 +39,19 @@ class AnchorBlock:
 
 
 Move = Callable[[AnchorBlock], None]
+NOTHING = torch.empty(0)
 
 
+@dataclass(eq=False)
 class Differences:
     """Anchor − local, made block by block when it is asked for: the weights must not change meanwhile."""
 
-    def __init__(self, anchors: Mapping[str, Tensor], locals_: Mapping[str, Tensor]) -> None:
-        self._anchors, self._locals = anchors, locals_
-        self._name = ""
-        self._anchor = self._local = self._scratch = torch.empty(0)
+    _anchors: Mapping[str, Tensor]
+    _locals: Mapping[str, Tensor]
+    _name: str = ""  # of the tensor that these two are of
+    _anchor: Tensor = NOTHING
+    _local: Tensor = NOTHING
+    _scratch: Tensor = NOTHING
 
     def block(self, name: str, start: int, stop: int) -> Tensor:
         if name != self._name:  # flat views; of a tensor in another order of its dimensions (channels_last), a copy
@@ -239,10 +243,10 @@ def _adopt(block: AnchorBlock) -> None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module: torch.compile and DDP wrap it and would prefix every name."""
+    """The user's own module: torch.compile, DDP and DataParallel wrap it and would prefix every name."""
     while True:
         inner = getattr(model, "_orig_mod", model)
-        if isinstance(inner, nn.parallel.DistributedDataParallel):
+        if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
             inner = inner.module
         if inner is model:
             return model

@@ -109,13 +109,15 @@ def test_a_star_shares_the_centres_access() -> None:
     assert shared == RouteCost(4 / 20.0, 4 / 8.0, 1.0)
 
 
-def test_a_relay_carries_one_contribution_more_and_the_update_once() -> None:
+def test_a_relay_carries_one_exchange_more_for_each_cluster_behind_it() -> None:
     fast, slow = Line(10.0, 0.1), Line(1.0, 0.3)
-    lines = {("a", "s"): fast, ("s", "a"): fast, ("b", "a"): fast, ("a", "b"): slow}
+    lines = {("a", "s"): fast, ("s", "a"): slow, ("b", "a"): fast, ("a", "b"): slow}
     made = route_cost({"a": "s", "b": "a"}, lines, "s")
     assert made.up_s_per_byte == 2 / 10.0
-    assert made.down_s_per_byte == 1.0
-    assert made.latency_s == pytest.approx(0.1 + 0.1 + 0.1 + 0.3)
+    assert made.down_s_per_byte == 2 / 1.0
+    assert made.latency_s == pytest.approx(0.1 + 0.3 + 0.1 + 0.3)
+    shared = route_cost({"a": "s", "b": "a"}, lines, "s", centre_in_bytes_per_s=0.5, centre_out_bytes_per_s=0.25)
+    assert (shared.up_s_per_byte, shared.down_s_per_byte) == (2 / 0.5, 2 / 0.25)
 
 
 def test_a_circle_is_no_route() -> None:

@@ -74,3 +74,13 @@ def test_it_follows_the_newest_version_only_when_it_is_told_to() -> None:
     shadow.follow()
     assert shadow.tensors[BIAS].tolist() == shadow.before[BIAS].tolist() == [7.0, 8.0]
     assert shadow.tensors[WEIGHT].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_cluster_that_nobody_remembers_takes_what_was_agreed() -> None:
+    shadow = make()
+    shadow.published({WEIGHT: torch.tensor([5.0, 5.0, 5.0])})
+    with torch.no_grad():
+        shadow.tensors[WEIGHT].copy_(torch.tensor([7.0, 8.0, 9.0]))
+    shadow.forget([WEIGHT])
+    moved = shadow.moved({WEIGHT: torch.tensor([5.0, 5.0, 5.0])})
+    assert torch.equal(moved[WEIGHT], torch.tensor([7.0, 8.0, 9.0]))

@@ -14,7 +14,7 @@ from outerstep.digest import Parts, part_count, part_hash, part_range, payload_h
 from outerstep.errors import Fenced, StaleRound, Superseded
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.forms import Form, forms_of
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import anchor_tree
 from outerstep.types import (
     Agreement,
     Answer,
@@ -70,7 +70,7 @@ class OneFragment:
         self.version = 0
         self.last_sequence = 0
         self.updates: dict[int, memoryview] = {}
-        self.hashes = {0: anchor_hash(self.theta.values())}
+        self.hashes = {0: anchor_tree(self.theta.values())}
         self.polls: list[Poll] = []
         self.applied: list[dict[str, Tensor]] = []
         self.payloads: Callable[[Poll], list[tuple[str, int]]] = self.as_agreed
@@ -194,7 +194,7 @@ class OneFragment:
             decoded = torch.empty(entry.shape)
             self.form.codecs[entry.name].decode(data[begin:end], decoded.view(-1))
             self.theta[entry.name].add_(decoded)
-        self.hashes[self.version] = anchor_hash(self.theta.values())
+        self.hashes[self.version] = anchor_tree(self.theta.values())
 
     def frame(self, kind: str, version: int) -> memoryview:
         if kind == "update":
@@ -239,4 +239,4 @@ class OneFragment:
         for theta in self.theta.values():
             rows = rows_of(tuple(theta.shape), sections, section)
             found.append(theta.view(-1)[rows.first_value : rows.first_value + rows.numel])
-        return anchor_hash(found)
+        return anchor_tree(found)

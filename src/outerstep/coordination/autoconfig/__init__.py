@@ -10,8 +10,9 @@
 What settings cost is in ../cost.py. docs/concepts/autoconfig.md explains the rules.
 """
 
+from ...types import Assignment
 from .controller import decide
-from .layer_plan import Assignment, ClusterOrders, LayerDecision, LayerPlan, decode_plan, encode_plan, orders_for
+from .layer_plan import ClusterOrders, LayerDecision, LayerPlan, decode_plan, encode_plan, orders_for
 from .meter import LinkMeter
 from .policy import Policy, decide_by
 from .recommend import InnerSettings, Recommendation, recommend

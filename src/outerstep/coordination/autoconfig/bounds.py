@@ -28,11 +28,15 @@ def _of_numbers(plan: LayerPlan, layer: LayerState) -> Iterator[str]:
         yield f"sync_every must be {wanted}, got {plan.sync_every}"
     if plan.codec not in bounds.codecs:
         yield f"codec must be one of {', '.join(bounds.codecs)}, got {plan.codec!r}"
+    if bounds.down_codec and plan.down_codec != bounds.down_codec:
+        yield f"down_codec must be {bounds.down_codec!r}, as the run has it, got {plan.down_codec!r}"
     if plan.num_fragments not in bounds.fragments or plan.num_fragments > plan.sync_every:
         yield f"num_fragments must be one of {bounds.fragments} and at most sync_every, got {plan.num_fragments}"
     if not 0 <= plan.delay <= bounds.longest_delay(plan.sync_every):
         yield f"delay must be from 0 to {bounds.longest_delay(plan.sync_every)}, got {plan.delay}"
-    if not 0.0 < plan.outer_lr <= bounds.most_outer_lr:
+    if bounds.fixed_outer_lr is not None and plan.outer_lr != bounds.fixed_outer_lr:
+        yield f"outer_lr must be {bounds.fixed_outer_lr:g}, as the operator says, got {plan.outer_lr}"
+    elif bounds.fixed_outer_lr is None and not 0.0 < plan.outer_lr <= bounds.most_outer_lr:
         yield f"outer_lr must be positive and at most {bounds.most_outer_lr:g}, got {plan.outer_lr}"
     if not 0.0 < plan.timeout_s <= 1e9:
         yield f"timeout_s must be from 0 to 1e9, got {plan.timeout_s}"

@@ -25,11 +25,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ..cost import MEASURED, Overheads, RoundCost, down_recipe, star
+from ...types import Assignment
+from ..cost import MEASURED, Overheads, RoundCost, star
 from ..server.plan import CARRY_BEYOND
 from .bounds import breaches, outside
-from .layer_plan import Assignment, Cause, LayerDecision, LayerPlan, changes_between
-from .members import assignments_for, backend_for, delay_of
+from .layer_plan import Cause, LayerDecision, LayerPlan, changes_between
+from .members import assignments_for, backend_for, delay_of, in_words
 from .routes import whole_route
 from .search import Core, Search
 from .state import HYSTERESIS, ControllerState, LayerBounds, LayerState, check_state, inner_first
@@ -129,13 +130,20 @@ def _rerouted(layer: LayerState, core: Core, search: Search) -> _Wish:
     assert layer.plan is not None
     new = search.gentlest() or search.fastest()
     same = replace_core(core, parents=new.parents)
-    wrong = breaches(layer.plan, layer)
+    wrong = _wrong_members(layer)
     return _Wish(
         same if search.meets(search.cost(same)) else new,
         "members" if wrong else "route",
-        wrong[0] if wrong else "a line of the route in force is gone",
+        wrong or "a line of the route in force is gone",
         at_once=True,
     )
+
+
+def _wrong_members(layer: LayerState) -> str:
+    """Why the members cannot follow the plan in force any more, for people; "" if they can."""
+    assert layer.plan is not None
+    wrong = breaches(layer.plan, layer)
+    return in_words(layer.plan.parents, layer.clusters) or wrong[0] if wrong else ""
 
 
 def _gentler(core: Core, cost: RoundCost, search: Search) -> _Wish:
@@ -211,15 +219,20 @@ def _plan(
         from_round=layer.round,
         sync_every=core.sync_every,
         codec=core.codec,
-        down_codec=down_recipe(core.codec),
+        down_codec=layer.bounds.down_for(core.codec),
         num_fragments=core.num_fragments,
         delay=core.delay,
         carry=core.delay > CARRY_BEYOND * core.sync_every,
-        outer_lr=outer_lr(layer.bounds, core.sync_every),
+        outer_lr=now.outer_lr
+        if now is not None and cause in ("kept", "waiting")
+        else outer_lr(layer.bounds, core.sync_every),
         timeout_s=timeout_s,
         backend=backend,
         route="tree" if set(parents.values()) != {layer.centre} else "star",
         assignments=assignments,
+        not_planned_for=now.not_planned_for
+        if now is not None and cause in ("kept", "waiting")
+        else view.not_planned_for,
     )
     plan = _numbered(now, made)
     return plan, "kept" if plan is now and cause != "waiting" else cause, reason
@@ -236,9 +249,13 @@ def _new_shares(layer: LayerState, view: LayerView) -> tuple[Cause, str] | None:
     """Whether members must be assigned anew even if the link asks for nothing, and why."""
     now = layer.plan
     assert now is not None
-    if wrong := breaches(now, layer):
-        return "members", wrong[0]
+    if wrong := _wrong_members(layer):
+        return "members", wrong
     fitting = _assignments(layer, view, _core_of(now))
+    led = {cluster.name: cluster.leader for cluster in layer.clusters if cluster.leader}
+    for was, fits in zip(now.assignments, fitting, strict=True):
+        if was.leader != fits.leader and fits.cluster in led:
+            return "members", f"{fits.cluster} is led by {led[fits.cluster]}"
     if _samples_off(layer, now.assignments, fitting):
         return "members", f"the global batch that was asked is {layer.global_batch} now"
     if _unbalanced(now.assignments, fitting) and not _soon(layer):
@@ -254,7 +271,9 @@ def _numbered(now: LayerPlan | None, made: LayerPlan) -> LayerPlan:
 
 
 def outer_lr(bounds: LayerBounds, sync_every: int) -> float:
-    """η grows slowly with H. Two digits: a plan is read by people, too."""
+    """η grows slowly with H, unless somebody has fixed it. Two digits: a plan is read by people, too."""
+    if bounds.fixed_outer_lr is not None:
+        return bounds.fixed_outer_lr
     grown = bounds.usual_outer_lr * math.pow(sync_every / bounds.usual_sync_every, LR_EXPONENT)
     return max(0.01, min(round(grown, 2), bounds.most_outer_lr))
 

@@ -7,43 +7,23 @@ the same bytes, therefore the same orders.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from msgspec import Meta, json
+from msgspec import json
 
 from ...errors import ConfigError
-from ...types import Count, Label, Plain, Positive, Seconds
+from ...types import Assignment, Count, Label, LearningRate, Plain, Positive, Seconds
 
-LearningRate = Annotated[float, Meta(gt=0.0, le=1e3)]
 RouteKind = Literal["star", "tree"]
 Cause = Literal[
     "first", "kept", "waiting", "bounds", "members", "route", "slower", "faster", "balance", "timeout", "policy"
 ]
 
 
-class Assignment(Plain, frozen=True):
-    """One cluster's part. In a round it takes `local_steps` units, `larger_batches` of them with one sample more than
-    `batch_size`, so that the samples of all clusters add up exactly. `delay`: the plan's, or less where it takes
-    few steps. `leader` speaks for it ("" = nobody can); `sends_to` is the centre, or the cluster that relays for it."""
-
-    SINCE: ClassVar[int] = 2
-
-    cluster: Label
-    leader: Label
-    sends_to: Label
-    local_steps: Positive
-    batch_size: Positive
-    larger_batches: Count = 0
-    delay: Count = 0
-
-    @property
-    def samples(self) -> int:
-        return self.local_steps * self.batch_size + self.larger_batches
-
-
 class LayerPlan(Plain, frozen=True):
     """Holds from round `from_round` on. `sync_every` and `delay` are those of the cluster in the middle by speed; each
-    has its own in `assignments`, which are sorted by name."""
+    has its own in `assignments`, which are sorted by name. `not_planned_for`: clusters whose links are so slow that it
+    was made for the others."""
 
     SINCE: ClassVar[int] = 2
 
@@ -61,6 +41,7 @@ class LayerPlan(Plain, frozen=True):
     backend: Label
     route: RouteKind
     assignments: tuple[Assignment, ...]
+    not_planned_for: tuple[Label, ...] = ()
 
     @property
     def parents(self) -> dict[str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from .layer_plan import Assignment
-from .state import HYSTERESIS, ClusterState, LayerState
+from ...types import Assignment
+from ..layers.leadership import MemberInSight, who_leads
+from .state import ClusterState, LayerState
 from .trust import Believed
 
 BY_VENDOR: Final = ("nccl", "hccl")  # fast, and between accelerators of one vendor only
@@ -26,20 +28,40 @@ def backend_for(clusters: Sequence[ClusterState]) -> str:
 
 
 def _vendor(accelerator: str) -> str:
-    """ "nvidia-h100" → "nvidia"."""
-    return accelerator.lower().replace("_", "-").replace(" ", "-").split("-")[0]
+    """ "nvidia-h100", "NVIDIA H100", "nvidia:H100" → "nvidia"."""
+    return re.split(r"[-_:\s]", accelerator.lower(), maxsplit=1)[0]
+
+
+def in_words(before: Iterable[str], clusters: Sequence[ClusterState]) -> str:
+    """Who has come and gone since a plan for these, and what newcomers mean for the backend: for people."""
+    known, now = set(before), {cluster.name: cluster for cluster in clusters}
+    came, gone = sorted(now.keys() - known), sorted(known - now.keys())
+    said = [f"{_listed(names)} {what}" for names, what in ((came, "joined"), (gone, "left")) if names]
+    old = [cluster for cluster in clusters if cluster.name in known]
+    if came and old and backend_for(old) != backend_for(clusters):
+        said += [f"{name} {_speech(now[name])}" for name in came if backend_for(old) != backend_for([*old, now[name]])]
+    return "; ".join(said)
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last} have" if first else f"{last} has"
+
+
+def _speech(cluster: ClusterState) -> str:
+    runs = f"runs on {', '.join(cluster.accelerators)}" if cluster.accelerators else "has no accelerator"
+    return f"{runs} and speaks {', '.join(cluster.backends) or 'nothing'}"
 
 
 def leader_for(cluster: ClusterState, now: str) -> str:
-    """The lowest name. Whoever leads now stays, unless its line is slower than another's by the hysteresis: a change of
-    leader costs a rejoin. "" if nobody can lead. A candidate's own word about its line moves nothing but this."""
-    candidates = sorted(cluster.candidates, key=lambda each: each.name)
-    if not candidates:
-        return ""
-    rates = {each.name: each.bytes_per_s if 0.0 < each.bytes_per_s < float("inf") else 0.0 for each in candidates}
-    chosen = now if now in rates else candidates[0].name
-    fastest = max(candidates, key=lambda each: rates[each.name]).name  # of equals the first by name
-    return fastest if rates[chosen] > 0.0 and rates[fastest] > HYSTERESIS * rates[chosen] else chosen
+    """By the rule that is the cluster's own, too (layers/leadership.py). `now`: by the plan in force. A cluster that
+    says who leads it has applied that rule itself, with its own patience. "" if nobody can lead. A candidate's own word
+    about its line moves nothing but this."""
+    sights = [MemberInSight(each.name, bytes_per_s=each.bytes_per_s) for each in cluster.candidates]
+    names = [each.name for each in sights]
+    if cluster.leader in names:
+        return cluster.leader
+    return who_leads(sights, leading=now if now in names else min(names, default="")) or ""
 
 
 def delay_of(delay: int, sync_every: int, num_fragments: int, local_steps: int) -> int:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ...types import Plain
-from .layer_plan import Assignment
+from ...types import Assignment, Plain
 
 MOST_AT_ONCE: Final = 4.0  # times: a larger jump of the learning rate is for a person to make
 

@@ -1,7 +1,7 @@
 """Who sends to whom: straight to the centre (a star), or some through another cluster (a tree), by the measured lines.
 
-A relay passes contributions on as they are; it does not add them up. So screens, weights and hashes stay the centre's
-business, and the price is that the relay's own line carries one contribution more for each cluster behind it. A tree
+A relay passes bytes on as they are; it does not add contributions up. So screens, weights and hashes stay the centre's
+business, and the price is that the relay's own line carries one exchange more for each cluster behind it. A tree
 has one relay on a way at most: each more is one more machine whose death cuts others off.
 
 Up to `EXACT` clusters every such tree is looked at. Above that, the star is improved move by move: the cluster behind
@@ -130,7 +130,7 @@ def _moves(parents: Parents, lines: Lines, centre: str) -> Iterator[tuple[str, s
     """(Who, to whom): all that take a cluster off the slowest line up or down, or from behind it."""
     load = _load(parents)
     slow_up = max(parents, key=lambda c: (load[c] / lines[c, parents[c]].bytes_per_s, c))
-    slow_down = max(parents, key=lambda c: (1.0 / lines[parents[c], c].bytes_per_s, c))
+    slow_down = max(parents, key=lambda c: (load[c] / lines[parents[c], c].bytes_per_s, c))
     for name in sorted({slow_up, slow_down, *(c for c, parent in parents.items() if parent in (slow_up, slow_down))}):
         if load[name] > 1:
             continue  # it relays itself: those behind it move first
@@ -150,16 +150,16 @@ def _relief(parents: Parents, name: str, to: str, lines: Lines, centre: str) -> 
     before = pressure(name, old, 1) + pressure(old, name, 1)
     after = pressure(name, to, 1) + pressure(to, name, 1)
     if old != centre:
-        before += pressure(old, centre, load[old])
-        after += pressure(old, centre, load[old] - 1)
+        before += pressure(old, centre, load[old]) + pressure(centre, old, load[old])
+        after += pressure(old, centre, load[old] - 1) + pressure(centre, old, load[old] - 1)
     if to != centre:
-        before += pressure(to, centre, load[to])
-        after += pressure(to, centre, load[to] + 1)
+        before += pressure(to, centre, load[to]) + pressure(centre, to, load[to])
+        after += pressure(to, centre, load[to] + 1) + pressure(centre, to, load[to] + 1)
     return before - after
 
 
 def _load(parents: Parents) -> dict[str, int]:
-    """How many contributions pass each cluster's line up."""
+    """How many exchanges pass each cluster's line."""
     load = dict.fromkeys(parents, 1)
     for parent in parents.values():
         if parent in load:

@@ -18,7 +18,6 @@ from ..cost import (
     Parents,
     RoundCost,
     bytes_per_value,
-    down_recipe,
     exchange_s,
     hidden_s,
     round_cost,
@@ -82,15 +81,18 @@ class Search:
 
     def _fragment_s(self, codec: str, num_fragments: int, routed: Routed) -> float:
         members, parameters = len(self._view.clusters), self._layer.parameters
-        moving, each = exchange_s(parameters, codec, down_recipe(codec), routed.cost, members, self._overheads)
+        moving, each = exchange_s(parameters, codec, self._down(codec), routed.cost, members, self._overheads)
         return moving / num_fragments + each
+
+    def _down(self, codec: str) -> str:
+        return self._layer.bounds.down_for(codec)
 
     def _route_for(self, codec: str, num_fragments: int, strict: bool) -> Routed:
         """Each fragment pays for its round trips."""
         key = codec, num_fragments, strict
         if key not in self._chosen:
             up_bytes = self._layer.parameters * bytes_per_value(codec)
-            down_bytes = self._layer.parameters * bytes_per_value(down_recipe(codec))
+            down_bytes = self._layer.parameters * bytes_per_value(self._down(codec))
             round_trips = num_fragments * self._overheads.round_trips
             self._chosen[key] = self._routes.best(up_bytes, down_bytes, round_trips, strict=strict)
         return self._chosen[key]

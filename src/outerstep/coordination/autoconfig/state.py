@@ -16,7 +16,7 @@ from typing import Final
 from ...defaults import OUTER_LR
 from ...errors import ConfigError
 from ...types import Label, Plain
-from ..cost import bytes_per_value
+from ..cost import bytes_per_value, down_recipe
 from .layer_plan import LayerPlan
 
 HYSTERESIS: Final = 1.25
@@ -35,7 +35,8 @@ class LeaderCandidate(Plain, frozen=True):
 
 class ClusterState(Plain, frozen=True):
     """What a cluster says about itself. `step_s`: one unit of this layer, with `batch_size` samples in it, the whole
-    cluster's. `most_batch_size`: what fits; 0 = not known."""
+    cluster's. `most_batch_size`: what fits; 0 = not known. `leader`: who leads it now, if any candidate may.
+    `relays`: it has said that it passes bytes on for others."""
 
     name: Label
     step_s: float
@@ -46,6 +47,8 @@ class ClusterState(Plain, frozen=True):
     backends: tuple[Label, ...] = ("gloo",)
     data_location: Label = ""
     candidates: tuple[LeaderCandidate, ...] = ()
+    leader: Label = ""
+    relays: bool = False
 
 
 class LinkReport(Plain, frozen=True):
@@ -61,18 +64,25 @@ class LinkReport(Plain, frozen=True):
 
 class LayerBounds(Plain, frozen=True):
     """What the controller may choose from. `codecs`: the most exact first, each smaller than the one before.
-    `fragments`: one number, unless the run has not begun. `usual_outer_lr` belongs to `usual_sync_every`."""
+    `fragments`: one number, unless the run has not begun. `usual_outer_lr` belongs to `usual_sync_every`;
+    `fixed_outer_lr`: somebody has said what it is to be. `down_codec` "": the one that goes with `codec`; else the one
+    that the run has."""
 
     least_sync_every: int = 10
     most_sync_every: int = LONG_INTERVAL
     codecs: tuple[Label, ...] = ("bf16", "int8", "int4")
+    down_codec: Label = ""
     fragments: tuple[int, ...] = (1,)
     most_delay: int = 5
     usual_sync_every: int = 50
     usual_outer_lr: float = OUTER_LR
     most_outer_lr: float = 1.0
+    fixed_outer_lr: float | None = None
     stale_after_s: float = 600.0
     rounds_between_changes: int = 10
+
+    def down_for(self, codec: str) -> str:
+        return self.down_codec or down_recipe(codec)
 
     def longest_delay(self, sync_every: int) -> int:
         return min(self.most_delay, sync_every // DELAY_SHARE)

@@ -4,12 +4,13 @@ A cluster may lie, or just be broken. What it says is checked by meaning; what i
 remains has a bounded effect:
 
 - A link between the centre and a cluster: the centre's own measurement goes first. Between two clusters both ends must
-  report it, and the worse of the two counts: nobody draws others' traffic to itself by praising its own link.
+  report it, and the worse of the two counts: nobody draws others' traffic to itself by praising its own link. Where one
+  of them relays and has said so, the other's word is enough: it moves no traffic but its own.
 - Reports older than the limit are refused: an old rate says nothing about the next round.
 - A cluster's step and batch count at most `FAR` times off the median, and so do its samples per second; what is missing
   is the median.
 - With three clusters or more, one whose link is `FAR` times slower than the median is not planned for. The plan suits
-  the others, and rounds close without it.
+  the others, and rounds close without it, until it is nearer by far.
 
 Of two clusters nobody can tell which one lies: there the layer's bounds are the limit.
 """
@@ -17,13 +18,13 @@ Of two clusters nobody can tell which one lies: there the layer's bounds are the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median, median_high
 from typing import Final
 
 from ..cost import Line, Lines
-from .state import ClusterState, LayerState, LinkReport
+from .state import HYSTERESIS, ClusterState, LayerState, LinkReport
 
 FAR: Final = 16.0
 SLOWEST_BYTES_PER_S: Final = 1.0
@@ -75,8 +76,8 @@ def view_of(layer: LayerState) -> LayerView:
     doubts: list[str] = []
     clusters = _clusters(layer, doubts)
     lines = _lines(layer, doubts)
-    reachable = {c.name: best for c in layer.clusters if (best := _best_way(c.name, layer, lines)) < math.inf}
-    far = _too_far(reachable)
+    reachable = _reachable(layer, lines)
+    far = _too_far(reachable, layer.plan.not_planned_for if layer.plan is not None else ())
     counted = tuple(sorted(reachable.keys() - far)) if any(not _step_rule(c) for c in layer.clusters) else ()
     doubts += [f"cluster {c.name!r}: no link to it is known" for c in layer.clusters if c.name not in reachable]
     if len(doubts) > MOST_DOUBTS:
@@ -141,11 +142,12 @@ def _lines(layer: LayerState, doubts: list[str]) -> dict[tuple[str, str], Line]:
         by_end = heard.setdefault((report.source, report.target), {})
         if report.measured_by not in by_end or _newer(report, by_end[report.measured_by]):
             by_end[report.measured_by] = report
+    relays = {cluster.name for cluster in layer.clusters if cluster.relays}
     lines: dict[tuple[str, str], Line] = {}
     for ends, by_end in sorted(heard.items()):
         if layer.centre in by_end:
             lines[ends] = _line([by_end[layer.centre]])
-        elif layer.centre in ends or len(by_end) == 2:
+        elif layer.centre in ends or len(by_end) == 2 or relays & (set(ends) - by_end.keys()):
             lines[ends] = _line(by_end.values())
         else:
             doubts.append(f"link {ends[0]!r} → {ends[1]!r}: both ends must report it, got {next(iter(by_end))!r} alone")
@@ -185,19 +187,27 @@ def _line(reports: Iterable[LinkReport]) -> Line:
     return Line(min(r.bytes_per_s for r in heard), max(r.latency_s for r in heard))
 
 
-def _best_way(cluster: str, layer: LayerState, lines: Lines) -> float:
-    """Seconds per byte there and back, directly or over one relay; ∞ if there is no way."""
-    direct = _there_and_back(cluster, layer.centre, lines)
-    return min(
-        [
-            direct,
-            *(
-                max(_there_and_back(cluster, relay.name, lines), _there_and_back(relay.name, layer.centre, lines))
-                for relay in layer.clusters
-                if relay.name != cluster
-            ),
-        ]
-    )
+def _reachable(layer: LayerState, lines: Lines) -> dict[str, float]:
+    """By cluster: seconds per byte there and back, directly or over one relay. Those that no way leads to are not in
+    it. Only lines that are known are looked at: of thousands of clusters most have one, and a member may make many."""
+    near: dict[str, list[str]] = {}
+    for source, target in lines:
+        near.setdefault(source, []).append(target)
+    direct = {cluster.name: _there_and_back(cluster.name, layer.centre, lines) for cluster in layer.clusters}
+    ways = {
+        name: min(
+            [
+                straight,
+                *(
+                    max(_there_and_back(name, relay, lines), direct[relay])
+                    for relay in near.get(name, ())
+                    if relay in direct
+                ),
+            ]
+        )
+        for name, straight in direct.items()
+    }
+    return {name: best for name, best in ways.items() if best < math.inf}
 
 
 def _there_and_back(one: str, other: str, lines: Lines) -> float:
@@ -205,8 +215,14 @@ def _there_and_back(one: str, other: str, lines: Lines) -> float:
     return math.inf if there is None or back is None else 1.0 / there.bytes_per_s + 1.0 / back.bytes_per_s
 
 
-def _too_far(reachable: dict[str, float]) -> set[str]:
+def _too_far(reachable: dict[str, float], before: Collection[str]) -> set[str]:
+    """`before`: those that the plan in force was not made for. One of them must be nearer by far before it is planned
+    for again: at the limit itself noise would change the plan back and forth."""
     if len(reachable) < 3:
         return set()
     limit = FAR * median(reachable.values())
-    return {name for name, s_per_byte in reachable.items() if s_per_byte > limit}
+    return {
+        name
+        for name, s_per_byte in reachable.items()
+        if s_per_byte > (limit / HYSTERESIS**2 if name in before else limit)
+    }

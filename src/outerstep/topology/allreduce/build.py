@@ -8,11 +8,14 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from ...errors import ConfigError, ModelError
+from ..leadership import ClusterSettings
 from ..local_worker import LocalWorker
 from .topology import AllReduceSettings, AllReduceTopology
 
 
-def build(worker: LocalWorker, settings: AllReduceSettings) -> AllReduceTopology:
+def build(
+    worker: LocalWorker, settings: AllReduceSettings, cluster: ClusterSettings | None = None
+) -> AllReduceTopology:
     if worker.shards.sections > 1:
         raise ModelError(
             f"this model is sharded over {worker.shards.sections} processes, which can only be one worker together; "
@@ -29,6 +32,7 @@ def build(worker: LocalWorker, settings: AllReduceSettings) -> AllReduceTopology
         tensors=worker.tensors,
         anchors=worker.anchors,
         settings=settings,
+        cluster=cluster,
     )
 
 
@@ -46,4 +50,4 @@ def join_process_group(environ: Mapping[str, str] = os.environ) -> int:
     return dist.get_rank()
 
 
-__all__ = ["AllReduceSettings", "build", "join_process_group"]
+__all__ = ["AllReduceSettings", "ClusterSettings", "build", "join_process_group"]

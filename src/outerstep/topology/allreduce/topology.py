@@ -6,6 +6,9 @@ arithmetic that gives the same bits on every machine (core/state.py), and compar
 
 Exchanges are carried by one thread, in the order in which they were begun, over a process group of its own: training
 and the user's collectives go on meanwhile. They are also adopted in that order, so that all ranks confer in one.
+
+The ranks may be together one worker of a layer above (cluster.py). Then that thread takes the outer step itself, on a
+copy, and an exchange begins when the one before was adopted: what comes from above may move every fragment.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -28,17 +33,19 @@ from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...core.outer import OuterRule
 from ...core.own_outer import outer_everywhere
-from ...core.state import FragmentState, fp32_views
+from ...core.state import FragmentState
 from ...core.watch import watched
-from ...errors import AnchorsDiffer, WorkerError
+from ...errors import AnchorsDiffer, RoundStuck, WorkerError
 from ...types import Manifest, Participant, Plan, WeightBy, Wishes
 from ..carrying import CarryingThread, step_aside
 from ..encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
 from ..forms import forms_of
+from ..leadership import ClusterSettings
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
 from ..reduce import ReducedMean, Reducer, down_rules
 from ..terms import ExchangeHeader, Rank, check_headers, check_loaded, check_terms, draw_up, introduction
-from ..update import MeanStep, WholeAnchor, anchor_hash
+from ..update import AnchorUpdate, MeanStep, WholeAnchor, anchor_hash, apply_to, copies, empty_anchor
+from .cluster import NewAnchor, RankCluster, SavedCluster, loaded_terms, wait_for_device
 from .peers import Links, Peers, make_links, peers_of_job
 
 log = logging.getLogger(__name__)
@@ -70,6 +77,8 @@ class AllReduceTicket:
         self.base_version = contribution.base_version
         self.stuck_after_s = stuck_after_s
         self.mean: ReducedMean | None = None
+        self.ahead: dict[int, NewAnchor] = {}  # in a cluster: what is to be adopted
+        self.drain = ""  # and why all ranks are to end
         self.weights: tuple[float, ...] = ()
         self.error: BaseException | None = None
         self.waiting_for = ""
@@ -119,10 +128,11 @@ class AllReduceTopology:
         settings: AllReduceSettings,
         peers: Peers | None = None,
         links: Links | None = None,
+        cluster: ClusterSettings | None = None,
     ) -> None:
         """`tensors`: the model's by name, of which rank 0's are what the run begins with; `anchors`: where the last
         agreed ones are found. `peers`, `links`: the ranks and what carries bytes between them; None = those of the
-        default process group."""
+        default process group. `cluster`: the ranks are together one worker of a layer above."""
         self._worker_id, self._hostname = worker_id, hostname
         self._tensors, self._anchors = tensors, anchors
         self._settings = settings
@@ -138,6 +148,12 @@ class AllReduceTopology:
         self._reducers: list[Reducer] = []
         self._ranks: list[Rank] = []
         self._begun = self._landed = 0
+        self._cluster_settings, self._cluster = cluster, None  # type: ClusterSettings | None, RankCluster | None
+        self._loaded_state: Mapping[str, Any] | None = None
+        self._due: deque[Callable[[], None]] = deque()  # in a cluster: exchanges whose turn has not come,
+        self._unadopted: set[int] | None = None  # and the fragments of the one under way that were not adopted yet
+        self._momentum_held: dict[str, Tensor] = {}  # that of the one under way, before its step
+        self._drain = ""
         self._thread = CarryingThread("outerstep-allreduce")
         self._thread.submit(lambda: step_aside(self._links.device)).result()
 
@@ -168,12 +184,45 @@ class AllReduceTopology:
                 reducer.left_out = {n: e for n, e in self._left_out.items() if n in plan.fragments[reducer.fragment]}
             begin = self._loaded if self._loaded is not None else self._tensors
             self._begins = self._in_turn(lambda: {f: self._spread(f, begin, plan) for f in range(len(forms))})
-        self._loaded = None
-        return Joined(self._worker_id, plan, manifest)
+            overtaken = self._join_above(manifest, plan, self._cluster_settings) if self._cluster_settings else ()
+        self._loaded = self._loaded_state = None
+        return Joined(self._worker_id, plan, manifest, frozenset(overtaken))
+
+    def _join_above(self, manifest: Manifest, plan: Plan, settings: ClusterSettings) -> frozenset[int]:
+        """What the layer above has agreed on is what the ranks begin with. Returns the fragments of which unsent steps
+        in a loaded state are to be dropped."""
+        state, forms = self._loaded_state, [reducer.form for reducer in self._reducers]
+        saved = SavedCluster(state, len(forms)) if state is not None and "cluster" in state else None
+        cluster = self._cluster = RankCluster(settings, self._ranks, forms, self._peers, self._links, saved)
+        begins = {f: NewAnchor(one.version, one.anchor, one.anchor_hash) for f, one in self._begins.items()}
+        moved = self._in_turn(lambda: cluster.begin(manifest, begins, is_new=state is None))
+        overtaken = cluster.doubtful(moved)
+        for fragment in moved.keys() | overtaken:
+            anchor = moved.get(fragment) or begins[fragment]
+            self._begins[fragment] = self._agreed(fragment, anchor, plan, counted=fragment in overtaken)
+        cluster.adopted()
+        self._drain = cluster.word.drain
+        return overtaken
+
+    def _agreed(self, fragment: int, anchor: NewAnchor, plan: Plan, *, counted: bool = False) -> Agreed:
+        """In a cluster: an anchor that is to be adopted whole."""
+        assert self._cluster is not None
+        return Agreed(
+            fragment=fragment,
+            version=anchor.version,
+            counted=counted,
+            update=WholeAnchor(anchor.values, anchor.digest),
+            anchor_hash=anchor.digest,
+            above=self._cluster.cluster.above[fragment],
+            plan=plan,
+        )
 
     def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
         own = introduction(self._worker_id, self._hostname, self._peers.size, manifest, plan, self._settings.outer)
         momentum = self._outer.momentum.tensors
+        if self._cluster_settings is not None:
+            terms = loaded_terms(self._cluster_settings, self._loaded_state)
+            own = msgspec.structs.replace(own, outer={**own.outer, **terms})
         return msgspec.structs.replace(
             own,
             versions=self._versions or (0,) * len(plan.fragments),
@@ -185,9 +234,28 @@ class AllReduceTopology:
         self._links.memory.rest()
 
     def orders(self, *, at_exchange: bool) -> Orders:
-        return Orders()
+        """What the layer above asks of a cluster comes with an agreement: all obey after the same step."""
+        return Orders(drain=self._drain)
+
+    def part(self, patience_s: float) -> list[FinishedTicket]:
+        """(`Parting`.) What is left goes up, and what is agreed comes down."""
+        cluster = self._cluster
+        if cluster is None:
+            return []
+        anchors, versions = self._anchors, [state.version for state in self._states]
+        with self._others_told():
+            try:
+                ahead = self._in_turn(lambda: cluster.end(anchors, versions, patience_s))
+            except RoundStuck as error:
+                log.warning("%s; leaving without the others", error)
+                return []
+        plan = self._ranks[self._peers.rank].plan
+        self._unadopted = set(ahead)
+        return [FinishedTicket(self._agreed(f, ahead[f], plan), self.compare) for f in sorted(ahead)]
 
     def leave(self, reason: str) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
         self._thread.stop()
         self._peers.leave(reason)
 
@@ -200,8 +268,19 @@ class AllReduceTopology:
         squares = Squares()
         with self._others_told():
             payload = self._encode(contribution, ticket.sequence, squares)
-        self._thread.submit(lambda: self._exchange(ticket, contribution, payload, squares))
+        work = partial(self._exchange, ticket, contribution, payload, squares)
+        if self._cluster is None:
+            self._thread.submit(work)
+        else:
+            self._due.append(work)
+            self._carry_next()
         return ticket
+
+    def _carry_next(self) -> None:
+        """In a cluster: when the one before was adopted."""
+        if self._unadopted is None and self._due:
+            self._unadopted = set()
+            self._thread.submit(self._due.popleft())
 
     def _encode(self, contribution: Contribution, sequence: int, squares: Squares) -> Encoded:
         """This rank's frame, on the links' device, or on its way there."""
@@ -230,6 +309,8 @@ class AllReduceTopology:
                 lambda name: Dither.of(self._run_id, fragment, version, name),
                 squares.total(),
             )
+            if self._cluster is not None:
+                self._step_ahead(self._cluster, ticket, ticket.mean, headers)
         except BaseException as error:  # noqa: BLE001 - it surfaces in finish(), in the training thread
             self._peers.fail(error)
             ticket.error = error
@@ -254,6 +335,31 @@ class AllReduceTopology:
         check_headers(headers)
         return headers
 
+    def _step_ahead(
+        self, cluster: RankCluster, ticket: AllReduceTicket, mean: ReducedMean, headers: list[ExchangeHeader]
+    ) -> None:
+        """The outer step, on a copy; then what comes from above after it."""
+        fragment = ticket.fragment
+        state = self._states[fragment]
+        wait_for_device(self._anchors)
+        values = copies({name: self._anchors[name] for name in state.roles})
+        state.arrive(state.version, state.anchor_hash, values)
+        if self._settings.outer.keeps_momentum:
+            momentum = self._outer.momentum
+            self._momentum_held = {name: momentum.of(name, values[name]).clone() for name in state.parameters}
+        update = MeanStep(mean.frame, self._reducers[fragment].form, state)
+        apply_to(update, values)
+        state.arrive(state.version, state.anchor_hash, self._anchors)
+        self._links.give_back(mean.frame)
+        made = NewAnchor(state.version + 1, values, update.digest)
+        if self._is_odd("round", fragment, made.version, made.digest):
+            self._spread_momentum(fragment)
+            values = self._rank_0s(fragment, values)
+            made = NewAnchor(made.version, values, anchor_hash(values.values()))
+        versions = [one.version for one in self._states]
+        ticket.ahead = cluster.after_round(fragment, made, self._anchors, versions, list(headers))
+        ticket.drain = cluster.word.drain
+
     def is_next(self, ticket: AllReduceTicket) -> bool:
         """Have all that were begun before it been adopted?"""
         return ticket.sequence == self._landed + 1
@@ -263,11 +369,19 @@ class AllReduceTopology:
         assert ticket.mean is not None
         self._landed = ticket.sequence
         self._feedback.settle(ticket.fragment, ticket.sequence, counted=True)
-        mean, form = ticket.mean, self._reducers[ticket.fragment].form
-        if mean.frame.is_cuda:  # it was made on another stream
-            mean.frame.record_stream(torch.cuda.current_stream(mean.frame.device))
-        update = MeanStep(mean.frame, form, self._states[ticket.fragment])
-        version = ticket.base_version + 1
+        mean, plan = ticket.mean, self._ranks[self._peers.rank].plan
+        update: AnchorUpdate
+        above, others = tuple[int, ...](), tuple[Agreed, ...]()
+        if self._cluster is None:
+            if mean.frame.is_cuda:  # it was made on another stream
+                mean.frame.record_stream(torch.cuda.current_stream(mean.frame.device))
+            update = MeanStep(mean.frame, self._reducers[ticket.fragment].form, self._states[ticket.fragment])
+            version = ticket.base_version + 1
+        else:
+            own = self._agreed(ticket.fragment, ticket.ahead[ticket.fragment], plan)
+            update, version, above = own.update, own.version, own.above
+            others = tuple(self._agreed(f, a, plan) for f, a in ticket.ahead.items() if f != ticket.fragment)
+            self._unadopted, self._drain = set(ticket.ahead), ticket.drain
         participants = tuple(
             Participant(worker_id=rank.worker_id, sequence=ticket.sequence, weight=weight, norm=norm)
             for rank, weight, norm in zip(self._ranks, ticket.weights, mean.norms, strict=True)
@@ -278,10 +392,12 @@ class AllReduceTopology:
             counted=True,
             update=update,
             participants=participants,
+            above=above,
             bytes_sent=mean.bytes_sent,
             bytes_received=mean.bytes_received,
-            plan=self._ranks[self._peers.rank].plan,
+            plan=plan,
             counted_in=version,
+            also=others,
             watched=watched(mean.norms[self._peers.rank], mean.norms, ticket.weights, mean.norm),
         )
 
@@ -300,40 +416,64 @@ class AllReduceTopology:
         with self._others_told():
             digest, state = agreed.update.digest, self._states[agreed.fragment]
             state.arrive(agreed.version, digest)
-            heard = self._peers.exchange("hash", f"{agreed.fragment} {agreed.version} {digest}".encode())
-            odd = [rank for rank, one in enumerate(heard) if one != heard[0]]
+            is_odd = self._is_odd("hash", agreed.fragment, agreed.version, digest)
             if isinstance(agreed.update, MeanStep):
                 self._links.give_back(agreed.update.frame)
-            if not odd:
-                return None
-            who = " and ".join(f"{self._peers.labels[rank]} ({heard[rank].decode()})" for rank in odd)
-            message = (
-                f"fragment {agreed.fragment}, version {agreed.version}: {who} {'holds' if len(odd) == 1 else 'hold'} "
-                f"another anchor than {self._peers.labels[0]} ({heard[0].decode()})"
-            )
-            if self._settings.on_divergence == "stop":
-                raise AnchorsDiffer(f"{message}; on_divergence='repair' goes on with rank 0's")
-            log.warning("%s; going on with rank 0's", message)
-            return self._in_turn(lambda: self._repair(agreed))
+            if is_odd:
+                return self._in_turn(lambda: self._repair(agreed))
+            if self._cluster is not None and self._unadopted is not None:
+                self._adopted(self._cluster, self._unadopted, agreed.fragment)
+            return None
+
+    def _adopted(self, cluster: RankCluster, unadopted: set[int], fragment: int) -> None:
+        unadopted.discard(fragment)
+        if not unadopted:
+            cluster.adopted()
+            self._momentum_held, self._unadopted = {}, None
+            self._carry_next()
+
+    def _is_odd(self, kind: str, fragment: int, version: int, digest: str) -> bool:
+        """Has any rank another anchor than rank 0?"""
+        heard = self._peers.exchange(kind, f"{fragment} {version} {digest}".encode())
+        odd = [rank for rank, one in enumerate(heard) if one != heard[0]]
+        if not odd:
+            return False
+        who = " and ".join(f"{self._peers.labels[rank]} ({heard[rank].decode()})" for rank in odd)
+        message = (
+            f"fragment {fragment}, version {version}: {who} {'holds' if len(odd) == 1 else 'hold'} another anchor than "
+            f"{self._peers.labels[0]} ({heard[0].decode()})"
+        )
+        if self._settings.on_divergence == "stop":
+            raise AnchorsDiffer(f"{message}; on_divergence='repair' goes on with rank 0's")
+        log.warning("%s; going on with rank 0's", message)
+        return True
 
     def _repair(self, agreed: Agreed) -> Agreed:
         """Rank 0's anchor and momentum of a fragment, on every rank."""
-        state = self._states[agreed.fragment]
+        self._spread_momentum(agreed.fragment)
+        repaired = self._spread(agreed.fragment, self._anchors, agreed.plan)
+        return replace(repaired, above=agreed.above)
+
+    def _spread_momentum(self, fragment: int) -> None:
+        state = self._states[fragment]
         for name in state.parameters if self._settings.outer.keeps_momentum else ():
             kept = self._outer.momentum.of(name, state.theta[name])
             host = kept.cpu().contiguous()
             self._links.spread(host.view(torch.uint8))
             kept.copy_(host)
-        return self._spread(agreed.fragment, self._anchors, agreed.plan)
 
-    def _spread(self, fragment: int, values: Mapping[str, Tensor], plan: Plan) -> Agreed:
-        """Rank 0's values of a fragment, on every rank, as an update."""
-        layout = self._reducers[fragment].form.full
-        data = torch.empty(layout.size_bytes, dtype=torch.uint8)
-        views = fp32_views(data.numpy().data, layout.places, layout.data_begin)
+    def _rank_0s(self, fragment: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rank 0's values of a fragment, on every rank."""
+        form = self._reducers[fragment].form
+        data, views = empty_anchor(form)
         for name, view in views.items() if self._peers.rank == 0 else ():
             view.copy_(values[name].detach())
-        self._links.spread(data[layout.data_begin :])
+        self._links.spread(data[form.full.data_begin :])
+        return views
+
+    def _spread(self, fragment: int, values: Mapping[str, Tensor], plan: Plan) -> Agreed:
+        """The same as an update."""
+        views = self._rank_0s(fragment, values)
         digest = anchor_hash(views.values())
         return Agreed(
             fragment=fragment,
@@ -352,14 +492,15 @@ class AllReduceTopology:
             "size": self._peers.size,
             "versions": [state.version for state in self._states],
             "anchors": dict(self._anchors),
-            "momentum": self._outer.momentum.flat,
+            "momentum": {**self._outer.momentum.flat, **self._momentum_held},
             "feedback": self._feedback.state_dict(under_way),
             "left_out": {name: e for reducer in self._reducers for name, e in reducer.left_out.items()},
+            **({**self._cluster.state_dict(), "under_way": sorted(under_way)} if self._cluster is not None else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         here, saved = (self._peers.rank, self._peers.size), (state["rank"], state["size"])
-        self._versions = tuple(state["versions"])
+        self._versions, self._loaded_state = tuple(state["versions"]), state
         self._loaded = {name: value.clone() for name, value in state["anchors"].items()}
         self._outer.momentum.load(state["momentum"])
         if here == saved:

@@ -36,6 +36,7 @@ from ...errors import BadFrame, ConfigError, Refused
 from ...events import ContributionLeftOut, EventSink, TooFewTrained
 from ...screens import History, remember
 from ...statements import Offered
+from ...threads import process_team
 from ...types import Participant, Watched
 from ...wire.frames import check_frame
 from ..forms import Form, forms_of
@@ -279,6 +280,7 @@ class PeerState:
             seed=f"{run_id}/{fragment}/{version}",
             screening=Screening(self._histories[fragment], aggregator.cosine_screen),
             centre=Tensors(state.centre) if state.centre else None,
+            share=process_team().share,
         )
         for peer_id, why in verdict.refused.items():
             log.warning("fragment %d version %d: %s was left out: %s", fragment, version, peer_id, why)

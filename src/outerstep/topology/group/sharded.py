@@ -30,6 +30,7 @@ from ...errors import ExchangeFailed, ModelError, Superseded
 from ...types import Agreement, Join, JoinAnswer, Manifest, Offer, Plan, Wishes
 from ...wire.frames import Entry, Layout, rows_of, section_layout
 from ..encode import Excerpt
+from ..forms import Form
 from ..payload import OutgoingFrame
 from ..protocol import Agreed, Contribution, Joined, Orders, Sight
 from ..server.exchange import ServerTicket
@@ -161,14 +162,15 @@ class ShardedTopology:
     def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ShardedTicket:
         made = self.ranks.check(lambda: self._unpack(fragment, packed) if self._takes_part else None)
         offer, payload = made or (None, None)
-        ticket = self._carry(fragment, offer, payload, None, lambda payload, up: None)
+        ticket = self._carry(fragment, offer, payload, None, lambda payload: None)
         if late and ticket.own is not None:
             self._inner.put_off(ticket.own)
         return ticket
 
     def _unpack(self, fragment: int, packed: Mapping[str, Any]) -> tuple[Offer, OutgoingFrame]:
         offer = unpack_offer(packed, self._inner.session.head, fragment)
-        return offer, self._inner.unpack_payload(packed, self._up(fragment), self._ours(offer).start)
+        form = self._inner.form_of(fragment, offer.codec)
+        return offer, self._inner.unpack_payload(packed, self._up(form), self._ours(offer).start)
 
     def catch_up(self, fragment: int) -> ShardedTicket:
         """Rank 0 hears of it; each fetches its rows."""
@@ -182,14 +184,17 @@ class ShardedTopology:
         """Everybody offers the same at once, and sends its rows while it encodes them."""
         fragment = contribution.fragment
         amounts = self.ranks.gather(lambda: Amount(contribution.samples, contribution.tokens), Amount)
-        sizes = tuple(self._layout(fragment, section).size_bytes for section in range(self._shards.sections))
-        offer = self._inner.make_offer(of_all(contribution, amounts), sizes)
-        payload = None
+        form = self._inner.forms[fragment]
+        sizes = tuple(self._layout(form, section).size_bytes for section in range(self._shards.sections))
+        offer = self._inner.make_offer(of_all(contribution, amounts), form, sizes)
+        payload, up = None, self._up(form)
         if self._takes_part:
-            payload = self._inner.new_payload(contribution.deltas, self._up(fragment), self._ours(offer).start)
+            payload = self._inner.new_payload(contribution.deltas, up, self._ours(offer).start)
 
-        def encode(payload: OutgoingFrame, up: Layout) -> None:
-            self._inner.encode(contribution, offer.sequence, payload, up, self._excerpts(fragment))
+        def encode(payload: OutgoingFrame) -> None:
+            if up is not None:
+                self._inner.encode(contribution, offer.sequence, payload, form, up, self._excerpts(form))
+                payload.wait()
 
         return self._carry(fragment, offer, payload, stuck_after_s, encode)
 
@@ -199,16 +204,16 @@ class ShardedTopology:
         offer: Offer | None,
         payload: OutgoingFrame | None,
         stuck_after_s: float | None,
-        write: Callable[[OutgoingFrame, Layout], None],
+        write: Callable[[OutgoingFrame], None],
     ) -> ShardedTicket:
-        """This rank's part of it, if it has one; then all know all hashes."""
+        """This rank's part of it, if it has one, when `write` has written it; then all know all hashes."""
         if offer is None or payload is None:
             self.ranks.gather(tuple, tuple[str, ...])
             return ShardedTicket(self, fragment, None)
         share = Share(self._shards.sections, self._ours(offer), speaks=self.ranks.rank == 0)
         own = self._inner.carry(offer, payload, stuck_after_s if share.speaks else None, share)
         try:
-            told = self.ranks.gather(lambda: self._write(fragment, payload, share.parts, write), tuple[str, ...])
+            told = self.ranks.gather(lambda: _hashes(payload, share.parts, write), tuple[str, ...])
         except BaseException:
             own.cancel()
             raise
@@ -218,34 +223,23 @@ class ShardedTopology:
                 payload.tell(part, part_hash)
         return ShardedTicket(self, fragment, own)
 
-    def _write(
-        self, fragment: int, payload: OutgoingFrame, parts: range, write: Callable[[OutgoingFrame, Layout], None]
-    ) -> tuple[str, ...]:
-        """Our section; says its parts' hashes."""
-        up = self._up(fragment)
-        if up is not None:
-            write(payload, up)
-            payload.wait()
-        return payload.hashes(parts)
-
     def _parts(self, offer: Offer) -> Parts:
         return Parts(offer.section_bytes, self._inner.session.joined.plan.part_size_bytes)
 
     def _ours(self, offer: Offer) -> range:
         return self._parts(offer).of_section(self._shards.section) if self._owns else range(0)
 
-    def _up(self, fragment: int) -> Layout | None:
-        return self._layout(fragment, self._shards.section) if self._owns else None
+    def _up(self, form: Form) -> Layout | None:
+        return self._layout(form, self._shards.section) if self._owns else None
 
-    def _layout(self, fragment: int, section: int) -> Layout:
+    def _layout(self, form: Form, section: int) -> Layout:
         """Of a section's frame. A tensor that every rank holds whole is sent in shares all the same."""
-        form = self._inner.forms[fragment]
         tensors = [(e.name, e.shape, form.rules[e.name].codec.encoded_bytes) for e in form.up.entries]
         return section_layout(form.up.header.codec, tensors, self._shards.sections, section)
 
-    def _excerpts(self, fragment: int) -> dict[str, Excerpt]:
+    def _excerpts(self, form: Form) -> dict[str, Excerpt]:
         found: dict[str, Excerpt] = {}
-        for entry in self._inner.forms[fragment].up.entries:
+        for entry in form.up.entries:
             first = rows_of(entry.shape, self._shards.sections, self._shards.section).first_value
             found[entry.name] = Excerpt(whole=first, held=0 if entry.name in self._shards.names else first)
         return found
@@ -256,6 +250,7 @@ class ShardedTopology:
         """What the exchange came to, and our rows of it."""
         ours = self.ranks.check(lambda: self._outcome(ticket))
         settled = self.ranks.tell(lambda: _known(ours), SettledExchange)
+        self._inner.follow_plan(settled.plan)
         agreed, own = self._take(settled), ticket.own
         if own is None:
             if ticket.claims and agreed.counted:
@@ -417,6 +412,12 @@ def _cutter(got: ServerTicket | None, payload: int) -> Cutter:
         return data[offset : offset + end - begin]
 
     return cut
+
+
+def _hashes(payload: OutgoingFrame, parts: range, write: Callable[[OutgoingFrame], None]) -> tuple[str, ...]:
+    """Of these parts, once they are written."""
+    write(payload)
+    return payload.hashes(parts)
 
 
 def _known(settled: SettledExchange | None) -> SettledExchange:

@@ -1,14 +1,18 @@
 """What carries bytes between the replicas of a torchft run: process groups that its Manager sets up for each quorum.
 
 Words (what each brings, hashes) always travel over gloo in host memory; values over the same gloo group, or over NCCL
-from GPU to GPU. Whatever breaks here raises RuntimeError, and is a round that failed: the Manager's vote says so.
+from GPU to GPU. If that is left open ("auto"), the replicas of each quorum decide when they have told each other what
+they can speak (state.py), and only then is there a group for NCCL. Whatever breaks here raises RuntimeError, and is a
+round that failed: the Manager's vote says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torchft
@@ -22,25 +26,64 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from ..payload import KEPT, Memory, Rooms
 
 Backend = Literal["gloo", "nccl"]
+WantedBackend = Literal["gloo", "nccl", "auto"]
 TAG = 0
+
+
+def place_of(device: torch.device) -> str:
+    """The GPU, on its host, as NCCL tells them apart: two replicas on one cannot use it. "" for a CPU."""
+    if device.type != "cuda":
+        return ""
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return f"{host}:{torch.cuda.get_device_properties(device).uuid}"
 
 
 class ProcessGroups:
     """In the shape that torchft.Manager configures. `members`: the ranks of the quorum that `swap` counts in."""
 
-    def __init__(self, backend: Backend, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, backend: WantedBackend, device: torch.device, timeout_s: float) -> None:
         """`device`: where the model is. Over NCCL values stay there; else a GPU's travel by way of pinned memory."""
-        timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=timeout_s)
         self.rank, self.size = 0, 1
         self.members: Sequence[int] = (0,)
         self.memory = Memory(KEPT)
-        self.device = device if backend == "nccl" else torch.device("cpu")
-        self.pinned = backend == "gloo" and device.type == "cuda"
+        self.is_open, self.home = backend == "auto", device
         self.bytes_sent = self.bytes_received = 0
-        self._words = torchft.ProcessGroupGloo(timeout=timeout)
-        self._values = torchft.ProcessGroupNCCL(timeout=timeout) if backend == "nccl" else self._words
-        rooms = Rooms(self.device, self.memory, pinned=self.pinned)
-        self.take, self.give_back = rooms.take, rooms.give_back
+        self._words = torchft.ProcessGroupGloo(timeout=self._timeout)
+        self._nccl: Any = self._make_nccl() if backend == "nccl" else None
+        self._rooms: dict[torch.device, Rooms] = {}
+        self._configure: Callable[[Any, str], None] | None = None  # a group of this name, for the present quorum
+        self._speak("nccl" if backend == "nccl" else "gloo")
+
+    def _make_nccl(self) -> Any:
+        return torchft.ProcessGroupNCCL(timeout=self._timeout)
+
+    def _speak(self, backend: Backend) -> None:
+        self.backend = backend
+        self.device = self.home if backend == "nccl" else torch.device("cpu")
+        self.pinned = backend == "gloo" and self.home.type == "cuda"
+        self._values = self._nccl if backend == "nccl" else self._words
+        if self.device not in self._rooms:
+            self._rooms[self.device] = Rooms(self.device, self.memory, pinned=self.pinned)
+        self.take = self._rooms[self.device].take
+
+    def give_back(self, data: Tensor) -> None:
+        for rooms in self._rooms.values():
+            rooms.give_back(data)
+
+    def settle(self, backend: Backend) -> None:
+        """What the replicas of this quorum have decided, if it was left open to them. Each of them, or none."""
+        if not self.is_open:
+            return
+        if backend == "nccl":
+            assert self._configure is not None
+            self._nccl = self._nccl or self._make_nccl()
+            self._configure(self._nccl, "values")
+        self._speak(backend)
+
+    def here(self, data: Tensor) -> Tensor:
+        """Where it travels from in this quorum; it may have been written for another."""
+        return data if data.device.type == self.device.type else data.to(self.device)
 
     # --- what the Manager asks for --------------------------------------------------------------------------------
 
@@ -55,24 +98,31 @@ class ProcessGroups:
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        for name, group in {"words": self._words, "values": self._values}.items():
-            if name == "words" or group is not self._words:
-                # Without `global_ranks`: they only name ranks in torch's flight recorder, and two replicas whose names
-                # end with the same digits would have the same.
-                group.configure(
-                    f"{store_addr}/{name}", replica_id, rank, world_size, quorum_id, group_rank, group_world_size
-                )
+        def configure(group: Any, name: str) -> None:
+            # Without `global_ranks`: they only name ranks in torch's flight recorder, and two replicas whose names
+            # end with the same digits would have the same.
+            group.configure(
+                f"{store_addr}/{name}", replica_id, rank, world_size, quorum_id, group_rank, group_world_size
+            )
+
+        self._configure = configure
+        configure(self._words, "words")
+        if self._values is not self._words and not self.is_open:
+            configure(self._values, "values")
         self.rank, self.size = rank, world_size
         self.members = range(world_size)
 
     def errored(self) -> Exception | None:
-        error: Exception | None = self._values.errored()
+        values = self._words if self.is_open else self._values  # of the last quorum; the next one's is not made yet
+        error: Exception | None = values.errored()
         return error
 
     def drop(self) -> None:
         """Whoever waits for this replica there is not to wait any longer; the next quorum brings new groups."""
         for group in {self._words, self._values}:
             group.abort(errored=False)
+        if self.is_open:
+            self._speak("gloo")
 
     # --- words ----------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from ...errors import ServerUnreachable
 from ...types import WeightBy
 from ..carrying import CarryingThread
 from ..group.ranks import Ranks
-from .process_groups import Backend, ProcessGroups
+from .process_groups import ProcessGroups, WantedBackend
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class TorchftSettings:
     outer: OuterRule
     weight_by: WeightBy
     min_replicas: int
-    backend: Backend
+    backend: WantedBackend
     quorum_timeout_s: float
     transfer_timeout_s: float
     join_timeout_s: float
@@ -76,11 +76,13 @@ class TorchftSettings:
 
 @dataclass(frozen=True)
 class Quorum:
-    """This replica's rank among those that meet. `healed`: the state it was given, because it was behind."""
+    """This replica's rank among those that meet. `healed`: the state it was given, because it was behind. `heals`: it
+    gave its own to others that were."""
 
     rank: int
     size: int
     healed: dict[str, Any] | None
+    heals: bool
 
 
 class Quorums:
@@ -152,7 +154,8 @@ class Quorums:
                     time.sleep(ASK_AGAIN_S)
         self._away_since = None
         quorum, given, self._given = self._client.last, self._given, None
-        return Quorum(quorum.replica_rank, quorum.replica_world_size, given)
+        heals = bool(quorum.recover_dst_replica_ranks)
+        return Quorum(quorum.replica_rank, quorum.replica_world_size, given, heals)
 
     def report(self, error: Exception) -> None:
         """The round failed here: this replica will vote against it."""

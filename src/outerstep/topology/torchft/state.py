@@ -18,20 +18,30 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ...types import Manifest
+from ...coordination.autoconfig.collected import ACCELERATOR, BACKENDS
+from ...coordination.autoconfig.members import backend_for
+from ...coordination.autoconfig.state import ClusterState
+from ...coordination.layers.leadership import MemberInSight, who_leads
+from ...types import InfoValue, Manifest
+from ..cluster_part import ClusterPart
+from ..leadership import AsideKind
 from ..protocol import Deltas
+from ..update import copies
+from .process_groups import Backend
 
 FORMAT = 1
+REMEMBERED = 1024  # contributors, by fragment: more than ever meet
 NOTHING = -1  # instead of a fragment: a replica that joins, or has nothing to contribute, only gets the mean
 
 
 class RunSnapshot(msgspec.Struct):
-    """By fragment; `counted`: the sequence of each replica's contribution to its last round."""
+    """By fragment; `counted`: by instance of a replica, the sequence of its last contribution that counted."""
 
     run_id: str
     versions: list[int]
     hashes: list[str]
     counted: list[dict[str, int]]
+    cluster: ClusterPart | None = None
 
     @classmethod
     def fresh(cls, fragments: int) -> RunSnapshot:
@@ -39,20 +49,55 @@ class RunSnapshot(msgspec.Struct):
 
     @property
     def turn(self) -> int:
-        """The fragment that is exchanged next: all take them in the same order, whenever each is due."""
-        return self.versions.index(min(self.versions))
+        """The fragment that is exchanged next: all take them in the same order, whenever each is due. (What came from a
+        layer above was nobody's turn.)"""
+        moves = self.cluster.moves if self.cluster is not None else [0] * len(self.versions)
+        rounds = [version - moved for version, moved in zip(self.versions, moves, strict=True)]
+        return rounds.index(min(rounds))
 
     @property
     def digest(self) -> str:
-        return xxhash.xxh3_128_hexdigest(msgspec.json.encode([self.run_id, self.versions, self.hashes]))
+        agreed = [self.run_id, self.versions, self.hashes, *([] if self.cluster is None else [self.cluster])]
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(agreed))
 
     def counts(self, fragment: int, instance: str, sequence: int) -> bool:
-        return self.counted[fragment].get(instance) == sequence
+        return self.counted[fragment].get(instance, 0) >= sequence
+
+
+def note_counted(counted: dict[str, int], active: Sequence[ReplicaOffer]) -> dict[str, int]:
+    """After a round. The instances that were not in one for longest are forgotten."""
+    now = {offer.instance: offer.sequence for offer in active}
+    noted = {**{instance: sequence for instance, sequence in counted.items() if instance not in now}, **now}
+    return dict(list(noted.items())[-REMEMBERED:])
+
+
+class ReplicaKinds(msgspec.Struct, frozen=True):
+    """What a replica runs on, and what it can speak. `place`: the GPU that its model is on, "" = none."""
+
+    accelerator: str = ""
+    backends: tuple[str, ...] = ()
+    place: str = ""
+
+    @classmethod
+    def told_by(cls, info: Mapping[str, InfoValue], place: str) -> ReplicaKinds:
+        backends = tuple(filter(None, str(info.get(BACKENDS, "")).split(",")))
+        return cls(str(info.get(ACCELERATOR, "")), backends, place)
 
 
 class ReplicaOffer(msgspec.Struct, frozen=True):
     """`instance` tells a restarted replica from what it was; `terms` is a hash of the run that it means. `fresh`: it
-    has no state at all. `trouble`: why it cannot take part."""
+    has no state at all. `trouble`: why it cannot take part.
+
+    The rest is said in a cluster (leadership.py). `record`: the digest of the leader's record that it holds or, if it
+    leads, that all are to hold. `waits`: for what the leader brings. `last`: it is at the end of its training. `leads`:
+    and what it brings (`aside`, of so many `size_bytes`, or a move with this `serial` of these `moving` fragments).
+    `holds`: the others wait for more to come; `ended`: it has left the layer above. `drain`: why all are to end.
+    `term`: how often a leader was chosen, up to this one; of two that think they lead, the last one does. `yields`:
+    another may lead from this quorum on; `settled`: also one whose line is faster; `named`: this one, by an
+    order. `doubts`: all began from saved states, and what they had not sent then may count above. Every replica tells
+    whether it `reaches` the layer above, and how fast (`up_bytes_per_s`); and, for those up there, what its
+    `accelerator` is, which `backends` it can speak, which GPU it has (`place`), and where in its life it was
+    when it asked for this quorum (`came_from`)."""
 
     worker_id: str
     label: str
@@ -68,6 +113,65 @@ class ReplicaOffer(msgspec.Struct, frozen=True):
     samples: int = 0
     tokens: int = 0
     trouble: str = ""
+    record: str = ""
+    waits: bool = False
+    last: bool = False
+    leads: bool = False
+    aside: AsideKind = ""
+    size_bytes: int = 0
+    serial: int = 0
+    moving: tuple[int, ...] = ()
+    holds: bool = False
+    ended: bool = False
+    drain: str = ""
+    term: int = 0
+    yields: bool = False
+    settled: bool = False
+    named: str = ""
+    doubts: bool = False
+    reaches: bool = True
+    up_bytes_per_s: float = 0.0
+    accelerator: str = ""
+    backends: tuple[str, ...] = ()
+    place: str = ""
+    came_from: str = ""
+
+
+def backend_among(offers: Sequence[ReplicaOffer]) -> Backend:
+    """What values travel by in this quorum, where that was left open: NCCL if every replica can speak it and has a GPU
+    to itself, all of one vendor; else gloo. All replicas apply it to the same offers."""
+    places = [offer.place for offer in offers]
+    if "" in places or len(set(places)) < len(places):
+        return "gloo"
+    clusters = [
+        ClusterState(name=offer.worker_id, step_s=1.0, accelerators=(offer.accelerator,), backends=offer.backends)
+        for offer in offers
+    ]
+    return "nccl" if backend_for(clusters) == "nccl" else "gloo"
+
+
+def leader_among(offers: Sequence[ReplicaOffer]) -> tuple[int, bool]:
+    """The rank that leads from this quorum on, and whether it has led before. All replicas apply the same rule
+    (coordination/layers/leadership.py) to the same offers. A leader that brings something, or is in the middle of an
+    exchange, goes on. Of those that were there before, if there are any: a newcomer knows nothing yet."""
+    leading = sorted((rank for rank, offer in enumerate(offers) if offer.leads), key=lambda rank: -offers[rank].term)
+    now = offers[leading[0]] if leading else None
+    if now is not None and (now.aside or not (now.yields or now.last)):
+        return leading[0], True
+    known = [rank for rank, offer in enumerate(offers) if not offer.joins] or list(range(len(offers)))
+    chosen = who_leads(
+        [_in_sight(offers[rank]) for rank in known],
+        named=now.named if now is not None else "",
+        leading=now.worker_id if now is not None else "",
+        compares_lines=now is not None and now.settled,
+    )
+    if now is not None and chosen == now.worker_id:
+        return leading[0], True
+    return next(rank for rank in known if offers[rank].worker_id == chosen), False
+
+
+def _in_sight(offer: ReplicaOffer) -> MemberInSight:
+    return MemberInSight(offer.worker_id, offer.reaches, offer.last, offer.up_bytes_per_s)
 
 
 def odd_ones(digests: Sequence[str]) -> list[int]:
@@ -141,7 +245,11 @@ class Measured:
 
 
 def write_state(
-    snapshot: RunSnapshot, anchors: Mapping[str, Tensor], momentum: Mapping[str, Tensor], worker: dict[str, Any]
+    snapshot: RunSnapshot,
+    anchors: Mapping[str, Tensor],
+    momentum: Mapping[str, Tensor],
+    worker: dict[str, Any],
+    record: Tensor | None = None,
 ) -> dict[str, Any]:
     """All that a replica needs to go on from here, in copies: the training does not stand still meanwhile. What this
     replica's codec still owes is not among it: it sends that itself, and nobody may send it twice."""
@@ -151,6 +259,7 @@ def write_state(
         "anchors": copies(anchors),
         "momentum": copies(momentum),
         "worker": worker,
+        **({} if record is None else {"record": record.clone()}),
     }
 
 
@@ -158,11 +267,6 @@ def read_snapshot(state: Mapping[str, Any]) -> RunSnapshot:
     if state.get("format") != FORMAT:
         raise RuntimeError(f"a state to heal from has format {FORMAT}, got {state.get('format')!r}: another version")
     return msgspec.json.decode(state["standing"], type=RunSnapshot)
-
-
-def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In host memory of their own."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def held_here(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:

@@ -10,7 +10,7 @@ fragment to the next therefore hides nothing more.) Replicas meet only there: th
 steps in between.
 
 rounds.py is one such exchange, quorum.py the Manager, process_groups.py what bytes travel by, state.py what the
-replicas have in common.
+replicas have in common, ../leadership.py what they are to a layer above.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from ...core.feedback import ErrorFeedback
 from ...errors import AnchorsDiffer, RoundStuck, WorkerError
 from ...types import Manifest, Plan, Wishes
 from ..carrying import step_aside
+from ..cluster_part import ClusterPart
 from ..encode import Encoded, as_deltas, sender_to_peers, write_at
 from ..group.ranks import Ranks
 from ..group.topology import Amount, of_all
+from ..leadership import ClusterSettings, KeptRecord, Leadership
 from ..local_worker import Inner
 from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
 from ..terms import Rank, check_loaded, draw_up, introduction
-from ..update import MeanStep
+from ..update import MeanStep, copies
 from .process_groups import ProcessGroups
 from .quorum import Quorums, TorchftSettings
-from .rounds import Brought, RoundOutcome, Rounds
-from .state import NOTHING, Measured, RunSnapshot, Snapshots, copies, write_state
+from .rounds import NO_KINDS, Brought, RoundOutcome, Rounds
+from .state import NOTHING, Measured, ReplicaKinds, RunSnapshot, Snapshots, write_state
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +107,13 @@ class TorchftTopology:
         inner: Inner,
         ranks: Ranks | None = None,
         sections: int = 1,
+        cluster: ClusterSettings | None = None,
+        kinds: ReplicaKinds = NO_KINDS,
     ) -> None:
         """`tensors`: the model's by name, of a sharded one this process's rows; `anchors`: where the last agreed ones
         are found. `ranks`: the processes that are this replica, each of which exchanges what it holds with the same
-        rank of the other replicas."""
+        rank of the other replicas. `cluster`: the replicas are together one worker of a layer above. `kinds`: what the
+        others are told of this replica."""
         self._worker_id, self._hostname, self._instance = worker_id, hostname, instance
         self._tensors, self._anchors = tensors, anchors
         self._settings, self._inner, self._ranks, self._sections = settings, inner, ranks, sections
@@ -127,6 +132,9 @@ class TorchftTopology:
         self._landed = RunSnapshot.fresh(0)  # as the replica holds it, and
         self._landed_step = 0  # the votes until then
         self._joined: tuple[Rounds, Quorums] | None = None
+        self._cluster = cluster
+        self._leadership = Leadership(cluster.wait_s, cluster.reach) if cluster is not None else None
+        self._kinds = kinds
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -142,9 +150,20 @@ class TorchftTopology:
         assert manifest is not None
         plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
         own = self._introduction(manifest, plan)
-        rounds = Rounds(own, self._instance, self._settings, self._groups, self._tensors, self._anchors)
+        rounds = Rounds(
+            own,
+            self._instance,
+            self._settings,
+            self._groups,
+            self._tensors,
+            self._anchors,
+            self._leadership,
+            self._kinds,
+        )
         quorums = Quorums(self._worker_id, self._settings, self._groups, self._ranks, state=self._state)
         self._joined = rounds, quorums
+        if self._cluster is not None and self._leadership is not None:
+            self._leadership.make_leader = self._cluster.lead(self._leadership, rounds, manifest)
         if self._saved is not None:
             self._go_on_from(self._saved, plan)
         before = list(rounds.snapshot.versions)
@@ -156,23 +175,43 @@ class TorchftTopology:
         if self._saved is None and rounds.healed_from is not None:
             work = self._inner.load(rounds.healed_from)
         elif self._saved is not None:
-            overtaken = frozenset(range(len(before))) if rounds.snapshot.versions != before else overtaken
-            if not overtaken:  # the replica holds it all
+            overtaken = self._overtaken(self._saved)
+            for fragment in overtaken & self._begins.keys():
+                self._begins[fragment] = replace(self._begins[fragment], counted=True)
+            if rounds.snapshot.versions == before and not overtaken:  # the replica holds it all
                 self._all_adopted()
         self._saved = rounds.healed_from = None
-        return Joined(self._worker_id, plan, manifest, overtaken, work)
+        return Joined(self._worker_id, plan, manifest, overtaken, work=work)
+
+    def _overtaken(self, saved: Mapping[str, Any]) -> frozenset[int]:
+        """The fragments of which the run has later contributions than this state knows of, made by the process that
+        saved it: steps that were unsent in it are among them. In a cluster, all of them if the leader has doubts."""
+        now = self._rounds.snapshot.counted
+        if self._rounds.doubts:
+            return frozenset(range(len(now)))
+        instance, then = saved.get("instance", ""), saved.get("counted", now)  # states of 0.2 do not say
+        return frozenset(f for f, counted in enumerate(now) if counted.get(instance, 0) > then[f].get(instance, 0))
 
     def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
         size = self._ranks.size if self._ranks is not None else 1
         own = introduction(self._worker_id, self._hostname, size, manifest, plan, self._settings.outer)
-        shape = {"number of processes": size, "number of shards": self._sections}
-        return msgspec.structs.replace(own, outer={**own.outer, **shape})
+        shape = {
+            "number of processes": size,
+            "number of shards": self._sections,
+            "replica_backend": self._settings.backend,
+        }
+        terms = self._cluster.terms if self._cluster is not None else {}
+        return msgspec.structs.replace(own, outer={**own.outer, **shape, **terms})
 
     def _go_on_from(self, saved: Mapping[str, Any], plan: Plan) -> None:
         check_loaded(plan, saved["versions"], saved["anchors"].keys())
+        counted = saved.get("counted") or [{} for _ in plan.fragments]
         snapshot = RunSnapshot(
-            saved["run_id"], list(saved["versions"]), list(saved["hashes"]), [{} for _ in plan.fragments]
+            saved["run_id"], list(saved["versions"]), list(saved["hashes"]), [dict(one) for one in counted]
         )
+        if self._leadership is not None and "cluster" in saved:
+            snapshot.cluster = msgspec.json.decode(saved["cluster"], type=ClusterPart)
+            self._rounds.record = KeptRecord(saved["record"])
         anchors = {name: tensor.reshape(self._tensors[name].shape) for name, tensor in copies(saved["anchors"]).items()}
         self._rounds.begin_at(snapshot, anchors, copies(saved["momentum"]))
         self._quorums.step = saved["step"]
@@ -184,7 +223,12 @@ class TorchftTopology:
     def orders(self, *, at_exchange: bool) -> Orders:
         self._snapshots.serve()
         self._raise_failure()
-        return Orders()
+        return Orders(drain=self._rounds.drain)
+
+    @property
+    def life_state(self) -> str:
+        """(`Tracked`.)"""
+        return self._rounds.life.place
 
     def leave(self, reason: str) -> None:
         """The last anchors are compared first, if the others come to it."""
@@ -192,12 +236,28 @@ class TorchftTopology:
             self._changed.wait_for(lambda: not self._comparing or reason != "done", FAREWELL_S)
             self._ended = True
             self._changed.notify_all()
+        if self._leadership is not None and self._cluster is not None:
+            self._leadership.close()
+            self._cluster.close()
         if self._joined is not None:
             self._quorums.close()
             self._groups.drop()
+            self._rounds.life.left()
         failure, self._failure = self._failure, None
         if failure is not None and reason == "done":
             raise failure
+
+    def part(self, patience_s: float) -> list[FinishedTicket]:
+        """(`Parting`.) What is left goes up if all are at the end of their training, and what is agreed comes down."""
+        if self._leadership is None:
+            return []
+        ticket = self._put(Brought(NOTHING, self._sequence, last=True), patience_s)
+        try:
+            landed = self._land(ticket)
+        except RoundStuck as error:
+            log.warning("%s; leaving without the others", error)
+            return []
+        return [FinishedTicket(agreed, self.adopted) for agreed in landed]
 
     @property
     def _rounds(self) -> Rounds:
@@ -299,6 +359,7 @@ class TorchftTopology:
             update=update,
             anchor_hash=state.anchor_hash,
             participants=outcome.participants if own else (),
+            above=self._rounds.cluster.above[fragment] if self._rounds.cluster is not None else (),
             bytes_sent=outcome.bytes_sent if own else 0,
             bytes_received=outcome.bytes_received if own else 0,
             plan=self._rounds.plan,
@@ -327,7 +388,7 @@ class TorchftTopology:
     # --- the carrying thread --------------------------------------------------------------------------------------
 
     def _carry(self) -> None:
-        step_aside(self._groups.device)
+        step_aside(self._groups.home if self._groups.is_open else self._groups.device)
         while (ticket := self._next()) is not None:
             self._exchange(ticket)
 
@@ -384,11 +445,14 @@ class TorchftTopology:
 
     def _state(self) -> dict[str, Any]:
         """For a replica that heals from this one; in a thread of the Manager's, while the carrying thread waits."""
-        worker = self._snapshots.ask(SHARE_OF_TIMEOUT * self._settings.transfer_timeout_s)
         rounds = self._rounds
+        worker = rounds.healed_from  # of one that waits until its cluster has joined the layer above, say
+        if worker is None:
+            worker = self._snapshots.ask(SHARE_OF_TIMEOUT * self._settings.transfer_timeout_s)
         anchors = rounds.ahead if rounds.ahead is not None else self._anchors
         log.info("another replica heals from this one")
-        return write_state(rounds.snapshot, anchors, rounds.outer.momentum.flat, worker)
+        record = rounds.record.data if self._leadership is not None else None
+        return write_state(rounds.snapshot, anchors, rounds.outer.momentum.flat, worker, record)
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
         """Anchor and momentum too: there is no server that keeps them. (What is under way is lost with the process:
@@ -399,10 +463,18 @@ class TorchftTopology:
             "step": self._landed_step,
             "versions": list(landed.versions),
             "hashes": list(landed.hashes),
+            "counted": [dict(one) for one in landed.counted],
+            "instance": self._instance,
             "anchors": dict(self._anchors),
             "momentum": self._rounds.outer.momentum.flat,
             "feedback": self._feedback.state_dict(()),
+            **self._cluster_state(landed),
         }
+
+    def _cluster_state(self, landed: RunSnapshot) -> dict[str, Any]:
+        if landed.cluster is None:
+            return {}
+        return {"cluster": msgspec.json.encode(landed.cluster).decode(), "record": self._rounds.record.data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._saved = state
@@ -415,4 +487,4 @@ class TorchftTopology:
         """What was under way was lost with the process: its steps are unsent."""
 
 
-__all__ = ["Inner", "TorchftSettings", "TorchftTicket", "TorchftTopology"]
+__all__ = ["ClusterSettings", "Inner", "TorchftSettings", "TorchftTicket", "TorchftTopology"]

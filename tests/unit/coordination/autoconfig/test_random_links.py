@@ -68,7 +68,7 @@ def line_costs(
             return None
         passing = 1 + sum(other == name for other in route.values())
         up = max(up, passing / rate[name, to][0])
-        down = max(down, 1 / rate[to, name][0])
+        down = max(down, passing / rate[to, name][0])
         way = rate[name, to][1] + rate[to, name][1]
         if to != "server":
             way += rate[to, "server"][1] + rate["server", to][1]
@@ -76,8 +76,7 @@ def line_costs(
     if layer.centre_in_bytes_per_s:
         up = max(up, len(route) / layer.centre_in_bytes_per_s)
     if layer.centre_out_bytes_per_s:
-        direct = sum(to == "server" for to in route.values())
-        down = max(down, direct / layer.centre_out_bytes_per_s)
+        down = max(down, len(route) / layer.centre_out_bytes_per_s)
     return up, down, latency
 
 

@@ -64,6 +64,19 @@ def test_between_clusters_both_ends_must_say_it_and_the_worse_counts() -> None:
     assert (line.bytes_per_s, line.latency_s) == (1e6, 0.5)
 
 
+def test_of_a_line_to_a_relay_the_word_of_whoever_sends_through_it_is_enough() -> None:
+    """A slow line of its own, and a fast one to a cluster that relays: its traffic goes there, and nobody else's."""
+    rates = {"a": 1e6, "b": 1e8, "c": 1e6}
+    relays = tuple(cluster(name, relays=name == "b") for name in rates)
+    by_a = both_ways("a", "b", 1e8, by=("a",))
+    made = decided(layer(rates, clusters=relays, links=(*star_links(rates), *by_a)))
+    assert made.plan.parents == {"a": "b", "b": "server", "c": "server"}
+    praise = tuple(r for name in "ac" for r in both_ways(name, "b", 1e12, 0.0, by=("b",)))
+    assert decided(layer(rates, clusters=relays, links=(*star_links(rates), *praise))).plan.route == "star"
+    unasked = tuple(cluster(name) for name in rates)
+    assert decided(layer(rates, clusters=unasked, links=(*star_links(rates), *by_a))).plan.route == "star"
+
+
 def test_a_flood_of_nonsense_is_told_in_few_words() -> None:
     flood = tuple(replace(report, bytes_per_s=NAN) for report in star_links(RATES) for _ in range(100))
     made = decided(layer(RATES, links=(*star_links(RATES), *flood)))
@@ -263,3 +276,14 @@ def test_improving_moves_never_end_above_the_star() -> None:
         with_relays = Routes(all_links, view_of(all_links)).best(1e8, 1e8, 5.0, strict=True).cost
         without = Routes(direct, view_of(direct)).best(1e8, 1e8, 5.0, strict=True).cost
         assert with_relays.transfer_s(1e8, 1e8, 5.0) <= without.transfer_s(1e8, 1e8, 5.0)
+
+
+def test_a_line_at_the_limit_is_given_up_once_and_taken_back_when_it_is_far_from_it() -> None:
+    """Noise there would change the plan back and forth."""
+    rates = {"a": 160e6, "b": 160e6, "c": 160e6, "d": 9.9e6}
+    before = layer(rates)
+    plan = decided(before).plan
+    assert plan.not_planned_for == ("d",)
+    for rate, is_planned_for in ((10.1e6, False), (15e6, False), (16e6, True)):
+        now = following(before, plan, links=star_links({**rates, "d": rate}))
+        assert (view_of(now).not_planned_for == ()) is is_planned_for, rate

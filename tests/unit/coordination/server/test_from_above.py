@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outerstep.coordination.server.coordinator import ASK_AGAIN_SOON_S
 from outerstep.coordination.server.rounds import Fragment
 from outerstep.errors import StaleRound, TooOld
 from outerstep.types import MOST_FROM_ABOVE
@@ -119,3 +120,45 @@ def test_what_is_known_of_them_is_bounded() -> None:
         fragment.move(max_staleness=1)
     assert len(fragment.above) == MOST_FROM_ABOVE
     assert fragment.staleness(0) == 2 * MOST_FROM_ABOVE - 1, "older ones count as rounds"
+
+
+class TestHoldingBack:
+    """While a version from above is about to follow, nobody takes its next steps from the one before it."""
+
+    @staticmethod
+    def held_back() -> Desk:
+        desk = Desk("a")
+        for version in range(2):
+            desk.contribute("a", version + 1, base_version=version)
+        desk.coordinator.withheld_until = desk.now + 5.0
+        return desk
+
+    def test_who_holds_the_version_before_the_newest_waits_and_asks_again_soon(self) -> None:
+        answer = self.held_back().poll("a", after=1)
+        assert (answer.agreement, answer.last_sequence, answer.waiting_for) == (None, 2, "the layer above")
+        assert answer.retry_after_s == ASK_AGAIN_SOON_S
+
+    @pytest.mark.parametrize("after", [-1, 0])
+    def test_who_is_further_behind_is_told(self, after: int) -> None:
+        assert self.held_back().poll("a", after=after).agreement is not None
+
+    def test_who_holds_the_newest_waits_for_the_round_as_ever(self) -> None:
+        answer = self.held_back().poll("a", after=2)
+        assert answer.agreement is None
+        assert answer.waiting_for == "contributions of a"
+
+    def test_when_the_time_is_over_it_is_told(self) -> None:
+        desk = self.held_back()
+        desk.now = desk.coordinator.withheld_until
+        assert desk.poll("a", after=1).agreement is not None
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_what_is_to_survive_is_written_with_it_if_anything_is(remembers: bool) -> None:
+    desk = Desk("ab")
+    desk.coordinator.remembers = remembers
+    move(desk)
+    [made] = desk.closings
+    assert (made.remembered is not None) == remembers
+    if made.remembered is not None:
+        assert made.remembered.versions == (1,)

@@ -26,7 +26,18 @@ def announce(node: Node) -> None:
         hint = "JOIN_STRING holds the run's token and is not for logs: with a peer_dir it is written there.\n"
     print(
         f"peer {node.peer_id} listens on {node.address}. On each other machine:\n\n"
-        f"    outerstep peer{insecure} --join {where if is_for_people else 'JOIN_STRING'} -- python train.py\n\n{hint}",
+        f"    outerstep peer{insecure} --join {where if is_for_people else 'JOIN_STRING'} -- python train.py\n\n{hint}"
+        + _page(node, is_for_people=is_for_people),
         file=sys.stderr,
         flush=True,
     )
+
+
+def _page(node: Node, *, is_for_people: bool) -> str:
+    """The link logs whoever opens it in, so it is as private as the join string, for as long as it works."""
+    if node.dashboard is None:
+        return ""
+    if not is_for_people:
+        return f"Watch it in a browser: `outerstep page --server {node.address}` prints a link.\n"
+    once = "" if node.settings.insecure else " (once, within 15 minutes; `outerstep page` prints another)"
+    return f"Watch it in a browser{once}:\n\n    {node.page_link()}\n"

@@ -12,13 +12,13 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from ....dashboard import Dashboard, PeerTokens
 from ....errors import ConfigError, NoCredentials, Unauthorized
 from ....security import Access, Caller, Credentials, ServerIdentity, parse_address, parse_join_string
 from ....security.access import write_address
 from ....security.credentials import outward_host
-from ....security.guard import Guard, OpenGuard
 from ....security.tokens import digest_of
 from ....statements import Beat
 from ....wire.http_server import HttpServer
@@ -39,13 +39,14 @@ class RunGuard:
     def __init__(self, run_token: Callable[[], str], identity: ServerIdentity) -> None:
         self._run_token, self._identity = run_token, identity
 
-    def admit(self, authorization: str | None) -> Caller:
+    def admit(self, headers: Mapping[str, str]) -> Caller:
+        authorization = headers.get("authorization")
         scheme, _, token = (authorization or "").partition(" ")
         presented = digest_of(token.encode("latin-1", "replace"))
         known = {"run": self._run_token(), "admin": self._identity.tokens.current().admin}
         found = [kind for kind, t in known.items() if hmac.compare_digest(presented, digest_of(t.encode()))]
         if found and scheme.lower() == "bearer":
-            return Caller("run") if "run" in found else Caller("admin")
+            return Caller("run", name="run") if "run" in found else Caller("admin", name="admin")
         if authorization is None:
             raise Unauthorized("this peer wants the run's token, and the request has none", hint=NEW_STRING)
         raise Unauthorized("this is not the token of this peer's run", hint=NEW_STRING)
@@ -54,15 +55,20 @@ class RunGuard:
 class NodeListener:
     """Listens as soon as it is made. `kept_token`: of the run in the peer's folder."""
 
-    def __init__(self, settings: NodeSettings, service: Service, kept_token: str | None) -> None:
+    def __init__(
+        self, settings: NodeSettings, service: Service, kept_token: str | None, dashboard: Dashboard | None = None
+    ) -> None:
         self._settings = settings
         self._credentials = Credentials(settings.credentials)
         self.joins: tuple[Access, ...] = tuple(self._access(place) for place in settings.join)
         self._identity = None if settings.insecure else self._credentials.server_identity()
         self.token = self._choose_token(kept_token)
         host, port = _parse_listen(settings.listen)
-        guard: Guard = OpenGuard() if self._identity is None else RunGuard(lambda: self.token, self._identity)
+        guard = None if self._identity is None else RunGuard(lambda: self.token, self._identity)
         tls = self._identity.context() if self._identity is not None else None
+        if dashboard is not None:
+            tokens = None if self._identity is None else PeerTokens(self._identity.tokens, lambda: self.token)
+            dashboard.guard_with(tokens, tls=tls is not None)
         try:
             self._http = HttpServer(service.routes, host, port, tls=tls, guard=guard, names=[settings.advertise or ""])
         except OSError as error:

@@ -26,6 +26,7 @@ import os
 import secrets
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -35,6 +36,8 @@ from msgspec.structs import replace
 from ....coordination.gossip import GossipPeer, GossipRules, Keepsake
 from ....coordination.gossip.chain import found
 from ....coordination.gossip.names import is_anothers, vouched
+from ....dashboard import Dashboard, link_to
+from ....defaults import RECENT_LOSSES
 from ....errors import (
     Busy,
     ConfigError,
@@ -44,7 +47,7 @@ from ....errors import (
     ServerUnreachable,
     UntrustedServer,
 )
-from ....events import Event, EventSink, PeerExpelled, RoundDecided, WorkerDied, WorkerJoined, WorkerLeft
+from ....events import Event, EventSink, PeerExpelled, RoundDecided, WorkerDied, WorkerJoined, WorkerLeft, mean_loss
 from ....observe import FanOut
 from ....observe.status import PeerStatus
 from ....security import Credentials
@@ -93,7 +96,10 @@ class Node:
                 )
             self._key = self._folder.key if self._folder is not None else make_key()
             self.service = PeerService(self)
-            self._listener = NodeListener(settings, self.service, facts.token if facts is not None else None)
+            self.events.add(self.service.counts)
+            self.dashboard = self._make_dashboard() if settings.page else None
+            token = facts.token if facts is not None else None
+            self._listener = NodeListener(settings, self.service, token, self.dashboard)
         except BaseException:
             self._close_folder()
             raise
@@ -101,9 +107,18 @@ class Node:
         self.payloads = Payloads(settings.memory_bytes)
         self._survey = Survey(self._listener, settings.peer_id, self._key, self._pause)
         self.progress: tuple[int, float, float | None] = (0, 0.0, None)
+        self.losses: deque[float] = deque(maxlen=RECENT_LOSSES)  # of the last rounds, the newest last
         self._document = b""
         self._is_stopped = False
+        if self.dashboard is not None:
+            self.dashboard.start()
         _alive.add(self)
+
+    def _make_dashboard(self) -> Dashboard:
+        made = Dashboard(self.status)
+        self.events.add(made.happened)
+        self.service.routes |= made.routes
+        return made
 
     @property
     def peer_id(self) -> str:
@@ -122,6 +137,12 @@ class Node:
     def join_string(self) -> str:
         """What to type on the next machine. Holds the run's token: not for logs."""
         return self._listener.join_string
+
+    def page_link(self) -> str:
+        """A link to this peer's page: it logs one browser in, once. "" = it has none."""
+        if self.dashboard is None:
+            return ""
+        return link_to(self.address, self.dashboard.make_link("run").code, plain=self.settings.insecure)
 
     @property
     def failure(self) -> str:
@@ -456,6 +477,8 @@ class Node:
             return
         left = self.shared.stop(STOP_PATIENCE_S)
         self._listener.stop(STOP_PATIENCE_S if not self.failure else 0.0)
+        if self.dashboard is not None:
+            self.dashboard.stop()
         if self.shared.has_begun:
             self._contacts.close()
         if left:
@@ -478,9 +501,20 @@ class Node:
             fragment, version = decision.block.fragment, decision.block.version
             taken = self.rounds.find(fragment, version)
             workers = [peer_id for peer_id, _, _ in taken.offers] if taken is not None else []
+            if fragment == 0:
+                self._note_losses(workers)
             self.events(RoundDecided(fragment, version, workers))
         if self.peer.state.members != self._members:
             self._after_members()
+
+    def _note_losses(self, workers: Sequence[str]) -> None:
+        """As far as they have reported one; by id, as a beat says it."""
+        known = {self.peer_id: self.progress[2]}
+        for member in self.peer.state.members:
+            if (beat := self.peer.contacts.get(member.key)) is not None and member.key != self.key:
+                known[member.peer_id] = beat.loss
+        if (mean := mean_loss(map(known.get, workers))) is not None:
+            self.losses.append(mean)
 
     def _on_leap(self, state: ChainState) -> None:
         self.rounds.leap(state)
@@ -550,6 +584,8 @@ def _let_go() -> None:
     keep the port and the folder from the process that comes in its place."""
     for node in _alive:
         node._listener.let_go()
+        if node.dashboard is not None:
+            node.dashboard.let_go()
         node._close_folder()
 
 

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from ....errors import BadRequest, Busy, NotFound, OtherRun, RunFull, ServerFailed
+from ....observe.families import families_of
+from ....observe.prometheus import CONTENT_TYPE, METRICS_PATH, write_metrics
+from ....observe.sinks import EventCounts
 from ....observe.status import PEER_MODE, FragmentStatus, PeerMemberStatus, PeerStatus
 from ....statements import Converse
 from ....versions import check_spoken
+from ....wire.http_request import HttpRequest
 from ....wire.messages import MAX_JOIN_BYTES, place_of
 from ....wire.pages import pages
 from ....wire.peers import (
@@ -23,7 +27,7 @@ from ....wire.peers import (
     PeerAnswer,
     PeerRequest,
 )
-from ....wire.routes import DownloadRoute, MessageRoute, Route
+from ....wire.routes import DownloadRoute, MessageRoute, PlainRoute, Reply, Route
 from .contributions import HeldPayload
 from .hearing import hear
 
@@ -40,6 +44,7 @@ class PeerService:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.bytes_sent = 0
+        self.counts = EventCounts()
         self.routes: dict[tuple[str, str], Route] = {
             **pages(self),
             place_of(AskTerms): MessageRoute(AskTerms, self.answer, "sender"),
@@ -47,6 +52,7 @@ class PeerService:
             place_of(AskSnapshot): MessageRoute(AskSnapshot, self.answer, "sender"),
             place_of(AskParts): MessageRoute(AskParts, self.answer, "sender"),
             place_of(GetHeld): DownloadRoute(GetHeld, self.get_part, "sender"),
+            ("GET", METRICS_PATH): PlainRoute(self.metrics, reads=True),
         }
 
     @property
@@ -84,6 +90,12 @@ class PeerService:
 
     def status(self) -> PeerStatus:
         return self._node.status()
+
+    def metrics(self, request: HttpRequest) -> Reply:
+        """For Prometheus."""
+        status = replace(self.status(), connections=request.connections.summary())
+        families = families_of(status, self.counts.copy())
+        return Reply(write_metrics(families), headers=(("Content-Type", CONTENT_TYPE),))
 
     def _converse(self, told: Converse) -> Converse:
         self._check_run(told.run_id)
@@ -173,6 +185,7 @@ def build_status(node: Node) -> PeerStatus:
         refused=dict(peer.refusals.counts),
         proven_to_lie=sorted(members.get(key, key) for key in peer.book.proofs),
         is_short_of_peers=peer.is_short_of_peers(now),
+        losses=[float(f"{loss:.6g}") for loss in node.losses],
         fragments=[
             FragmentStatus(version=version, waiting_for=peer.waiting_for(fragment, now))
             for fragment, version in enumerate(peer.state.versions)

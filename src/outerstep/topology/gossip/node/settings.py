@@ -19,7 +19,8 @@ class NodeSettings:
     """`listen`: host:port, port 0 = any free one. `advertise`: host or host:port that others should call. `join`:
     addresses or join strings of peers; none, and nothing in the folder: this peer founds a run. `folder`: where its
     identity and what it must not forget are kept; None = in memory only, and a restart makes it somebody else.
-    `credentials`: the user's folder with certificate and tokens. `insecure`: plain HTTP without tokens.
+    `credentials`: the user's folder with certificate and tokens. `insecure`: plain HTTP without tokens. `page`: show
+    the run to browsers.
     `invitation`: what the founder of a run that wants one said of this peer (`outerstep invite`).
     `memory_bytes`: of contributions; what does not fit lies in a spool file."""
 
@@ -30,6 +31,7 @@ class NodeSettings:
     folder: str | None = None
     credentials: str | None = None
     insecure: bool = False
+    page: bool = True
     invitation: str = ""
     beat_every_s: float = PEER_BEAT_S
     part_size_bytes: int = PART_SIZE_BYTES
