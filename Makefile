@@ -8,26 +8,37 @@ READY  := $(VENV)/.ready
 # Several torch processes with default threads on few cores stall each other: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-# One test process per core. Idle ones steal work from busy ones: some tests take a hundred times longer than others.
-JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
+# One test process more than there are cores: a third of the time a test waits for other processes, or for a clock. Idle
+# ones steal work from busy ones: some tests take a hundred times longer than others.
+JOBS   ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test quick check format bench mutants soak clean
+.PHONY: help demo demo-hierarchy browser test schedules quick check format bench mutants soak clean
 
 help:  ## List the targets
-	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/'
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt hatch_build.py src/outerstep/dashboard/library.json
 	@echo "setting up $(VENV) (once; torch is the long part)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m outerstep.dashboard.library || true  # pip hides what the build says: is the page's chart library here?
 	@touch $@
 
 demo: $(READY)  ## Train one model with a server and two workers, compare, plot
 	$(BIN)/outerstep demo
 
-test: $(READY)  ## Run all tests (JOBS=1: one at a time)
-	$(PYTEST)
+demo-hierarchy: $(READY)  ## Watch two clusters of two train over a slow link (WORD=leave, return, join, bandwidth: other demos)
+	$(BIN)/outerstep demo $(or $(WORD),hierarchy)
+
+test: $(READY) browser  ## Run the tests, with the first of the fault schedules (JOBS=1: one at a time)
+	$(PYTEST) -m "not schedules"
+
+schedules: $(READY)  ## Run the other thousands of fault schedules, about eight minutes
+	$(PYTEST) -m schedules
+
+browser:  ## Install Chromium and its driver, for the tests of the page, if they are missing and this is root
+	@command -v chromedriver >/dev/null && command -v chromium >/dev/null || .ci/install-browser
 
 quick: $(READY)  ## Run the quick tests, about two minutes: a fifth of the generated cases, no long process tests, fewer schedules
 	$(PYTEST) -m "not slow" --hypothesis-profile quick
@@ -59,6 +70,7 @@ bench: $(READY)  ## Run short versions of the benchmarks behind the numbers in d
 	$(BIN)/python bench/allreduce.py --quick
 	$(BIN)/python bench/watching.py --quick
 	$(BIN)/python bench/torchft_sync.py --quick
+	$(BIN)/python bench/page.py --quick
 
 mutants: $(READY)  ## Mutate decisions one by one and check that a test fails (ONLY='outerstep.coordination.worker.*')
 	$(BIN)/python tests/mutants.py $(if $(ONLY),'$(ONLY)')

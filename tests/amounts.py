@@ -1,4 +1,5 @@
-"""How much of what there is to test is tested: all of it in `make test`, some of it in `make quick`."""
+"""How much of what there is to test is tested: all of it in `make test` and `make schedules`,
+some of it in `make quick`."""
 
 from __future__ import annotations
 
@@ -25,3 +26,8 @@ def mostly_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     found = list(values)
     assert all(value in found for value in quick), f"{quick} are not all among {found}"
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in found]
+
+
+def mostly_schedules(firsts: Iterable[int]) -> list[Any]:
+    """Where each stretch of seeds begins: `make test` runs the first stretch, `make schedules` the others."""
+    return [pytest.param(first, marks=[pytest.mark.schedules] if i else []) for i, first in enumerate(firsts)]

@@ -81,6 +81,12 @@ ROOMS = {
         too_slow="test_few_schedules or at_a_time_as_fit or two_hundred_come_and_go or sixty_four_decide "
         "or large_statements or turns_far_ahead or any_order_with_losses or of_many_small_ones",
     ),
+    "planning": Room(
+        modules=("outerstep.coordination.autoconfig.*", "outerstep.coordination.cost.*"),
+        files=("src/outerstep/coordination/autoconfig/*", "src/outerstep/coordination/cost.py"),
+        tests=("tests/unit/coordination/autoconfig", "tests/unit/coordination/test_cost.py"),
+        too_slow="random_links or planted_restlessness or steady_noisy_link or one_of_four_says",
+    ),
     "core": Room(
         modules=("outerstep.core.*",),
         files=("src/outerstep/core/*",),
@@ -135,7 +141,7 @@ def prepare(room: str) -> Path:
     """The folder in which mutmut works on this room: links to the project, and a configuration of its own."""
     folder, what = WORK / room, ROOMS[room]
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("src", "tests", "docs", "README.md", "Makefile", "CONTRIBUTING.md"):
+    for name in ("src", "tests", "docs", "examples", "README.md", "Makefile", "CONTRIBUTING.md"):
         # A relative link: in a tree that was copied or moved, an absolute one would lead into the old tree.
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(Path("..", "..", name))
@@ -143,7 +149,7 @@ def prepare(room: str) -> Path:
     settings = {
         "source_paths": ["src/outerstep"],
         "only_mutate": list(what.files),
-        "also_copy": ["src", "tests", "docs", "README.md", "pyproject.toml"],
+        "also_copy": ["src", "tests", "docs", "examples", "README.md", "pyproject.toml"],
         "process_isolation": "forkserver",  # torch and hypothesis do not bear a fork of a process that has run tests
         "pytest_add_cli_args_test_selection": list(what.tests),
         "pytest_add_cli_args": ["--hypothesis-profile", "quick", *skipped],

@@ -55,7 +55,7 @@ class Child:
         return code
 
     def _look(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._report], [], [], timeout)[0]:
+        if self.returncode is None and _is_readable(self._report, timeout):
             self.returncode = os.waitstatus_to_exitcode(self._read())
             os.close(self._report)
         return self.returncode
@@ -71,20 +71,34 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-def start(arguments: Sequence[str | Path], *, log: IO[bytes], env: Mapping[str, str], cwd: Path | None = None) -> Child:
-    """`python ARGUMENTS`, stdout and stderr into `log`."""
+def _is_readable(fd: int, timeout_s: float | None) -> bool:
+    """By poll: select knows no descriptor above 1023, and a process of many tests may have that many."""
+    looking = select.poll()
+    looking.register(fd, select.POLLIN)
+    return bool(looking.poll(None if timeout_s is None else 1e3 * timeout_s))
+
+
+def start(
+    arguments: Sequence[str | Path],
+    *,
+    log: IO[bytes],
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    imports: tuple[str, ...] = (),
+) -> Child:
+    """`python ARGUMENTS`, stdout and stderr into `log`. `imports`: what else takes long, for those that need it."""
     order = {"arguments": [str(a) for a in arguments], "env": dict(env), "cwd": str(cwd or Path.cwd())}
     read, write = os.pipe()
-    socket.send_fds(_door(), [json.dumps(order).encode()], [log.fileno(), write])
+    socket.send_fds(_door(imports), [json.dumps(order).encode()], [log.fileno(), write])
     os.close(write)
     return Child(read)
 
 
 @functools.cache
-def _door() -> socket.socket:
+def _door(imports: tuple[str, ...] = ()) -> socket.socket:
     """To the process with the imports, which is started when it is first needed and ends with this one."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, __file__, str(there.fileno())]
+    command = [sys.executable, __file__, str(there.fileno()), *imports]
     process = subprocess.Popen(
         command,
         pass_fds=[there.fileno()],
@@ -109,7 +123,7 @@ def _door() -> socket.socket:
 def main() -> None:
     """Take orders until the door closes. Returns in each new process too, when its program is over: Python then ends it
     as it ends any other, with all that it does about exit codes, exceptions and threads."""
-    for name in IMPORTS:
+    for name in (*IMPORTS, *sys.argv[2:]):
         __import__(name)
     gc.collect()
     gc.freeze()  # or every new process would make its own copy of what its collector only looks at

@@ -18,8 +18,14 @@ class Ranks:
     each has of its own that torch reads while it is imported."""
 
     def __init__(
-        self, arguments: Sequence[str], logs: Sequence[Path], environ: Sequence[Mapping[str, str]] | None = None
+        self,
+        arguments: Sequence[str],
+        logs: Sequence[Path],
+        environ: Sequence[Mapping[str, str]] | None = None,
+        *,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
+        """`settings`: variables that all of them have."""
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "WORLD_SIZE": str(len(logs)),
@@ -28,6 +34,7 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "OMP_NUM_THREADS": "1",
+            **(settings or {}),
         }
         self.processes: list[Child | subprocess.Popen[bytes]] = []
         for rank, file in enumerate(logs):

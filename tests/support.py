@@ -173,6 +173,16 @@ class Books:
 
         server.service.coordinator.offer = note  # type: ignore[method-assign]
 
+    def steps_of(self, worker: str) -> int:
+        """Those in the model, of a run with one fragment."""
+        return sum(
+            self._steps[key]
+            for agreement in self.agreements
+            for p in agreement.participants
+            for key in self._steps
+            if (key.worker_id, key.sequence) == (p.worker_id, p.sequence) == (worker, p.sequence)
+        )
+
     def audit(self, buffer_size: int | None = None) -> dict[str, list[int]]:
         """Each worker's steps that are in the model, by fragment; the model itself must say the same. The outer step is
         "adopt the mean", or with a buffer size Delayed Nesterov without momentum."""
@@ -309,7 +319,14 @@ class HandClient:
 
     def poll(self, held: int = 0, held_hash: str | None = None, **changes: Any) -> Agreement:
         """The newest agreement, for somebody who holds that anchor."""
-        facts: dict[str, Any] = {**self.session.head, "fragment": 0, "after": -1, "held": held, **changes}
+        facts: dict[str, Any] = {
+            **self.session.head,
+            "fragment": 0,
+            "after": -1,
+            "held": held,
+            "trees": True,
+            **changes,
+        }
         answer = self.transport.call(Poll(**facts, held_hash=held_hash))
         assert isinstance(answer, PollAnswer)
         assert answer.agreement is not None

@@ -63,7 +63,12 @@ __all__ = [
 ]
 
 
+_MODULES = ("accelerate", "data", "hf", "lightning", "torchtitan")  # trainers have an extra of their name each
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     module = _WHERE.get(name)
     if module is None:
         raise AttributeError(f"module 'outerstep' has no attribute {name!r}")

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 
 ATTACHED_VARIABLE = "OUTERSTEP_ATTACHED_FILE"
+INITIAL_VARIABLE = "OUTERSTEP_INITIAL_FOLDER"
+"""Where `outerstep run` waits for its own script to put the initial weights (worker/initial.py)."""
 
 
 def note_attached(environ: Mapping[str, str] = os.environ) -> None:

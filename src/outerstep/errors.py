@@ -38,6 +38,7 @@
         ├── OtherRun                 409  this server holds another run
         ├── RunFull                  409  the run of peers has as many members as it may have
         ├── PlanMismatch             409  the run has another H, codec or number of fragments
+        │   └── OtherCodec               409  encoded as no plan of this run says: send it anew
         ├── ManifestMismatch         409  the run has another model
         ├── LengthRequired           411
         ├── TooLarge                 413  over a limit, named in the message
@@ -50,7 +51,8 @@
         ├── ServerError              500  a bug or a full machine, at the server; may be retried
         │   └── ServerFailed         500  the server cannot continue
         ├── Busy                     503  retry after `retry_after_s`
-        │   └── QuotaExceeded            429  this token or worker costs too much: retry after `retry_after_s`
+        │   ├── QuotaExceeded            429  this token or worker costs too much: retry after `retry_after_s`
+        │   └── NotBegun                 503  the run waits for its first worker to bring the weights
         └── Closing                  503  the run is ending: no worker may join
 
 A message says the rule and the value that broke it; the hint says what to do about it.
@@ -226,6 +228,12 @@ class PlanMismatch(Refused):
     code, status = "plan_mismatch", 409
 
 
+class OtherCodec(PlanMismatch):
+    SINCE: ClassVar[int] = 2  # ends that speak an older protocol are told its parent's code
+
+    code, status = "other_codec", 409
+
+
 class ManifestMismatch(Refused):
     code, status = "manifest_mismatch", 409
 
@@ -278,6 +286,12 @@ class QuotaExceeded(Busy):
     SINCE: ClassVar[int] = 2  # ends that speak an older protocol are told its parent's code
 
     code, status = "quota", 429
+
+
+class NotBegun(Busy):
+    SINCE: ClassVar[int] = 2
+
+    code, status = "not_begun", 503
 
 
 class Closing(Refused):

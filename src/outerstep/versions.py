@@ -29,6 +29,7 @@ from .errors import ProtocolMismatch
 
 PROTOCOL_VERSION: Final = 2
 OLDEST_PROTOCOL: Final = 1
+SPOKEN_HERE: Final = f"{OLDEST_PROTOCOL}-{PROTOCOL_VERSION}"  # as in a header: the oldest and the newest
 
 T = TypeVar("T")
 
@@ -54,13 +55,8 @@ def check_spoken(protocol: int, who: str) -> None:
     """`who` speaks to us in this protocol: do we? (It reads this at its end: "here" and "there" would mislead.)"""
     if not is_spoken(protocol):
         raise ProtocolMismatch(
-            f"{who} speaks protocol {protocol}; understood: {spoken_here()}", hint="update outerstep at the older end"
+            f"{who} speaks protocol {protocol}; understood: {SPOKEN_HERE}", hint="update outerstep at the older end"
         )
-
-
-def spoken_here() -> str:
-    """As in a header: the oldest and the newest."""
-    return f"{OLDEST_PROTOCOL}-{PROTOCOL_VERSION}"
 
 
 def highest_common(shown: str | None) -> int | None:

@@ -19,7 +19,9 @@ PLAIN = {
     "events",
     "defaults",
     "digest",
+    "lanes",
     "printable",
+    "ranges",
     "schedule",
     "screens",
     "statements",
@@ -33,6 +35,9 @@ MAY_IMPORT = {
     "errors": set(),
     "versions": {"errors"},
     "digest": set(),
+    "installing": set(),
+    "lanes": set(),
+    "ranges": set(),
     "schedule": set(),
     "screens": {"errors"},
     "events": {"printable", "types"},
@@ -40,6 +45,7 @@ MAY_IMPORT = {
     "statements": {"types", "versions"},
     "defaults": set(),
     "pool": set(),
+    "threads": set(),
     "security": PLAIN,
     "config": PLAIN | {"coordination", "security"},
     "torch_file": PLAIN,
@@ -48,21 +54,42 @@ MAY_IMPORT = {
     "coordination": PLAIN,
     "wire": PLAIN | {"security"},
     "durable": PLAIN,
-    "topology/gossip/node": PLAIN | {"coordination", "durable", "observe", "pool", "security", "wire"},
+    "topology/gossip/node": PLAIN | {"coordination", "dashboard", "durable", "observe", "pool", "security", "wire"},
     "simulate": PLAIN | {"coordination", "durable"},
-    "topology": PLAIN | {"core", "coordination", "wire"},
-    "observe": PLAIN,
+    "topology": PLAIN | {"core", "coordination", "threads", "wire"},
+    "observe": PLAIN | {"installing"},
+    "dashboard": PLAIN | {"observe", "security", "wire"},
     "server": PLAIN
-    | {"config", "core", "coordination", "durable", "model_folder", "observe", "pool"}
-    | {"security", "torch_file", "wire"},
-    "worker": PLAIN | {"config", "core", "coordination", "model_folder", "observe", "security", "topology", "wire"},
+    | {"config", "core", "coordination", "dashboard", "durable", "model_folder", "observe", "pool"}
+    | {"security", "threads", "torch_file", "wire"},
+    "worker": PLAIN
+    | {"config", "core", "coordination", "installing", "model_folder", "observe", "security", "threads"}
+    | {"data", "topology", "wire"}
+    | {"hierarchy"},  # where replicas are a cluster: the one that leads is a worker of another run, too
+    "data": PLAIN | {"coordination", "topology"},
     "hierarchy": PLAIN | {"coordination", "durable", "observe", "security", "server", "topology", "wire", "worker"},
     "compat": PLAIN | {"config", "core", "coordination", "pool", "server", "topology", "wire"},
-    "demo": PLAIN | {"", "model_folder", "security", "wire"},
+    "demo": PLAIN | {"", "dashboard", "installing", "model_folder", "security", "wire"},
     "cli": PLAIN
-    | {"compat", "config", "core", "demo", "durable", "hierarchy", "model_folder", "observe", "security", "server"}
-    | {"topology", "wire"},
-    "integrations": PLAIN | {"core"},  # optional, and imported by nobody
+    | {
+        "compat",
+        "config",
+        "core",
+        "dashboard",
+        "data",
+        "demo",
+        "durable",
+        "hierarchy",
+        "installing",
+        "model_folder",
+        "observe",
+        "security",
+        "server",
+    }
+    | {"threads", "topology", "wire"},
+    "integrations": PLAIN
+    | {"core", "installing", "model_folder", "torch_file", "worker"},  # optional; imported by these alone:
+    **{trainer: {"integrations"} for trainer in ("accelerate", "hf", "lightning", "torchtitan")},
     "__main__": {"cli"},
     "extending": {"coordination", "core", "errors"},
     "": {"core", "errors", "extending", "model_folder", "server", "topology", "worker"},
@@ -74,6 +101,7 @@ FORBIDDEN_OUTSIDE = {
     "simulate": {"socket", "threading", "time", "os", "http", "torch", "numpy"},
     "wire": {"torch", "numpy"},
     "topology/gossip/node": {"torch", "numpy"},
+    "dashboard": {"torch", "numpy"},
     "durable": {"torch", "numpy", "socket", "time"},
     "security": {"torch", "numpy", "random"},
     "types": {"torch", "numpy", "os"},
@@ -166,6 +194,29 @@ LIGHT = [
     "import outerstep.cli, sys; sys.argv = ['outerstep', 'status', '--server', '127.0.0.1:9']\n"
     "try: outerstep.cli.main()\nexcept SystemExit: pass",
 ]
+
+
+def test_trainers_are_modules_of_the_package_and_loaded_when_they_are_named() -> None:
+    code = (
+        "import outerstep, sys\n"
+        "from outerstep.installing import install_line\n"
+        "libraries = {'transformers', 'accelerate', 'lightning', 'torchtitan'}\n"
+        "assert not libraries & sys.modules.keys(), 'outerstep imports them'\n"
+        "assert outerstep.torchtitan.settings_from.__module__ == 'outerstep.integrations.torchtitan'\n"
+        "assert not libraries & sys.modules.keys(), 'the worker imports them'\n"
+        "class Nothing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in libraries: raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Nothing())\n"
+        "for name, package in ('hf', 'transformers'), ('accelerate', 'accelerate'), ('lightning', 'lightning'):\n"
+        "    try: getattr(outerstep, name)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        assert f'needs the package {package}' in str(error), error\n"
+        "        assert install_line(name) in str(error), error\n"
+        "    else: raise AssertionError(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("code", LIGHT)

@@ -30,6 +30,7 @@ from outerstep.topology.gossip.terms import GossipWishes
 from outerstep.topology.gossip.topology import GossipSettings, GossipTopology
 from outerstep.topology.group.sharded import ShardedTopology, Shards
 from outerstep.topology.group.topology import GroupTopology
+from outerstep.topology.leadership import ClusterSettings, KeptRecord, Leadership, MakeLeader
 from outerstep.topology.payload import Memory, Rooms
 from outerstep.topology.protocol import Topology
 from outerstep.topology.server.topology import ServerTopology
@@ -233,6 +234,7 @@ class ThreadLinks:
 
 class AllReduceRun(Run):
     outer: ClassVar[OuterRule] = PLAIN
+    cluster: ClassVar[ClusterSettings | None] = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -258,9 +260,35 @@ class AllReduceRun(Run):
                 settings=AllReduceSettings(self.outer, "equal", timeout_s=2.0, on_divergence="repair"),
                 peers=peers,
                 links=ThreadLinks(number, self.members, boxes),  # type: ignore[arg-type]
+                cluster=self.cluster,
             )
 
         return [Rank(make)]
+
+
+class QuietLeader:
+    """Has joined a layer above that never agrees on anything."""
+
+    def __init__(self, leadership: Leadership) -> None:
+        leadership.keep(leadership.term, KeptRecord(torch.ones(1, dtype=torch.uint8)))
+        leadership.joined(leadership.term, overtaken=False)
+        leadership.release(leadership.term)
+
+    def published(self, target: Mapping[str, Tensor]) -> None: ...
+
+    def round_closed(self, fragment: int = 0) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def stand_down(self, why: str) -> None: ...
+
+
+def lead_quietly(leadership: Leadership, members: object, manifest: object) -> MakeLeader:
+    return lambda target, is_new: QuietLeader(leadership)
+
+
+class RankClusterRun(AllReduceRun):
+    cluster = ClusterSettings(wait_s=30.0, terms={"cluster": "east"}, lead=lead_quietly)
 
 
 class AllReduce(Adapter):
@@ -302,6 +330,10 @@ class AllReduce(Adapter):
                 in_threads(a.begin, b.begin)
                 nothing_is_packed(a, b)
                 in_threads(a.finish, b.finish)
+
+
+class RankCluster(AllReduce):
+    name, run = "all-reduce in a cluster", RankClusterRun
 
 
 # --- torchft ----------------------------------------------------------------------------------------------------------
@@ -531,4 +563,14 @@ def nothing_is_packed(*members: Member) -> None:
             assert rank.topology.reopen(0, {}) is None
 
 
-ADAPTERS: tuple[Adapter, ...] = (Server(), Http(), Group(), Sharded(), AllReduce(), Torchft(), Gossip(), Pairs())
+ADAPTERS: tuple[Adapter, ...] = (
+    Server(),
+    Http(),
+    Group(),
+    Sharded(),
+    AllReduce(),
+    RankCluster(),
+    Torchft(),
+    Gossip(),
+    Pairs(),
+)

@@ -26,6 +26,7 @@ WISHES = Wishes(codec="fp32", sync_every=1, num_fragments=1)
 REPAIRS = 3
 PATIENCE_S = 30.0  # for a busy machine
 ALONE_S = 0.5  # for which a member waits for the others to come out of their exchange
+# (Less than any deadline of a round: one that has missed a round must come back before the next closes without it.)
 
 
 @dataclass

@@ -17,12 +17,14 @@ import torch
 from faults.proxy import CutAfter, Flapping, FlipOnce, Judge, LoseAnswers, Proxy, pass_on
 from outerstep.coordination.worker.exchange import Patience
 from outerstep.server import DiLoCoServer
+from outerstep.wire.pipeline import IN_A_ROW
 from outerstep.worker import DiLoCoWorker
 from support import Ledger, count, in_threads, record_agreements
 
 PART_BYTES = 64 << 10
 CELLS = 16 * PART_BYTES // 4  # sixteen parts, and a header
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "down_codec": "fp32"}
+CONNECTIONS = 4
 HEADS_BYTES = 96 << 10  # requests, answers, handshakes: what goes beside the parts, generously
 
 
@@ -32,6 +34,13 @@ def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "outerstep.topology.server.build.Patience", partial(Patience, first_backoff_s=0.01, longest_backoff_s=0.05)
     )
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["near", "far"])
+def _far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a long link parts follow each other on their connections."""
+    if request.param:
+        monkeypatch.setattr("outerstep.topology.server.link.LONG_S", 0.0)
 
 
 @pytest.fixture(params=[False, True], ids=["TLS", "plain"])
@@ -53,7 +62,9 @@ def train(server: DiLoCoServer, line: Proxy, rounds: int) -> DiLoCoWorker:
     """So many rounds of two steps each, and a clean end."""
     model = Ledger(CELLS)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    worker = DiLoCoWorker(model, optimizer, way_to(server, line), worker_id="w", heartbeat_interval=0.0)
+    worker = DiLoCoWorker(
+        model, optimizer, way_to(server, line), worker_id="w", heartbeat_interval=0.0, connections=CONNECTIONS
+    )
     with worker:
         count(model, optimizer, 0, 2 * rounds)
     return worker
@@ -64,17 +75,17 @@ def cells(server: DiLoCoServer) -> torch.Tensor:
 
 
 def payload_bytes(server: DiLoCoServer) -> int:
-    return server.service.stores[0].up.size_bytes
+    return server.service.stores[0].uplink().layout.size_bytes
 
 
 @pytest.mark.row("F02")
 def test_after_a_cut_in_the_middle_of_an_upload_only_what_is_missing_is_sent(server: DiLoCoServer) -> None:
     cut = CutAfter(CELLS * 4 // 2)
     with Proxy(server.address, up=cut) as line:
-        worker = train(server, line, rounds=1)
+        train(server, line, rounds=1)
         assert cut.fired >= 1
         assert server.status()["bytes_received"] == payload_bytes(server)  # each part was stored once
-        again = worker.config.server.connections * PART_BYTES  # what was on its way when the line was cut
+        again = CONNECTIONS * IN_A_ROW * PART_BYTES  # what was on its way when the line was cut
         assert line.carried["up"] <= payload_bytes(server) + again + HEADS_BYTES
     assert server.status()["total_submissions"] == 1
     assert cells(server)[0] == 2.0

@@ -22,7 +22,7 @@ from outerstep.server import DiLoCoServer
 from outerstep.server.saved import load_state
 from outerstep.topology.protocol import Agreed
 from outerstep.topology.server.topology import ServerTopology
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import anchor_tree
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.transport import Transport
@@ -232,7 +232,7 @@ def compare(keeper: Keeper, pair: Pair, tmp_path: Path) -> None:
     assert len(seen) > pair.rounds - 2
     assert_same(momentum(keeper.folder), momentum_then)
     for model in pair.models:
-        assert anchor_hash(params_of(model).values()) == seen[pair.rounds]
+        assert anchor_tree(params_of(model).values()) == seen[pair.rounds]
         assert_same(params_of(model), saved.params)
 
 

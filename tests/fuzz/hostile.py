@@ -48,10 +48,12 @@ from outerstep.statements import AnyStatement, Beat, Converse, body_of, key_of, 
 from outerstep.types import (  # noqa: E402
     AskNonce,
     Commit,
+    CompleteOffer,
     Control,
     GetPart,
     Heartbeat,
     Join,
+    Lease,
     Leave,
     Offer,
     Poll,
@@ -395,7 +397,20 @@ def attack_peers(
 
 # --- a server ---------------------------------------------------------------------------------------------------------
 
-SERVER_REQUESTS = [AskNonce, Join, Heartbeat, Leave, Offer, PutPart, Commit, Poll, GetPart, Control]
+SERVER_REQUESTS = [
+    AskNonce,
+    Join,
+    Heartbeat,
+    Leave,
+    Lease,
+    Offer,
+    CompleteOffer,
+    PutPart,
+    Commit,
+    Poll,
+    GetPart,
+    Control,
+]
 COMPAT_REQUESTS = {"/register": Register, "/heartbeat": CompatHeartbeat, "/deregister": Deregister}
 COMPAT_SUBMISSIONS = ["/submit_pseudograd", "/submit_fragment_pseudograd"]
 WORKERS = ["w0", "w1"]
@@ -471,10 +486,12 @@ class Insider:
         said: dict[str, Any] = {"Outerstep_Session": session, "protocol": rng.choice([2, 2, 2, 1])}
         # (Whoever shows wrong tokens again and again is answered a second later each time.)
         said["token"] = None if rng.random() < 0.998 else rng.choice(["", "run-nonsense", "x" * 300])
-        if kind in (PutPart, GetPart):
+        if kind in (CompleteOffer, PutPart, GetPart):
             pairs = value.items() if isinstance(value, dict) else []
             path += "?" + "&".join(f"{_plain(name)}={_plain(one)}" for name, one in pairs)
-            body = b"" if kind is GetPart else rng.choice([FRAME, grammar.spoil(FRAME), rng.randbytes(300)])
+            # (With the right bytes a complete offer would be a contribution.)
+            right = [] if kind is CompleteOffer else [FRAME, grammar.spoil(FRAME)]
+            body = b"" if kind is GetPart else rng.choice([*right, rng.randbytes(300), rng.randbytes(len(FRAME))])
         else:
             body = as_json(value)
             if rng.random() < 0.1:

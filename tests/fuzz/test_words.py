@@ -21,7 +21,20 @@ from outerstep.errors import ConfigError, OuterstepError, Refused
 from outerstep.security import Access, parse_address, parse_join_string
 from outerstep.security.access import redact
 from outerstep.security.tokens import new_token
-from outerstep.types import Commit, Control, GetPart, Heartbeat, Join, Leave, Offer, Poll, PutPart, Request
+from outerstep.types import (
+    Commit,
+    CompleteOffer,
+    Control,
+    GetPart,
+    Heartbeat,
+    Join,
+    Lease,
+    Leave,
+    Offer,
+    Poll,
+    PutPart,
+    Request,
+)
 from outerstep.wire.messages import (
     address_of,
     decode_error,
@@ -43,15 +56,32 @@ GOOD: dict[type[Request], dict[str, Any]] = {
         "wishes": {"sync_every": 5, "codec": "bf16", "tokenizer": "t"},
         "run_id": "r",
     },
+    Lease: {
+        **HEAD,
+        "dataset": {"name": "train", "samples": 100, "unit_samples": 10},
+        "number": 1,
+        "want": 3,
+        "holds": [[0, 2], [5, 6]],
+        "dropped": [[7, 8]],
+        "untrained": 2,
+        "pace": 0.5,
+    },
     Heartbeat: {**HEAD, "step": 3, "steps_per_second": 1.5, "loss": 0.5, "acknowledged": [1]},
     Leave: {**HEAD, "reason": "over"},
     Offer: {
         **HEAD, "fragment": 0, "sequence": 1, "base_version": 0, "oldest_base": 0, "steps": 1, "codec": "fp32",
         "size_bytes": 100, "samples": 1, "tokens": 2, "section_bytes": [50, 50],
     },
+    CompleteOffer: {
+        **HEAD, "fragment": 0, "sequence": 1, "base_version": 0, "oldest_base": 0, "steps": 1, "codec": "fp32",
+        "size_bytes": 100, "samples": 1, "tokens": 2, "loss": 0.5, "hash": "0" * 16,
+    },
     PutPart: {**HEAD, "fragment": 0, "sequence": 1, "part": 0, "hash": "0" * 16},
     Commit: {**HEAD, "fragment": 0, "sequence": 1, "payload_hash": "0" * 32},
-    Poll: {**HEAD, "fragment": 0, "after": -1, "held": 0, "held_hash": "0" * 32, "wait_s": 1.0, "sections": 1},
+    Poll: {
+        **HEAD, "fragment": 0, "after": -1, "held": 0, "held_hash": "0" * 32, "wait_s": 1.0, "sections": 1,
+        "takes_bytes": 5,
+    },
     GetPart: {**HEAD, "fragment": 0, "version": 0, "part": 0, "kind": "full"},
     Control: {"kind": "plan", "worker_id": "w", "reason": "so", "changes": {"sync_every": 4}, "tokens": 1},
 }  # fmt: skip
@@ -92,7 +122,7 @@ def test_anything_at_all_is_read_or_refused(kind: type[Request], data: bytes) ->
 
 
 @cases(400)
-@given(st.sampled_from([PutPart, GetPart]), st.data())
+@given(st.sampled_from([CompleteOffer, PutPart, GetPart]), st.data())
 def test_a_query_is_read_or_refused(kind: type[Request], data: st.DataObject) -> None:
     target = address_of(msgspec.convert(GOOD[kind], kind))[1]
     assert parse_query(target.split("?")[1], kind) == msgspec.convert(GOOD[kind], kind)

@@ -181,7 +181,7 @@ def crooked(rank: int) -> Any:
         if rank == 1 and len(done) < 2 and name == "layers.1.weight":
             done.append(1)
             block.view(torch.int32)[5] += 1
-            update._proof._state.update(b"as it would have been")
+            update._proof._hasher.update(b"as it would have been")
         return block
 
     return apply

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from outerstep import DiLoCoWorker
 from outerstep.errors import ModelError
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import anchor_tree
 
 SYNC_EVERY = 6
 
@@ -109,7 +109,7 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
             for fragment, version in enumerate(worker.sync_metrics["versions"]):
                 if version != known[fragment]:
                     known[fragment] = version
-                    found = anchor_hash(anchors[name] for name in plan.fragments[fragment])
+                    found = anchor_tree(anchors[name] for name in plan.fragments[fragment])
                     history.append((fragment, version, found))
 
         note()
@@ -133,7 +133,7 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
                 os._exit(9)
     note()
     final = [p.to_local() if isinstance(p, DTensor) else p for p in optimizer.param_groups[0]["params"]]
-    facts = {"history": history, "final": anchor_hash(p.detach() for p in final), **worker.sync_metrics}
+    facts = {"history": history, "final": anchor_tree(p.detach() for p in final), **worker.sync_metrics}
     (folder / f"{kind}-{rank}.json").write_text(json.dumps(facts))
 
 

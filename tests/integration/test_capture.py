@@ -136,7 +136,7 @@ def test_nothing_of_a_run_can_be_read_on_the_way(tmp_path: Path, said: list[byte
         weights = [p.numpy().tobytes() for p in server.get_global_params().values()]
         tokens = Credentials(credentials).tokens.load()
     spoken = [target.split()[1].split(b"?")[0] for target in said if target.endswith(b" HTTP/1.1")]
-    asked = {b"/v1/" + path for path in (b"join", b"offer", b"part", b"commit", b"poll", b"heartbeat", b"leave")}
+    asked = {b"/v1/" + path for path in (b"join", b"offer", b"part", b"poll", b"heartbeat", b"leave")}
     assert asked | {b"/status", b"/v1/control"} <= set(spoken)
     shown = [b"Authorization: Bearer " + token.encode() for token in (tokens.run, tokens.admin, WRONG)]
     secrets = set().union(*(windows(text) for text in (*said, *weights, *shown)))
@@ -177,5 +177,5 @@ def test_in_plain_text_the_recorder_reads_it_all(said: list[bytes]) -> None:
         recorder.close()
     frame = max(said, key=len)
     assert windows(frame) & recorder.windows()
-    assert b"PUT /v1/part" in b"".join(recorder.seen)
+    assert b"PUT /v1/offer" in b"".join(recorder.seen)
     assert b"Authorization" not in b"".join(recorder.seen)

@@ -236,7 +236,7 @@ def test_two_forced_exchanges_at_once_are_one_round() -> None:
 
 
 class Lossy(MemoryTransport):
-    """Loses every third answer: what was asked is carried out, and asked again."""
+    """Loses every second answer: what was asked is carried out, and asked again."""
 
     def __init__(self, server: DiLoCoServer) -> None:
         super().__init__(server.service)
@@ -245,7 +245,7 @@ class Lossy(MemoryTransport):
     def call(self, request: Request, **buffers: object) -> Answer:
         answer = super().call(request, **buffers)  # type: ignore[arg-type]
         self.calls += 1
-        if self.calls % 3 == 0:
+        if self.calls % 2 == 0:
             self.lost += 1
             raise TransportError("lost on purpose")
         return answer

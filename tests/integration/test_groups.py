@@ -20,7 +20,7 @@ from nursery import Child
 from outerstep.server import DiLoCoServer
 from outerstep.server.publish import Published
 from outerstep.server.store import FragmentStore
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import anchor_tree
 from outerstep.wire.frames import rows_of
 from outerstep.worker import DiLoCoWorker
 from ranks import Ranks
@@ -124,7 +124,7 @@ def expected_hash(params: dict[str, Tensor], sections: int, section: int) -> str
         rows = rows_of(tuple(theta.shape), sections, section)
         return theta[rows.first_row : rows.first_row + rows.shape[0]] if name in PARAMETERS else theta
 
-    return anchor_hash(here(name, theta) for name, theta in params.items())
+    return anchor_tree(here(name, theta) for name, theta in params.items())
 
 
 def assert_agrees(result: dict[str, Any], versions: Versions, sections: int, section: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from outerstep.config import server as config_of_server
 from outerstep.digest import part_count
 from outerstep.errors import (
     BadRequest,
@@ -23,7 +24,7 @@ from outerstep.errors import (
     TransportError,
 )
 from outerstep.server import DiLoCoServer
-from outerstep.types import Answer, Offer, Poll, Request
+from outerstep.types import Answer, Control, Offer, Poll, Request, Wishes
 from outerstep.wire.http_transport import HttpTransport, parse_address
 from outerstep.wire.memory import MemoryTransport
 from outerstep.wire.messages import decode_error
@@ -264,6 +265,35 @@ def test_what_does_not_fit_into_memory_goes_through_a_file(tmp_path: Path) -> No
     assert server.status()["pool_memory_bytes"] == server.status()["pool_spooled_bytes"] == 0
 
 
+def test_by_default_memory_has_room_for_two_contributions_however_many_come(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the plan's codec: when that changes, so does the room."""
+    monkeypatch.setattr(config_of_server, "LEAST_POOL_BYTES", 1)
+    values = {"weight": torch.ones(1000, 300)}
+    server = DiLoCoServer(values, 5, port=0, **PLAIN, spool_dir=str(tmp_path), part_size_bytes=16 << 20)
+    server.service.start()
+    payload = make_frame(values)
+    clients = [HandClient(MemoryTransport(server.service), f"w{i}") for i in range(5)]
+    for client in clients:
+        client.join()
+        client.sequence = 1
+        client.offer(len(payload))
+        client.put(payload, 0)
+    status = server.status()
+    assert (status["pool_memory_bytes"], status["pool_spooled_bytes"]) == (2 * len(payload), 3 * len(payload))
+    for client in clients:
+        client.commit(payload)
+    wait_until(lambda: server.sync_round == 1)
+    assert torch.equal(server.get_global_params()["weight"], torch.zeros(1000, 300))
+    full = server.service.run.pool_memory_bytes()
+    MemoryTransport(server.service).call(Control(kind="plan", changes=Wishes(codec="int8")))
+    for client in clients:
+        client.contribute(payload, base_version=1, oldest_base=1)
+    wait_until(lambda: server.sync_round == 2)
+    assert server.service.run.pool_memory_bytes() < full / 3
+
+
 def test_a_full_disk_costs_one_try_and_heals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """posix_fallocate is replaced: a disk cannot be filled safely in a unit test."""
     server = ledger_server(1, pool_bytes=1, spool_dir=str(tmp_path))
@@ -338,11 +368,10 @@ def test_stopping_does_not_wait_for_long_polls() -> None:
     answers: list[Answer] = []
     poll = Poll(**client.session.head, fragment=0, after=0, wait_s=19.0)
     thread = threading.Thread(target=lambda: answers.append(client.transport.call(poll)), daemon=True)
-    take, asked = server.service.answer, threading.Event()
+    take, asked = server.service.poll, threading.Event()
 
-    def noting(request: Request, shown: Presented) -> Answer:
-        if isinstance(request, Poll):
-            asked.set()
+    def noting(request: Poll, shown: Presented) -> object:
+        asked.set()
         return take(request, shown)
 
     intercept(server.service, take, noting)

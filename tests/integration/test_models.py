@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from outerstep.errors import ManifestMismatch
 from outerstep.server import DiLoCoServer
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import anchor_tree
 from outerstep.worker import DiLoCoWorker
 from support import Ledger, assert_same, in_threads, memory_worker, params_of, tiny_model, train_steps
 
@@ -120,7 +120,7 @@ def test_a_half_precision_model_has_fp32_anchors_and_learns(dtype: torch.dtype) 
     for worker in in_threads(lambda: work(0), lambda: work(1)):
         anchors = worker._replica.anchors
         assert all(anchor.dtype == torch.float32 for anchor in anchors.values())
-        assert anchor_hash(anchors.values()) == server.service.stores[0].newest.agreement.anchor_hash
+        assert anchor_tree(anchors.values()) == server.service.stores[0].newest.agreement.anchor_hash
         for name, param in worker.model.named_parameters():
             assert torch.equal(param, anchors[name].to(dtype))
     assert server.sync_round == 6

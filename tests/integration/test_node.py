@@ -450,6 +450,11 @@ class TestTheDoor:
         assert "peer a" in shown
         assert "fragment 0: version 1; waiting for a, b" in shown
         assert re.search(r"│ b +│ 127\.0\.0\.1:\d+ │ 7 +│ 2\.00 +│ 0\.5000", shown)
+        assert status["losses"] == [], "nobody had reported one when the first round was decided"
+        peers[0].node.note_progress(7, 2.0, 1.5)
+        agree(peers)
+        losses = transport_to(peers[0]).status()["losses"]
+        assert losses == [1.0], "the mean of its own and of the other's last beat"
 
     def test_events_say_who_joins_what_is_decided_what_is_refused_and_who_leaves(self, started: Started) -> None:
         peers = started(3)

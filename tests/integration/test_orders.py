@@ -48,7 +48,7 @@ class Worker:
             count(self.model, self.optimizer, self.cell, 1)
 
     def beat(self) -> None:
-        self.topology.heartbeat(self.worker._started.machine.work.steps, 1.0, None)
+        self.topology.heartbeat(self.worker._started.machine.state.work.steps, 1.0, None)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_a_joiner_gets_the_new_plan_and_may_ask_for_either(server: DiLoCoServer,
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (Wishes(codec="bf16"), "codec cannot change during a run"),
+        (Wishes(down_codec="bf16"), "down_codec cannot change during a run"),
         (Wishes(num_fragments=2), "num_fragments cannot change"),
         (Wishes(delay=4), "fragment_delay must be below sync_every"),
     ],

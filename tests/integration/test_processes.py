@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from clusters import Cluster
 from outerstep.model_folder import load_state_dict
-from outerstep.topology.update import anchor_hash
+from outerstep.topology.update import anchor_tree
 from support import tiny_model, wait_until
 
 pytestmark = pytest.mark.slow
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.row("F01")
 def test_a_killed_worker_is_left_behind_and_its_restart_joins_the_next_round(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, "-n", "2", "--sync-every", "20", "--heartbeat-timeout", "3")
+    cluster = Cluster(tmp_path, "-n", "2", "--sync-every", "20", "--heartbeat-timeout", "3", "--log-json")
     try:
         left, right = cluster.worker("left"), cluster.worker("right")
         wait_until(lambda: cluster.round() >= 2)
@@ -45,9 +46,16 @@ def test_a_killed_worker_is_left_behind_and_its_restart_joins_the_next_round(tmp
         newest = cluster.status()["fragments"][0]["anchor_hash"]
         names = [name for name, _ in tiny_model().named_parameters()]
         saved = [load_state_dict(tmp_path / worker) for worker in ("left", "right")]
-        assert newest in [anchor_hash(state[name] for name in names) for state in saved]
+        assert newest in [anchor_tree(state[name] for name in names) for state in saved]
         cluster.server.send_signal(signal.SIGTERM)
         assert cluster.server.wait(30) == 0, cluster.log("server")
+        # Every line of the server's log is a JSON object, from its greeting to its last word.
+        lines = [json.loads(line) for line in cluster.log("server").splitlines()]
+        assert {"join", "start", "round", "death", "leave"} <= {line.get("event") for line in lines}
+        assert [line["worker"] for line in lines if line.get("event") == "death"] == ["right"]
+        assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+        assert "round 1 · left + right · waited " in cluster.log("left")
+        assert "done after " in cluster.log("left")
     finally:
         cluster.close()
 
@@ -80,6 +88,6 @@ def test_the_first_round_waits_for_the_second_process(tmp_path: Path) -> None:
         assert "2 workers to join" in cluster.status()["fragments"][0]["waiting_for"]
         cluster.worker("right")
         wait_until(lambda: cluster.round() >= 1)
-        assert "left" in cluster.log("server")
+        wait_until(lambda: "INFO round 1 · left + right · waited " in cluster.log("server"))
     finally:
         cluster.close()

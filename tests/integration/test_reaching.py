@@ -94,7 +94,7 @@ def test_a_server_of_an_older_release_is_one(site: Site, monkeypatch: pytest.Mon
         return 1
 
     monkeypatch.setattr("outerstep.wire.http_server.protocol_of", older)
-    monkeypatch.setattr("outerstep.wire.http_server.spoken_here", lambda: "1-1")
+    monkeypatch.setattr("outerstep.wire.http_server.SPOKEN_HERE", "1-1")
     assert check_server(site.server.access.join_string, None) == ""
 
 

@@ -15,7 +15,7 @@ import torch
 from outerstep.errors import ExchangeFailed, OtherRun
 from outerstep.events import WorkerDied
 from outerstep.server import DiLoCoServer
-from outerstep.types import Answer, GetPart, Poll, Request
+from outerstep.types import Answer, Payload, Poll, PollAnswer, Request
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker
 from support import Books, HandClient, Ledger, assert_same, count, in_threads, make_frame, memory_worker, wait_until
@@ -24,22 +24,23 @@ PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32"
 
 
 class Line(MemoryTransport):
-    """Records what is asked for, and can be pointed at another server."""
+    """Records what is asked for and what comes, and can be pointed at another server."""
 
     def __init__(self, server: DiLoCoServer) -> None:
         super().__init__(server.service)
-        self.fetched: list[GetPart] = []
+        self.fetched: list[Payload] = []  # with the answer to a poll: the model is small
         self.polls: list[Poll] = []
 
     def move(self, server: DiLoCoServer) -> None:
         self._service = server.service
 
     def call(self, request: Request, **buffers: object) -> Answer:
-        if isinstance(request, GetPart):
-            self.fetched.append(request)
         if isinstance(request, Poll):
             self.polls.append(request)
-        return super().call(request, **buffers)  # type: ignore[arg-type]
+        answer = super().call(request, **buffers)  # type: ignore[arg-type]
+        if isinstance(answer, PollAnswer) and answer.agreement is not None and answer.carried_bytes:
+            self.fetched += answer.agreement.payloads
+        return answer
 
 
 class Script:

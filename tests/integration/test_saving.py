@@ -205,7 +205,7 @@ def test_without_a_place_or_a_worker_there_is_nothing_to_save(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"codec": "bf16"}, "codec=fp32, which cannot change; the settings say bf16"),
+        ({"down_codec": "bf16"}, "down_codec=fp32, which cannot change; the settings say bf16"),
         ({"num_fragments": 2}, "num_fragments=1, which cannot change"),
         ({"async_mode": True}, "saved with the outer optimizer 'nesterov', now it is 'delayed_nesterov'"),
     ],

@@ -203,7 +203,7 @@ def test_another_version_of_the_protocol_is_refused_saying_what_to_do(
         )
 
     if ahead == "server":
-        monkeypatch.setattr("outerstep.wire.http_server.spoken_here", lambda: "8-9")
+        monkeypatch.setattr("outerstep.wire.http_server.SPOKEN_HERE", "8-9")
         monkeypatch.setattr("outerstep.wire.http_server.protocol_of", refuse)
     else:
         monkeypatch.setattr("outerstep.wire.http_transport.PROTOCOL_VERSION", 9)

@@ -31,9 +31,9 @@ from outerstep.coordination.server.remembered import LEAP
 from outerstep.core.manifest import describe
 from outerstep.errors import ConfigError, ManifestMismatch, ModelError, NotFinite, PlanMismatch, Quarantined
 from outerstep.observe.log_lines import PrintableFormatter
-from outerstep.server import DiLoCoServer
+from outerstep.server import DiLoCoServer, controlling
 from outerstep.topology.gossip.node.records import PeerFolder, remembered_id
-from outerstep.types import Control, Leave, Manifest, Wishes
+from outerstep.types import Control, Heartbeat, Leave, Manifest, MeasuredLink, MemberFacts, Wishes
 from outerstep.wire.memory import MemoryTransport
 from outerstep.worker import DiLoCoWorker
 from sites import Site
@@ -308,6 +308,39 @@ def test_a_quarantine_holds_after_a_kill_without_another_record(tmp_path: Path) 
     bad.join()
     bad.contribute(make_frame({"cells": torch.ones(2)}))  # the pardon held too
     server.service.stop()
+
+
+# --- what is remembered of members --------------------------------------------------------------------------------
+
+
+def test_a_worker_that_leaves_before_its_join_is_answered_leaves_no_address(
+    server: DiLoCoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else names that come and go would pile up in a table that nothing bounds."""
+    mallory, decide = first_joiner(server), server.service._decide
+
+    def and_leaves(request: Any, **more: Any) -> Any:
+        answer = decide(request, **more)
+        decide(Leave(run_id=answer.run_id, worker_id="mallory", incarnation=answer.incarnation, reason="done"))
+        return answer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.service, "_decide", and_leaves)
+        mallory.join()
+    assert server.service.addresses == {}
+    mallory.join()
+    assert list(server.service.addresses) == ["mallory"]
+
+
+def test_a_status_shows_so_many_links_and_no_more(server: DiLoCoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of thousands may tell of 64; the status is made while rounds wait."""
+    monkeypatch.setattr(controlling, "MOST_SHOWN_LINKS", 3)
+    mallory = first_joiner(server)
+    mallory.join()
+    told = tuple(MeasuredLink(source="mallory", target=f"w{number}", bytes_per_s=1.0) for number in range(5))
+    facts = MemberFacts(links=told)
+    mallory.transport.call(Heartbeat(**mallory.session.head, step=1, steps_per_second=1.0, facts=facts))
+    assert [link["target"] for link in server.status()["links"]] == ["w0", "w1", "w2"]
 
 
 # --- sequences ----------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_a_worker_that_waits_is_told_nothing_when_its_token_is_revoked_meanwhile
     guest = HandClient(site.with_token(site.tokens.give("guest")), "guest")
     guest.join()
     service, waiting = site.server.service, threading.Event()
-    handler = service.answer
+    handler = service.poll
 
     def announce(*request: Any) -> object:
         waiting.set()

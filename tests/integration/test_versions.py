@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import outerstep
-from outerstep.errors import BadRequest, ProtocolMismatch
-from outerstep.types import Heartbeat, Join
-from outerstep.versions import PROTOCOL_VERSION, spoken_here
+from outerstep.errors import BadRequest, ProtocolMismatch, TransportError
+from outerstep.types import Control, Heartbeat, Join, Wishes
+from outerstep.versions import PROTOCOL_VERSION, SPOKEN_HERE
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import PROTOCOL_HEADER, PROTOCOLS_HEADER
 from outerstep.worker import DiLoCoWorker
@@ -47,8 +47,8 @@ def older_server(headers: Mapping[str, str]) -> int:
 
 class TestTheLine:
     def test_an_answer_says_what_is_spoken_and_only_to_who_has_a_token(self, site: Site) -> None:
-        assert site.post("/v1/leave", b"{}").headers[PROTOCOLS_HEADER] == spoken_here()
-        assert site.call(JOIN).headers[PROTOCOLS_HEADER] == spoken_here()
+        assert site.post("/v1/leave", b"{}").headers[PROTOCOLS_HEADER] == SPOKEN_HERE
+        assert site.call(JOIN).headers[PROTOCOLS_HEADER] == SPOKEN_HERE
         stranger = site.say(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (stranger.status, stranger.headers[PROTOCOLS_HEADER]) == (401, None)
 
@@ -68,7 +68,7 @@ class TestTheLine:
         self, site: Site, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("outerstep.wire.http_server.protocol_of", older_server)
-        monkeypatch.setattr("outerstep.wire.http_server.spoken_here", lambda: "1-1")
+        monkeypatch.setattr("outerstep.wire.http_server.SPOKEN_HERE", "1-1")
         transport = site.transport()
         answer = transport.call(JOIN)
         assert transport.protocol == 1
@@ -93,7 +93,7 @@ class TestTheLine:
 
 def test_a_worker_trains_with_an_older_server(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outerstep.wire.http_server.protocol_of", older_server)
-    monkeypatch.setattr("outerstep.wire.http_server.spoken_here", lambda: "1-1")
+    monkeypatch.setattr("outerstep.wire.http_server.SPOKEN_HERE", "1-1")
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     folder = str(site.credentials.folder)
@@ -204,6 +204,15 @@ class Ends:
                 process.wait(60)
 
 
+def told(server: HttpTransport, order: Control) -> bool:
+    """Has it heard? It may not be up yet."""
+    try:
+        server.call(order)
+    except TransportError:
+        return False
+    return True
+
+
 @pytest.fixture
 def ends(tmp_path: Path, release_0_2: Path) -> Iterator[Ends]:
     made = Ends(tmp_path, release_0_2)
@@ -272,7 +281,8 @@ def test_a_peer_of_release_0_2_is_told_why_it_cannot_join_a_run_of_protocol_2(en
 @pytest.mark.row("F30")
 @pytest.mark.slow
 def test_a_server_of_release_0_2_is_killed_and_restarted_as_todays_while_its_workers_wait(ends: Ends) -> None:
-    """Its folder opens, and its workers go on: the old one in protocol 1, the new one in the newest from here on."""
+    """Its folder opens, and its workers go on: the old one in protocol 1, the new one in the newest from here on. When
+    the codec changes, the old one keeps the one that it joined with."""
     place = {"port": free_port(), "save_dir": str(ends.folder / "run")}
     ends.tell("pause")
     ends.start("old", "server", "server", **place)
@@ -281,8 +291,11 @@ def test_a_server_of_release_0_2_is_killed_and_restarted_as_todays_while_its_wor
     ends.await_rounds("old", "new", rounds=2)
     ends.kill("server")
     ends.start("new", "server", "server", **place)
+    operator = HttpTransport(f"127.0.0.1:{place['port']}", credentials=ends.folder / "server-credentials")
+    wait_until(lambda: told(operator, Control(kind="plan", changes=Wishes(codec="int8"))), PATIENCE_S)
     (ends.folder / "pause").unlink()
     ends.await_rounds("old", "new")
+    assert ends.transport().status()["plan"]["codec"] == "int8"  # type: ignore[index]
     assert ends.transport().status()["sync_round"] == ROUNDS
     for word in ("leave", "stop"):
         ends.tell(word)

@@ -377,12 +377,12 @@ def test_lost_answers_are_asked_again_and_applied_once(server: DiLoCoServer) -> 
     optimizer = sgd(model)
     topology = memory_topology(server, "w", transport)
     with DiLoCoWorker(model, optimizer, "memory:1", topology=topology, worker_id="w") as worker:
-        train_steps(model, optimizer, 15, seed=1)
+        train_steps(model, optimizer, 30, seed=1)
     assert transport.lost > 10
     assert worker.sync_metrics["sync_retries"] > 5
-    assert server.sync_round == 3
-    assert server.status()["total_submissions"] == 3
-    assert {offer.sequence for offer in transport.offers} == {1, 2, 3}
+    assert server.sync_round == 6
+    assert server.status()["total_submissions"] == 6
+    assert {offer.sequence for offer in transport.offers} == {1, 2, 3, 4, 5, 6}
     assert_same(params_of(model), server.get_global_params())
 
 

@@ -32,6 +32,7 @@ from outerstep.types import Join, Plain
 from outerstep.versions import (
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
+    SPOKEN_HERE,
     Since2,
     as_spoken,
     check_spoken,
@@ -40,7 +41,6 @@ from outerstep.versions import (
     kinds_in,
     needs,
     newest_in,
-    spoken_here,
 )
 from outerstep.wire.messages import (
     PLACES,
@@ -150,7 +150,7 @@ class TestTwoEnds:
 
     @pytest.mark.parametrize("protocol", [0, PROTOCOL_VERSION + 1])
     def test_another_is_refused_saying_which_there_are_and_what_to_update(self, protocol: int) -> None:
-        with pytest.raises(ProtocolMismatch, match=f"w speaks protocol {protocol}; understood: {spoken_here()}") as no:
+        with pytest.raises(ProtocolMismatch, match=f"w speaks protocol {protocol}; understood: {SPOKEN_HERE}") as no:
             check_spoken(protocol, "w")
         assert no.value.hint == "update outerstep at the older end"
 

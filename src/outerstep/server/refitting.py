@@ -24,7 +24,7 @@ from .store import FragmentStore
 
 log = logging.getLogger(__name__)
 
-CHANGEABLE = ("sync_every", "delay", "alpha", "carry")  # of a plan, by an operator's order
+CHANGEABLE = ("sync_every", "codec", "delay", "alpha", "carry")  # of a plan, by an operator's order
 
 
 def settle_by_manifest(run: Run, request: Join) -> None:
@@ -95,7 +95,7 @@ def recut(
 ) -> list[FragmentStore]:
     """The stores of the plan that came after, all but those that are the same. The model has the values of the rest."""
     kept = 0
-    if (before[0].codec, before[0].down_codec) == (after[0].codec, after[0].down_codec):
+    if before[0].down_codec == after[0].down_codec:
         kept = same_fragments((before[0].fragments, before[1]), (after[0].fragments, after[1]))
     return run.make_stores(*after, (first,) * len(after[0].fragments), kept=stores[:kept])
 
@@ -113,6 +113,7 @@ def _refit(
     """`count`: so many fragments for now, as far as they are named."""
     coordinator, (plan, has, _, standing) = run.coordinator, _standing(run)
     made = draw_up(run.config, replace(settled, num_fragments=count or settled.num_fragments), manifest, named)
+    made = replace_fields(made, part_size_bytes=plan.part_size_bytes)  # what was published is cut so
     if named or coordinator.next_plan is not None:  # an operator may have changed it
         before = coordinator.next_plan or plan
         stays = {what: getattr(before, what) for what in CHANGEABLE if getattr(said, what) is None}

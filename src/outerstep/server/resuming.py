@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from ..config import SHIPPED, ServerConfig, build
@@ -22,6 +23,7 @@ from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.naming import Naming
 from ..coordination.server.plan import Settled, changed
 from ..coordination.server.remembered import LEAP, Remembered
+from ..digest import is_tree
 from ..durable.disk import FolderDisk
 from ..durable.journal import Journal, Record
 from ..durable.run_folder import RunFolder, has_journal
@@ -137,8 +139,8 @@ def _read_newest(place: Path, make_optimizer: OptimizerMaker) -> ServerState:
         run_id=saved.run_id,
         rules=config.rules,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
-        pool_bytes=config.pool_bytes,
-        part_size_bytes=config.part_size_bytes,
+        pool_bytes=config.room_bytes,
+        part_size_bytes=saved.plan.part_size_bytes,
     )
     run = Run(config, coordinator, ModelState({**saved.rest, **saved.params}), make_optimizer)
     try:
@@ -179,6 +181,7 @@ def restore(run: Run, saved: ServerState, records: Iterable[Record], now: float)
     stores, optimizer = replayed.stores, replayed.outer.under(settings_of(run.config)["outer"])
     _recall_watched(saved, stores)
     plan = _plan_now(run, remembered.plan, remembered.facts.get("said", {}).get("wishes", {}))
+    coordinator.codecs = (remembered.plan.codec,)  # if the settings change it, what is under way is of the old one
     for store in stores:
         store.max_staleness = plan.max_staleness
     run.open(plan, _settled(remembered), replayed.manifest, optimizer, stores, _naming(remembered.facts))
@@ -295,6 +298,8 @@ def _replay(saved: ServerState, replayed: _Replayed, records: Iterable[Record]) 
             for store in replayed.stores:
                 store.max_staleness = head.remembered.plan.max_staleness
             settings: dict[str, Any] = head.remembered.facts.get("said", {}).get("outer", {})
+            if head.round.outer_lr is not None:
+                settings = {**settings, "outer_lr": head.round.outer_lr}
             _replay_round(head.round, record, replayed.stores, replayed.outer.under(settings))
             rounds += 1
         remembered, count = head.remembered, count + 1
@@ -321,10 +326,12 @@ def _replay_round(round_: RoundRecord, record: Record, stores: list[FragmentStor
         made = store.close(round_.version, optimizer, pushes)
         made.seen = round_.seen
     published = store.publish(made, round_.participants)
-    if published.agreement.anchor_hash != round_.anchor_hash:
+    is_as_now = is_tree(round_.anchor_hash)  # else the record was written before there were trees
+    found = published.agreement.anchor_hash if is_as_now else store.down.flat_hash(round_.version)
+    if found != round_.anchor_hash:
         raise ModelError(
             f"replaying journal record {record.serial} makes version {round_.version} of fragment {round_.fragment} "
-            f"with hash {published.agreement.anchor_hash}, and the workers were told {round_.anchor_hash}: this "
+            f"with hash {found}, and the workers were told {round_.anchor_hash}: this "
             "machine computes other bits than the one that wrote it, or outer_optimizer_factory has changed; start once"
             f" on a machine, with a version of torch and an outer optimizer as before, and save there; or {_REMEDY}"
         )
@@ -335,11 +342,11 @@ def _check_unchanged(config: ServerConfig, saved: Plan, naming: Naming | None) -
     yet are still to come.)"""
     wishes = config.wishes
     more_to_come = naming is not None and not naming.whole and (wishes.num_fragments or 0) > len(saved.fragments)
-    has = {"num_fragments": len(saved.fragments), "codec": saved.codec, "down_codec": saved.down_codec}
+    has = {"num_fragments": len(saved.fragments), "down_codec": saved.down_codec}
     stated = {**{name: getattr(wishes, name) for name in has}, "part_size_bytes": config.part_size_bytes}
-    if stated["codec"] is not None:
-        stated["codec"] = read_codecs(stated["codec"], "same")[0].name
-    if stated["down_codec"] is not None:
+    if stated["down_codec"] == "same":  # as what went up when the run began; that may be another by now
+        stated["down_codec"] = None
+    elif stated["down_codec"] is not None:
         stated["down_codec"] = read_codecs(saved.codec, stated["down_codec"])[1].name
     for name, value in {**has, "part_size_bytes": saved.part_size_bytes}.items():
         if stated[name] not in (None, value) and not (name == "num_fragments" and more_to_come):
@@ -349,11 +356,12 @@ def _check_unchanged(config: ServerConfig, saved: Plan, naming: Naming | None) -
 def _plan_now(run: Run, saved: Plan, said_before: dict[str, Any]) -> Plan:
     """The saved plan under the settings of now: a setting that differs from the last start's is a change of plan."""
     stated = {n: v for n, v in msgspec.to_builtins(run.config.wishes).items() if v is not None}
+    if stated.get("codec") not in (None, said_before.get("codec")):
+        stated["codec"] = read_codecs(stated["codec"], "same")[0].name
     changes = {
         name: value
         for name, value in stated.items()
-        if name not in ("num_fragments", "codec", "down_codec")
-        and value not in (getattr(saved, name), said_before.get(name))
+        if name not in ("num_fragments", "down_codec") and value not in (getattr(saved, name), said_before.get(name))
     }
     for name, value in changes.items():
         log.info("the settings change %s of the saved run from %s to %s", name, getattr(saved, name), value)
@@ -365,11 +373,23 @@ def _plan_now(run: Run, saved: Plan, said_before: dict[str, Any]) -> Plan:
         plan,
         max_staleness=run.coordinator.rules.max_staleness,
         heartbeat_timeout_s=run.config.heartbeat_timeout_s,
+        **_decided(run.config, saved),
         mode=run.coordinator.rules.mode,
         weight_by=run.config.weight_by,
         dylu=run.config.dylu,
         revision=plan.revision + LEAP,
     )
+
+
+def _decided(config: ServerConfig, saved: Plan) -> dict[str, float | UnsetType]:
+    """What the controller has chosen stays chosen, unless the settings say it now, or there is no controller now."""
+    said = {"round_deadline_s": config.round_deadline_s, "outer_lr": config.outer_lr}
+    usual = {
+        "round_deadline_s": UNSET if config.round_deadline_s is None else config.round_deadline_s,
+        "outer_lr": UNSET,
+    }
+    is_steered = config.target_utilization is not None
+    return {n: getattr(saved, n) if is_steered and said[n] is None else usual[n] for n in said}
 
 
 def _settled(remembered: Remembered) -> Settled:

@@ -31,7 +31,8 @@ from ..core.watch import watched
 from ..errors import ModelError, ServerError
 from ..types import Participant, Watched
 from .intake import Intake
-from .persistence import RunWriter, SteppedRound
+from .outer_state import with_lr
+from .persistence import RunWriter, SteppedRound, smaller_than_mean
 from .run import Run
 from .store import Addend, FragmentStore
 
@@ -169,7 +170,7 @@ class RoundsThread:
                 store = self._run.stores[task.fragment]
                 store.accumulate(task.version, [self._addend(accepted) for accepted in task.accepted])
                 with self.work:
-                    self._free(task.accepted)
+                    self._free(task.freed)
             case TakeStep():
                 self._stepped = self._step(task)
             case WriteRecord():
@@ -187,20 +188,32 @@ class RoundsThread:
     def _step(self, task: TakeStep) -> SteppedRound:
         run, closing, verdict, participants = self._run, task.closing, None, task.closing.participants
         assert run.optimizer is not None
-        store, addends = run.stores[closing.fragment], list[Addend]()
+        store, addends, recorded = run.stores[closing.fragment], list[Addend](), list[Addend]()
         if closing.from_above:
             moved = run.from_above[closing.fragment].move(store.state.target)
             return SteppedRound(store, store.move_to(closing.version, moved, self._clock()), (), [], None)
+        if closing.outer_lr is not None:
+            run.optimizer = with_lr(run.optimizer, closing.outer_lr)
         if run.coordinator.rules.aggregation.is_plain:
             addends = [self._addend(accepted) for accepted in task.taken]
+            recorded = self._recorded(task, addends, store.numel)
         else:
             verdict = self._combine(store, task)
             # Weight 0 for a worker that a screen refused or the rule did not choose.
             out = {*verdict.refused, *verdict.unused} if verdict is not None else set()
             participants = tuple(replace(p, weight=0.0) if p.worker_id in out else p for p in participants)
-        made = store.close(closing.version, run.optimizer, addends, self._clock(), keep_mean=self._commits.journals)
+        keep_mean = self._commits.journals and not recorded
+        made = store.close(closing.version, run.optimizer, addends, self._clock(), keep_mean=keep_mean)
         made.seen = _seen(verdict, closing.participants) if verdict is not None else None
-        return SteppedRound(store, made, participants, addends, verdict)
+        return SteppedRound(store, made, participants, recorded, verdict, closing.outer_lr)
+
+    def _recorded(self, task: TakeStep, addends: list[Addend], numel: int) -> list[Addend]:
+        """The contributions, in the order in which they are added, if the round's record is to be made of them."""
+        if self._takes_pushes:
+            return addends
+        everything = [*map(self._addend, task.added), *addends]
+        is_possible = self._commits.journals and not task.freed
+        return everything if is_possible and smaller_than_mean(everything, numel) else []
 
     def _combine(self, store: FragmentStore, task: TakeStep) -> ScreenVerdict | None:
         """All contributions, by the run's rule. None: there is none, or none is to be taken."""
@@ -224,7 +237,8 @@ class RoundsThread:
 
     def _addend(self, accepted: Accumulate) -> Addend:
         weight = accepted.scale if self._takes_pushes else accepted.weight
-        return Addend(self._intake.payload(accepted.key), weight, accepted.base_version, accepted.sections)
+        room = self._intake.room(accepted.key)
+        return Addend(room.view, weight, accepted.base_version, accepted.sections, accepted.codec, room.used)
 
     def _free(self, accepted: Iterable[Accumulate]) -> None:
         for one in accepted:
@@ -239,7 +253,7 @@ class RoundsThread:
         coordinator, store, verdict = self._run.coordinator, stepped.store, stepped.verdict
         with self.work:
             now = self._clock()
-            self._free(task.step.accepted)
+            self._free(task.step.held)
             if verdict is not None:
                 coordinator.note_verdict(store.index, stepped.made.version, verdict.refused, verdict.unused)
             coordinator.published(store.publish(stepped.made, stepped.participants, now).agreement, now)

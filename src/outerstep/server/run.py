@@ -7,9 +7,12 @@ import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
 from torch import Tensor
 
 from ..config import ServerConfig
@@ -20,13 +23,18 @@ from ..coordination.server.remembered import Remembered
 from ..coordination.server.rounds import Fragment
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
+from ..defaults import PART_SIZE_BYTES
 from ..errors import ConfigError, PlanMismatch
 from ..observe.status import AboveStatus
-from ..types import Join, Manifest, Plan, Wishes
+from ..threads import ThreadTeam, process_team
+from ..types import Control, Join, Manifest, Plan, Wishes
 from .model_state import ModelState
-from .outer_state import OptimizerMaker, Outer, recall, state_of
+from .outer_state import OptimizerMaker, Outer, momentum_of, recall, state_of
 from .saved import ServerState
-from .store import FragmentStore, Shelf, rule_of
+from .store import SLACK_BYTES, FragmentStore, Shelf, rule_of
+
+SMALLEST_PART_BYTES = 1 << 20
+PARTS = 64  # of the largest contribution
 
 
 def read_codecs(up: str, down: str) -> tuple[Recipe, Recipe]:
@@ -71,9 +79,10 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest, named: S
         codec=codec.name,
         down_codec=down_codec.name,
         fragments=tuple(tuple(names) for names in fragments),
-        part_size_bytes=config.part_size_bytes,
+        part_size_bytes=config.part_size_bytes or part_size(manifest, fragments, codec),
         max_staleness=config.rules.max_staleness,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
+        round_deadline_s=UNSET if config.round_deadline_s is None else config.round_deadline_s,
         mode=config.rules.mode,
         delay=settled.delay,
         alpha=settled.alpha,
@@ -84,18 +93,31 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest, named: S
     )
 
 
+def part_size(manifest: Manifest, fragments: Sequence[Sequence[str]], codec: Recipe) -> int:
+    """A power of two, by which the largest contribution has at most `PARTS` parts. Over a long link many travel at a
+    time, and the last of them should not travel alone for long; but each costs both ends a request."""
+    sizes = {spec.name: codec.codec(spec).encoded_bytes(spec.numel) for spec in manifest.parameters}
+    largest = max((sum(sizes[name] for name in names) for names in fragments), default=0)
+    return min(max(1 << (-(-largest // PARTS) - 1).bit_length(), SMALLEST_PART_BYTES), PART_SIZE_BYTES)
+
+
 def check_room(config: ServerConfig, plan: Plan, manifest: Manifest) -> None:
     """The deterministic mode adds nothing before a round closes, and a rule that compares contributions needs them all:
     those of everybody must have room until then, or the last would wait for the first and the first for the last."""
-    codec = Recipe.parse(plan.codec)
-    size = sum(codec.codec(spec).encoded_bytes(spec.numel) for spec in manifest.parameters)
-    needed, room = config.num_workers * size, config.pool_bytes + config.spool_bytes
+    size = contribution_bytes(plan.codec, manifest)
+    needed, room = config.num_workers * size, config.room_bytes
     keeps = "deterministic" if config.deterministic else f"aggregation {config.combining.name!r}"
     if (config.deterministic or not config.combining.is_plain) and needed > room:
         raise ConfigError(
             f"{keeps} keeps all contributions until their round closes: {config.num_workers} workers with {size} "
             f"bytes each need {needed}, pool_bytes and spool_bytes make {room}; raise spool_bytes"
         )
+
+
+def contribution_bytes(codec: str, manifest: Manifest) -> int:
+    """To the whole model, without headers."""
+    recipe = Recipe.parse(codec)
+    return sum(recipe.codec(spec).encoded_bytes(spec.numel) for spec in manifest.parameters)
 
 
 @dataclass
@@ -120,8 +142,14 @@ class Run:
     imported: ServerState | None = None
     from_above: dict[int, FromAbove] = field(default_factory=dict)  # what a layer above has agreed on, by fragment
     describe_above: Callable[[], AboveStatus | None] = lambda: None  # the layer above, if there is one
+    _contribution_bytes: tuple[str, int, int] | None = None  # of this codec and manifest
     on_open: Callable[[], None] = lambda: None  # the plan is fixed, and no round has closed since
     on_published: Callable[[FragmentStore], None] = lambda store: None  # there is a new version; T stays meanwhile
+
+    @cached_property
+    def team(self) -> ThreadTeam:
+        """What works on the fragments' blocks."""
+        return process_team() if self.config.threads is None else ThreadTeam(self.config.threads)
 
     def start(self, request: Join) -> None:
         """The first worker is here: its model and its wishes settle what the settings left open. If it brings no
@@ -151,6 +179,30 @@ class Run:
         self.open(plan, settled, manifest, optimizer, stores, naming)
         self.imported = None  # it is in the stores now; a second copy would only take room
 
+    def pool_memory_bytes(self) -> int:
+        """For contributions, before they go to the spool file: by default two fit, so that one may come while the other
+        is added. More would make what the server needs grow with the number of workers."""
+        config, plan, manifest = self.config, self.coordinator.plan, self.coordinator.manifest
+        if config.pool_bytes is not None or not config.spool_bytes or plan is None or manifest is None:
+            return config.least_pool_bytes
+        if self._contribution_bytes is None or self._contribution_bytes[:2] != (plan.codec, id(manifest)):
+            self._contribution_bytes = plan.codec, id(manifest), contribution_bytes(plan.codec, manifest)
+        return max(2 * (self._contribution_bytes[2] + SLACK_BYTES), config.least_pool_bytes)
+
+    def read_order(self, order: Control) -> Control:
+        """An operator's order, with the canonical name of the codec that it wishes. Refused, if there is no such codec
+        here, or no room for it."""
+        wished, coordinator = order.changes.codec, self.coordinator
+        if order.kind != "plan" or wished is None:
+            return order
+        try:
+            codec, _ = read_codecs(wished, "same")
+            if coordinator.plan is not None and coordinator.manifest is not None:
+                check_room(self.config, replace(coordinator.plan, codec=codec.name), coordinator.manifest)
+        except ConfigError as error:
+            raise PlanMismatch(f"codec cannot be {wished!r} in this run: {error}") from error
+        return replace(order, changes=replace(order.changes, codec=codec.name))
+
     def make_stores(
         self,
         plan: Plan,
@@ -174,7 +226,7 @@ class Run:
                 initial,
                 up,
                 down,
-                config.part_size_bytes,
+                plan.part_size_bytes,
                 version=version,
                 max_staleness=plan.max_staleness,
                 run_id=self.coordinator.run_id,
@@ -183,6 +235,7 @@ class Run:
                 shelf=shelf,
                 keeps_centre=rule_of(config.combining).needs_centre,
                 centre=centre,
+                team=self.team,
             )
             for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
             if i >= len(kept)
@@ -202,6 +255,7 @@ class Run:
     ) -> None:
         """From now on there is something to contribute to."""
         self.optimizer, self.stores = optimizer, stores
+        self.coordinator.outer_momentum = momentum_of(optimizer)
         fragments = [fragment_of(store) for store in stores]
         self.coordinator.fix(plan=plan, settled=settled, manifest=manifest, fragments=fragments, naming=naming)
         self.model.forget_trained(manifest)
@@ -235,7 +289,7 @@ class Run:
 
 
 def fragment_of(store: FragmentStore) -> Fragment:
-    return Fragment.at(store.newest.agreement, store.max_payload_bytes, store.max_sections)
+    return Fragment.at(store.newest.agreement, store.max_payload_bytes, store.max_sections, 4 * store.numel)
 
 
 def base_sync_every(config: ServerConfig) -> int | None:

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import secrets
-import socket
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -26,19 +25,20 @@ from ..core.delayed import DelayedNesterov
 from ..core.fragments import check_cycle
 from ..core.outer import Nesterov, OptimizerFactory, check_factory
 from ..core.own_outer import named_factory, outer_of
+from ..dashboard import Dashboard, ServerTokens, link_to
 from ..durable.run_folder import RunFolder
 from ..errors import ConfigError
 from ..events import EventSink
+from ..observe.loggers import check_installed
 from ..observe.status import ServerStatus
-from ..security import Access, Credentials, Guard, ServerIdentity, TokenGuard, is_loopback, parse_address
+from ..security import Access, Credentials, Guard, ServerIdentity, TokenGuard, is_loopback
 from ..security.access import write_address
-from ..security.credentials import outward_host
-from ..security.guard import OpenGuard
 from ..types import Manifest
 from ..wire.http_server import HttpServer, ServiceLimits
 from .audit import Audit
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer, rule_told
+from .reached import EVERYWHERE, advertised, open_port
 from .resuming import find_run
 from .run import read_codecs
 from .saved import ServerState
@@ -46,8 +46,6 @@ from .service import ParameterService
 
 log = logging.getLogger(__name__)
 
-PORTS_TRIED = 100
-EVERYWHERE = ("0.0.0.0", "::")
 LOOK_S = 0.2  # between two looks whether a signal handler has asked the server to stop
 
 
@@ -80,6 +78,7 @@ class DiLoCoServer:
         )  # what is wrong with them is said now
         if self.config.sync_every is not None and self.config.num_fragments is not None:
             check_cycle(self.config.sync_every, self.config.num_fragments)
+        check_installed(self.config.log_to)
         folder = _open_folder(self.config.save_dir) if self.config.save_dir is not None else None
         try:
             self.service = self._make_service(model_state_dict, folder, outer_optimizer_factory, event_sink)
@@ -87,6 +86,7 @@ class DiLoCoServer:
             if folder is not None:
                 folder.close()
             raise
+        self.dashboard = self._make_dashboard() if self.config.page else None
         self._http: HttpServer | None = None
         self._identity: ServerIdentity | None = None  # None = insecure, or not started yet
         self._stopped = False
@@ -133,6 +133,13 @@ class DiLoCoServer:
                 )
         return service
 
+    def _make_dashboard(self) -> Dashboard:
+        service = self.service
+        made = Dashboard(service.status, read_model=service.read_model, takes_orders=self.config.remote_control)
+        service.events.add(made.happened)
+        service.routes |= made.routes
+        return made
+
     @property
     def address(self) -> str:
         """host:port, once started."""
@@ -149,8 +156,17 @@ class DiLoCoServer:
                 if self.config.insecure
                 else "the server has no join string before start()"
             )
-        host, port = self._advertised(self._http.port)
-        return Access(host, port, self._identity.tokens.load().run, self._identity.fingerprint)
+        (host, port), *others = advertised(self.config, self._http.port)
+        token = self._identity.tokens.load().run
+        return Access(host, port, token, self._identity.fingerprint, others=tuple(others))
+
+    def page_link(self) -> str:
+        """A link to this server's page: it logs one browser in, once, within a quarter of an hour. Once started."""
+        if self.dashboard is None:
+            raise ConfigError("this server has no page: start it without page=False (--no-page)")
+        if self.config.insecure:
+            return link_to(self.address, "", plain=True)
+        return link_to(self.access.address, self.dashboard.make_link("run").code, plain=False)
 
     @property
     def is_resumed(self) -> bool:
@@ -195,6 +211,8 @@ class DiLoCoServer:
             self._http = http
         self.service.start()
         self.service.monitor.start()
+        if self.dashboard is not None:
+            self.dashboard.start()
         self._http.start()
         if self._identity is not None:
             log.info("listening on %s, certificate sha256 %s", self.address, self._identity.fingerprint)
@@ -248,6 +266,8 @@ class DiLoCoServer:
             self._http.stop()
             self.service.monitor.stop()
             self.service.stop()
+            if self.dashboard is not None:
+                self.dashboard.stop()
             if self.config.save_dir is None:
                 log.info("nothing was saved (no save_dir); the workers hold the weights")
 
@@ -257,6 +277,10 @@ class DiLoCoServer:
 
     def typed_status(self) -> ServerStatus:
         return self.service.status()
+
+    def silence(self) -> str:
+        """Who has not been heard from for long, and when it counts as dead; "" = nobody."""
+        return self.service.silence()
 
     def get_global_params(self) -> dict[str, Tensor]:
         """A copy of the newest global weights, fp32."""
@@ -272,21 +296,11 @@ class DiLoCoServer:
     def _credentials(self) -> Credentials:
         return Credentials(self.config.credentials)
 
-    def _advertised(self, port: int) -> tuple[str, int]:
-        """Host and port of the join string."""
-        named = self.config.advertise
-        if named is not None:
-            host, stated = parse_address(named)
-            return host, stated if named.rstrip("/").endswith(f":{stated}") else port
-        host = self.config.host
-        return (outward_host() if host in EVERYWHERE else host), port
-
     def _announce(self, port: int) -> None:
         """So that this user's commands on this machine find the server's tokens and certificate by its address."""
         if self._identity is None:
             return
-        host, advertised = self._advertised(port)
-        hosts = {self.config.host, *([host] if advertised == port else [])}
+        hosts = {self.config.host, *(host for host, there in advertised(self.config, port) if there == port)}
         if hosts & set(EVERYWHERE):
             hosts = (hosts - set(EVERYWHERE)) | {"127.0.0.1"}
         self._credentials.announce(hosts, port, self._identity)
@@ -296,31 +310,29 @@ class DiLoCoServer:
             max_connections=self.config.max_connections, control_from_anywhere=self.config.remote_control
         )
         tls = self._identity.context() if self._identity is not None else None
-        guard: Guard = OpenGuard()
+        guard: Guard | None = None
+        tokens: ServerTokens | None = None
         if self._identity is not None:
-            guard = tokens = TokenGuard(self._identity.tokens)
-            self.service.valid_tokens = tokens.valid_names
+            guard = known = TokenGuard(self._identity.tokens)
+            self.service.valid_tokens = known.valid_names
+            tokens = ServerTokens(self._identity.tokens, known)
+        if self.dashboard is not None:
+            self.dashboard.guard_with(tokens, tls=tls is not None)
         audit = Audit(self.service.events)
-        port = self.config.port
-        candidates = [port] if port is not None else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))
-        for candidate in candidates:
-            try:
-                return HttpServer(
-                    self.service.routes,
-                    self.config.host,
-                    candidate,
-                    limits,
-                    tls=tls,
-                    guard=guard,
-                    on_refusal=audit,
-                    names=[self.config.advertise or ""],
-                )
-            except OSError as error:
-                last = error
-        raise ConfigError(
-            f"cannot listen on {self.config.host}:{candidates[0]}: {_reason(last)}; "
-            "choose another host or port, or stop what uses it"
-        ) from last
+
+        def listen(port: int) -> HttpServer:
+            return HttpServer(
+                self.service.routes,
+                self.config.host,
+                port,
+                limits,
+                tls=tls,
+                guard=guard,
+                on_refusal=audit,
+                names=[self.config.advertise or ""],
+            )
+
+        return open_port(self.config, listen)
 
 
 def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> OptimizerMaker:
@@ -407,8 +419,3 @@ def _open_folder(place: str) -> RunFolder:
     except OSError as error:
         raise ConfigError(f"save_dir {place!r} cannot be written: {error.strerror}") from error
     return folder
-
-
-def _reason(error: OSError) -> str:
-    """Without the address, which the message has already. (Name look-ups have error numbers of their own.)"""
-    return str(error.strerror) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)

@@ -17,10 +17,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ..config import ServerConfig
+from ..coordination.autoconfig import ControllerState, LayerDecision
+from ..coordination.server import complete
 from ..coordination.server.commits import Commits, is_news
 from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.effects import DropUpload, StopServer
 from ..coordination.server.membership import KnownWorker
+from ..defaults import METRICS_FOLDER, PART_SIZE_BYTES
 from ..durable.run_folder import RunFolder
 from ..errors import (
     BadRequest,
@@ -42,6 +45,8 @@ from ..events import (
     DiskWorks,
     Event,
     EventSink,
+    GroupStateChanged,
+    GroupStateUnclear,
     MessageRefused,
     NothingLearned,
     ScreenForgotten,
@@ -51,19 +56,28 @@ from ..events import (
     WorkerCountedOut,
     WorkerDied,
     WorkerKicked,
+    WorkerLeft,
     WorkerQuarantined,
 )
 from ..observe import EventLog, FanOut
+from ..observe.families import families_of
+from ..observe.loggers import Loggers
+from ..observe.prometheus import CONTENT_TYPE, METRICS_PATH, write_metrics
+from ..observe.sinks import METRICS_FILE, EventCounts, MetricsFile
 from ..observe.status import ServerStatus
+from ..observe.story import Story, StoryLine
 from ..printable import printable
 from ..security import Caller
 from ..security.joining import Nonces, check_signature
 from ..security.signing import derive_key
 from ..types import (
+    MOST_CARRIED_BYTES,
     Answer,
     AskNonce,
     Commit,
     CommitAnswer,
+    CompleteOffer,
+    CompleteOfferAnswer,
     Control,
     ControlAnswer,
     FromMember,
@@ -71,9 +85,11 @@ from ..types import (
     GetPartAnswer,
     Heartbeat,
     Join,
+    Lease,
     Leave,
     NonceAnswer,
     Offer,
+    OfferAnswer,
     Poll,
     PollAnswer,
     PutPart,
@@ -85,10 +101,21 @@ from ..wire.memory import MemoryTransport
 from ..wire.messages import MAX_JOIN_BYTES, decode_json, place_of
 from ..wire.model_file import MODEL_FILES_PATH, MODEL_PATH
 from ..wire.pages import pages
-from ..wire.routes import DownloadRoute, MessageRoute, PlainRoute, Presented, Reply, Route, UnreadBody, UploadRoute
+from ..wire.routes import (
+    Carrying,
+    DownloadRoute,
+    MessageRoute,
+    PlainRoute,
+    Presented,
+    Reply,
+    Route,
+    UnreadBody,
+    UploadRoute,
+)
+from .controlling import ControllerThread, make_steering
 from .intake import Intake
 from .model_state import ModelState
-from .outer_state import OptimizerMaker, Outer
+from .outer_state import PROBE, OptimizerMaker, Outer
 from .persistence import RunWriter
 from .reading import ModelReaders
 from .refitting import settle_by_manifest, settle_by_submission
@@ -105,26 +132,25 @@ LONGEST_POLL_S = 20.0
 FROM_HERE = Presented(Caller("anybody"))  # within this process
 LONGEST_NAP_S = 1.0  # of the health thread
 NOTE_PATIENCE_S = 5.0  # how long an answer waits for its record
+GONE = (WorkerDied, WorkerKicked, WorkerLeft)
 LOUD = (  # events that are warnings
     *(ContributionLeftOut, ContributionRefused, NothingLearned, ScreenForgotten, TooFewTrained),
-    *(WorkerCountedOut, WorkerDied, WorkerKicked, WorkerQuarantined),
+    *(GroupStateUnclear, WorkerCountedOut, WorkerDied, WorkerKicked, WorkerQuarantined),
 )
 
 
 class HealthMonitor:
     """The thread that notices silent workers and passing deadlines. Calls `tick(now)` at least every `check_interval`
-    seconds, and sooner when `next_wake(now)` says so. Monotonic time only."""
+    seconds, and sooner when that says so. Monotonic time only."""
 
     def __init__(
         self,
-        tick: Callable[[float], None],
-        next_wake: Callable[[float], float | None],
+        tick: Callable[[float], float | None],
         *,
         check_interval: float = LONGEST_NAP_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tick = tick
-        self._next_wake = next_wake
         self._check_interval = check_interval
         self._clock = clock
         self._nudge = threading.Event()
@@ -144,8 +170,7 @@ class HealthMonitor:
             now = self._clock()
             wake_at = None
             try:
-                self._tick(now)
-                wake_at = self._next_wake(now)
+                wake_at = self._tick(now)
             except Exception:  # a server without this thread would wait for the dead for ever
                 log.exception("health check failed; it is repeated")
             nap_s = self._check_interval if wake_at is None else min(self._check_interval, max(wake_at - now, 0.005))
@@ -173,8 +198,8 @@ class ParameterService:
             run_id=run_id,
             rules=config.rules,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
-            pool_bytes=config.pool_bytes + config.spool_bytes,
-            part_size_bytes=config.part_size_bytes,
+            pool_bytes=config.room_bytes,
+            part_size_bytes=config.part_size_bytes or PART_SIZE_BYTES,
             token_budget=config.token_budget,
             drain_timeout_s=config.drain_timeout_s,
             session_secret=secret,
@@ -194,7 +219,12 @@ class ParameterService:
         self.bytes_sent = 0
         self._on_stop = on_stop
         self._event_log = EventLog(config.event_log) if config.event_log is not None else None
-        self.events = FanOut(self._event_log, event_sink)
+        self._story = Story()  # guarded by the lock
+        self.counts = EventCounts()
+        place = folder.place if folder is not None else None
+        self._metrics_file = MetricsFile(place / METRICS_FILE) if place is not None else None
+        self.loggers = Loggers(config.log_to, place or Path(METRICS_FOLDER), run_id, "server")
+        self.events = FanOut(self._event_log, event_sink, self.counts, self._metrics_file, *self.loggers.sinks)
         self.writer = RunWriter(self.run, self.events, folder)
         lock = threading.RLock()  # guards the coordinator and everything below
         self.changed = threading.Condition(lock)
@@ -203,7 +233,8 @@ class ParameterService:
             self.coordinator,
             self.changed,
             lambda: self.clock(),
-            lambda fragment, sections: self.run.stores[fragment].decoder(sections),
+            lambda fragment, sections, codec: self.run.stores[fragment].decoder(sections, codec),
+            self.run.pool_memory_bytes,
         )
         journal = self.writer.journal
         self._commits = Commits(
@@ -225,8 +256,15 @@ class ParameterService:
             on_disk=self._disk_reports,
             on_failure=self._fail,
         )
+        self.addresses: dict[str, str] = {}  # where each worker that joined came from
+        self.coordinator.steering = steering = make_steering(config, make_optimizer(config, PROBE))
+        self._controller = (
+            ControllerThread(steering, self._to_decide_from, self._steer) if steering is not None else None
+        )
+        if self._controller is not None:
+            self.events.add(self._controller.heard)
         self.readers = ModelReaders(self.run, self.changed, lambda: self.clock(), lambda: self.writer.shown_files)
-        self.monitor = HealthMonitor(self.tick, self.next_wake)
+        self.monitor = HealthMonitor(self.tick)
         self.routes = self._make_routes()
 
     @property
@@ -243,6 +281,8 @@ class ParameterService:
         if self.writer.folder is not None:  # say which run this is, before anybody is listened to
             self.writer.folder.note(coordinator.run_id, began=self._commits.base is not None)
         self._rounds.start()
+        if self._controller is not None:
+            self._controller.start()
         with self.changed:
             if coordinator.plan is not None:
                 self._commits.note()  # the settings it runs under now; and if it went back, from where
@@ -259,6 +299,8 @@ class ParameterService:
         with self.changed:
             self._ended = True
             self.changed.notify_all()
+        if self._controller is not None:
+            self._controller.stop()
         self._rounds.stop()
         self.intake.close()
         if not self.failure and not self._commits.is_saved:
@@ -267,6 +309,7 @@ class ParameterService:
         self.events(ServerStopped(self.coordinator.sync_round))
         if self._event_log is not None:
             self._event_log.close()
+        self.loggers.close()
         self.writer.close()
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -280,14 +323,19 @@ class ParameterService:
                 Heartbeat, self.answer, is_quick=True, admit=self.admit, sees_caller=True
             ),
             place_of(Leave): MessageRoute(Leave, self.answer, is_quick=True, admit=self.admit, sees_caller=True),
+            place_of(Lease): MessageRoute(Lease, self.answer, admit=self.admit, sees_caller=True),
             place_of(Offer): MessageRoute(
                 Offer, self.answer, is_quick=True, decode=self._decode_offer, admit=self.admit, sees_caller=True
             ),
+            place_of(CompleteOffer): UploadRoute(
+                CompleteOffer, self.take_complete, admit=self.admit, most_bytes=MOST_CARRIED_BYTES, sees_caller=True
+            ),
             place_of(PutPart): UploadRoute(PutPart, self.put_part, admit=self.admit),
             place_of(Commit): MessageRoute(Commit, self.answer, admit=self.admit, sees_caller=True),
-            place_of(Poll): MessageRoute(Poll, self.answer, admit=self.admit, sees_caller=True),
+            place_of(Poll): MessageRoute(Poll, self.poll, admit=self.admit, sees_caller=True),
             place_of(GetPart): DownloadRoute(GetPart, self.get_part, admit=self.admit),
             place_of(Control): MessageRoute(Control, self.answer, speaker=None, is_order=True, sees_caller=True),
+            ("GET", METRICS_PATH): PlainRoute(self.metrics, reads=True),
             ("GET", MODEL_PATH): PlainRoute(self.read_model, reads=True),
             ("GET", MODEL_FILES_PATH): PlainRoute(self.readers.file, reads=True),
         }
@@ -304,7 +352,8 @@ class ParameterService:
 
     def admit(self, message: FromMember, shown: Presented) -> None:
         """Incarnations are public: whoever speaks for a worker that has a key shows its session, or its own token."""
-        if not _is_own_token(message.worker_id, shown):
+        caller = shown.caller
+        if caller.kind != "worker" or caller.worker_id != message.worker_id:
             self.coordinator.members.check_session(message, shown.session)
 
     def transport_of(self, worker_id: str) -> MemoryTransport:
@@ -325,17 +374,20 @@ class ParameterService:
             check_signature(request, self._nonces, shown.token)
             worker_id, members = request.worker_id, self.coordinator.members
             vouched = _is_own_token(worker_id, shown) or members.holds_session(worker_id, shown.session)
-            return self._decide(request, vouched=vouched, token=shown.caller.name)
+            answer = self._decide(request, vouched=vouched, token=shown.caller.name)
         except Refused as refusal:
             self._note_refusal(request, refusal, shown)
             raise
+        with self.changed:
+            member = members.find(worker_id)
+            if member is not None and member.live:  # it may have left already
+                self.addresses[worker_id] = shown.address
+        return answer
 
     def answer(self, request: Request, shown: Presented = FROM_HERE) -> Answer:
         self._check_health()
         try:
             match request:
-                case Heartbeat() | Leave() | Offer():
-                    return self._decide(request)
                 case Join():
                     raise BadRequest("a join comes with what its request shows")
                 case Commit():
@@ -347,9 +399,11 @@ class ParameterService:
                     self.events(ControlReceived(request.kind, request.worker_id, request.reason, who, where))
                     if request.kind == "save":
                         return ControlAnswer(done=f"saved as {self.save(request.reason or 'an operator asked for it')}")
-                    return self._decide(request)
-                case PutPart() | GetPart():
+                    return self._decide(self.run.read_order(request))
+                case CompleteOffer() | PutPart() | GetPart():
                     raise BadRequest(f"{type(request).__name__} carries bytes")
+                case Heartbeat() | Leave() | Lease() | Offer():
+                    return self._decide(request)
         except Refused as refusal:
             self._note_refusal(request, refusal, shown)
             raise
@@ -370,11 +424,52 @@ class ParameterService:
                 self._flush()  # it may have been one too many
             raise
 
+    def take_complete(
+        self, request: CompleteOffer, body: UnreadBody, shown: Presented = FROM_HERE
+    ) -> CompleteOfferAnswer:
+        """The body is read once its offer is taken, and the contribution counts when all of it is checked."""
+        self._check_health()
+        try:
+            return complete.take(request, self._offer, lambda part: self.put_part(part, body), self._commit)
+        except Refused as refusal:
+            self._note_refusal(request, refusal, shown)
+            raise
+
+    def _offer(self, request: Offer) -> OfferAnswer:
+        answer = self._decide(request)
+        assert isinstance(answer, OfferAnswer)
+        return answer
+
     def turn_away(self, worker_id: str, fragments: Sequence[int], refusal: Refused) -> None:
         """What a worker brought by another way than these messages was refused."""
         with self.changed:
             self.coordinator.turn_away(worker_id, fragments, refusal, self.clock())
             self._flush()
+
+    def poll(self, request: Poll, shown: Presented = FROM_HERE) -> PollAnswer | Carrying:
+        """With what leads to the agreement, if its worker takes so much along with the answer."""
+        answer = self.answer(request, shown)
+        assert isinstance(answer, PollAnswer)
+        agreement = answer.agreement
+        most_bytes = min(request.takes_bytes or 0, self.coordinator.uploads.part_size_bytes)
+        if agreement is None or not 0 < agreement.size_bytes <= most_bytes:
+            return answer
+        pieces: list[memoryview] = []
+        for payload in agreement.payloads:
+            part = GetPart(
+                run_id=request.run_id,
+                worker_id=request.worker_id,
+                incarnation=request.incarnation,
+                fragment=request.fragment,
+                version=payload.version,
+                kind=payload.kind,
+                part=0,
+            )
+            try:
+                pieces.append(self.get_part(part)[1])
+            except (Busy, Superseded):  # another version is on its way: the worker asks for the parts, and is told so
+                return answer
+        return Carrying(replace(answer, carried_bytes=agreement.size_bytes), pieces)
 
     def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:
         self._check_health()
@@ -405,7 +500,20 @@ class ParameterService:
                 trouble=self.trouble,
                 bytes_sent=self.bytes_sent,
                 readers=self.readers.count,
+                addresses=self.addresses,
             )
+
+    def silence(self) -> str:
+        """Who has not been heard from for long, and when it counts as dead; "" = nobody."""
+        with self.changed:
+            return self.coordinator.silence(self.clock())
+
+    def metrics(self, request: HttpRequest) -> Reply:
+        """For Prometheus."""
+        status = replace(self.status(), connections=request.connections.summary())
+        lost = {**self.loggers.lost, METRICS_FILE: self._metrics_file.lost if self._metrics_file is not None else 0}
+        families = families_of(status, self.counts.copy(), lost)
+        return Reply(write_metrics(families), headers=(("Content-Type", CONTENT_TYPE),))
 
     def save(self, reason: str, place: str = "") -> Path:
         """Write the state between two rounds, into save_dir or a copy as `place`. Returns its path."""
@@ -464,7 +572,8 @@ class ParameterService:
 
     # --- time -----------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> float | None:
+        """Returns when the coordinator would next have something to decide; None = only after a message."""
         with self.changed:
             if self.valid_tokens is not None:
                 valid = self.valid_tokens()
@@ -472,9 +581,6 @@ class ParameterService:
                 self.readers.revoke(valid)
             self.coordinator.tick(now)
             self._flush()
-
-    def next_wake(self, now: float) -> float | None:
-        with self.changed:
             return self.coordinator.next_wake(now)
 
     def global_params(self) -> dict[str, Tensor]:
@@ -492,7 +598,7 @@ class ParameterService:
     # --- decisions, under the lock --------------------------------------------------------------------------------
 
     def _decide(
-        self, request: Join | Heartbeat | Leave | Offer | Control, *, vouched: bool = False, token: str = ""
+        self, request: Join | Heartbeat | Leave | Lease | Offer | Control, *, vouched: bool = False, token: str = ""
     ) -> Answer:
         """The answer, once the record that it depends on is durable. `vouched`, `token`: of a join."""
         with self.changed:
@@ -557,7 +663,13 @@ class ParameterService:
                     self._on_stop()
                 case Event():
                     level = logging.WARNING if isinstance(effect, LOUD) else logging.INFO
-                    log.log(level, "%s", effect)
+                    level = (
+                        logging.DEBUG if isinstance(effect, GroupStateChanged) else level
+                    )  # others say what caused it
+                    log.log(level, "%s", StoryLine(self._story, effect))
+                    if isinstance(effect, GONE):
+                        self.intake.meter.forget(effect.worker)
+                        self.addresses.pop(effect.worker, None)
                     if not isinstance(effect, ContributionRefused):  # told of where the answer is given
                         self.events(effect)
                 case _:  # the rounds thread carries it out
@@ -578,9 +690,12 @@ class ParameterService:
             self._check_health()
             store, version = self.run.stores[request.fragment], answer.agreement.version
             payloads = store.payloads(version, request.worker_id, request.held, request.held_hash, self.clock())
-            hashes = store.range_hashes(version, request.sections) if request.sections > 1 else ()
-            if payloads is not None and hashes is not None:
-                return replace(answer, agreement=replace(answer.agreement, payloads=payloads, range_hashes=hashes))
+            trees = request.trees is True
+            anchor_hash = answer.agreement.anchor_hash if trees else store.down.flat_hash(version)
+            hashes = store.range_hashes(version, request.sections, trees=trees) if request.sections > 1 else ()
+            if payloads is not None and anchor_hash is not None and hashes is not None:
+                told = replace(answer.agreement, anchor_hash=anchor_hash, payloads=payloads, range_hashes=hashes)
+                return replace(answer, agreement=told)
 
     def _wait_for_news(self, request: Poll, until: float) -> PollAnswer:
         """Answer when there is something new to say, or when it is time."""
@@ -618,6 +733,23 @@ class ParameterService:
             finally:
                 self._flush()
                 self.monitor.nudge()
+
+    # --- for the controller ------------------------------------------------------------------------------------------
+
+    def _to_decide_from(self) -> ControllerState | None:
+        with self.changed:
+            steering, now = self.coordinator.steering, self.clock()
+            assert steering is not None
+            return steering.state(self.coordinator, self.intake.meter.reports(now), now)
+
+    def _steer(self, decision: LayerDecision) -> None:
+        with self.changed:
+            steering = self.coordinator.steering
+            if self._ended or self.failure or steering is None:
+                return
+            if steering.carry_out(self.coordinator, decision):
+                self._commits.note()
+            self._flush()
 
     # --- for the rounds thread ------------------------------------------------------------------------------------
 

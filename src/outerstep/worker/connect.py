@@ -8,11 +8,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch.distributed as dist
@@ -28,16 +31,23 @@ from ..config import (
     parse_lighthouse,
     unknown,
 )
+from ..coordination.layers.between import LayerTerms
 from ..core.outer import OuterRule
 from ..core.own_outer import as_own_rule
 from ..defaults import PEER_BEAT_S
 from ..errors import ConfigError
 from ..events import EventSink
+from ..installing import install_line
 from ..topology.group.ranks import Ranks
 from ..topology.local_worker import LocalWorker
 from ..topology.protocol import Topology
+from ..types import MemberFacts
+from .facts import about_this_machine
 from .inner import InnerState
 from .replica import Replica
+
+if TYPE_CHECKING:
+    from ..topology.leadership import ClusterSettings
 
 TopologyFactory = Callable[[LocalWorker, WorkerConfig], Topology]
 
@@ -78,6 +88,7 @@ def connect(
     ranks: Ranks | None,
     inner: InnerState,
     events: EventSink,
+    facts: Callable[[], MemberFacts],
 ) -> Topology:
     factory = _FACTORIES.get(config.topology)
     if factory is None:
@@ -95,6 +106,8 @@ def connect(
         ranks=ranks,
         inner=inner,
         events=events,
+        info=about_this_machine(),
+        facts=facts,
     )
     return factory(worker, config)
 
@@ -130,11 +143,12 @@ def _by_allreduce(worker: LocalWorker, config: WorkerConfig) -> Topology:
     return build(
         worker,
         AllReduceSettings(
-            outer=_outer_rule(config),
+            outer=_outer_rule(config) if config.layer_above.above is None else _inner_rule(config),
             weight_by=config.serverless.weight_by or "equal",
             timeout_s=config.allreduce.peer_timeout_s,
             on_divergence=config.serverless.on_divergence,
         ),
+        _cluster(config),
     )
 
 
@@ -152,13 +166,13 @@ def _by_torchft(worker: LocalWorker, config: WorkerConfig) -> Topology:
         if error.name is None or error.name.partition(".")[0] != "torchft":
             raise
         raise ConfigError(
-            "topology='torchft' needs the package torchft, which is not installed: pip install 'outerstep[torchft]'"
+            f"topology='torchft' needs the package torchft, which is not installed: {install_line('torchft')}"
         ) from error
     return build(
         worker,
         TorchftSettings(
             lighthouse=parse_lighthouse(address),
-            outer=_outer_rule(config),
+            outer=_outer_rule(config) if config.layer_above.above is None else _inner_rule(config),
             weight_by=config.serverless.weight_by or "equal",
             min_replicas=own.min_replicas,
             backend=own.replica_backend,
@@ -168,7 +182,42 @@ def _by_torchft(worker: LocalWorker, config: WorkerConfig) -> Topology:
             give_up_after_s=config.give_up_after_s,
             on_divergence=config.serverless.on_divergence,
         ),
+        _cluster(config),
     )
+
+
+def _cluster(config: WorkerConfig) -> ClusterSettings | None:
+    """The replicas or ranks are together a worker of another run: any replica may come to be that, too."""
+    own = config.layer_above
+    if own.above is None or own.cluster is None:
+        return None
+    from ..hierarchy.members_below import as_cluster
+
+    return as_cluster(
+        own.above,
+        own.cluster,
+        every=own.above_every,
+        wait_s=own.above_wait_s,
+        credentials=config.credentials,
+        terms=LayerTerms(
+            momentum=math.nan if is_named(config.serverless) else _inner_rule(config).momentum,
+            waits_s=config.torchft.transfer_timeout_s
+            if config.topology == "torchft"
+            else 0.0,  # a job ends with a rank
+        ),
+        any_may_lead=config.topology == "torchft",
+    )
+
+
+def _inner_rule(config: WorkerConfig) -> OuterRule:
+    """Under another layer a cluster averages, unless somebody says otherwise."""
+    told = config.serverless
+    if is_named(told):
+        return _outer_rule(config)
+    lr, momentum = (
+        usual if said is None else said for said, usual in ((told.outer_lr, 1.0), (told.outer_momentum, 0.0))
+    )
+    return outer_rule(replace(told, outer_lr=lr, outer_momentum=momentum), "in a cluster")
 
 
 def _by_gossip(worker: LocalWorker, config: WorkerConfig) -> Topology:
@@ -187,6 +236,7 @@ def _by_gossip(worker: LocalWorker, config: WorkerConfig) -> Topology:
             folder=own.peer_dir,
             credentials=config.credentials,
             insecure=own.insecure,
+            page=own.page,
             invitation=own.invitation or "",
             beat_every_s=min(config.heartbeat_interval_s or PEER_BEAT_S, PEER_BEAT_S),
         ),

@@ -54,15 +54,20 @@ class OutsideWatch:
             self._find()
         self._closely = closely
         self._versions = [tensor._version for tensor in self._looked]
-        self._values = self._read()
+        self._values = torch.cat(self._spots) if self._spots else NOTHING  # on a GPU without waiting for it
 
     def look(self, *, closely: bool = False) -> None:
         """Have they moved since the last record?"""
         if self.changed:
             return
         closely, self._closely = closely or self._closely, False
-        moved = [tensor._version for tensor in self._looked] != self._versions or self._place != self._where()
-        if moved or closely or (self._on_host and not torch.equal(self._read(), self._values)):
+        moved = [tensor._version for tensor in self._looked] != self._versions
+        moved = moved or (bool(self._looked) and self._place != self._looked[0].data_ptr())
+        if (
+            moved
+            or closely
+            or (self._on_host and self._spots and not torch.equal(torch.cat(self._spots), self._values))
+        ):
             self.changed = self._differs()
 
     @torch.no_grad()
@@ -71,20 +76,14 @@ class OutsideWatch:
         self._looked = [tensor for tensor in tensors if tensor.numel()]
         self._spots = [_middle(tensor) for tensor in self._looked if tensor.device == self._looked[0].device]
         self._on_host = all(spot.device.type == "cpu" for spot in self._spots)
-        self._place = self._where()
-
-    def _where(self) -> int:
-        """`.data` may be given other memory, and then seldom in one parameter alone."""
-        return self._looked[0].data_ptr() if self._looked else 0
-
-    def _read(self) -> Tensor:
-        """On a GPU without waiting for it."""
-        return torch.cat(self._spots) if self._spots else NOTHING
+        # `.data` may be given other memory, and then seldom in one parameter alone.
+        self._place = self._looked[0].data_ptr() if self._looked else 0
 
     def _differs(self) -> bool:
         """For certain."""
         self._find()  # they may lie elsewhere
-        before, now = self._values.double(), self._read().double()
+        now = torch.cat(self._spots) if self._spots else NOTHING
+        before, now = self._values.double(), now.double()
         largest = max(before.nan_to_num(posinf=0.0, neginf=0.0).abs().tolist(), default=0.0)
         return not torch.allclose(before, now, rtol=0.0, atol=ROUNDING * largest, equal_nan=True)
 

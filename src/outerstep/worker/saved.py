@@ -21,14 +21,14 @@ case is decided in coordination/worker/machine.py (`resumed`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from torch import Tensor
 
-from ..coordination.worker.machine import Cycle, InFlight, Metrics, Progress, Work, WorkerMachine, WorkerState
+from ..coordination.worker.machine import Cycle, InFlight, Metrics, Progress, Units, Work, WorkerMachine, WorkerState
 from ..digest import data_hash
 from ..errors import ConfigError, ModelError
 from ..types import Count, Hash, Plain, Plan, Positive, TensorName
@@ -83,6 +83,11 @@ class SavedProgress(Plain, frozen=True):
             self.version, self.counted, self.oldest_base, flight, late.counted_in if late is not None else 0
         )
 
+    def is_forgotten(self, last_sequence: int) -> bool:
+        """Does the server, which has this sequence for its last, lack the contribution that was to count later? It was
+        killed before it had closed the round."""
+        return self.late is not None and last_sequence < int(self.late.exchange.get("sequence", 0))
+
 
 class SavedCycle(Plain, frozen=True):
     """Step `step` of a cycle of `sync_every`; `assigned`: this worker's own H (0 = the plan's)."""
@@ -94,7 +99,7 @@ class SavedCycle(Plain, frozen=True):
 
 class SavedWorker(Plain, frozen=True):
     """All of it. `local_hash`: of the weights that the model had; `changed`: somebody else had moved those, and nothing
-    had been done about it."""
+    had been done about it. `dropped`: as in `WorkerState`; `data`: what is leased (data/leased.py)."""
 
     format: Literal[2]
     worker_id: str
@@ -106,6 +111,14 @@ class SavedWorker(Plain, frozen=True):
     metrics: dict[str, int | float]
     topology: dict[str, Any]
     changed: bool = False
+    dropped: Units = ()
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def forgotten(self, last_sequences: Sequence[int]) -> frozenset[int]:
+        """The fragments whose late contribution the server has lost. `last_sequences`: by fragment, as it knows them;
+        without a server there are none."""
+        pairs = enumerate(zip(self.fragments, last_sequences, strict=False))
+        return frozenset(i for i, (progress, last) in pairs if progress.is_forgotten(last))
 
     @property
     def state(self) -> WorkerState:
@@ -113,7 +126,7 @@ class SavedWorker(Plain, frozen=True):
         cycle = Cycle(self.cycle.step, self.cycle.sync_every, self.cycle.assigned or None)
         known = {name: value for name, value in self.metrics.items() if name in Metrics.__dataclass_fields__}
         metrics = replace(Metrics(), **known)  # type: ignore[arg-type]
-        return WorkerState(self.work, cycle, [fragment.progress for fragment in self.fragments], metrics)
+        return WorkerState(self.work, cycle, [f.progress for f in self.fragments], metrics, self.dropped)
 
 
 @dataclass(frozen=True)
@@ -131,12 +144,13 @@ class UnderWay:
 def write(
     worker_id: str, machine: WorkerMachine, replica: Replica, topology: Topology, under_way: UnderWay
 ) -> dict[str, Any]:
-    """Plain tensors, numbers and text; the live tensors."""
+    """Plain tensors, numbers and text; the live tensors. Of several contributions that are sent together, those that
+    have no ticket yet were not sent."""
     cycle = machine.state.cycle
     return {
         "format": STATE_FORMAT,
         "worker_id": worker_id,
-        "work": asdict(machine.work),
+        "work": asdict(machine.state.work),
         "cycle": {"step": cycle.step, "sync_every": cycle.sync_every, "assigned": cycle.assigned or 0},
         "fragments": [
             {
@@ -150,8 +164,9 @@ def write(
         ],
         "anchors": dict(replica.anchors),
         "local_hash": replica.local_hash(),
-        "metrics": asdict(machine.metrics),
-        "topology": topology.state_dict(machine.in_flight.keys()),
+        "metrics": asdict(machine.state.metrics),
+        **({"dropped": [list(each) for each in machine.state.dropped]} if machine.state.dropped else {}),
+        "topology": topology.state_dict(machine.in_flight.keys() & under_way.tickets.keys()),
     }
 
 
@@ -160,7 +175,7 @@ def _write_contributions(index: int, progress: Progress, under_way: UnderWay) ->
     if progress.late_in:
         adopted = InFlight(progress.counted, 0)
         found.append(_write_contribution(adopted, under_way.late[index], {}, counted_in=progress.late_in))
-    if progress.in_flight is not None:
+    if progress.in_flight is not None and index in under_way.tickets:
         sent = under_way.sent.get(index, {})
         found.append(_write_contribution(progress.in_flight, under_way.tickets[index], sent, counted_in=0))
     return found

@@ -40,6 +40,7 @@ class Interrupts:
         self._leave_by = 0.0
         self._pressed = False  # Ctrl-C, once
         self.asked = 0
+        self.reason = ""  # what the others are told
 
     # --- handlers -------------------------------------------------------------------------------------------------
 
@@ -104,11 +105,7 @@ class Interrupts:
             self._leave_by = self._clock() + self._patience_s
         if self.asked in (0, signal.SIGUSR1):
             self.asked = number
-
-    @property
-    def reason(self) -> str:
-        """What the others are told."""
-        return f"interrupted by {NAMES[signal.Signals(self.asked)]}" if self.asked else ""
+            self.reason = f"interrupted by {NAMES[signal.Signals(number)]}"
 
     @property
     def is_late(self) -> bool:

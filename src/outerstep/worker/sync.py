@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from logging import INFO, WARNING
+from logging import DEBUG, INFO, WARNING
 from typing import Any
 
 from torch import Tensor
@@ -39,11 +39,14 @@ from ..coordination.worker.effects import (
     Send,
     StartOver,
 )
-from ..coordination.worker.machine import LOOK_EVERY_S, Offline, Work, WorkerMachine
+from ..coordination.worker.machine import LOOK_EVERY_S, Offline, Units, Work, WorkerMachine
 from ..errors import ExchangeFailed
 from ..events import Adoption, ExchangeDeferred, NothingLearned, PlanChanged, RoundReport, WeightsChanged
 from ..observe import FanOut
-from ..topology.protocol import Agreed, Contribution, Joined, Ticket, Topology, anchors_of
+from ..observe.log_lines import WAITING
+from ..observe.story import Story, StoryLine
+from ..topology.protocol import Agreed, Contribution, Joined, Parting, Ticket, Topology, anchors_of
+from ..types import Trained
 from . import saved as states
 from .replica import Replica
 from .signals import Interrupts, deferred
@@ -51,12 +54,13 @@ from .watching import Watching
 
 log = logging.getLogger(__name__)
 
+SHOW_AFTER_S = 1.0  # from here on a terminal shows a line that comes and goes,
 SAY_SO_S = 5.0  # a worker that waits longer than this says for whom,
 SAY_AGAIN_S = 60.0  # after this again, and then each time that it has waited twice as long
 
 MESSAGES: dict[NoteKind, tuple[int, str]] = {
     "agreed": (
-        INFO,
+        DEBUG,  # the round's own line says more
         "fragment {fragment} version {version}: {workers}; {up_mb:.1f} MB up, {down_mb:.1f} MB down",
     ),
     "left out": (
@@ -132,11 +136,17 @@ class Synchronizer:
         saved: states.SavedWorker | None = None,
         events: FanOut | None = None,
         on_sent: Callable[[], None] = lambda: None,
+        loss: Callable[[], float | None] = lambda: None,
+        story: Story | None = None,
+        describe: Callable[[Units], tuple[Trained, ...]] = lambda units: (),
     ) -> None:
         """`on_reload`: the agreed weights have replaced the local ones. `saved`: resume from there. `on_sent`: a new
-        contribution is part of `state_dict` now."""
+        contribution is part of `state_dict` now. `loss`: the last that was reported, to be told with each. `describe`:
+        which units of leased data these numbers are."""
         self._topology, self._replica, self._on_reload, self._events = topology, replica, on_reload, events or FanOut()
-        self._worker_id, self._on_sent = joined.worker_id, on_sent
+        self._worker_id, self._on_sent, self._loss = joined.worker_id, on_sent, loss
+        self._describe = describe
+        self._story = story or Story()
         self._reports: list[Callable[..., RoundReport]] = []
         self._driven_at: float | None = None  # None: it is still joining
         self._interrupts = interrupts or Interrupts(0.0)  # one that nobody asks anything
@@ -150,15 +160,17 @@ class Synchronizer:
         self._still: set[int] = set()  # or would have been without the statistics in it
         self._owes_nothing: set[int] = set()  # fragments whose codec forgets what it left out, at the next contribution
         self._patience_s: float | None = None
+        self._weights_left = ""  # by the machine, at the end
         self.machine = WorkerMachine(joined.worker_id, joined.plan, Work(*joined.work), offline)
-        self.watching = Watching(self.machine.work.steps if saved is None else saved.work.steps)
+        self.watching = Watching(self.machine.state.work.steps if saved is None else saved.work.steps)
         if saved is None:
             self._agreed = dict(enumerate(anchors_of(topology, joined)))
             self._land(partial(self.machine.joined, [agreed for _, agreed in self._agreed.values()]))
         else:
             states.check_plan(saved, joined.plan)
             replica.load_anchors(saved.anchors)
-            self._drive(partial(self.machine.resumed, saved.state, joined.overtaken))
+            forgotten = saved.forgotten(joined.last_sequences)
+            self._drive(partial(self.machine.resumed, saved.state, joined.overtaken, forgotten))
             self._saved = None  # its tensors are in place
 
     # --- events ---------------------------------------------------------------------------------------------------
@@ -178,6 +190,18 @@ class Synchronizer:
             self._own = {name: p.detach().clone() for name, p in self._replica.tensors.items()}
         self._patience_s = patience_s
         self._drive(partial(self.machine.finish, keep_local=keep_local, changed=changed))
+        if isinstance(self._topology, Parting) and self._weights_left != "as they are":
+            self._part(self._topology, patience_s)
+
+    def _part(self, topology: Parting, patience_s: float) -> None:
+        """All that was learned is in the agreement: what moves it once more, moves the weights as far."""
+        tickets = topology.part(patience_s)
+        for ticket in tickets:
+            agreed = ticket.finish()
+            ticket.confirm(agreed, self._replica.adopt(agreed.update))
+            self.machine.state.fragments[agreed.fragment].version = agreed.version
+        if tickets and self._own:
+            self._replica.restore(self._own)
 
     def cancel(self) -> None:
         """Stop sending; nothing more will be adopted."""
@@ -204,12 +228,14 @@ class Synchronizer:
                 sights = {f: self._tickets[f].look(slice_s if f in machine.waiting else 0.0) for f in machine.in_sight}
                 reasons = {sight.waiting_for for sight in sights.values()} - {""}
                 waited_s = time.monotonic() - began_at
+                if reasons and waited_s > SHOW_AFTER_S:
+                    log.log(WAITING, "waiting for %s (%.0f s)", " and ".join(sorted(reasons)), waited_s)
                 if reasons and waited_s > say_at_s:
                     waiting = f"still waiting ({waited_s:.0f} s)" if say_at_s > SAY_SO_S else "waiting"
                     log.info("%s for %s", waiting, " and ".join(sorted(reasons)))
                     say_at_s = max(SAY_AGAIN_S, 2.0 * say_at_s)
-                asked, late = bool(self._interrupts.asked), self._interrupts.is_late
-                self._do(machine.looked(sights, asked_to_leave=asked, out_of_time=late))
+                asked = bool(self._interrupts.asked)
+                self._do(machine.looked(sights, asked_to_leave=asked, out_of_time=asked and self._interrupts.is_late))
         except BaseException as error:
             for fragment in machine.in_flight.keys() - self._tickets.keys():
                 machine.dropped(fragment)  # it was not sent
@@ -219,15 +245,18 @@ class Synchronizer:
                 raise
         finally:
             if waited:
-                machine.metrics.last_sync_s = time.monotonic() - began_at
-                machine.metrics.seconds_waiting += machine.metrics.last_sync_s
+                log.log(WAITING, "")  # it is over
+                machine.state.metrics.last_sync_s = time.monotonic() - began_at
+                machine.state.metrics.seconds_waiting += machine.state.metrics.last_sync_s
         return waited or bool(effects)
 
     def report(self) -> None:
         """Tell what was adopted since the last report."""
         made, self._reports = self._reports, []
-        for make in made if self._events.sinks else ():
-            self._events(make(metrics=self.watching.metrics))
+        for make in made:
+            report = make(metrics=self.watching.metrics)
+            log.info("%s", StoryLine(self._story, report))
+            self._events(report)
 
     # --- effects --------------------------------------------------------------------------------------------------
 
@@ -261,6 +290,7 @@ class Synchronizer:
                     self._on_reload()
                     self._owes_nothing = set(range(len(self.machine.plan.fragments)))
                 case Depart(weights):
+                    self._weights_left = weights
                     if weights == "own":
                         self._replica.restore(self._own)
                     elif weights == "agreed":
@@ -284,6 +314,8 @@ class Synchronizer:
             tokens=send.tokens,
             deltas=deltas,
             owes_nothing=send.fragment in self._owes_nothing,
+            loss=self._loss(),
+            data=self._describe(send.units),
         )
         self._owes_nothing.discard(send.fragment)
         stuck_after_s = self._patience_s if send.last else None
@@ -317,17 +349,18 @@ class Synchronizer:
         self._land(partial(self.machine.outcome, agreed))
 
     def _hear(self, ticket: Ticket, agreed: Agreed) -> None:
-        metrics = self.machine.metrics
+        metrics = self.machine.state.metrics
         metrics.bytes_sent += agreed.bytes_sent
         metrics.bytes_received += agreed.bytes_received
         metrics.sync_retries += agreed.retries
         metrics.reconnections += agreed.rejoins
-        self.watching.adopted(agreed.fragment, agreed.watched, self.machine.work.steps)
+        self.watching.adopted(agreed.fragment, agreed.watched, self.machine.state.work.steps)
         self._agreed[agreed.fragment] = ticket, agreed
 
     def _land(self, event: Callable[[], list[Effect]]) -> None:
-        """State and weights change together, or not at all: Ctrl-C waits for both."""
-        intact, lost_before = True, self.machine.metrics.steps_discarded
+        """State and weights change together, or not at all: Ctrl-C waits for both. `intact`: a move of local weights
+        and anchor has made the anchor the agreed one."""
+        intact, lost_before = True, self.machine.state.metrics.steps_discarded
         sent = {
             fragment: (flight.work - self.machine.state.fragments[fragment].counted).steps
             for fragment, flight in self.machine.in_flight.items()
@@ -342,15 +375,23 @@ class Synchronizer:
                     case Reload():
                         self._replica.adopt_anchor()
                         self._on_reload()
-                    case Adopt() | Rebase() | Carry() | Mix() | Prove():
-                        intact = self._move(effect)
+                    case Adopt(fragment):
+                        intact = self._replica.adopt(self._agreed[fragment][1].update)
+                    case Rebase(fragment):
+                        intact = self._replica.rebase(self._agreed[fragment][1].update)
+                    case Carry(fragment):
+                        intact = self._replica.carry(self._agreed[fragment][1].update, self._sent[fragment])
+                    case Mix(fragment, alpha):
+                        intact = self._replica.mix(self._agreed[fragment][1].update, alpha)
+                    case Prove(fragment):
+                        intact = self._replica.prove(self._agreed[fragment][1].update)
             for fragment, progress in enumerate(self.machine.state.fragments):
                 if progress.in_flight is None:
                     self._tickets.pop(fragment, None)
                     self._sent.pop(fragment, None)
                 if not progress.late_in:
                     self._late.pop(fragment, None)
-        self._note_round(effects, sent, self.machine.metrics.steps_discarded - lost_before)
+        self._note_round(effects, sent, self.machine.state.metrics.steps_discarded - lost_before)
         self._do(effects, intact)
 
     def _note_round(self, effects: list[Effect], sent: dict[int, int], discarded: int) -> None:
@@ -367,7 +408,7 @@ class Synchronizer:
                 partial(
                     RoundReport,
                     worker=self._worker_id,
-                    step=self.machine.work.steps,
+                    step=self.machine.state.work.steps,
                     fragment=fragment,
                     version=agreed.version,
                     adoption="reloaded" if "refused" in notes else "discarded" if "discarded" in notes else how,
@@ -396,21 +437,6 @@ class Synchronizer:
             )
             self._events(NothingLearned(self._worker_id, steps))
 
-    def _move(self, move: Move) -> bool:
-        """Of local weights and anchor. True: that made the anchor the agreed one."""
-        _, agreed = self._agreed[move.fragment]
-        match move:
-            case Adopt():
-                return self._replica.adopt(agreed.update)
-            case Rebase():
-                return self._replica.rebase(agreed.update)
-            case Carry(fragment):
-                return self._replica.carry(agreed.update, self._sent[fragment])
-            case Mix(_, alpha):
-                return self._replica.mix(agreed.update, alpha)
-            case Prove():
-                return self._replica.prove(agreed.update)
-
     def _tell(self, note: Note) -> None:
         facts = dataclasses.asdict(note) | {"plan": self.machine.plan, "offline": self.machine.offline}
         if note.kind == "agreed":
@@ -421,7 +447,7 @@ class Synchronizer:
             plan = self.machine.plan
             self._events(PlanChanged(changes_in(plan.revision), {"sync_every": plan.sync_every, "delay": plan.delay}))
         elif note.kind in ("changed outside", "changed at the end"):
-            self._events(WeightsChanged(self._worker_id, self.machine.work.steps, note.steps))
+            self._events(WeightsChanged(self._worker_id, self.machine.state.work.steps, note.steps))
             facts["left"] = LEFT[bool(self._own)]
         elif note.kind == "deferred":
             self._events(ExchangeDeferred(self._worker_id, note.steps))

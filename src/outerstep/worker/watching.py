@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import asdict, replace
 from torch import Tensor
 
+from ..coordination.worker.machine import Work
 from ..core.watch import whole_model
 from ..types import Watched
 
@@ -31,6 +32,8 @@ class Watching:
         self.inner_grad_norm: float | None = None
         self.loss_before_sync: float | None = None
         self.loss_after_sync: float | None = None
+        self.batch_size = 0  # samples of a step between the last two exchanges, as the script counts them; 0 = unsaid
+        self._counted = (0, 0)  # steps and samples, at the last of them
         self._rounds: dict[int, Watched] = {}  # by fragment, the last
         self._began_at = steps
         self._before_step: bool | None = None  # is a loss reported before its optimizer step? None = not known yet
@@ -58,6 +61,20 @@ class Watching:
         if watched.pseudo_grad_norm is None and last is not None:  # a round without us
             watched = replace(watched, pseudo_grad_norm=last.pseudo_grad_norm)
         self._rounds[fragment] = watched
+
+    def exchanged(
+        self,
+        optimizer: torch.optim.Optimizer,
+        work: Work,
+        gather: Callable[[float], list[float]] | None = None,
+        sections: int = 1,
+    ) -> None:
+        """After a step that exchanged something: its gradients are still there. `gather`, `sections`: as in
+        `gradient_norm`."""
+        self.inner_grad_norm = gradient_norm(optimizer, gather, sections)
+        steps, samples = work.steps - self._counted[0], work.samples - self._counted[1]
+        if steps > 0:
+            self.batch_size, self._counted = round(samples / steps), (work.steps, work.samples)
 
     @property
     def metrics(self) -> dict[str, float | None]:

@@ -14,9 +14,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -27,16 +28,23 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attached import note_attached
 from ..config import WorkerConfig, build
-from ..coordination.worker.machine import Offline
+from ..coordination.worker.machine import Offline, Work
+from ..data.leased import Leased, LeasedData
+from ..defaults import METRICS_FOLDER
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..events import EventSink, RoundReport, WorkerLeft, WorkerStarted
 from ..observe import FanOut
+from ..observe.loggers import Loggers, check_installed
+from ..observe.sinks import METRICS_FILE, MetricsFile
+from ..observe.story import Story, duration, size
 from ..schedule import due_fragment
-from ..topology.protocol import Orders, Topology, WorkerControl
-from ..types import Plan
+from ..topology.protocol import LossTeller, Orders, Topology, Tracked, WorkerControl
+from ..types import MemberFacts, Plan
 from . import saved
+from .advice import Advice, AdviceObserver
 from .connect import connect, find_ranks, make_identity
 from .ending import report_end
+from .initial import hand_over_initial
 from .inner import InnerState, Stateful
 from .outside import OutsideWatch
 from .reload import forget_non_finite
@@ -44,7 +52,6 @@ from .replica import Replica
 from .saved import SavedWorker
 from .signals import Interrupts
 from .sync import Synchronizer
-from .watching import gradient_norm
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +86,13 @@ class DiLoCoWorker:
         stateful: Mapping[str, Stateful] | None = None,
         event_sink: EventSink | None = None,
         on_round: RoundObserver | None = None,
+        data: Leased | Sequence[Leased] = (),
         **settings: Any,
     ) -> None:
-        """`event_sink` gets each event (events.py), `on_round` the report of each round. `stateful`: what
-        a worker that replaces another must know too, by name: a scheduler, a sampler, anything with state_dict() and
-        load_state_dict(). Only where workers heal from each other (docs/concepts/torchft.md)."""
+        """`event_sink` gets each event (events.py), `on_round` the report of each round. `data`: samplers of what the
+        run leases to this worker (outerstep.data). `stateful`: what a worker that replaces another must know too, by
+        name: a scheduler, a sampler, anything with state_dict() and load_state_dict(). Only where workers heal from
+        each other (docs/concepts/torchft.md)."""
         note_attached()
         given = None if isinstance(topology, str) else topology
         if given is not None:
@@ -110,17 +119,23 @@ class DiLoCoWorker:
         self._saved: SavedWorker | None = None
         identity = make_identity(self.config, ranks)
         self.worker_id = identity.worker_id
-        inner = InnerState(
-            model, self.optimizer, self._replica.tensors, stateful or {}, lambda: self._started.machine.work
-        )
+        inner = InnerState(model, self.optimizer, self._replica.tensors, stateful or {}, self._work_so_far)
         self._events = FanOut(event_sink)
+        self._story = Story(self.config.total_steps)
+        check_installed(self.config.log_to)
+        self._loggers: Loggers | None = None
+        self._advice, self._on_advice = Advice(self.worker_id), list[AdviceObserver]()
         if on_round is not None:
             self.on_round(on_round)
-        self._topology = given or connect(self.config, identity, self._replica, ranks, inner, self._events)
+        self._topology = given or connect(self.config, identity, self._replica, ranks, inner, self._events, self._facts)
         self._control: WorkerControl | None = self._topology if isinstance(self._topology, WorkerControl) else None
         self._interrupts = Interrupts(self.config.preempt_patience_s)
         self._sync: Synchronizer | None = None
         self._watch: OutsideWatch | None = None
+        leased = (data,) if isinstance(data, Leased) else tuple(data)
+        self._data = LeasedData([one.spec for one in leased]) if leased else None
+        for one in leased:
+            one.belongs_to(self._data)
         self._has_met = False  # whether the processes of a group have compared what they saw since the start
         self._hooks: list[RemovableHandle] = []
         self._heart: threading.Thread | None = None
@@ -145,6 +160,8 @@ class DiLoCoWorker:
         if self.optimizer in _attached:
             raise ModelError("this optimizer already has a DiLoCoWorker attached; stop that one first")
         self._check_saved()
+        if self.config.topology == "server":
+            hand_over_initial(self.model)
         self._sync = Synchronizer(
             self._topology,
             self._replica,
@@ -154,8 +171,15 @@ class DiLoCoWorker:
             on_reload=self._reloaded,
             saved=self._saved,
             events=self._events,
-            on_sent=lambda: self.on_sent(),
+            on_sent=self._sent,
+            loss=lambda: self._last_loss,
+            story=self._story,
+            describe=self._data.describe if self._data is not None else lambda units: (),
         )
+        if self._data is not None:
+            if self._saved is not None and self._saved.data:
+                self._data.load_state(self._saved.data)
+            self._data.start(self._topology, self._sync.machine.state)
         if self.config.outside_changes == "adopt":
             changed = self._saved is not None and self._saved.changed
             self._watch = OutsideWatch(self._replica, self.optimizer, changed=changed)
@@ -175,6 +199,9 @@ class DiLoCoWorker:
         log.info("worker %s joined %s: %s", self.worker_id, self.config.place, _describe(plan))
         state = self._sync.machine.state
         versions = [progress.version for progress in state.fragments]
+        self._story.began(state.work.steps)
+        if self._ranks is None or self._ranks.rank == 0:
+            self._keep_metrics()
         self._events(WorkerStarted(self.worker_id, self.config.place, state.work.steps, versions))
         self._sync.report()
         if self.config.server.dylu and not plan.dylu:
@@ -213,6 +240,41 @@ class DiLoCoWorker:
         )
         if ended is not None:
             self._events(ended)
+        else:
+            self._sum_up(self._sync, reason)
+
+    def _keep_metrics(self) -> None:
+        """In the folder of a peer, or in the metrics folder, which several workers may share."""
+        config, peer_dir = self.config, self.config.gossip.peer_dir
+        place = Path(config.metrics_dir or METRICS_FOLDER) / self.worker_id
+        if config.metrics_dir is None and peer_dir is not None:
+            place = Path(peer_dir)
+        if config.metrics_dir is not None or peer_dir is not None:
+            self._events.add(MetricsFile(place / METRICS_FILE))
+        if config.log_to is not None:
+            self._loggers = Loggers(config.log_to, place, config.place, self.worker_id)
+            for sink in self._loggers.sinks:
+                self._events.add(sink)
+
+    def _sum_up(self, sync: Synchronizer, reason: str) -> None:
+        """The last line; where there is no server, the end of the run is told instead (ending.py)."""
+        metrics, rounds = sync.machine.state.metrics, min((p.version for p in sync.machine.state.fragments), default=0)
+        loss = "" if self._last_loss is None else f", last loss {self._last_loss:.4g}"
+        moved = size(metrics.bytes_sent + metrics.bytes_received)
+        waited = duration(metrics.seconds_waiting)
+        log.info(
+            "%s after %d steps and round %d%s; waited %s in all, %s moved. The agreed model is in this process, and at "
+            "%s: `outerstep export` fetches it",
+            *(
+                "done" if reason == "done" else f"ended ({reason})",
+                sync.machine.state.work.steps,
+                rounds,
+                loss,
+                waited,
+                moved,
+            ),
+            self.config.place,
+        )
 
     def abandon(self, reason: str) -> None:
         """Leave at once, contributing nothing. The model keeps what it holds."""
@@ -227,8 +289,12 @@ class DiLoCoWorker:
         _attached.discard(self.optimizer)
         if self._sync is not None:
             self._sync.cancel()
+        if self._data is not None:
+            self._data.end()
         self._topology.leave(reason)
         self._events(WorkerLeft(self.worker_id, reason))
+        if self._loggers is not None:
+            self._loggers.close()
 
     def _unhook(self) -> None:
         """Not from within the hook: torch is walking over its hooks then. There it stays, and does nothing more; and
@@ -260,7 +326,8 @@ class DiLoCoWorker:
             self._started.report()
         finally:
             self._in_exchange = False
-            self._record()
+            if self._watch is not None:
+                self._watch.record(anew=True, closely=True)
             self._progress_at = time.monotonic()
             self._resumed_at = self._clock()
 
@@ -268,6 +335,11 @@ class DiLoCoWorker:
         """Call `observer(report)` in the training thread whenever an agreement was adopted, or a round was missed. What
         it raises is logged, and training goes on."""
         self._events.add(lambda event: observer(event) if isinstance(event, RoundReport) else None)
+
+    def on_recommendation(self, observer: AdviceObserver) -> None:
+        """Call `observer(recommendation)` in the training thread when the run's controller has a batch size for this
+        worker, and what goes with it. It is for the script to follow or not. What it raises is logged."""
+        self._on_advice.append(observer)
 
     def count(self, *, samples: int = 0, tokens: int = 0) -> None:
         """Report what the last batch held, before `optimizer.step()`: for runs that weigh by it or have a token budget.
@@ -305,9 +377,10 @@ class DiLoCoWorker:
         anchor, what the codec owes, the contributions under way. Plain tensors, numbers and text; the live tensors, so
         save them before the next step. In a group each process has its own. worker/saved.py says what a restart does
         with it."""
-        if self._watch is not None:
+        if self._watch is not None and not self._in_exchange:  # in an exchange we move the weights ourselves
             self._watch.look(closely=True)
-        return self._started.state_dict(self.worker_id, changed=self._watch is not None and self._watch.changed)
+        state = self._started.state_dict(self.worker_id, changed=self._watch is not None and self._watch.changed)
+        return state if self._data is None else state | {"data": self._data.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the start, into a worker of the same run and worker_id (a worker that was given no id takes it from
@@ -359,17 +432,18 @@ class DiLoCoWorker:
     @property
     def sync_metrics(self) -> dict[str, float | int | str | list[int] | None]:
         """Counters of the exchanges so far (`Metrics`), and how the last ones went (watching.py)."""
-        machine, metrics = self._started.machine, self._started.machine.metrics
+        machine, metrics = self._started.machine, self._started.machine.state.metrics
         return {
             "worker_id": self.worker_id,
-            "local_step": machine.work.steps,
-            "samples": machine.work.samples,
-            "tokens": machine.work.tokens,
+            "local_step": machine.state.work.steps,
+            "samples": machine.state.work.samples,
+            "tokens": machine.state.work.tokens,
             "sync_every": machine.state.cycle.sync_every,
             "versions": [progress.version for progress in machine.state.fragments],
             "steps_per_second": round(self.steps_per_second, 4),
             **{name: getattr(metrics, name) for name in metrics.__dataclass_fields__},
             **self._started.watching.metrics,
+            **({"state": self._topology.life_state} if isinstance(self._topology, Tracked) else {}),
         }
 
     @property
@@ -387,7 +461,7 @@ class DiLoCoWorker:
         value = None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._last_loss = value if value is not None and math.isfinite(value) else None
         if self._sync is not None:
-            self._sync.watching.reported(self._last_loss, self._sync.machine.work.steps)
+            self._sync.watching.reported(self._last_loss, self._sync.machine.state.work.steps)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -396,6 +470,10 @@ class DiLoCoWorker:
         if self._sync is None:
             raise WorkerError("this worker has not been started: use `with DiLoCoWorker(…)` or call start()")
         return self._sync
+
+    def _work_so_far(self) -> Work:
+        """Of one that waits for the others to join, nothing yet."""
+        return self._sync.machine.state.work if self._sync is not None else Work()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         assert self._watch is not None
@@ -412,16 +490,18 @@ class DiLoCoWorker:
         self._has_met = True
         return watch.changed if self._ranks is None else any(self._ranks.gather(lambda: watch.changed, bool))
 
+    def _sent(self) -> None:
+        """A contribution is on its way, and the loss that goes with it: the server shows both as one round."""
+        tells_loss = isinstance(self._topology, LossTeller) and self._topology.tells_loss
+        if self._last_loss is not None and not tells_loss:
+            self._beat_now.set()
+        self.on_sent()
+
     def _reloaded(self) -> None:
         """The agreed weights have replaced the local ones."""
         forget_non_finite(self.optimizer)
         if self._watch is not None:
             self._watch.changed = False
-
-    def _record(self, *, exchanged: bool = True) -> None:
-        """From here on it is a change if the weights move."""
-        if self._watch is not None:
-            self._watch.record(anew=exchanged, closely=exchanged)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         assert self._sync is not None
@@ -447,18 +527,24 @@ class DiLoCoWorker:
         # (The processes of a group compare what they saw where they meet anyway, and at their first step.)
         compares = self._ranks is None or not self._has_met or sync.machine.exchanges_next
         exchanged = True
+        if self._data is not None:
+            sync.machine.count(0, 0, self._data.stepped())
         try:
             exchanged = sync.stepped(changed=compares and self._is_changed(closely=False))
         finally:
             self._in_exchange = False
             self._progress_at = time.monotonic()
-            self._record(exchanged=exchanged)
+            if self._watch is not None:  # from here on it is a change if the weights move
+                self._watch.record(anew=exchanged, closely=exchanged)
         if exchanged:
-            # Of the step that was just taken: its gradients are still there.
+            if self._data is not None:
+                self._data.exchanged(sync.machine.state)
             ranks, sections = self._ranks, self._replica.shards.sections
             gather = None if ranks is None or sections == 1 else lambda own: ranks.gather(lambda: own, float)
-            sync.watching.inner_grad_norm = gradient_norm(self.optimizer, gather, sections)
+            sync.watching.exchanged(self.optimizer, sync.machine.state.work, gather, sections)
             sync.report()
+            if sync.machine.plan.revision != self._advice.revision:
+                self._pass_on_advice(sync)
         orders = self._control.orders(at_exchange=exchanged) if self._control is not None else Orders()
         drain = self._asked_to_leave(exchanged) or orders.drain
         if self.config.server.dylu is not False:
@@ -474,6 +560,23 @@ class DiLoCoWorker:
             self._beat_now.set()  # the server's status shows where we are
         else:
             self._resumed_at = now
+
+    def _pass_on_advice(self, sync: Synchronizer) -> None:
+        advice = self._advice.heard(sync.machine.plan, self.optimizer, self._facts().batch_size)
+        if advice is None:
+            return
+        log.info("recommended: %s", advice.reason)
+        for observer in self._on_advice:
+            try:
+                observer(advice)
+            except Exception:  # the training goes on
+                log.exception("on_recommendation failed")
+
+    def _facts(self) -> MemberFacts:
+        """What a heartbeat tells of this worker. All processes of a job have batches of the same size."""
+        size = 1 if self._ranks is None else self._ranks.size
+        batch_size = 0 if self._sync is None else self._sync.watching.batch_size
+        return MemberFacts(batch_size=max(size * batch_size, 0), size=size)
 
     def _asked_to_leave(self, exchanged: bool) -> str:
         """Has a signal said so? The processes of a group leave at the same step, so there it is asked where all of them
@@ -500,6 +603,7 @@ class DiLoCoWorker:
         continue without it. If it wakes up, it rejoins by itself."""
         sync, limit_s, was_stalled = self._sync, self.config.stalled_after_s, False
         assert sync is not None
+        self._beat_now.set()  # the first one at once: the server knows nothing of us yet
         while True:
             self._beat_now.wait(interval_s)
             self._beat_now.clear()
@@ -517,7 +621,7 @@ class DiLoCoWorker:
             if is_stalled:
                 continue
             try:
-                control.heartbeat(sync.machine.work.steps, self.steps_per_second, self._last_loss)
+                control.heartbeat(sync.machine.state.work.steps, self.steps_per_second, self._last_loss)
             except OuterstepError as error:
                 # The exchange has its own patience and raises what cannot be mended; a missed beat is not an error.
                 log.debug("heartbeat: %s", error)

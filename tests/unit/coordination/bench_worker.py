@@ -95,7 +95,7 @@ class Bench:
 
     @property
     def metrics(self) -> Metrics:
-        return self.machine.metrics
+        return self.machine.state.metrics
 
     def unsent(self, fragment: int = 0) -> int:
         return self.machine.unsent(fragment).steps

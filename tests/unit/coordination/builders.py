@@ -128,6 +128,7 @@ class Desk:
         heartbeat_timeout_s: float = TIMEOUT_S,
         pool_bytes: int = 1 << 20,
         max_payload_bytes: int = 1 << 20,
+        mean_bytes: int = 0,
         prompt: bool = True,
         **rules: Any,
     ) -> None:
@@ -149,7 +150,10 @@ class Desk:
             plan=make_plan(fragments),
             settled=settle(Wishes(sync_every=4, codec="fp32"), Wishes(num_fragments=fragments), "first"),
             manifest=MANIFEST,
-            fragments=[Fragment.at(make_agreement(0, fragment=i), max_payload_bytes) for i in range(fragments)],
+            fragments=[
+                Fragment.at(make_agreement(0, fragment=i), max_payload_bytes, mean_bytes=mean_bytes)
+                for i in range(fragments)
+            ],
         )
         for worker in workers:
             self.join(worker)

@@ -150,3 +150,10 @@ def test_beside_the_usual_a_weight_is_a_ratio_and_before_there_is_a_usual_one_it
     assert usual(10.0, 30.0).relative(60.0, "tokens") == 3.0
     assert usual().relative(60.0, "tokens") == 60.0
     assert usual(10.0, 30.0).relative(0.5, "equal") == 0.5
+
+
+def test_in_one_round_a_worker_weighs_so_many_times_the_usual_at_most() -> None:
+    assert UsualWeight(mean=5.0, count=1).most("tokens", 2.0) == 10.0
+    assert UsualWeight(mean=5.0, count=9).most("tokens", 2.0) == 10.0
+    assert UsualWeight(mean=5.0, count=9).most("equal", 2.0) == 2.0
+    assert UsualWeight().most("tokens", 2.0) == 2.0

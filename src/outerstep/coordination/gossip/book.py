@@ -91,7 +91,7 @@ class Book:
 
     def write(self, statement: AnyStatement) -> Signed:
         """One's own. What the run's protocol cannot say must not even be made: what others read is what counts."""
-        if (needed := needs(statement)) > self._protocol:
+        if self._protocol < PROTOCOL_VERSION and (needed := needs(statement)) > self._protocol:
             raise ProtocolMismatch(
                 f"a {type(statement).__name__} of protocol {needed} in a run that speaks {self._protocol}"
             )
@@ -113,8 +113,8 @@ class Book:
         # Read as it was written, and no other way: else one statement could have two bodies, and frame its author.
         if body_of(statement) != signed.body:
             return None
-        if needs(statement) > self._protocol:  # to some members it means nothing; so to none
-            return None
+        if self._protocol < PROTOCOL_VERSION and needs(statement) > self._protocol:
+            return None  # to some members it means nothing; so to none
         if not is_within_bounds(statement, len(signed.body), self._fragments):
             return None
         if not self._verify(signed.author, signed.body, signed.signature):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...defaults import PEER_HEARTBEAT_TIMEOUT_S
 from ...errors import ConfigError
-from ...versions import PROTOCOL_VERSION, is_spoken, spoken_here
+from ...versions import PROTOCOL_VERSION, SPOKEN_HERE, is_spoken
 from .ballot import TurnTimeouts
 
 
@@ -35,7 +35,7 @@ class GossipRules:
         if self.attackers < 0:
             raise ConfigError(f"attackers must be at least 0, got {self.attackers}")
         if not is_spoken(self.protocol):
-            raise ConfigError(f"protocol must be one of {spoken_here()}, got {self.protocol}: update outerstep")
+            raise ConfigError(f"protocol must be one of {SPOKEN_HERE}, got {self.protocol}: update outerstep")
         if self.inviter and self.protocol < 2:
             raise ConfigError(f"invite_only needs protocol 2, got {self.protocol}: leave one of the two out")
         if not 0.0 < self.heartbeat_timeout_s < math.inf:

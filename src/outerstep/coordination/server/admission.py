@@ -6,15 +6,18 @@ A contribution passes `check_offer` when it is offered, and again when it is who
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from ...errors import (
     BadRequest,
     Conflict,
     FutureRound,
     NoIdentity,
+    OtherCodec,
     OtherRun,
-    PlanMismatch,
     StaleRound,
     TooLarge,
     TooOld,
@@ -35,16 +38,14 @@ def check_identity(message: Join, *, vouched: bool) -> None:
         )
 
 
-def check_run(named: str, held: str) -> None:
-    if named != held:
-        raise OtherRun(
-            f"this server holds run {held}, not {named}",
-            hint="restart the worker to join the new run from its beginning",
-        )
+def other_run(named: str, held: str) -> OtherRun:
+    return OtherRun(
+        f"this server holds run {held}, not {named}", hint="restart the worker to join the new run from its beginning"
+    )
 
 
 def check_same_offer(message: Offer, known: Offer) -> None:
-    if message != known:
+    if replace(message, loss=UNSET) != replace(known, loss=UNSET):  # which is for people, and lost by a restart
         raise Conflict(f"contribution {message.key} was offered before with other facts", hint=NEXT_SEQUENCE)
 
 
@@ -70,19 +71,24 @@ def check_received(message: Commit, received: str) -> None:
         )
 
 
-def check_offer(offer: Offer, fragment: Fragment, plan: Plan, rules: RoundRules) -> None:
+def check_offer(
+    offer: Offer, fragment: Fragment, plan: Plan, rules: RoundRules, earlier_codecs: Collection[str] = ()
+) -> None:
     """Does it report what the run weighs by, is it in the run's form, not too large, not too old, and its worker's
-    only voice?"""
+    only voice? `earlier_codecs`: of plans before this one. What was encoded as they say is the same Δ."""
     reported(offer, rules.weight_by)
     check_sections(offer.sections, fragment)
-    if offer.codec != plan.codec:
-        raise PlanMismatch(f"contribution is encoded as {offer.codec!r}; the run uses {plan.codec!r}")
+    if offer.codec != plan.codec and offer.codec not in earlier_codecs:
+        raise OtherCodec(
+            f"contribution is encoded as {offer.codec!r}; the run uses {plan.codec!r}",
+            hint="poll for the plan, and send these steps with the next contribution",
+        )
     if offer.section_bytes and sum(offer.section_bytes) != offer.size_bytes:
         raise BadRequest(f"sections of {sum(offer.section_bytes)} bytes in a contribution of {offer.size_bytes}")
-    max_payload_bytes = fragment.max_payload_bytes(offer.sections)
+    max_payload_bytes = fragment.max_payload_bytes(offer.sections, offer.codec)
     if offer.size_bytes > max_payload_bytes:
         raise TooLarge(
-            f"contribution of {offer.size_bytes} bytes; fragment {offer.fragment} as {plan.codec} "
+            f"contribution of {offer.size_bytes} bytes; fragment {offer.fragment} as {offer.codec} "
             f"takes at most {max_payload_bytes}"
         )
     check_age(offer, fragment, rules)

@@ -89,10 +89,9 @@ class Claimant:
         self.held_tokens = min(total - counted, MOST_HELD)
         return int(counted)
 
-    def pushed(self, at: float, limit: float | None) -> None:
+    def pushed(self, at: float, limit: float) -> None:
         """It pushed, and may do so again at once unless it has pushed BURST times in a row."""
-        if limit is not None:
-            self.free_at = max(self.free_at, at - (BURST - 1) / limit) + 1.0 / limit
+        self.free_at = max(self.free_at, at - (BURST - 1) / limit) + 1.0 / limit
 
 
 def allowed(claimed: float, limit: float | None, elapsed_s: float) -> float:
@@ -152,5 +151,6 @@ def settle(
     rates = UsualRates({name: one.usual for name, one in here.items() if one.contributions > 1})
     for claim in claims:
         often = rates.others(claim.worker_id, "pushes")
-        claimants[claim.worker_id].pushed(claim.at, None if often is None else push_ratio * often)
+        if often is not None:
+            claimants[claim.worker_id].pushed(claim.at, push_ratio * often)
     return rates, tokens

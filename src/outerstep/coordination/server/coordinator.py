@@ -14,6 +14,7 @@ key with the same hash gets the same answer again; with another hash it is refus
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ... import events
+from ...defaults import RECENT_LOSSES
 from ...errors import (
     Absurd,
     BadRequest,
@@ -51,6 +53,8 @@ from ...types import (
     HeartbeatAnswer,
     Join,
     JoinAnswer,
+    Lease,
+    LeaseAnswer,
     Leave,
     LeaveAnswer,
     Manifest,
@@ -65,6 +69,9 @@ from ...types import (
     PutPartAnswer,
 )
 from ...versions import check_spoken
+from ..autoconfig.collected import lacks_link
+from ..autoconfig.steering import Steering
+from ..leases import Leases
 from ..weights import UsualWeight, reported, staleness_factor
 from .admission import (
     check_accepted,
@@ -72,13 +79,14 @@ from .admission import (
     check_identity,
     check_offer,
     check_received,
-    check_run,
     check_same_offer,
     check_same_part,
     check_sections,
+    other_run,
 )
 from .claims import PATIENCE_S, ClaimedWork, allowed, settle
 from .effects import Accumulate, AllLeft, CloseRound, DropUpload, Effect, StopServer
+from .lives import Lives
 from .membership import BLAMELESS, OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
 from .naming import Naming
 from .plan import Settled, changed, check_manifest, check_wishes
@@ -93,6 +101,9 @@ BUDGET_SPENT = "the token budget is spent"
 
 
 class Coordinator:
+    lives_type: type[Lives] = Lives
+    leases_type: type[Leases] = Leases
+
     def __init__(
         self,
         *,
@@ -115,6 +126,7 @@ class Coordinator:
         self.quotas = Quotas(quotas)
         self.fragments: list[Fragment] = []
         self.plan: Plan | None = None
+        self.codecs: tuple[str, ...] = ()  # of all plans that the run has had: what is under way may be of any
         self.manifest: Manifest | None = None
         self.model_bytes = 0
         self.settled: Settled | None = None
@@ -129,15 +141,27 @@ class Coordinator:
         self.drain_timeout_s = drain_timeout_s
         self.stop_at: float | None = None
         self.next_plan: Plan | None = None
+        self.outer_momentum: float | None = None  # told to those that join; None = not known
         self.now = 0.0  # when it last heard or looked
         self.withheld_until = 0.0  # till then nobody is told of a newest version: one from a layer above follows it
         self.remembers = False  # each round that closes says what to keep of the coordinator
+        self.steering: Steering | None = None  # chooses the plan, if somebody has named a target
         self._first_join_at: float | None = None
+        self.losses: deque[float] = deque(maxlen=RECENT_LOSSES)  # of the last rounds, the oldest first
+        self._summaries: dict[tuple[int, int], events.RoundSummary] = {}  # of rounds that closed, until they are told
         self._effects: list[Effect] = []
+        self.lives = self.lives_type(self.members, asynchronous=rules.asynchronous)
+        self.leases = self.leases_type()
+        self._trained: dict[tuple[int, int], list[events.Event]] = {}  # of rounds that closed, until they are told
 
     def take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
-        return effects
+        waits_above = self.now < self.withheld_until
+        return [*effects, *self.lives.heard(effects, self.fragments, waits_above=waits_above)]
+
+    def tell(self, event: events.Event) -> None:
+        """Let whoever listens know."""
+        self._effects.append(event)
 
     @property
     def sync_round(self) -> int:
@@ -151,8 +175,8 @@ class Coordinator:
         check_spoken(message.protocol, "this worker")
         if self.require_identity:
             check_identity(message, vouched=vouched)
-        if message.run_id is not None:
-            check_run(message.run_id, self.run_id)
+        if message.run_id not in (None, self.run_id):
+            raise other_run(message.run_id, self.run_id)
         if self.closing and not self.members.knows(message):
             raise Closing(f"the run is coming to its end: {self.closing}", hint="restart the server to resume the run")
         if self.naming is not None and message.manifest is not None:
@@ -173,10 +197,21 @@ class Coordinator:
     ) -> None:
         """The first accepted manifest and the plan made from it hold for the rest of the run. `naming`: nobody has
         brought one; what is not named yet may still change."""
-        self.plan, self.settled, self.manifest, self.naming = plan, settled, manifest, naming
+        self.settled, self.manifest, self.naming = settled, manifest, naming
+        self._follow(plan)
         self.model_bytes = 4 * sum(spec.numel for spec in manifest.parameters)
         self.fragments = list(fragments)
         self.budget.fix(len(self.fragments))
+
+    def _follow(self, plan: Plan) -> None:
+        """From now on this is the plan. Contributions of another codec may be of another size: a sparse one sends a
+        small part of what there is, and what it owes goes with the first after it. So what was usual is forgotten."""
+        if self.plan is not None and plan.codec != self.plan.codec:
+            for fragment in self.fragments:
+                fragment.screen.forget()
+        self.plan, self.next_plan = plan, None
+        self.uploads.part_size_bytes = plan.part_size_bytes
+        self.codecs = tuple(dict.fromkeys((*self.codecs, plan.codec)))
 
     def refit(
         self,
@@ -195,7 +230,7 @@ class Coordinator:
         for fragment in fragments if self.started else ():
             fragment.round.expected = set(self.members.awaited_ids(self.now))
         assert self.naming is not None
-        self.next_plan, self.refitted_from = None, self.naming.first
+        self.refitted_from = self.naming.first
         everything = [*self.fragments[:kept], *fragments]
         self.fix(plan=plan, settled=settled, manifest=manifest, fragments=everything, naming=naming)
 
@@ -216,6 +251,9 @@ class Coordinator:
                 # the new one has its steps.
                 worker.commands.clear()
                 self._forget(worker, still_expected=message.continues)
+                if not message.continues:
+                    self._effects += self.leases.gone(worker.worker_id)
+            self.leases.joined(worker.worker_id, message.instance)
             self._first_join_at = now if self._first_join_at is None else self._first_join_at
             self._effects.append(events.WorkerJoined(worker.worker_id, worker.hostname, worker.incarnation))
             for fragment in self.fragments:
@@ -233,6 +271,7 @@ class Coordinator:
             manifest=self.manifest,
             fragments=tuple(worker.state_of(i, f.published.version) for i, f in enumerate(self.fragments)),
             session=worker.session if message.proof is not UNSET else UNSET,
+            outer_momentum=UNSET if self.outer_momentum is None else self.outer_momentum,
         )
 
     def _check_joins(self, message: Join, now: float, vouched: bool, token: str) -> None:
@@ -267,6 +306,7 @@ class Coordinator:
             commands=tuple(worker.commands.values()),
             num_workers=self.num_workers,
             num_registered=len(self.members.live_ids),
+            measure_link=True if self.steering is not None and lacks_link(worker) else UNSET,
         )
 
     @property
@@ -292,9 +332,14 @@ class Coordinator:
         was_live = worker.live
         self.remove(worker, events.WorkerLeft(worker.worker_id, message.reason), now)
         if was_live and not self.members.live_ids:
-            losses = [one.loss for one in self.members if one.loss is not None]
-            self._effects.append(AllLeft(message.reason, sum(losses) / len(losses) if losses else None))
+            self._effects.append(AllLeft(message.reason, events.mean_loss(one.loss for one in self.members)))
         return LeaveAnswer()
+
+    def lease(self, message: Lease, now: float) -> LeaseAnswer:
+        """Data to train (leases.py)."""
+        worker = self._heard(message, now)
+        worker.conduct.check(worker.worker_id, now)
+        return self.leases.lease(message, now, self.members.live_ids)
 
     # --- a contribution -------------------------------------------------------------------------------------------
 
@@ -305,13 +350,15 @@ class Coordinator:
         accepted = worker.entry_of(message)
         if accepted is not None:
             return OfferAnswer(state="accepted", version=accepted.version)
+        if message.loss is not UNSET:
+            worker.loss = message.loss
         upload = self.uploads.by_key.get(message.key)
         if self.naming is not None or worker.plan_revision < self._unfit_before:
             self._settle_names(worker)
         with self._refusals_noted(worker, fragment, now):
             try:
                 worker.conduct.check(worker.worker_id, now)
-                check_offer(message, fragment, self.plan, self.rules)
+                check_offer(message, fragment, self.plan, self.rules, self.codecs)
             except Refused:
                 self.uploads.unqueue(worker.worker_id, message.fragment)  # it will not come back under this key
                 raise
@@ -396,7 +443,7 @@ class Coordinator:
             upload = self._sending(worker, message, now)
             upload.heard_at = now
             check_received(message, upload.payload_hash())
-            check_offer(upload.offer, fragment, self.plan, self.rules)
+            check_offer(upload.offer, fragment, self.plan, self.rules, self.codecs)
             return upload
 
     def accept(self, message: Commit, now: float, norm: float | None = None) -> CommitAnswer:
@@ -427,14 +474,27 @@ class Coordinator:
             self._effects.append(events.NothingLearned(worker.worker_id, offer.steps))
         work = ClaimedWork(offer.steps, offer.samples, offer.tokens)
         round_.count(participant, rules, now, reported=raw, work=work, size=size, kept=keep)
+        round_.size_bytes += offer.size_bytes
+        self.leases.accept(offer, round_.version)
         more = ClaimedWork(plausible.steps, plausible.samples, plausible.tokens)
         fragment.done = ClaimedWork(*map(sum, zip(fragment.done, more, strict=True)))
         self.total_accepted += 1
         del self.uploads.by_key[begun.key]  # no more parts are taken; its room is held until its bytes are gone
         scale = fragment.usual.relative(weight, rules.weight_by)
         first = len(round_.participants) == 1
-        added = Accumulate(begun.key, round_.version, weight, scale, offer.base_version, begun.sections, first, keep)
-        self._effects.append(added)
+        self._effects.append(
+            Accumulate(
+                begun.key,
+                round_.version,
+                weight,
+                scale,
+                offer.base_version,
+                offer.codec,
+                begun.sections,
+                first=first,
+                keep=keep,
+            )
+        )
         answer = CommitAnswer(version=round_.version)
         self.close_if_ready(fragment, now)
         return answer
@@ -509,7 +569,7 @@ class Coordinator:
         sends: else the last would wait for the first and the first for the last."""
         screen, workers = fragment.screen, max(self.rules.num_workers, len(self.members.live_ids))
         enough = workers >= LEAST_CONTRIBUTORS and not self.rules.asynchronous
-        needed_bytes = workers * sum(one.max_payload_bytes(1) for one in self.fragments)
+        needed_bytes = workers * sum(one.max_payload_bytes(1, offer.codec) for one in self.fragments)
         try:
             look_again = screen.check(offer.worker_id, size, self.rules.norm_screen)
             return look_again and enough and needed_bytes <= self.uploads.capacity_bytes
@@ -578,21 +638,37 @@ class Coordinator:
         index, contributors = fragment.published.fragment, fragment.round.contributors
         turned_away = self._turned_away(fragment, now)
         self._settle_claims(fragment, now)
+        began_at, size_bytes = fragment.round.first_at, fragment.round.size_bytes
         closed = fragment.close(self.rules, self.members.awaited_ids(now), len(turned_away))
         self.members.round_closed(index, contributors)
         self.budget.add(index, closed.tokens, now)
+        self._summaries[index, closed.version] = events.RoundSummary(
+            waited_s=now - (now if began_at is None else began_at),
+            size_bytes=size_bytes,
+            tokens=self.budget.total,
+            share=self.budget.share,
+            seconds_left=self.budget.seconds_left,
+        )
+        outer_lr = None if self.plan is None or self.plan.outer_lr is UNSET else self.plan.outer_lr
         if self.next_plan is not None:
-            self.plan, self.next_plan = self.next_plan, None
+            self._follow(self.next_plan)
         left_out = self._left_out(index, closed)
+        without = {key.worker_id for key in left_out}
+        told = self.leases.closed(index, closed.version, without, len(self.fragments))
         remembered = self.remember() if self.remembers else None
-        self._effects.append(CloseRound(index, closed.version, closed.participants, remembered, left_out, turned_away))
+        self._effects.append(
+            CloseRound(index, closed.version, closed.participants, remembered, left_out, turned_away, outer_lr=outer_lr)
+        )
+        self._trained[index, closed.version] = told
         for upload in self.uploads.of(fragment=index):
             try:
                 check_age(upload.offer, fragment, self.rules)
             except Refused:
                 self.drop(upload.key)  # its worker will be told so at its next message; the room is free now
-        self._check_budget(now)
-        self._move_if_free(fragment)
+        if self.budget.limit is not None:
+            self._check_budget(now)
+        if fragment.moves_next is not None:
+            self._move_if_free(fragment)
 
     def move_from_above(self, index: int, upper_version: int) -> None:
         """A layer above has agreed on a version of this fragment: it becomes one of our own. At once, if the open round
@@ -615,11 +691,16 @@ class Coordinator:
         live, turned_away = self.members.awaited_ids(now), len(self._turned_away(fragment, now))
         return fragment.round.verdict(self.rules, now, started=self.started, live=live, turned_away=turned_away)
 
-    def waiting_for(self, fragment: Fragment, now: float) -> str:
-        """For whom or what the open round waits, for people; and if one of those may be dead, until when."""
-        verdict, open_round = self.verdict(fragment, now), fragment.round
+    def waiting_for(self, fragment: Fragment, now: float, verdict: RoundVerdict | None = None) -> str:
+        """For whom or what the open round waits, for people; and if one of those may be dead, until when. `verdict`: on
+        the round, if it is known."""
+        verdict, open_round = verdict or self.verdict(fragment, now), fragment.round
         silent = "" if verdict.stuck else self.members.perhaps_dead(open_round.expected - open_round.contributors, now)
         return f"{verdict.waiting_for}; {silent}" if verdict.waiting_for and silent else verdict.waiting_for
+
+    def silence(self, now: float) -> str:
+        """Who may be dead, and until when it can still be heard; "" = nobody."""
+        return self.members.perhaps_dead(self.members.live_ids, now)
 
     def _turned_away(self, fragment: Fragment, now: float) -> frozenset[str]:
         """For a rule: the live workers that are not in the open round because they are in quarantine, because what they
@@ -671,7 +752,15 @@ class Coordinator:
         fragment = self.fragments[agreement.fragment]
         assert agreement.version == fragment.published.version + 1, "agreements are published in order"
         fragment.published = agreement
-        self._effects.append(events.VersionPublished(agreement))
+        summary = self._summaries.pop((agreement.fragment, agreement.version), None)
+        if summary is not None:  # with the newest losses: a worker tells its own while its contribution travels
+            members = [self.members.find(p.worker_id) for p in agreement.participants]
+            losses = tuple(member.loss if member is not None else None for member in members)
+            summary = replace_fields(summary, losses=losses)
+            if agreement.fragment == 0 and summary.loss is not None:
+                self.losses.append(summary.loss)
+        self._effects.append(events.VersionPublished(agreement, summary))
+        self._effects += self._trained.pop((agreement.fragment, agreement.version), [])
         self.close_if_ready(fragment, now)
 
     def poll(self, message: Poll, now: float) -> PollAnswer:
@@ -702,7 +791,7 @@ class Coordinator:
         return PollAnswer(
             agreement=None,
             last_sequence=last_sequence,
-            waiting_for=self.waiting_for(fragment, now)[:256],
+            waiting_for=self.waiting_for(fragment, now, verdict)[:256],
             stuck=verdict.stuck,
             wanted=wanted,
             retry_after_s=ASK_AGAIN_SOON_S if wanted else ASK_AGAIN_S,
@@ -721,9 +810,11 @@ class Coordinator:
         for worker in self.members.silent(now):
             self.members.total_deaths += 1
             self.remove(worker, events.WorkerDied(worker.worker_id, round(now - worker.last_seen, 1)), now)
-        self._start_if_ready(now)
+        if not self.started:
+            self._start_if_ready(now)
         self._close_rounds(now)
-        self._stop_if_done(now)
+        if self.stop_at is not None:
+            self._stop_if_done(now)
 
     def next_wake(self, now: float) -> float | None:
         """When `tick` would next have something to decide (None = only after a message)."""
@@ -765,6 +856,8 @@ class Coordinator:
                 self.order(workers, message.kind, message.reason or "an operator asked for it")
                 what = "contribute and leave" if message.kind == "drain" else "contribute"
                 return ControlAnswer(done=f"{', '.join(workers)} will {what} at the next step after the next heartbeat")
+            case "lead":
+                return self._name_leader(message)
             case "plan":
                 if self.plan is None:
                     raise BadRequest("there is no plan to change before the first worker has joined")
@@ -777,7 +870,8 @@ class Coordinator:
                 self.budget.announced = False
                 if self.closing == BUDGET_SPENT:
                     self.closing, self.stop_at = "", None
-                    self.members.withdraw(BUDGET_SPENT)
+                    withdrawn = self.members.withdraw(BUDGET_SPENT)
+                    self._effects.append(events.DrainWithdrawn(withdrawn, "the token budget was raised"))
                 self._check_budget(now)
                 limit = f"ends at {message.tokens} tokens" if message.tokens else "has no end"
                 return ControlAnswer(done=f"the run {limit}; {self.budget.total} are in the model")
@@ -787,6 +881,20 @@ class Coordinator:
                 return ControlAnswer(done="the workers will contribute and leave, then the server stops")
             case "save":
                 raise BadRequest("save is carried out by the server itself")
+
+    def _name_leader(self, message: Control) -> ControlAnswer:
+        [cluster] = self._named(message)
+        able, leader = cluster.facts.members if cluster.facts is not None else (), message.leader
+        is_led_by_a_member = cluster.facts is not None and bool(cluster.facts.leader)
+        if not is_led_by_a_member:
+            raise BadRequest(f"{cluster.worker_id} is led by its server, or is no cluster: nobody else can lead it")
+        if leader is UNSET or leader not in able:
+            got = "nobody" if leader is UNSET else leader
+            raise BadRequest(f"the leader of {cluster.worker_id} must be one of {', '.join(able)}, got {got}")
+        reason = message.reason or "an operator asked for it"
+        self.members.order_leader(cluster.worker_id, leader, reason)
+        self._effects.append(events.LeaderOrdered(cluster.worker_id, leader, reason))
+        return ControlAnswer(done=f"{cluster.worker_id} will be led by {leader} after its next round, if {leader} can")
 
     def _named(self, message: Control) -> list[KnownWorker]:
         """The worker that is named; all live ones for an order that names none. A pardon or a release may name a worker
@@ -841,11 +949,12 @@ class Coordinator:
         """What is to survive, as of the last decision."""
         assert self.plan is not None, "nobody has joined yet"
         assert self.settled is not None
+        plan = self.next_plan or self.plan
         in_open_rounds = sum(len(fragment.round.participants) for fragment in self.fragments)
         return Remembered(
             run_id=self.run_id,
             manifest=None if self.refitted_from is None else self.manifest,
-            plan=self.next_plan or self.plan,
+            plan=plan,
             versions=tuple(fragment.round.version - 1 for fragment in self.fragments),
             ledger={worker.worker_id: worker.record() for worker in self.members},
             totals={
@@ -864,6 +973,9 @@ class Coordinator:
                 "usual_tokens": [asdict(fragment.usual_tokens) for fragment in self.fragments],
                 "kicked": {worker.worker_id: worker.kicked for worker in self.members if worker.kicked},
                 "norms": [fragment.screen.remembered() for fragment in self.fragments],
+                **({} if self.steering is None else self.steering.remembered()),
+                **({} if self.codecs == (plan.codec,) else {"codecs": list(self.codecs)}),
+                **({"data": self.leases.remembered()} if self.leases.tables else {}),
                 **({} if self.naming is None else {"naming": asdict(self.naming)}),
                 **({} if self.refitted_from is None else {"refitted_from": self.refitted_from}),
                 **(
@@ -906,6 +1018,7 @@ class Coordinator:
             fragment.screen = NormScreen.resumed(norms)
         for fragment, (above, upper_version) in zip(self.fragments, facts.get("above", []), strict=False):
             fragment.above, fragment.upper_version = [int(version) for version in above], int(upper_version)
+        self.codecs = tuple(dict.fromkeys((*map(str, facts.get("codecs", ())), *self.codecs)))
         self.members.last_command = int(facts.get("last_command", 0)) + LEAP
         live = set(facts.get("live", ())) if expect_back else set()
         for worker_id, record in ledger.items():
@@ -914,10 +1027,17 @@ class Coordinator:
             worker.kicked = facts.get("kicked", {}).get(worker_id, "")
             worker.conduct = Conduct.resumed(facts.get("conduct", {}).get(worker_id, {}), now)
             self.members.restore(worker)
+        if self.steering is not None:
+            self.steering.resume(self, facts)
+        claimable_until, forgetful = now + self.members.return_s, first_incarnation > 1
+        self.leases.resume(facts.get("data", ()), claimable_until, self.members.live_ids, forgetful=forgetful)
         if facts.get("started", False):
             self.started = True
             for fragment in self.fragments:
                 fragment.round.expected = set(self.members.awaited_ids(now))
+        for worker in self.members:
+            if worker.live:
+                self.lives.resume(worker, started=self.started)
         if self.budget.limit is None:
             self.budget.limit = facts.get("token_budget")
         self._check_budget(now)
@@ -925,7 +1045,8 @@ class Coordinator:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _heard(self, message: FromMember, now: float) -> KnownWorker:
-        check_run(message.run_id, self.run_id)
+        if message.run_id != self.run_id:
+            raise other_run(message.run_id, self.run_id)
         self.now = now
         return self.members.heard(message, now)
 
@@ -949,6 +1070,7 @@ class Coordinator:
         self.members.gone(worker)
         self._effects.append(event)
         self._forget(worker)
+        self._effects += self.leases.gone(worker.worker_id)
         self._close_rounds(now)
         self._stop_if_done(now)
 

@@ -16,6 +16,7 @@ from .remembered import Remembered
 class Accumulate:
     """Decode this contribution, add it to the sum of the round that will make `version`, free its bytes. A rule that
     takes contributions one by one (Delayed Nesterov) scales it by `scale`, its weight relative to the usual one.
+    `codec`: what it is encoded with, which may be the one of an earlier plan.
     `first`: of its round. `keep`: add it when its round closes, not before; it may still be left out."""
 
     key: ContributionKey
@@ -23,6 +24,7 @@ class Accumulate:
     weight: float
     scale: float
     base_version: int
+    codec: str
     sections: int = 1
     first: bool = False
     keep: bool = False
@@ -33,7 +35,8 @@ class CloseRound:
     """Take the outer step over what was accumulated, make it durable, publish it, then report `Coordinator.published`.
     `left_out`: what was to be kept, and is not to be added after all. `turned_away`: workers that a rule counts among
     those offered, though nothing was taken from them. `remembered`: what goes to disk with it, if the coordinator was
-    told to remember. `from_above`: no round at all, and no step; the version is what a layer above has agreed on."""
+    told to remember. `from_above`: no round at all, and no step; the version is what a layer above has agreed on.
+    `outer_lr`: η of this step, by the plan that the round ended under; None = as the server was told."""
 
     fragment: int
     version: int
@@ -42,6 +45,7 @@ class CloseRound:
     left_out: frozenset[ContributionKey] = frozenset()
     turned_away: frozenset[str] = frozenset()
     from_above: bool = False
+    outer_lr: float | None = None
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,9 @@ from ...errors import (
     UnknownWorker,
     UnsupportedMedia,
 )
-from ...types import Command, FromMember, Heartbeat, InfoValue, Join, JoinedFragment, OfContribution, Offer
+from ...types import Command, FromMember, Heartbeat, InfoValue, Join, JoinedFragment, MemberFacts, OfContribution, Offer
 from ..backoff import Backoff
+from ..layers.lifecycle import Lifecycle
 from .claims import Claimant
 from .remembered import LEAP, Acceptance, WorkerRecord
 
@@ -215,7 +216,11 @@ class KnownWorker:
     keys: tuple[str, ...] = ()  # that the id belongs to; () = nobody has brought one yet
     session: str = field(default="", repr=False)  # of this start; asked for if the id belongs to a key
     claims: dict[int, Claimant] = field(default_factory=dict)  # per fragment
+    life: Lifecycle | None = None  # what it is doing (lives.py); None = not known: it was here before a restart
+    unpublished: dict[int, int] = field(default_factory=dict)  # per fragment: the version that takes it in, until told
     info: dict[str, InfoValue] = field(default_factory=dict)  # what it tells of itself, while it is live
+    facts: MemberFacts | None = None  # what it told last that may change
+    facts_at: float = 0.0
 
     @property
     def is_guest(self) -> bool:
@@ -312,6 +317,11 @@ class Membership:
     def __iter__(self) -> Iterator[KnownWorker]:
         return iter(self._workers.values())
 
+    @property
+    def return_s(self) -> float:
+        """For so long after a restart of the server, whoever was here may come back."""
+        return self._timeout_s or RETURN_S
+
     def find(self, worker_id: str) -> KnownWorker | None:
         return self._workers.get(worker_id)
 
@@ -368,7 +378,8 @@ class Membership:
 
     def _join_again(self, worker: KnownWorker, message: Join, now: float) -> bool:
         if message.instance == worker.instance:
-            self._check_kicked(worker)
+            if worker.kicked:
+                raise _removed(worker)
             returned = not worker.live
             worker.live, worker.last_seen, worker.expected_back = True, now, False
             return returned
@@ -420,7 +431,7 @@ class Membership:
                 f"heard from {silent_s:.0f} s ago",
                 hint="choose another --worker-id, or stop that worker first",
             )
-        if silent_s <= (self._timeout_s or RETURN_S):
+        if silent_s <= self.return_s:
             raise Busy(
                 f"worker id {worker.worker_id!r} was in use on {host!r} before the server was restarted; "
                 "whether that worker comes back is not known yet",
@@ -438,7 +449,8 @@ class Membership:
                 f"this message is from incarnation {message.incarnation}",
                 hint="stop this process; the newer start carries on",
             )
-        self._check_kicked(worker)
+        if worker.kicked:
+            raise _removed(worker)
         if not worker.live:
             raise UnknownWorker(
                 f"worker {worker.worker_id!r} left, or was declared dead after {self._timeout_s:g} s of silence",
@@ -447,17 +459,11 @@ class Membership:
         worker.last_seen, worker.expected_back = now, False
         if isinstance(message, Heartbeat):
             worker.step, worker.steps_per_second, worker.loss = message.step, message.steps_per_second, message.loss
+            if message.facts is not UNSET:
+                worker.facts, worker.facts_at = message.facts, now
             for command_id in message.acknowledged:
                 worker.commands.pop(command_id, None)
         return worker
-
-    @staticmethod
-    def _check_kicked(worker: KnownWorker) -> None:
-        if worker.kicked:
-            raise Kicked(
-                f"worker {worker.worker_id!r} was removed from the run: {worker.kicked}",
-                hint="if it is meant to take part, start it again",
-            )
 
     def knows(self, message: Join) -> bool:
         """Has this process of the worker been here before?"""
@@ -466,7 +472,7 @@ class Membership:
 
     def gone(self, worker: KnownWorker) -> None:
         """It left, died or was removed: the orders on their way to it are void."""
-        worker.live, worker.info = False, {}
+        worker.live, worker.info, worker.facts = False, {}, None
         worker.commands.clear()
         self._workers.move_to_end(worker.worker_id)
 
@@ -520,10 +526,20 @@ class Membership:
             self.last_command += 1
             worker.commands[self.last_command] = Command(id=self.last_command, kind=kind, reason=reason)
 
-    def withdraw(self, reason: str) -> None:
-        """Workers that have not heard of an order given for this reason need not obey it any more."""
-        for worker in self._workers.values():
+    def order_leader(self, worker_id: str, leader: str, reason: str) -> None:
+        """The last name that was given is the one that holds."""
+        worker = self._workers[worker_id]
+        self.last_command += 1
+        others = {number: command for number, command in worker.commands.items() if command.kind != "lead"}
+        command = Command(id=self.last_command, kind="lead", reason=reason, leader=leader)
+        worker.commands = {**others, self.last_command: command}
+
+    def withdraw(self, reason: str) -> list[str]:
+        """Workers that have not heard of an order given for this reason need not obey it any more: these."""
+        withdrawn = [w for w in self._workers.values() if any(c.reason == reason for c in w.commands.values())]
+        for worker in withdrawn:
             worker.commands = {i: command for i, command in worker.commands.items() if command.reason != reason}
+        return sorted(worker.worker_id for worker in withdrawn)
 
     # --- rounds and restarts --------------------------------------------------------------------------------------
 
@@ -539,6 +555,13 @@ class Membership:
         worker.expected_back = worker.live
         worker.session = self._session_of(worker)
         self._workers[worker.worker_id] = worker
+
+
+def _removed(worker: KnownWorker) -> Kicked:
+    return Kicked(
+        f"worker {worker.worker_id!r} was removed from the run: {worker.kicked}",
+        hint="if it is meant to take part, start it again",
+    )
 
 
 def local_steps(speed: float, fastest: float, base: int, least: int = 1) -> int:

@@ -7,15 +7,16 @@ else by the default. From then on a different wish is refused at join, showing b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from ...defaults import SYNC_EVERY
 from ...errors import ManifestMismatch, PlanMismatch
-from ...types import Manifest, ParameterSpec, Plan, Wishes
+from ...types import MOST_ASSIGNED, Assignment, Manifest, ParameterSpec, Plan, Wishes
 
 T = TypeVar("T")
 
@@ -24,6 +25,11 @@ NAMES: Final = (*DEFAULTS, "delay", "alpha", "carry")
 USUAL_DELAY = 5  # steps: published results lose less than 0.2 % up to here
 MOST_WISHED_STEPS = 10_000  # of a worker: with more, no round would close in a day
 CARRY_BEYOND = 0.1  # of H: with a longer delay the steps taken meanwhile are worth keeping
+_FIXED: Final = {
+    "down_codec": "agreements that workers still hold lead on from each other in it",
+    "num_fragments": "versions, ledger and optimizer are kept by fragment",
+    "tokenizer": "what the workers have trained on depends on it",
+}
 _FLAGS: Final = {
     "sync_every": "--sync-every",
     "codec": "--codec",
@@ -141,24 +147,37 @@ def _check_streaming(sync_every: int, delay: int, alpha: float, carry: bool) -> 
         raise PlanMismatch(f"fragment_carry and fragment_alpha={alpha:g} exclude each other")
 
 
-def changed(plan: Plan, changes: Wishes) -> Plan:
-    """The next revision of the plan. What the wire's form depends on stays: codecs and fragments; so does what the
-    workers' data are made of."""
-    for name in ("codec", "down_codec", "num_fragments", "tokenizer"):
+def changed(plan: Plan, changes: Wishes, assignments: Sequence[Assignment] | None = None) -> Plan:
+    """The next revision of the plan. `assignments`: what each member does; None = as before, unless a number that they
+    replace changes: then it holds for everybody. Its fragments stay, and so does what the workers' data are made of.
+    `codec` is a recipe's canonical name: what it means, tensors know (server/run.py)."""
+    for name, why in _FIXED.items():
         if getattr(changes, name) is not None:
-            raise PlanMismatch(f"{name} cannot change during a run", hint="save, and start the server with another")
+            raise PlanMismatch(
+                f"{name} cannot change during a run: {why}", hint="start another run from the saved model"
+            )
     made = replace(
         plan,
         sync_every=_first(changes.sync_every, plan.sync_every),
+        codec=_first(changes.codec, plan.codec),
         delay=_first(changes.delay, plan.delay),
         alpha=_first(changes.alpha, plan.alpha),
         carry=_first(changes.carry, plan.carry),
         revision=plan.revision + 1,
+        assignments=_assigned(plan, changes, assignments),
     )
     if made.sync_every < len(made.fragments):
         raise PlanMismatch(f"sync_every ({made.sync_every}) must be at least {len(made.fragments)}: one per fragment")
     _check_streaming(made.sync_every, made.delay, made.alpha, made.carry)
     return made
+
+
+def _assigned(
+    plan: Plan, changes: Wishes, assignments: Sequence[Assignment] | None
+) -> tuple[Assignment, ...] | UnsetType:
+    if assignments is None:
+        return plan.assignments if changes.sync_every is None and changes.delay is None else UNSET
+    return tuple(assignments) if len(assignments) <= MOST_ASSIGNED else UNSET
 
 
 def _first(wanted: T | None, has: T) -> T:

@@ -199,14 +199,10 @@ class RoundRules:
     dylu: bool = False
     dylu_base: int | None = None
 
-    @property
+    @cached_property
     def floor(self) -> int:
         """No round closes with fewer contributors, unless some were turned away."""
-        return self.needed(0)
-
-    def needed(self, turned_away: int) -> int:
-        """Contributors without whom no round closes, if so many others were turned away."""
-        return max(self.min_workers, self.aggregation.needed(turned_away))
+        return max(self.min_workers, self.aggregation.needed(0))
 
     @property
     def floor_is(self) -> str:
@@ -254,13 +250,12 @@ class OpenRound:
     sizes: list[tuple[str, Size | None]] = field(default_factory=list)  # whose, and how large; None = not screened
     kept: list[bool] = field(default_factory=list)  # and whether they can still be left out
     refusals: dict[str, int] = field(default_factory=dict)  # by worker id, of what it brought to this round
+    size_bytes: int = 0  # of its contributions, as they travelled
     first_at: float | None = None
     quorum_at: float | None = None
 
     def voices(self, worker_id: str) -> list[Participant]:
         """What it has of this worker."""
-        if worker_id not in self.contributors:
-            return []
         return [p for p in self.participants if p.worker_id == worker_id]
 
     def refuse(self, worker_id: str) -> bool:
@@ -322,11 +317,12 @@ class OpenRound:
         self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str], turned_away: int
     ) -> RoundVerdict:
         """`live`: from whom something would be taken. `turned_away`: how many were here, and were refused."""
-        counted_out = self.counted_out
+        counted_out = self.counted_out if self.refusals else set()
         live -= counted_out
         contributors = self.contributors
         missing = self.expected - contributors - counted_out  # a run that starts late expects all that are there
-        floor = rules.needed(turned_away)
+        least = rules.aggregation.needed(turned_away)
+        floor = max(rules.min_workers, least)
         if len(contributors) < floor:
             able = live - contributors
             if len(contributors) + len(able) < floor:
@@ -335,8 +331,7 @@ class OpenRound:
                 return RoundVerdict(False, waiting_for=f"at least {floor} ({rules.floor_is}): {here}", stuck=True)
             awaited = "the next contribution" if rules.asynchronous else f"contributions of {_names(missing or able)}"
             return RoundVerdict(False, waiting_for=awaited)
-        least = rules.aggregation.needed(turned_away)
-        if 0 < self.trained < least and live - contributors:  # some of them had nothing to bring
+        if least > 1 and 0 < self.trained < least and live - contributors:  # some of them had nothing to bring
             needed = f"{rules.aggregation.name} needs {least} with training in them"
             return RoundVerdict(False, waiting_for=f"contributions of {_names(live - contributors)}: {needed}")
         if not started:
@@ -383,8 +378,9 @@ class Fragment:
 
     published: Agreement
     round: OpenRound
-    max_payload_bytes: Callable[[int], int]  # of a contribution in so many sections
+    max_payload_bytes: Callable[[int, str], int]  # of a contribution in so many sections, by its codec
     max_sections: int = 1  # more would be empty
+    mean_bytes: int = 0  # of a round's mean in a journal record
     usual: UsualWeight = field(default_factory=UsualWeight)
     usual_tokens: UsualWeight = field(default_factory=UsualWeight)
     screen: NormScreen = field(default_factory=NormScreen)
@@ -395,11 +391,17 @@ class Fragment:
     moves_next: int | None = None  # this one waits to become the next version
 
     @classmethod
-    def at(cls, published: Agreement, max_payload_bytes: int | Callable[[int], int], max_sections: int = 1) -> Fragment:
+    def at(
+        cls,
+        published: Agreement,
+        max_payload_bytes: int | Callable[[int, str], int],
+        max_sections: int = 1,
+        mean_bytes: int = 0,
+    ) -> Fragment:
         """With the first round open on top of what is published. A number holds for any number of sections."""
         first = OpenRound(published.version + 1, set())
-        limit = max_payload_bytes if callable(max_payload_bytes) else lambda sections: max_payload_bytes
-        return cls(published, first, limit, max_sections)
+        limit = max_payload_bytes if callable(max_payload_bytes) else lambda sections, codec: max_payload_bytes
+        return cls(published, first, limit, max_sections, mean_bytes)
 
     def staleness(self, base_version: int) -> int:
         """How many rounds have closed since this version. One that came from a layer above is no round of ours: a Δ is
@@ -489,6 +491,11 @@ class TokenBudget:
     @property
     def is_spent(self) -> bool:
         return self.limit is not None and self.total >= self.limit
+
+    @property
+    def share(self) -> float | None:
+        """How much of it is spent; None = no end."""
+        return min(self.total / self.limit, 1.0) if self.limit else None
 
     def add(self, fragment: int, tokens: int, now: float) -> None:
         self.per_fragment[fragment] += tokens

@@ -78,7 +78,8 @@ class Result(Protocol):
 @dataclass(frozen=True)
 class Send:
     """Contribute what is unsent. `keep`: keep a copy too, because training goes on before the agreement is here.
-    `last`: the worker leaves after this, and stays for the very round that holds it, within its patience."""
+    `last`: the worker leaves after this, and stays for the very round that holds it, within its patience. `units`: of
+    leased data, by the worker's own numbers."""
 
     fragment: int
     base_version: int
@@ -88,6 +89,7 @@ class Send:
     tokens: int
     keep: bool = False
     last: bool = False
+    units: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

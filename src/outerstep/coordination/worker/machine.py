@@ -37,8 +37,9 @@ from functools import partial
 from msgspec.structs import replace
 
 from ...errors import ExchangeFailed, Refused, RoundStuck, ServerError, ServerUnreachable, WorkerError
-from ...schedule import due_fragment, send_step
-from ...types import Plan
+from ...ranges import Ranges
+from ...schedule import due_by_step, due_fragment, send_step
+from ...types import Plan, plan_of
 from .effects import (
     Adopt,
     Carry,
@@ -72,19 +73,35 @@ REPAIRS = 3
 CHANGES = 5  # of the weights by somebody else, without a step of ours that counted in between
 
 
+Units = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class Work:
-    """Training done, counted from the start of the worker."""
+    """Training done, counted from the start of the worker. `units`: which of its leased units of data, by the numbers
+    that it gave them (units.py), as ranges: a set, of which + and − are union and difference."""
 
     steps: int = 0
     samples: int = 0
     tokens: int = 0
+    units: Units = ()
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.steps + other.steps, self.samples + other.samples, self.tokens + other.tokens)
+        units = tuple(Ranges(self.units) | Ranges(other.units)) if self.units and other.units else ()
+        return Work(
+            self.steps + other.steps,
+            self.samples + other.samples,
+            self.tokens + other.tokens,
+            units or self.units or other.units,
+        )
 
     def __sub__(self, other: Work) -> Work:
-        return Work(self.steps - other.steps, self.samples - other.samples, self.tokens - other.tokens)
+        return Work(
+            self.steps - other.steps,
+            self.samples - other.samples,
+            self.tokens - other.tokens,
+            tuple(Ranges(self.units) - Ranges(other.units)) if self.units and other.units else self.units,
+        )
 
 
 @dataclass
@@ -127,7 +144,7 @@ class Cycle:
     def advance(self, plan: Plan) -> int | None:
         """One step more, and after the last a new cycle. The fragment that is due now, if one is."""
         self.step += 1
-        due = due_fragment(self.step, self.sync_every, len(plan.fragments))
+        due = due_by_step(self.sync_every, len(plan.fragments)).get(self.step)
         if self.step >= self.sync_every:
             self.begin(plan)
         return due
@@ -159,12 +176,14 @@ class Metrics:
 
 @dataclass
 class WorkerState:
-    """What a worker must not forget: what it has done, how much of that is agreed on, what is under way."""
+    """What a worker must not forget: what it has done, how much of that is agreed on, what is under way. `dropped`:
+    units of data that were trained, and whose steps were given up in some fragment."""
 
     work: Work
     cycle: Cycle
     fragments: list[Progress]
     metrics: Metrics = field(default_factory=Metrics)
+    dropped: Units = ()
 
 
 @dataclass(frozen=True)
@@ -191,13 +210,14 @@ class _Wait:
 
 
 class WorkerMachine:
-    """`offline` may be replaced at any time. `has_left`: the last exchange is over."""
+    """`plan`: the run's, as this worker carries it out. `offline` may be replaced at any time. `has_left`: the last
+    exchange is over."""
 
     def __init__(self, worker_id: str, plan: Plan, work: Work = Work(), offline: Offline = Offline()) -> None:  # noqa: B008 - frozen
         self._worker_id = worker_id
-        self.plan = plan
+        self.plan = plan_of(plan, worker_id)
         self.offline = offline
-        self.state = WorkerState(work, Cycle(0, plan.sync_every), [])
+        self.state = WorkerState(work, Cycle(0, self.plan.sync_every), [])
         self.has_left = False
         self._wait: _Wait | None = None
         self._landing: deque[Callable[[], list[Effect]]] = deque()  # each but the last ends in a move
@@ -207,14 +227,6 @@ class WorkerMachine:
         self._changes = 0  # by somebody else, since steps of ours counted
 
     # --- what can be asked ----------------------------------------------------------------------------------------
-
-    @property
-    def work(self) -> Work:
-        return self.state.work
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.state.metrics
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -234,12 +246,12 @@ class WorkerMachine:
 
     def unsent(self, fragment: int) -> Work:
         """What was done and is in no agreement that we hold."""
-        return self.work - self.state.fragments[fragment].counted
+        return self.state.work - self.state.fragments[fragment].counted
 
     @property
     def exchanges_next(self) -> bool:
         """Will the next step send or adopt anything?"""
-        cycle, step = self.state.cycle, self.work.steps + 1
+        cycle, step = self.state.cycle, self.state.work.steps + 1
         due = due_fragment(cycle.step + 1, cycle.sync_every, len(self.plan.fragments))
         return due is not None or any(not f.deferred and step >= f.land_at for f in self.in_flight.values())
 
@@ -252,7 +264,7 @@ class WorkerMachine:
     def joined(self, anchors: Sequence[Result]) -> list[Effect]:
         """Without a state of its own: begin with the newest anchor of every fragment, where the others are in their
         cycle."""
-        self.state.fragments = [Progress(anchor.version, self.work, anchor.version) for anchor in anchors]
+        self.state.fragments = [Progress(anchor.version, self.state.work, anchor.version) for anchor in anchors]
         self._landing.extend(partial(list[Effect], (Adopt(anchor.fragment),)) for anchor in anchors)
         self._landing.append(self._fall_in)
         return self._land()
@@ -263,35 +275,40 @@ class WorkerMachine:
         self.state.cycle.step = send_step(versions.index(min(versions)) - 1, self.plan.sync_every, len(versions))
         return []
 
-    def resumed(self, saved: WorkerState, overtaken: Collection[int]) -> list[Effect]:
+    def resumed(self, saved: WorkerState, overtaken: Collection[int], forgotten: Collection[int] = ()) -> list[Effect]:
         """From a saved state, whose anchors are in place. `overtaken`: the fragments of which the server has later
-        contributions than the state knows of. worker/saved.py says what becomes of each fragment."""
+        contributions than the state knows of; `forgotten`: of which it lacks the one that was to count in a later
+        round. worker/saved.py says what becomes of each fragment."""
         self.state = deepcopy(saved)
         behind = {i for i, fragment in enumerate(saved.fragments) if fragment.in_flight is None} | set(overtaken)
         effects: list[Effect] = []
         for i, progress in enumerate(self.state.fragments):
             progress.in_flight, progress.late_in = None, 0
             if i in behind:
-                progress.in_flight = InFlight(self.work, self.work.steps, catches_up=True)
+                progress.in_flight = InFlight(self.state.work, self.state.work.steps, catches_up=True)
                 effects.append(CatchUp(i))
             else:
-                effects += self._reopen(i, saved.fragments[i])
-        return effects + self._wait_for(sorted(behind), partial(self._caught_up, saved, behind, overtaken), tries=1)
+                effects += self._reopen(i, saved.fragments[i], forgotten)
+        then = partial(self._caught_up, saved, behind, overtaken, forgotten)
+        return effects + self._wait_for(sorted(behind), then, tries=1)
 
-    def _caught_up(self, saved: WorkerState, behind: Collection[int], overtaken: Collection[int]) -> list[Effect]:
+    def _caught_up(
+        self, saved: WorkerState, behind: Collection[int], overtaken: Collection[int], forgotten: Collection[int]
+    ) -> list[Effect]:
         # (The server may have been restarted meanwhile, and forgotten what overtook us.)
-        dropped = {i for i in overtaken if self.state.fragments[i].counted == self.work}
-        effects = [e for i in sorted(set(behind) - dropped) for e in self._reopen(i, saved.fragments[i])]
+        dropped = {i for i in overtaken if self.state.fragments[i].counted == self.state.work}
+        effects = [e for i in sorted(set(behind) - dropped) for e in self._reopen(i, saved.fragments[i], forgotten)]
         if dropped:
             self.state.cycle.begin(self.plan)
             self._fall_in()
         return effects
 
-    def _reopen(self, fragment: int, saved: Progress) -> list[Effect]:
-        """Carry on with what was sent and is in no agreement that we hold, in the order in which it was."""
+    def _reopen(self, fragment: int, saved: Progress, forgotten: Collection[int]) -> list[Effect]:
+        """Carry on with what was sent and is in no agreement that we hold, in the order in which it was. A server that
+        has forgotten it may have closed that round without it."""
         progress, effects = self.state.fragments[fragment], list[Effect]()
-        if saved.late_in > progress.version:
-            progress.late_in = saved.late_in
+        if saved.late_in > progress.version or fragment in forgotten:
+            progress.late_in = max(saved.late_in, progress.version + 1)
             effects.append(Reopen(fragment, late=True))
         if saved.in_flight is not None:
             progress.in_flight = deepcopy(saved.in_flight)
@@ -300,14 +317,14 @@ class WorkerMachine:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def count(self, samples: int, tokens: int) -> None:
-        self.state.work += Work(0, samples, tokens)
+    def count(self, samples: int, tokens: int, units: Units = ()) -> None:
+        self.state.work += Work(0, samples, tokens, units)
 
     def stepped(self, *, changed: bool = False) -> list[Effect]:
         """One optimizer step was taken: adopt what is to be adopted now, then send what is due. `changed`: on weights
         that somebody else had moved, so it is dropped with the others."""
         state, work = self.state, self.state.work
-        state.work = work = Work(work.steps + 1, work.samples, work.tokens)
+        state.work = work = Work(work.steps + 1, work.samples, work.tokens, work.units)
         start_over = self._start_over("changed outside") if changed else []
         due = state.cycle.advance(self.plan)
         flights = enumerate(progress.in_flight for progress in state.fragments)
@@ -327,7 +344,7 @@ class WorkerMachine:
             # soon enough. What was deferred is settled first, which is no try of this exchange.
             tries = (TRIES if len(self.state.fragments) == 1 else 1) + deferred
             return self._wait_for([due], list[Effect], tries=tries, may_defer=True)
-        then = partial(self._send, due, land_at=self.work.steps + delay)
+        then = partial(self._send, due, land_at=self.state.work.steps + delay)
         return self._wait_for([due], then, tries=1, may_defer=True) if deferred else then()
 
     def sync_all(self, *, changed: bool = False) -> list[Effect]:
@@ -350,26 +367,27 @@ class WorkerMachine:
                 "every change as this worker's own learning"
             )
         steps = self._unoffered_steps()
-        self.metrics.outside_changes += 1
-        self.metrics.steps_discarded += steps
+        self.state.metrics.outside_changes += 1
+        self.state.metrics.steps_discarded += steps
         self._forget_local()
         return [Note(kind, steps=steps), StartOver()]
 
     def _unoffered_steps(self) -> int:
         """Steps that are in no contribution: of the fragment that has most of them."""
         offered = (p.in_flight.work if p.in_flight is not None else p.counted for p in self.state.fragments)
-        return max((self.work - work).steps for work in offered)
+        return max((self.state.work - work).steps for work in offered)
 
     def _forget_local(self) -> None:
         """The local weights are the anchor's again. What is in flight was sent all the same."""
         for progress in self.state.fragments:
             progress.oldest_base = progress.version
             flight = progress.in_flight
+            self._drop(self.state.work - (flight.work if flight is not None else progress.counted))
             if flight is not None:
-                progress.counted += self.work - flight.work  # what was done since it was sent is neither here nor there
-                flight.work, flight.overtaken = self.work, True
+                progress.counted += self.state.work - flight.work  # done since: neither here nor there
+                flight.work, flight.overtaken = self.state.work, True
             else:
-                progress.counted = self.work
+                progress.counted = self.state.work
 
     def _send(self, fragment: int, *, land_at: int | None = None, last: bool = False) -> list[Effect]:
         """What is unsent, unless something is in flight there. Its agreement is adopted at step `land_at`; None =
@@ -378,9 +396,10 @@ class WorkerMachine:
         if progress.in_flight is not None:
             return []
         keep = land_at is not None
-        progress.in_flight = InFlight(self.work, self.work.steps if land_at is None else land_at, kept=keep)
+        progress.in_flight = InFlight(self.state.work, self.state.work.steps if land_at is None else land_at, kept=keep)
         amount = (unsent.steps, unsent.samples, unsent.tokens)
-        return [Send(fragment, progress.version, progress.oldest_base, *amount, keep=keep, last=last)]
+        made = Send(fragment, progress.version, progress.oldest_base, *amount, keep=keep, last=last, units=unsent.units)
+        return [made]
 
     def dropped(self, fragment: int, *, late: bool = False) -> None:
         """What was to be in flight there never was, or never will count: its steps are unsent. `late`: what was to
@@ -395,8 +414,14 @@ class WorkerMachine:
     def _not_counted(self, progress: Progress, flight: InFlight) -> None:
         """What was in flight is unsent again, if it is still in the local weights."""
         if flight.overtaken:
-            self.metrics.steps_discarded += (flight.work - progress.counted).steps
+            self.state.metrics.steps_discarded += (flight.work - progress.counted).steps
+            self._drop(flight.work - progress.counted)
             progress.counted = flight.work
+
+    def _drop(self, work: Work) -> None:
+        """It will never be in an agreement of this worker's, in some fragment."""
+        if work.units:
+            self.state.dropped = tuple(Ranges(self.state.dropped) | Ranges(work.units))
 
     # --- waiting --------------------------------------------------------------------------------------------------
 
@@ -436,15 +461,20 @@ class WorkerMachine:
         assert wait is not None, "nothing is waited for"
         wait.looks += 1
         earlier, wait.earlier = wait.earlier, set()
-        over = [fragment for fragment in wait.tries if sights[fragment].done]
+        # Favours first: a worker that leaves is gone when the last of its own has landed.
+        over = sorted((f for f in wait.tries if sights[f].done), key=lambda f: f not in wait.favours)
         if over:
-            wait.looks = 0
+            if not wait.favours.issuperset(over):  # favours never end where somebody is quick: they are no progress
+                wait.looks = 0
             return [Resume(f) if f in earlier and sights[f].failed else Finish(f) for f in over]
         is_silent = all(sights[fragment].silent_s > self.offline.after_s for fragment in wait.tries)
         if wait.may_defer and is_silent and self._deferrals < self.offline.exchanges:
             self._deferrals += 1
-            self.metrics.offline_exchanges += 1
+            self.state.metrics.offline_exchanges += 1
             return [*self._defer(wait.tries), Note("deferred", steps=self._deferrals), *self._end_wait()]
+        if wait.looks > LOOKS_IN_A_CIRCLE and not wait.last and wait.tries.keys() <= wait.favours:
+            # It has helped for long, and nothing of its own is left: train on, and settle the rest when it is due.
+            return [*self._defer(wait.tries), *self._end_wait()]
         if asked_to_leave and not wait.last:
             return [*self._defer(wait.tries), *self._end_wait()]
         if out_of_time:
@@ -529,7 +559,7 @@ class WorkerMachine:
         progress = self.state.fragments[fragment]
         mended = Note("mended", fragment, progress.version)
         self._repairs += 1
-        self.metrics.anchor_repairs += 1
+        self.state.metrics.anchor_repairs += 1
         if self._repairs == REPAIRS:
             self._repairs = 0
             raise ExchangeFailed(f"fragment {fragment}: even whole, what the server sends has not the hash it names")
@@ -551,12 +581,13 @@ class WorkerMachine:
         notes: list[Effect] = []
         self._deferrals = 0
         if result.steps_lost:
-            self.metrics.steps_discarded += result.steps_lost
+            self.state.metrics.steps_discarded += result.steps_lost
             notes.append(Note("lost", result.fragment, steps=result.steps_lost))
         if result.plan.revision != self.plan.revision:
-            if replace(result.plan, revision=self.plan.revision) != self.plan:  # else the server was restarted
+            mine = plan_of(result.plan, self._worker_id)
+            if replace(mine, revision=self.plan.revision) != self.plan:  # else the server was restarted
                 notes.append(Note("plan"))
-            self.plan = result.plan
+            self.plan = mine
             if self.state.cycle.step == 0:
                 self.state.cycle.begin(self.plan)
         return notes
@@ -588,7 +619,7 @@ class WorkerMachine:
             return [PutOff(result.fragment), *self._adopt(flight, result)]
         if result.counted:
             return self._adopt(flight, result)
-        self.metrics.missed_rounds += 1
+        self.state.metrics.missed_rounds += 1
         self._not_counted(progress, flight)
         if self._too_old(result):
             return self._discard(result)
@@ -599,10 +630,10 @@ class WorkerMachine:
         """What we sent is in the agreement (or in a round still open). The steps taken since then are kept, mixed or
         replaced, as the plan says; those taken while nobody answered are always kept."""
         fragment, progress, notes = result.fragment, self.state.fragments[result.fragment], list[Effect]()
-        sent, since = (flight.work - progress.counted).steps, (self.work - flight.work).steps
+        sent, since = (flight.work - progress.counted).steps, (self.state.work - flight.work).steps
         progress.counted = flight.work
         progress.oldest_base = result.version
-        self.metrics.sync_count += 1
+        self.state.metrics.sync_count += 1
         self._changes = 0 if sent else self._changes
         if sent and any(p.worker_id == self._worker_id and not p.weight for p in result.participants):
             notes.append(Note("left out", fragment, result.version, sent))
@@ -617,8 +648,9 @@ class WorkerMachine:
             return [*notes, Rebase(fragment) if flight.overtaken else Carry(fragment)]
         if self.plan.alpha > 0.0:
             return [*notes, Mix(fragment, self.plan.alpha)]
-        progress.counted = self.work
-        self.metrics.steps_overwritten += since
+        self._drop(self.state.work - flight.work)
+        progress.counted = self.state.work
+        self.state.metrics.steps_overwritten += since
         return [*notes, Adopt(fragment)]
 
     def _rebase(self, result: Result) -> list[Effect]:
@@ -632,7 +664,8 @@ class WorkerMachine:
         """What was agreed, and nothing of our own."""
         progress = self.state.fragments[result.fragment]
         progress.version = progress.oldest_base = result.version
-        progress.counted = self.work
+        self._drop(self.unsent(result.fragment))
+        progress.counted = self.state.work
         return [Adopt(result.fragment)]
 
     def _too_old(self, result: Result) -> bool:
@@ -644,7 +677,7 @@ class WorkerMachine:
     def _discard(self, result: Result) -> list[Effect]:
         """Our unsent steps are of an age at which they would do harm: start again from what was agreed."""
         unsent = self.unsent(result.fragment).steps
-        self.metrics.steps_discarded += unsent
+        self.state.metrics.steps_discarded += unsent
         return [Note("discarded", result.fragment, result.version, unsent), *self._begin_at(result)]
 
     def _catch_up(self, result: Result) -> list[Effect]:
@@ -666,8 +699,8 @@ class WorkerMachine:
         weights up, all of them, and go on from what was agreed."""
         progress = self.state.fragments[result.fragment]
         progress.in_flight, progress.version = None, result.version
-        self.metrics.reloads += 1
-        self.metrics.steps_discarded += self._unoffered_steps()
+        self.state.metrics.reloads += 1
+        self.state.metrics.steps_discarded += self._unoffered_steps()
         return [Note("refused", result.fragment, result.version, why=result.refused), Adopt(result.fragment)]
 
     def _reload(self) -> list[Effect]:
@@ -686,8 +719,8 @@ class WorkerMachine:
             # What counts in a round to come is worth waiting for, where nothing more is to be sent anyway.
             # (It goes along with what is in flight after it.)
             if progress.late_in and progress.in_flight is None and self.unsent(fragment).steps == 0:
-                progress.in_flight = InFlight(self.work, self.work.steps)
-                self.metrics.sync_count -= 1  # it was counted before
+                progress.in_flight = InFlight(self.state.work, self.state.work.steps)
+                self.state.metrics.sync_count -= 1  # it was counted before
                 effects.append(Recall(fragment))
         left = sorted({*waited_for, *self._open_fragments()})
         if left:
@@ -696,5 +729,5 @@ class WorkerMachine:
 
     def _depart(self, *, gone: bool = False) -> list[Effect]:
         self._wait, self.has_left = None, True
-        self.metrics.steps_discarded += max((self.unsent(f).steps for f in self._open_fragments()), default=0)
+        self.state.metrics.steps_discarded += max((self.unsent(f).steps for f in self._open_fragments()), default=0)
         return [Depart("own" if self._keep_local else "as they are" if gone else "agreed")]

@@ -11,12 +11,16 @@ from msgspec import UNSET
 from outerstep.coordination.gossip import book as book_module
 from outerstep.coordination.gossip import bounds
 from outerstep.coordination.gossip.book import Book
+from outerstep.coordination.gossip.chain import found
+from outerstep.coordination.gossip.meaning import may_be_let_in
 from outerstep.coordination.gossip.names import vouched
 from outerstep.errors import ProtocolMismatch
 from outerstep.simulate.gossip import Registry
 from outerstep.statements import (
     AnyStatement,
     Beat,
+    Member,
+    Name,
     Offered,
     Ownership,
     Proof,
@@ -367,3 +371,18 @@ class TestOwned:
         judge, suspect = people
         assert beat().owner is UNSET
         assert judge.book.is_owned(beat(), suspect.key)
+
+    def test_whoever_the_owner_vouches_for_may_come_under_its_name_with_another_key(
+        self, people: tuple[Someone, Someone]
+    ) -> None:
+        judge, suspect = people
+        before = Name(peer_id="p", key="ab" * 32, owner=judge.key)
+        state = msgspec.structs.replace(found(Member(peer_id="j", key=judge.key), 1), names=(before,))
+        newcomer = Member(peer_id="p", key=suspect.key)
+        signature = judge._sign(vouched(RUN, "p", suspect.key))
+        owned = beat(wants="belong", owner=Ownership(key=judge.key, signature=signature))
+        assert may_be_let_in(newcomer, owned, state, judge.book)
+        assert not may_be_let_in(newcomer, beat(wants="belong"), state, judge.book)
+
+    def test_what_an_owner_signs_has_one_form(self) -> None:
+        assert vouched("a-run", "p", "ab") == b"outerstep peer\0a-run\0p\0ab"

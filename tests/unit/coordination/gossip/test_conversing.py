@@ -581,3 +581,52 @@ class TestWaiting:
 
 def test_a_peer_that_nobody_calls_can_be_anywhere() -> None:
     assert anywhere(beat("p1", address="nowhere"))
+
+
+class TestWhatFollowsFromIt:
+    """A proposal that is due is waited for from the moment at which it is."""
+
+    @staticmethod
+    def has_voted(circle: Circle, height: int) -> bool:
+        said = [circle.peer.book.read(one) for one in circle.peer.say_to(height - 1).statements]
+        return any(isinstance(one, Voted) and one.height == height for one in said)
+
+    def test_a_proof_alone_makes_a_change_due(self, circle: Circle) -> None:
+        circle.tell(proofs=(circle.lie("p3"),), now=1.0)
+        circle.peer.tick(4.9)
+        assert not self.has_voted(circle, 2)
+        circle.peer.tick(5.0)
+        assert self.has_voted(circle, 2), "nobody has proposed it within four seconds"
+
+    def test_a_decision_alone_begins_the_next_ballot(self, circle: Circle) -> None:
+        circle.tell(proofs=(circle.lie("p2"),), now=1.0)
+        circle.decide(circle.round(), now=2.0)
+        circle.peer.tick(5.9)
+        assert not self.has_voted(circle, 3)
+        circle.peer.tick(6.0)
+        assert self.has_voted(circle, 3)
+
+    def test_one_that_was_heard_to_lie_is_told_of_for_a_while_as_well(self, circle: Circle) -> None:
+        proof = circle.lie("p3")
+        circle.tell(proof.first, proof.second)
+        assert [one.first.author for one in circle.peer.say_to(0).proofs] == [circle.keys["p3"]]
+        circle.decide(replace(circle.change("p0", "p1", "p2"), proofs=(proof,)))
+        heights = []
+        while circle.peer.say_to(0).proofs and circle.peer.state.height < 20:
+            heights.append(circle.peer.state.height)
+            names = ("p1", "p2") if len(circle.peer.state.members) == 3 else ("p0", "p1", "p2")
+            circle.peer._settle(circle.decision(circle.change(*names)), 1.0)
+        assert heights == [2, 3, 4, 5]
+
+    def test_bytes_of_a_wrong_size_are_not_asked_for_whoever_proposes_them(self, circle: Circle) -> None:
+        block = circle.round()
+        wrong = circle.say("p1", offered(digest="f" * 64, size_bytes=SIZES[0] + 1))
+        block = replace(block, offers=(wrong, *block.offers[1:]))
+        proposer = next(name for name, key in circle.keys.items() if key == circle.peer._ballot.proposer(0))
+        circle.tell(circle.say(proposer, Proposed(run_id=RUN, height=2, turn=0, block=block)))
+        assert set(circle.peer.missing()) == {"b" * 64, "c" * 64}
+
+    def test_an_offer_to_the_round_after_next_is_kept_over_a_leap(self, circle: Circle) -> None:
+        circle.tell(circle.say("p1", offered(version=2)), circle.say("p2", offered(version=1, digest="b" * 64)))
+        circle.peer.leap(replace(circle.state, height=5, tip="9" * 64, versions=(1, 0)), 2.0)
+        assert set(circle.peer.missing()) == {"a" * 64}

@@ -18,7 +18,7 @@ LEAST_BYTES = 100  # of a contribution in one section; each further one adds as 
 def check(*, quorum: int | None = None, closing: bool = False, **offer: Any) -> None:
     """`closing`: a round is closed, and its agreement not published yet."""
     published = NEWEST - 1 if closing else NEWEST
-    fragment = Fragment.at(make_agreement(published), lambda sections: LEAST_BYTES * sections, max_sections=3)
+    fragment = Fragment.at(make_agreement(published), lambda sections, codec: LEAST_BYTES * sections, max_sections=3)
     fragment.round = OpenRound(NEWEST + 1, set())
     facts = {"base_version": published, "size_bytes": 60, **offer}
     check_offer(make_offer(**facts), fragment, make_plan(), RoundRules(2, quorum=quorum, max_staleness=4))
@@ -43,7 +43,7 @@ class TestItsForm:
 
     def test_a_fragment_that_is_not_said_to_have_rows_comes_in_one_section(self) -> None:
         fragment = Fragment.at(make_agreement(0), LEAST_BYTES)
-        assert (fragment.max_sections, fragment.max_payload_bytes(7)) == (1, LEAST_BYTES)
+        assert (fragment.max_sections, fragment.max_payload_bytes(7, "fp32")) == (1, LEAST_BYTES)
 
     @pytest.mark.parametrize(("sections", "limit"), [((), 100), ((1,), 200), ((1, 1), 300)])
     def test_each_section_adds_what_it_may_be_large(self, sections: tuple[int, ...], limit: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from outerstep.coordination.server.effects import StopServer
-from outerstep.errors import BadRequest, Closing, Kicked, PlanMismatch, UnknownWorker
+from outerstep.errors import BadRequest, Closing, Kicked, OtherCodec, PlanMismatch, UnknownWorker
 from outerstep.types import Control, Heartbeat, HeartbeatAnswer, Wishes
 from unit.coordination.builders import RUN, TIMEOUT_S, Desk, make_join
 
@@ -111,6 +111,37 @@ class TestPlan:
         plan = desk.coordinator.plan
         assert plan is not None
         assert (plan.sync_every, plan.delay, plan.revision) == (9, 2, 2)
+
+    def test_another_codec_holds_from_the_round_on_and_the_one_before_stays_valid(self) -> None:
+        desk = Desk("ab")
+        ask(desk, "plan", changes=Wishes(codec="int8"))
+        desk.contribute("a")
+        with pytest.raises(OtherCodec, match="encoded as 'int8'; the run uses 'fp32'"):
+            desk.contribute("b", codec="int8")
+        assert desk.coordinator.codecs == ("fp32",)
+        desk.contribute("b")
+        assert desk.coordinator.codecs == ("fp32", "int8")
+        desk.contribute("a", 2, base_version=1, codec="int8")
+        desk.contribute("b", 2, base_version=1)  # it was under way
+        assert desk.coordinator.sync_round == 2
+        with pytest.raises(OtherCodec, match="encoded as 'int4'; the run uses 'int8'"):
+            desk.contribute("a", 3, base_version=2, codec="int4")
+
+    def test_what_was_usual_is_forgotten_with_the_codec_and_with_nothing_else(self) -> None:
+        desk = Desk("abc")
+        screen = desk.coordinator.fragments[0].screen
+
+        def round_(number: int) -> None:
+            for worker in "abc":
+                desk.contribute(worker, number, base_version=number - 1, norm=1.0)
+
+        round_(1)
+        ask(desk, "plan", changes=Wishes(sync_every=9, codec="fp32"))
+        round_(2)
+        assert screen.usual is not None
+        ask(desk, "plan", changes=Wishes(codec="sparse64"))
+        round_(3)
+        assert screen.usual is None
 
     def test_an_impossible_change_changes_nothing(self) -> None:
         desk = Desk("a", fragments=3)

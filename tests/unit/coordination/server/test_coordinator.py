@@ -18,11 +18,12 @@ from outerstep.errors import (
     TooLarge,
     UnknownWorker,
 )
-from outerstep.events import Event, RunStarted, WorkerJoined
+from outerstep.events import Event, GroupStateChanged, RunStarted, WorkerJoined
 from outerstep.types import PROTOCOL_VERSION, Participant, Wishes
 from unit.coordination.builders import (
     MANIFEST,
     PART_BYTES,
+    SIZE_BYTES,
     TIMEOUT_S,
     Desk,
     make_agreement,
@@ -238,8 +239,8 @@ class TestEffects:
         effects = [e for e in desk.effects if not isinstance(e, Event)]
         participants = tuple(Participant(worker_id=w, sequence=1, weight=x) for w, x in (("a", 1.0), ("b", 1.0)))
         assert effects == [
-            Accumulate(make_key("a"), 1, 1.0, 1.0, 0, first=True),
-            Accumulate(make_key("b"), 1, 1.0, 1.0, 0),
+            Accumulate(make_key("a"), 1, 1.0, 1.0, 0, "fp32", first=True),
+            Accumulate(make_key("b"), 1, 1.0, 1.0, 0, "fp32"),
             CloseRound(0, 1, participants),
         ]
 
@@ -249,7 +250,7 @@ class TestEffects:
             desk.contribute(worker)
         news = {type(effect): is_news(effect) for effect in desk.effects if not isinstance(effect, Accumulate)}
         assert [is_news(effect) for effect in desk.effects if isinstance(effect, Accumulate)] == [True, False, False]
-        assert news == {WorkerJoined: True, RunStarted: True, CloseRound: False}
+        assert news == {WorkerJoined: True, RunStarted: True, CloseRound: False, GroupStateChanged: False}
 
     def test_effects_are_handed_out_once(self) -> None:
         desk = Desk("a", prompt=False)
@@ -282,4 +283,16 @@ class TestEffects:
         desk = Desk("ab")
         full_rounds(desk, 1)
         [told] = desk.events("round")
-        assert told == {"fragment": 0, "version": 1, "workers": ["a", "b"], "sequences": [1, 1], "staleness": [0, 0]}
+        told.pop("hash")
+        assert told == {
+            "fragment": 0,
+            "version": 1,
+            "workers": ["a", "b"],
+            "sequences": [1, 1],
+            "staleness": [0, 0],
+            "weights": [1.0, 1.0],
+            "loss": None,
+            "losses": [None, None],
+            "waited_s": 0.0,
+            "bytes": 2 * SIZE_BYTES,
+        }

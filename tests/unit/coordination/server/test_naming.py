@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
@@ -98,3 +100,44 @@ def test_what_no_client_has_said_is_the_first_workers_to_say() -> None:
         settle_again(before, Wishes(num_fragments=2), Wishes(codec="bf16"), "new")
     with pytest.raises(PlanMismatch, match=r"down_codec=fp32, but the run has down_codec=same \(said by the default"):
         settle_again(before, Wishes(num_fragments=2), Wishes(down_codec="fp32"), "new", fixed=("down_codec",))
+
+
+def test_what_is_fixed_stays_whatever_a_restarted_server_says() -> None:
+    before = settle(Wishes(), Wishes(codec="fp32"), "old")
+    made = settle_again(before, Wishes(codec="bf16"), Wishes(), "new", fixed=("codec",))
+    assert (made.codec, made.said_by["codec"]) == ("fp32", "worker 'old'")
+
+
+def test_dynamic_local_updates_say_how_often_if_nobody_does() -> None:
+    before = settle(Wishes(), Wishes(), "old")
+    made = settle_again(before, Wishes(), Wishes(), "new", base_sync_every=77)
+    assert (made.sync_every, made.said_by["sync_every"]) == (77, "dynamic local updates")
+
+
+def test_of_a_run_from_before_something_could_be_said_nobody_has_said_it() -> None:
+    before = settle(Wishes(), Wishes(), "old")
+    older = dataclasses.replace(before, said_by={k: v for k, v in before.said_by.items() if k != "tokenizer"})
+    assert settle_again(older, Wishes(), Wishes(tokenizer="gpt2"), "new").tokenizer == "gpt2"
+    assert settle_again(older, Wishes(), Wishes(), "new", fixed=("tokenizer",)).said_by["tokenizer"] == "the default"
+
+
+def test_a_manifest_that_fits_the_whole_is_taken_with_buffers_of_its_own() -> None:
+    brought = Manifest(parameters=(*KNOWN.parameters, spec("running", 3, role="average")))
+    assert names_of(fitting(KNOWN, ["a"], brought, whole=True)) == ["a", "head", "mean", "z", "running"]
+
+
+def test_what_was_not_named_has_the_form_that_the_manifest_says() -> None:
+    brought = Manifest(parameters=(spec("z", 5, embedding=True), spec("a", 2, embedding=True)))
+    made = fitting(KNOWN, ["a"], brought, whole=False)
+    assert [one.embedding for one in made.parameters] == [True, False]
+
+
+def test_three_differences_are_named_and_the_others_counted() -> None:
+    named = ["a", "head", "mean", "z"]
+    with pytest.raises(ManifestMismatch, match="'mean' is missing; and 2 more"):
+        fitting(KNOWN, named, Manifest(parameters=(spec("new", 1),)), whole=True)
+    with pytest.raises(ManifestMismatch, match="'mean' is missing; and 1 more"):
+        fitting(KNOWN, named, Manifest(parameters=()), whole=True)
+    with pytest.raises(ManifestMismatch) as refused:
+        fitting(KNOWN, named[:3], Manifest(parameters=()), whole=False)
+    assert refused.value.message.endswith("'mean' is missing")

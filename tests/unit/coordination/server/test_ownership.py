@@ -83,6 +83,10 @@ class TestJoining:
         desk.coordinator.require_identity = True
         with pytest.raises(NoIdentity, match="'a' brings none"):
             desk.coordinator.join(make_join(), 0.0)
+        with pytest.raises(NoIdentity):
+            desk.coordinator.check_join(make_join())
+        with pytest.raises(NoIdentity):
+            Commits(desk.coordinator, "round").answer(make_join(), 0.0)
         assert list(desk.coordinator.members) == []
         desk.coordinator.join(signed(MINE), 0.0)
         desk.coordinator.join(make_join("b"), 0.0, vouched=True)
@@ -140,6 +144,16 @@ class TestRelease:
         coordinator.join(signed(MINE), 3.0)
         with pytest.raises(NotOwner):
             coordinator.join(signed(OTHER, start=2), 4.0)
+
+    def test_a_live_one_is_out_and_its_round_closes_without_it(self) -> None:
+        desk = Desk("ab")
+        desk.contribute("b")
+        answer = desk.coordinator.control(Control(kind="release", worker_id="a"), desk.now)
+        desk.carry_out()
+        assert answer.done.startswith("a belongs to no key now")
+        assert desk.closed == [(1, "b")]
+        [left] = desk.events("leave")
+        assert (left["worker"], left["reason"]) == ("a", "an operator released its id")
 
     def test_of_one_that_is_away_or_was_never_here(self) -> None:
         desk = Desk("b")

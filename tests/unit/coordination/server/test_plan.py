@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from outerstep.coordination.server.plan import (
@@ -15,8 +16,8 @@ from outerstep.coordination.server.plan import (
     settle,
 )
 from outerstep.errors import ManifestMismatch, PlanMismatch
-from outerstep.types import Manifest, ParameterSpec, Plan, Wishes
-from unit.coordination.builders import MANIFEST
+from outerstep.types import MOST_ASSIGNED, Assignment, Manifest, ParameterSpec, Plan, Wishes
+from unit.coordination.builders import MANIFEST, make_plan
 
 ONE_AND_ANOTHER = [
     ("sync_every", 40, 50),
@@ -120,7 +121,7 @@ class TestChanges:
         made = changed(self.plan, Wishes(sync_every=60))
         assert made == replace(self.plan, sync_every=60, revision=1)
 
-    @pytest.mark.parametrize("changes", [{"codec": "fp32"}, {"num_fragments": 3}])
+    @pytest.mark.parametrize("changes", [{"down_codec": "fp32"}, {"num_fragments": 3}])
     def test_what_the_wire_depends_on_cannot_change(self, changes: dict[str, Any]) -> None:
         with pytest.raises(PlanMismatch, match="cannot change during a run"):
             changed(self.plan, Wishes(**changes))
@@ -254,3 +255,18 @@ class TestWhatAWorkerMayNotWish:
 def test_the_delay_of_fragments_is_a_whole_number_of_steps() -> None:
     settled = settle(Wishes(sync_every=7, num_fragments=2), Wishes(), "a")
     assert (settled.delay, type(settled.delay)) == (2, int)
+
+
+class TestWhatEachMemberDoes:
+    SHARE = Assignment(cluster="a", leader="", sends_to="server", local_steps=4, batch_size=1)
+
+    def test_it_stays_unless_a_number_that_it_replaces_changes(self) -> None:
+        plan = replace(make_plan(), assignments=(self.SHARE,))
+        assert changed(plan, Wishes(alpha=0.5)).assignments == (self.SHARE,)
+        assert changed(plan, Wishes(sync_every=8)).assignments is UNSET
+        assert changed(plan, Wishes(delay=1)).assignments is UNSET
+
+    def test_it_is_what_was_assigned_unless_that_is_too_much_to_tell(self) -> None:
+        most = [replace(self.SHARE, cluster=f"c{i}") for i in range(MOST_ASSIGNED)]
+        assert changed(make_plan(), Wishes(sync_every=8), most).assignments == tuple(most)
+        assert changed(make_plan(), Wishes(), [*most, self.SHARE]).assignments is UNSET

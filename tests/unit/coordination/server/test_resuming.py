@@ -85,6 +85,17 @@ class TestWhatIsRemembered:
         ask(desk, "plan", changes=Wishes(sync_every=9))
         assert desk.coordinator.remember().plan.sync_every == 9
 
+    def test_the_codecs_that_it_has_had_once_there_is_more_than_one(self) -> None:
+        desk = a_run()
+        assert "codecs" not in desk.coordinator.remember().facts
+        ask(desk, "plan", changes=Wishes(codec="int8"))
+        kept = remembered(desk)
+        assert (kept.plan.codec, kept.facts["codecs"]) == ("int8", ["fp32"])
+        again = restart(kept)  # whose settings say fp32
+        assert again.coordinator.codecs == ("fp32",)
+        again.coordinator.resume({}, {}, {"codecs": ["bf16", "int8"]}, again.now)
+        assert again.coordinator.codecs == ("bf16", "int8", "fp32")
+
 
 class TestResumed:
     def test_counters_and_measures_are_as_they_were(self) -> None:

@@ -140,4 +140,4 @@ def test_the_first_anchor_has_as_many_repairs_as_any_other() -> None:
         machine.confirmed(0, bench.came(0, 0))
     assert machine.confirmed(0, None) == []
     machine.stepped()
-    assert machine.metrics.anchor_repairs == REPAIRS - 1
+    assert machine.state.metrics.anchor_repairs == REPAIRS - 1

@@ -22,7 +22,7 @@ from outerstep.coordination.worker.effects import (
     Resume,
     Sight,
 )
-from outerstep.coordination.worker.machine import EXIT_TRIES, Cycle, Metrics, WorkerMachine
+from outerstep.coordination.worker.machine import EXIT_TRIES, LOOKS_IN_A_CIRCLE, Cycle, Metrics, WorkerMachine
 from outerstep.errors import ExchangeFailed, RoundStuck, ServerUnreachable
 from unit.coordination.bench_worker import DONE, Bench, acts, send
 
@@ -62,20 +62,48 @@ class TestLeaving:
         bench.train(2)
         bench.land(0, 1)
         bench.train(1)
-        bench.machine.state.fragments[0].counted = bench.machine.work  # only fragment 1 has something unsent
+        bench.machine.state.fragments[0].counted = bench.machine.state.work  # only fragment 1 has something unsent
         bench.do(bench.machine.finish())
         wants = Sight(done=False, wanted=frozenset({(0, 2)}))
         assert acts(bench.look({1: wants})) == [send(0, base=1, steps=0, last=True)]
         assert bench.machine.waiting == (1, 0)
         assert bench.land(1, 1)[-1] == Depart("agreed"), "nothing of its own is left"
 
-    def test_while_it_trains_on_they_do(self) -> None:
+    def test_what_is_over_with_the_last_of_its_own_is_finished_before(self) -> None:
         bench = Bench([0, 0])
         bench.train(2)
-        bench[1].counted = bench.machine.work
+        bench.land(0, 1)
+        bench.train(1)
+        bench.machine.state.fragments[0].counted = bench.machine.state.work
+        bench.do(bench.machine.finish())
+        bench.look({1: Sight(done=False, wanted=frozenset({(0, 2)}))})
+        assert bench.machine.waiting == (1, 0)
+        assert acts(bench.look({0: DONE, 1: DONE})) == [Finish(0), Finish(1)]
+
+    def helping(self) -> Bench:
+        """It waits at fragment 1 for the sake of others alone."""
+        bench = Bench([0, 0])
+        bench.train(2)
+        bench[1].counted = bench.machine.state.work
         bench.look({0: Sight(done=False, wanted=frozenset({(1, 1)}))})
         bench.land(0, 1)
         assert bench.machine.waiting == (1,)
+        return bench
+
+    def test_while_it_trains_on_they_do(self) -> None:
+        bench = self.helping()
+        for _ in range(LOOKS_IN_A_CIRCLE):
+            assert bench.look({}) == []
+        assert bench.machine.waiting == (1,)
+
+    def test_but_not_for_ever(self) -> None:
+        bench = self.helping()
+        for _ in range(LOOKS_IN_A_CIRCLE):
+            bench.look({})
+        assert bench.look({}) == [Keep(1)], "what it sent there is settled when that fragment is due"
+        assert bench.machine.waiting == ()
+        assert bench[1].in_flight is not None
+        assert bench[1].in_flight.deferred
 
     def test_a_round_that_closed_without_it_is_tried_again_but_not_for_ever(self) -> None:
         bench = Bench(max_staleness=99)
@@ -199,12 +227,14 @@ class TestLeaving:
         assert bench.look({0: DONE}, asked_to_leave=True, out_of_time=True) == [Finish(0)]
 
 
-def resume(bench: Bench, overtaken: Collection[int] = (), **plan: object) -> tuple[Bench, list[Effect]]:
+def resume(
+    bench: Bench, overtaken: Collection[int] = (), forgotten: Collection[int] = (), **plan: object
+) -> tuple[Bench, list[Effect]]:
     """Another process, from the state of this one."""
     again = Bench([0] * len(bench.machine.state.fragments), **plan)  # type: ignore[arg-type]
     again.machine = WorkerMachine("w", bench.plan)
     again.plan = bench.plan
-    return again, again.do(again.machine.resumed(deepcopy(bench.machine.state), overtaken))
+    return again, again.do(again.machine.resumed(deepcopy(bench.machine.state), overtaken, forgotten))
 
 
 class TestResuming:
@@ -265,6 +295,9 @@ class TestResuming:
         later, _ = resume(bench)
         assert acts(later.land(0, 2, counted=False)) == [Rebase(0)]
         assert later[0].late_in == 0
+        killed, _ = resume(bench, forgotten=[0])  # a server that was killed has closed that round without it
+        assert acts(killed.land(0, 2, counted=False)) == [Rebase(0), Reopen(0, late=True)]
+        assert killed[0].late_in == 3
 
     def test_a_late_one_is_reopened_before_the_one_after_it(self) -> None:
         bench = Bench(delay=3)

@@ -7,6 +7,7 @@ import pytest
 from outerstep.coordination.worker.effects import Adopt, Finish, Keep, Note, Resume, Sight
 from outerstep.coordination.worker.machine import LOOKS_IN_A_CIRCLE, Offline, Work
 from outerstep.errors import BadTensors, ExchangeFailed, ServerFailed
+from outerstep.types import Assignment
 from unit.coordination.bench_worker import DONE, Bench, acts, kinds, make_plan, send
 
 MISSED = Sight(done=True, missed=True)
@@ -26,7 +27,7 @@ class TestBeginning:
 
     def test_a_healed_worker_counts_on_from_the_work_of_its_peer(self) -> None:
         bench = Bench(work=Work(7, 70, 700))
-        assert bench.machine.work == Work(7, 70, 700)
+        assert bench.machine.state.work == Work(7, 70, 700)
         assert bench.unsent() == 0
 
     @pytest.mark.parametrize(
@@ -334,6 +335,20 @@ class TestOthersWait:
             bench.look({0: wants((1, 1)), 1: DONE})
         assert bench.machine.waiting == (0,)
 
+    def test_a_favour_that_was_over_is_none_of_those(self) -> None:
+        bench = Bench([0, 0, 0], sync_every=6, delay=5)
+        bench.train(7)
+        bench[2].in_flight, bench[2].counted = (
+            None,
+            bench.machine.state.work,
+        )  # nothing is under way there, nothing unsent
+        for version in range(1, LOOKS_IN_A_CIRCLE // 2 + 1):  # each is looked at when it is wanted, and when it is over
+            assert acts(bench.look({0: wants((1, 1), (2, version)), 1: DONE})) == [send(2, base=version - 1, steps=0)]
+            assert bench.machine.waiting == (0, 2)
+            bench.land(2, version)
+        bench.look({0: wants((1, 1)), 1: DONE})
+        assert bench.machine.waiting == (0, 1)
+
     def test_what_was_deferred_there_is_settled(self) -> None:
         bench = self.under_way()
         bench.flight(1).deferred = True
@@ -434,3 +449,22 @@ class TestSignals:
         bench = Bench([0, 0], delay=2)
         bench.train(4)
         assert bench.look(asked_to_leave=True) == [send(1, steps=4, keep=True)]
+
+
+class TestItsPartOfThePlan:
+    """A plan may have a number of steps for each member."""
+
+    SHARES = tuple(
+        Assignment(cluster=name, leader="", sends_to="server", local_steps=steps, batch_size=1)
+        for name, steps in {"w": 3, "another": 5}.items()
+    )
+
+    def test_it_takes_its_own_steps_from_the_beginning(self) -> None:
+        bench = Bench(assignments=self.SHARES)
+        assert bench.train(3) == [send(steps=3)]
+
+    def test_and_when_the_plan_changes(self) -> None:
+        bench = Bench()
+        bench.train(4)
+        bench.land(plan=make_plan(assignments=self.SHARES, revision=1))
+        assert bench.train(3) == [send(base=1, steps=3)]
