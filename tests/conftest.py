@@ -4,9 +4,11 @@ of one user on one machine do. Signals are as they were after each test, and dra
 profile says otherwise. With `-n 2` all of this holds for each of the two processes."""
 
 import gc
+import http.server
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +28,21 @@ settings.register_profile("deep", max_examples=10_000, print_blob=True)  # by ha
 settings.load_profile("ci")
 
 
+# torchft's checkpoint server writes a line on stderr for each request, into the output of whichever test runs then.
+http.server.BaseHTTPRequestHandler.log_message = lambda *_: None  # type: ignore[method-assign]
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests stay: the collector need not go through them again and again. That took a third of the time of
     tests that make much garbage, such as thousands of schedules."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the browser's tests have left what the page looked like."""
+    if any("test_page_in_browser" in report.nodeid for report in terminalreporter.getreports("passed")):
+        terminalreporter.write_line(f"screenshots of the page: {Path(__file__).parents[1] / 'build' / 'screenshots'}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,6 +65,18 @@ def _handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _no_heart_beats_on() -> Iterator[None]:
+    """A worker that a test leaves running goes on sending heartbeats: into whatever the tests after it put in the place
+    of the transport. Such a test fails itself, instead of another one now and then."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if thread.name == "outerstep-heartbeat":
+            thread.join(30.0)  # it may be in the middle of a beat
+            assert not thread.is_alive(), "this test leaves a worker running: stop or abandon it"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,25 @@ from support import Books, Ledger, count, memory_topology
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "sync_every": 4}
 
 
+_ends: list[Callable[[], object]] = []
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """A worker that goes on sending heartbeats would be heard by the tests after this one."""
+    yield
+    while _ends:
+        _ends.pop()()
+
+
 class Script:
     """A trainer: a model, its optimizer, and the worker in it."""
 
-    def __init__(self, server: DiLoCoServer) -> None:
+    def __init__(self, server: DiLoCoServer, **said: Any) -> None:
         self.model = Ledger(1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.life = TrainerWorker({"topology": memory_topology(server, "w"), "worker_id": "w"})
+        self.life = TrainerWorker({"topology": memory_topology(server, "w"), "worker_id": "w", **said})
+        _ends.append(lambda: self.life.abandon("the test is over"))
 
     def begin(self) -> None:
         self.life.start(self.model, self.optimizer)
@@ -34,6 +47,7 @@ class Script:
 def make_server() -> DiLoCoServer:
     server = DiLoCoServer(Ledger(1).state_dict(), 1, port=0, **PLAIN)
     server.service.start()
+    _ends.append(server.service.stop)
     return server
 
 
@@ -124,8 +138,7 @@ def test_the_end_that_a_trainer_knows_is_counted_in_steps_of_this_worker(tmp_pat
 def test_an_end_that_is_not_known_is_not_shown_and_what_the_script_says_goes_first(
     said: dict[str, int], steps_left: float | None, total: int | None
 ) -> None:
-    script = Script(make_server())
-    script.life = TrainerWorker({"topology": script.life._settings["topology"], "worker_id": "w", **said})
+    script = Script(make_server(), **said)
     assert script.life.start(script.model, script.optimizer, steps_left).config.total_steps == total
     script.life.finish()
 

@@ -367,6 +367,7 @@ def test_a_state_of_another_worker_is_refused_and_without_an_id_it_names_this_on
     nameless.load_state_dict(state["worker"])
     nameless.start()
     assert nameless.worker_id == topology.session.worker_id == "w"
+    nameless.abandon("the test is over")
 
 
 def test_a_state_of_another_model_is_refused_by_name() -> None:

@@ -92,7 +92,8 @@ def test_who_has_lost_its_partner_goes_on_alone(around: Around) -> None:  # noqa
     around.nodes["b"].stop()
     rounds(workers[:1], 1)
     assert workers[0].sync_metrics["versions"] == [2]
-    workers[0].abandon("over")
+    for worker in workers:
+        worker.abandon("over")
 
 
 SPOILS: dict[str, Callable[[bytes], bytes]] = {
