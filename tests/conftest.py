@@ -8,13 +8,14 @@ import http.server
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from outerstep.worker import DiLoCoWorker
 
 torch.set_num_threads(1)
 
@@ -68,15 +69,25 @@ def _handlers() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_heart_beats_on() -> Iterator[None]:
-    """A worker that a test leaves running goes on sending heartbeats: into whatever the tests after it put in the place
-    of the transport. Such a test fails itself, instead of another one now and then."""
-    before = set(threading.enumerate())
+def _nobody_beats_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test may leave a worker as it is, as if its process had been killed. But its thread would go on sending
+    heartbeats, into whatever the tests after it put in the place of the transport: now and then one of those failed."""
+    begun: list[DiLoCoWorker] = []
+    start = DiLoCoWorker.start
+
+    def note(self: DiLoCoWorker) -> DiLoCoWorker:
+        begun.append(self)
+        return start(self)
+
+    monkeypatch.setattr(DiLoCoWorker, "start", note)
     yield
-    for thread in set(threading.enumerate()) - before:
-        if thread.name == "outerstep-heartbeat":
-            thread.join(30.0)  # it may be in the middle of a beat
-            assert not thread.is_alive(), "this test leaves a worker running: stop or abandon it"
+    for worker in begun:
+        worker._ending.set()
+        worker._beat_now.set()
+    for worker in begun:
+        if worker._heart is not None:
+            worker._heart.join(60.0)  # it may be in the middle of a beat
+            assert not worker._heart.is_alive(), "its heartbeat does not end"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ from outerstep.model_folder import save_model
 from outerstep.topology.server.client import DiLoCoClient
 from outerstep.wire.memory import MemoryTransport
 from ports import free_port
-from support import Ledger, wait_until
+from support import Ledger, kill, wait_until
 
 OPTIONS = "lr=0.5 momentum=0.5"
 
@@ -66,7 +66,7 @@ def test_it_steps_is_replayed_and_resumed(tmp_path: Path, down: str) -> None:
     first = push(server, 8.0, -4.0, 2.0)
     if down == "fp32":
         assert first == expected(8.0, -4.0, 2.0)
-    server.service.writer.close()  # killed: everything since the start is in the journal
+    kill(server)  # killed: everything since the start is in the journal
     replayed = make_server(tmp_path)
     assert replayed.get_global_params()["cells"].tolist() == first
     then = push(replayed, 16.0)
@@ -79,7 +79,7 @@ def test_it_steps_is_replayed_and_resumed(tmp_path: Path, down: str) -> None:
     if down == "fp32":
         assert last == expected(8.0, -4.0, 2.0, 16.0, 0.0)
     assert last != then, "its momentum goes on"
-    resumed.service.writer.close()
+    kill(resumed)
 
 
 @pytest.mark.slow
@@ -125,17 +125,17 @@ def _answers(port: int) -> bool:
 def test_changed_options_hold_from_then_on(tmp_path: Path) -> None:
     server = make_server(tmp_path)
     before = push(server, 8.0, -4.0)
-    server.service.writer.close()
+    kill(server)
     again = make_server(tmp_path, outer_options="lr=0.25 momentum=0.5")
     assert again.get_global_params()["cells"].tolist() == before
     assert push(again, 4.0) == [before[0] - 0.25 * (0.5 * (0.5 * 8.0 - 4.0) + 4.0)] * 2
-    again.service.writer.close()
+    kill(again)
 
 
 def test_a_run_is_not_resumed_with_another_rule(tmp_path: Path) -> None:
     server = make_server(tmp_path)
     push(server, 8.0, -4.0)
-    server.service.writer.close()
+    kill(server)
     with pytest.raises((ConfigError, ModelError), match="outer"):
         make_server(tmp_path, outer_optimizer="nesterov", outer_options=None)
     make_server(tmp_path).service.writer.close()
@@ -156,11 +156,11 @@ def test_a_copy_of_the_state_goes_where_one_likes_and_is_loaded_from_there(tmp_p
         loaded.load_state(place)
         assert loaded.get_global_params()["cells"].tolist() == after
         assert push(loaded, 2.0) == push(server, 2.0), "momentum and all"
-        server.service.writer.close()
+        kill(server)
         if folder is not None:  # killed: its own folder knows nothing of the copy, and lacks nothing
             again = make_server(folder)
             assert again.get_global_params()["cells"].tolist() == server.get_global_params()["cells"].tolist()
-            again.service.writer.close()
+            kill(again)
     assert sorted(entry.name for entry in place.parent.iterdir()) == ["state"]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from outerstep.server import DiLoCoServer
 from outerstep.worker import DiLoCoWorker
 from outerstep.worker.watching import gradient_norm
-from support import Ledger, count, in_threads, memory_worker, record_agreements, tiny_model, train_steps
+from support import Ledger, count, in_threads, kill, memory_worker, record_agreements, tiny_model, train_steps
 
 NAMES = ("pseudo_grad_norm", "peer_grad_similarity", "aggregated_grad_norm", "weight_divergence")
 
@@ -131,7 +131,7 @@ def test_a_restarted_server_remembers_how_its_last_round_went(tmp_path: Path) ->
     server = make()
     run_together(server, 3, 4)
     [told] = server.status()["fragments"]  # type: ignore[misc]
-    server.service.writer.close()  # killed: what it knows is in its journal
+    kill(server)  # what it knows is in its journal
     [again] = make().status()["fragments"]  # type: ignore[misc]
     assert again["watched"] == told["watched"]
     assert told["watched"].keys() == set(NAMES[1:])
