@@ -179,9 +179,10 @@ class NormScreen:
     def left_out(self, taken: Sequence[tuple[str, Size | None]], limit: float) -> dict[int, float]:
         """Which of a round's contributions, given by worker id and size, are too large beside the others and beside
         what was usual; and how many times. The lower median is never among them, so something always remains."""
-        sizes = [size for _, size in taken if size is not None]
-        own = Usual.of(sizes)
-        if own is None or len({worker for worker, size in taken if size is not None}) < LEAST_CONTRIBUTORS:
+        if len({worker for worker, size in taken if size is not None}) < LEAST_CONTRIBUTORS:
+            return {}
+        own = Usual.of([size for _, size in taken if size is not None])
+        if own is None:
             return {}
         measures = [own] if self.usual is None else [own, self.usual]
         times = {i: min(m.times(size) for m in measures) for i, (_, size) in enumerate(taken) if size is not None}

@@ -395,10 +395,12 @@ class Coordinator:
 
     def _check_costs(self, worker: KnownWorker, message: Offer, now: float) -> None:
         """May it send something more?"""
-        token, worker_id, quotas = worker.token, worker.worker_id, self.quotas
-        quotas.check("refused", token, worker_id, now, is_newcomer=worker.is_newcomer and worker.was_refused)
-        quotas.check("bytes", token, worker_id, now, is_newcomer=worker.is_newcomer)
-        if worker.is_newcomer:
+        token, worker_id, quotas, is_newcomer = worker.token, worker.worker_id, self.quotas, worker.is_newcomer
+        if worker.was_refused:  # else nothing was charged
+            quotas.check("refused", token, worker_id, now, is_newcomer=is_newcomer)
+        if quotas.limits.bytes is not None:
+            quotas.check("bytes", token, worker_id, now, is_newcomer=is_newcomer)
+        if is_newcomer:
             quotas.open_upload(token, message.key, self.uploads.is_open)
 
     def begin_part(self, message: PutPart, now: float) -> Upload | PutPartAnswer:
@@ -421,11 +423,12 @@ class Coordinator:
         """Its bytes are in place and have the hash that was announced."""
         begun = self.begin_part(message, now)
         if isinstance(begun, Upload):
-            begin, end = begun.parts.range(message.part)
-            worker = self._heard(message, now)
-            self.quotas.charge(
-                "bytes", worker.token, worker.worker_id, now, is_newcomer=worker.is_newcomer, amount=end - begin
-            )
+            if self.quotas.limits.bytes is not None:
+                begin, end = begun.parts.range(message.part)
+                worker = self._heard(message, now)
+                self.quotas.charge(
+                    "bytes", worker.token, worker.worker_id, now, is_newcomer=worker.is_newcomer, amount=end - begin
+                )
             begun.part_hashes[message.part] = message.hash
             return PutPartAnswer(state="stored")
         return begun
@@ -475,7 +478,8 @@ class Coordinator:
         work = ClaimedWork(offer.steps, offer.samples, offer.tokens)
         round_.count(participant, rules, now, reported=raw, work=work, size=size, kept=keep)
         round_.size_bytes += offer.size_bytes
-        self.leases.accept(offer, round_.version)
+        if self.leases.tables:
+            self.leases.accept(offer, round_.version)
         more = ClaimedWork(plausible.steps, plausible.samples, plausible.tokens)
         fragment.done = ClaimedWork(*map(sum, zip(fragment.done, more, strict=True)))
         self.total_accepted += 1
@@ -653,13 +657,14 @@ class Coordinator:
         if self.next_plan is not None:
             self._follow(self.next_plan)
         left_out = self._left_out(index, closed)
-        without = {key.worker_id for key in left_out}
-        told = self.leases.closed(index, closed.version, without, len(self.fragments))
+        if self.leases.tables:
+            without = {key.worker_id for key in left_out}
+            told = self.leases.closed(index, closed.version, without, len(self.fragments))
+            self._trained[index, closed.version] = told
         remembered = self.remember() if self.remembers else None
         self._effects.append(
             CloseRound(index, closed.version, closed.participants, remembered, left_out, turned_away, outer_lr=outer_lr)
         )
-        self._trained[index, closed.version] = told
         for upload in self.uploads.of(fragment=index):
             try:
                 check_age(upload.offer, fragment, self.rules)
