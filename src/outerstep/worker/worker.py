@@ -492,8 +492,8 @@ class DiLoCoWorker:
 
     def _sent(self) -> None:
         """A contribution is on its way, and the loss that goes with it: the server shows both as one round."""
-        tells_loss = isinstance(self._topology, LossTeller) and self._topology.tells_loss
-        if self._last_loss is not None and not tells_loss:
+        topology = self._topology
+        if self._last_loss is not None and not (isinstance(topology, LossTeller) and topology.tells_loss):
             self._beat_now.set()
         self.on_sent()
 

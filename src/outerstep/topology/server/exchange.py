@@ -171,8 +171,10 @@ class ServerTicket:
         exchange = self.exchange
         try:
             while not exchange.done and not self._cancelled:
-                up = exchange.step is not Step.FETCH
-                room = self._link.parts_at_a_time(up=up, parts=exchange.parts, connections=exchange.connections)
+                room = None
+                if exchange.step in (Step.SEND, Step.FETCH):  # parts travel in these alone
+                    up, wanted = exchange.step is Step.SEND, exchange.connections
+                    room = self._link.parts_at_a_time(up=up, parts=exchange.parts, connections=wanted)
                 for call in exchange.calls(time.monotonic(), room):
                     buffer, source = self._buffer(call.request)
                     # A daemon thread per call: nothing of it keeps the user's process alive, and parts are large.
