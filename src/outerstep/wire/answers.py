@@ -1,4 +1,4 @@
-"""How a client reads an answer: within a length and within a time, whoever gives it.
+"""How a client sends one request and reads its answer: within a length and within a time, whoever gives it.
 
 *Length*: a message has at most `MOST_BYTES`, announced or not; of an error's body the beginning is enough. *Time*: a
 limit on silence alone lets the other end hold a thread for ever, by a byte now and then. So one thread looks at all
@@ -34,6 +34,8 @@ SLICE_BYTES = 64 << 10
 LOOKS_PER_WINDOW = 8
 LONGEST_PAUSE_S = 1.0
 LINGER_S = 5.0  # the next request is seldom far
+LARGE_BYTES = 64 << 10  # bodies that are moved apart from their heads
+ANY_LENGTH = 1 << 62
 
 
 @dataclass(eq=False)
@@ -155,6 +157,43 @@ class Incoming(Protocol):
 
 class AnswerTooLong(http.client.HTTPException):
     """More than is read."""
+
+
+# --- one request, and one answer --------------------------------------------------------------------------------------
+
+
+def send_request(
+    connection: http.client.HTTPConnection, method: str, target: str, payload: memoryview, headers: dict[str, str]
+) -> None:
+    if len(payload) < LARGE_BYTES:
+        connection.request(method, target, body=bytes(payload) or None, headers=headers)
+        return
+    connection.request(method, target, headers=headers)
+    sock = connection.sock
+    assert sock is not None
+    timeout_s = sock.gettimeout() or 0.0
+    sockets.block(sock, timeout_s)
+    sockets.send(sock, payload)
+    sock.settimeout(timeout_s)
+
+
+def read_answer(response: http.client.HTTPResponse, sock: socket.socket, into: memoryview | Incoming | None) -> bytes:
+    """Its body, unless that goes to `into`."""
+    if into is None or response.status != 200:
+        return read_message(response)
+    timeout_s = sock.gettimeout() or 0.0
+    sockets.block(sock, timeout_s)
+    if isinstance(into, memoryview):
+        read_bytes(response, sock, into)
+    else:
+        read_incoming(response, sock, into)
+    sock.settimeout(timeout_s)
+    return b""
+
+
+def bytes_due(into: memoryview | Incoming | None) -> int | None:
+    """None = a message."""
+    return len(into) if isinstance(into, memoryview) else None if into is None else ANY_LENGTH
 
 
 def read_message(response: http.client.HTTPResponse) -> bytes:

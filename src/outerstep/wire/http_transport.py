@@ -50,7 +50,7 @@ from ..types import (
     Request,
 )
 from ..versions import PROTOCOL_VERSION, highest_common
-from .answers import WATCH, AnswerTooLong, Incoming
+from .answers import WATCH, AnswerTooLong, Incoming, bytes_due, read_answer, send_request
 from .messages import (
     BYTES_TYPE,
     CARRIED_HEADER,
@@ -74,7 +74,7 @@ from .messages import (
     written_in,
 )
 from .peers import HeldAnswer, PeerAnswer, PeerRequest
-from .pipeline import IN_A_ROW, Pipeline, PipelineEnded, bytes_due, read_answer, send_request
+from .pipeline import IN_A_ROW, Pipeline, PipelineEnded
 from .relay import AskRelay, RelayTicket, open_tunnel
 
 log = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class HttpTransport:
         return self._access
 
     def _token(self, *, admin: bool) -> str:
-        access = self._known()
+        access = self._access or self._known()
         if admin and not access.admin and access.token:
             raise Forbidden(
                 f"no admin token of {self.address} is known here",
@@ -399,7 +399,7 @@ class HttpTransport:
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
         """A kept-alive connection may have been closed by the server meanwhile: then once more, on a new one. Every
         request of this protocol may be repeated."""
-        if (pipeline := self._pipeline(way, timeout_s)) is not None:
+        if way is not None and way in self._spread and (pipeline := self._pipeline(way, timeout_s)) is not None:
             try:
                 return pipeline.ask(method, target, payload, headers, into, timeout_s)
             except PipelineEnded as error:
@@ -438,10 +438,10 @@ class HttpTransport:
             return connection, True
         return self._new_connection(timeout_s) if len(self._places) == 1 else self._find_way(timeout_s), False
 
-    def _pipeline(self, way: type | None, timeout_s: float) -> Pipeline | None:
+    def _pipeline(self, way: type, timeout_s: float) -> Pipeline | None:
         """Of those that are open, the one with the fewest requests; a new one, if there may be more. To be left."""
         with self._lock:
-            if way is None or not (most := self._spread.get(way, 0)):
+            if not (most := self._spread[way]):
                 return None
             pipelines = [pipeline for pipeline in self._pipelines[way] if not pipeline.is_over]
             pipeline = min(pipelines, key=lambda one: one.callers, default=None)

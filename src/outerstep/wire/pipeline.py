@@ -24,12 +24,10 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from . import sockets
-from .answers import WATCH, Incoming, read_bytes, read_incoming, read_message
+from .answers import WATCH, Incoming, bytes_due, read_answer, send_request
 
 IN_A_ROW: Final = 2
 CALLERS: Final = 3  # that keep it busy: one reads, one is sent, one waits to be
-LARGE_BYTES = 64 << 10  # bodies that are moved apart from their heads
-ANY_LENGTH = 1 << 62
 
 ReadAnswer = tuple[int, http.client.HTTPMessage, bytes]
 
@@ -173,40 +171,3 @@ def _beside(connection: http.client.HTTPConnection) -> http.client.HTTPConnectio
     beside = http.client.HTTPConnection(connection.host, connection.port)
     beside.sock = connection.sock
     return beside
-
-
-# --- one request, and one answer --------------------------------------------------------------------------------------
-
-
-def send_request(
-    connection: http.client.HTTPConnection, method: str, target: str, payload: memoryview, headers: dict[str, str]
-) -> None:
-    if len(payload) < LARGE_BYTES:
-        connection.request(method, target, body=bytes(payload) or None, headers=headers)
-        return
-    connection.request(method, target, headers=headers)
-    sock = connection.sock
-    assert sock is not None
-    timeout_s = sock.gettimeout() or 0.0
-    sockets.block(sock, timeout_s)
-    sockets.send(sock, payload)
-    sock.settimeout(timeout_s)
-
-
-def read_answer(response: http.client.HTTPResponse, sock: socket.socket, into: memoryview | Incoming | None) -> bytes:
-    """Its body, unless that goes to `into`."""
-    if into is None or response.status != 200:
-        return read_message(response)
-    timeout_s = sock.gettimeout() or 0.0
-    sockets.block(sock, timeout_s)
-    if isinstance(into, memoryview):
-        read_bytes(response, sock, into)
-    else:
-        read_incoming(response, sock, into)
-    sock.settimeout(timeout_s)
-    return b""
-
-
-def bytes_due(into: memoryview | Incoming | None) -> int | None:
-    """None = a message."""
-    return len(into) if isinstance(into, memoryview) else None if into is None else ANY_LENGTH
