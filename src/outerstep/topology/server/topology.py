@@ -381,7 +381,7 @@ class ServerTopology:
         failure = ticket.exchange.failure
         if reload and isinstance(failure, USELESS):
             return self._reload(ticket, failure)
-        outcome, steps_lost = ticket.outcome(), self.steps_lost(ticket) if ticket.fragment in self._late else 0
+        outcome, steps_lost = ticket.outcome(), self.steps_lost(ticket)
         agreed = self._agreed(ticket)
         if agreed is None:
             whole = self._whole(ticket.fragment)
