@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 CPU_LIMIT_FILE = Path("/sys/fs/cgroup/cpu.max")
 LEAST = 2  # one moves a block while the other hashes
+HELPERS_KEPT = 64
 PER_TURN = 2  # blocks that a thread takes at once, if there are many: each time costs a change of threads
 AHEAD = 2  # turns per thread before the first that is not sealed: what is sealed is still in a cache
 
@@ -177,8 +180,54 @@ def process_team() -> ThreadTeam:
     return ThreadTeam()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=process_team.cache_clear)  # a child has none of the threads
+class Helpers:
+    """Threads for what waits: for a socket, for a GPU. A helper that is done waits for more, and a new one is started
+    only while none is idle: an exchange sends hundreds of requests. Nothing of them keeps the process alive."""
+
+    def __init__(self, keep: int = HELPERS_KEPT) -> None:
+        """`keep`: so many idle ones at most."""
+        self.started = self.busy = 0
+        self._keep = keep
+        self._idle: list[queue.SimpleQueue[tuple[Callable[[], object], str]]] = []
+        self._lock = threading.Lock()
+
+    def run(self, work: Callable[..., object], *arguments: Any, name: str = "outerstep-helper") -> None:
+        """Do it beside everything else. What goes wrong in it is reported as of any thread: `work` catches what
+        somebody is to know. `name`: of the thread meanwhile."""
+        with self._lock:
+            self.busy += 1
+            inbox = self._idle.pop() if self._idle else None
+            self.started += inbox is None
+        if inbox is None:
+            inbox = queue.SimpleQueue()
+            threading.Thread(target=self._help, args=(inbox,), name=name, daemon=True).start()
+        inbox.put((partial(work, *arguments), name))
+
+    def _help(self, inbox: queue.SimpleQueue[tuple[Callable[[], object], str]]) -> None:
+        thread, stays = threading.current_thread(), True
+        while stays:
+            work, thread.name = inbox.get()
+            try:
+                work()
+            except BaseException:  # noqa: BLE001 - reported as if the thread had been its own
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
+            del work  # and with it the memory of what it worked on
+            with self._lock:
+                self.busy -= 1
+                stays = len(self._idle) < self._keep
+                if stays:
+                    self._idle.append(inbox)
+
+
+@cache
+def process_helpers() -> Helpers:
+    """Those of the whole process."""
+    return Helpers()
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of the threads
+    os.register_at_fork(after_in_child=process_team.cache_clear)
+    os.register_at_fork(after_in_child=process_helpers.cache_clear)
 
 
 _beginning = threading.Lock()

@@ -3,15 +3,20 @@ and the bits are those of a CPU and of the server."""
 
 from __future__ import annotations
 
+import threading
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from outerstep.core.codecs import FP32, Dither
+from outerstep.core.codecs import E3M0, FP32, INT4, INT8, Dither
+from outerstep.core.codecs.on_device import may_use
+from outerstep.core.codecs.scaled import ScaledCodec
 from outerstep.core.feedback import ErrorFeedback
 from outerstep.server import DiLoCoServer
+from outerstep.threads import process_helpers
 from outerstep.topology.encode import Sender, encode_frame, write_frame
 from outerstep.topology.forms import Form, forms_of
 from outerstep.topology.payload import Memory, OutgoingFrame
@@ -21,9 +26,24 @@ from outerstep.worker import DiLoCoWorker
 from outerstep.worker.replica import Differences, Replica
 from support import assert_same, in_threads, params_of, tiny_model, train_steps
 
+if find_spec("triton") is not None:
+    from outerstep.core.codecs import device_kernels
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-RECIPES = ["fp32", "bf16", "bf16+stochastic", "int8", "int4+feedback", "e3m0", "sparse64", "int4,norms=fp32"]
+RECIPES = [
+    "fp32",
+    "bf16",
+    "bf16+stochastic",
+    "int8",
+    "int8+feedback",
+    "int4",
+    "int4+feedback",
+    "e3m0",
+    "e3m0+feedback",
+    "sparse64",
+    "int4,norms=fp32",
+]
 PLACES = ["device", "host"]
 
 
@@ -246,3 +266,64 @@ def test_one_changed_bit_is_found_on_a_gpu() -> None:
     frame = encode_frame({n: torch.zeros_like(t) for n, t in pair.theta.items()}, pair.form.update, pair.form.codecs)
     frame[len(frame) // 2 | 1] ^= 0x3F  # an exponent: the last bit of a zero would be lost in the sum
     assert not pair.replicas[1].adopt(read_update(pair.form, ["update"], [frame], anchor_tree(pair.theta.values())))
+
+
+# --- what is compiled, and what is kept -----------------------------------------------------------------------------
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA")
+
+
+@needs_triton
+@pytest.mark.parametrize("codec", [INT8, INT4, E3M0], ids=lambda codec: codec.name)
+def test_compiled_codecs_pass_their_trial_and_are_used(codec: ScaledCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    used: list[str] = []
+    for name in ("encode_scaled", "decode_scaled", "add_scaled"):
+        real = getattr(device_kernels, name)
+        monkeypatch.setattr(
+            device_kernels, name, lambda *given, real=real, name=name: (used.append(name), real(*given))
+        )
+    codec.prepare(device)
+    assert may_use(codec.name, codec._gives_torchs_bits, device)
+    used.clear()
+    source = torch.Generator().manual_seed(3)
+    for numel in (codec.block_values, 3 * codec.block_values + 77, 200_000, 3_000_001):
+        for magnitude in (1e-40, 1e-30, 1.0, 3e38):
+            values = (torch.rand(numel, generator=source) * 2.0 - 1.0) * magnitude
+            kept = torch.randn(numel, generator=source)
+            found = []
+            for place in (values, values.to(device)):
+                data = torch.full((codec.encoded_bytes(numel),), 0xA5, dtype=torch.uint8, device=place.device)
+                decoded, total = torch.full_like(place, 7.0), kept.to(place.device, copy=True)
+                codec.encode(place, data)
+                codec.decode(data, decoded)
+                codec.decode_add(data, total, -0.3)
+                found.append([one.cpu().view(torch.uint8) for one in (data, decoded, total)])
+            assert all(map(torch.equal, *found)), (codec.name, numel, magnitude)
+    assert set(used) == {"encode_scaled", "decode_scaled", "add_scaled"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("streaming", [{}, {"num_fragments": 2, "fragment_delay": 1}])
+def test_an_exchange_begins_no_thread_and_pins_no_memory_if_earlier_ones_did(
+    streaming: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"codec": "int4", "down_codec": "bf16", "sync_every": 4, "part_size_bytes": 1 << 20, **streaming}
+    begun: list[str] = []
+    real = threading.Thread.start
+    with DiLoCoServer(Large().state_dict(), num_workers=1, port=0, **settings) as server:
+        model = Large().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with DiLoCoWorker(model, optimizer, server.address, anchor=place) as worker:
+            cuda_steps(model, optimizer, 20, seed=1)
+            monkeypatch.setattr(threading.Thread, "start", lambda one: (begun.append(one.name), real(one))[1])
+            helpers, pinned = process_helpers().started, torch.cuda.host_memory_stats()["num_host_alloc"]
+            before = worker.sync_metrics["versions"]
+            cuda_steps(model, optimizer, 16, seed=2)
+            assert min(worker.sync_metrics["versions"]) >= min(before) + 3
+            now = torch.cuda.host_memory_stats()["num_host_alloc"]
+        check_worker(worker, server, place)
+    # One thread more than ever before may be needed at once; not one per exchange, nor one per request.
+    assert process_helpers().started <= helpers + 2
+    assert sum(not name.startswith("outerstep-connection") for name in begun) <= 2, begun
+    assert now <= pinned + 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 from outerstep import threads
-from outerstep.threads import AHEAD, PER_TURN, ThreadTeam, process_team, usable_cores, usable_threads
+from outerstep.threads import AHEAD, PER_TURN, Helpers, ThreadTeam, process_team, usable_cores, usable_threads
+from support import wait_until
 
 BLOCKS = range(41)
 COUNTS = [1, 2, 3, 8]
@@ -194,3 +197,50 @@ class TestHowMany:
 
 def test_a_process_has_one_team() -> None:
     assert process_team() is process_team()
+
+
+# --- helpers, which wait ---------------------------------------------------------------------------------------------
+
+
+def test_a_helper_that_is_done_helps_again() -> None:
+    helpers, heard = Helpers(), queue.SimpleQueue[str]()
+    for i in range(20):
+        helpers.run(lambda i=i: heard.put(f"{i} {threading.current_thread().name}"), name=f"errand-{i}")
+        assert heard.get(timeout=60) == f"{i} errand-{i}"
+        wait_until(lambda: helpers.busy == 0)
+    assert helpers.started == 1
+
+
+def test_helpers_work_at_once_and_so_many_stay() -> None:
+    helpers, together = Helpers(keep=2), threading.Barrier(5)
+    for _ in range(5):
+        helpers.run(together.wait, 60)  # none of them ends alone
+    wait_until(lambda: helpers.busy == 0)
+    assert helpers.started == 5
+    assert len(helpers._idle) == 2
+
+
+def test_a_helper_outlives_an_error_which_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr(
+        threading, "excepthook", lambda given: reported.append(f"{given.exc_value} in {given.thread.name}")
+    )
+    helpers = Helpers()
+    helpers.run(lambda: 1 // 0, name="errand")
+    wait_until(lambda: helpers.busy == 0)
+    helpers.run(lambda: None)
+    wait_until(lambda: helpers.busy == 0)
+    assert reported == ["integer division or modulo by zero in errand"]
+    assert helpers.started == 1
+
+
+def test_a_helper_keeps_nothing_of_what_it_worked_on() -> None:
+    class Payload:
+        pass
+
+    helpers, payload = Helpers(), Payload()
+    gone = weakref.ref(payload)
+    helpers.run(lambda given: None, payload)
+    wait_until(lambda: helpers.busy == 0)
+    del payload
+    assert gone() is None

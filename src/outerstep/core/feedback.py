@@ -102,10 +102,10 @@ class ErrorFeedback:
             codec.encode(wanted, out, dither)
             return
         if name not in left_over:
-            left_over[name] = self._room(name, numel, home)
+            left_over[name] = self._room(name, numel, home, pinned=delta.is_cuda and home.type == "cpu")
         stop = start + delta.numel()
         e = self._residuals.get(name)
-        owed = e[start:stop].to(delta.device) if e is not None else None
+        owed = e[start:stop].to(delta.device, non_blocking=True) if e is not None else None
         kept = left_over[name][start:stop]
         wanted = kept if home == delta.device else torch.empty_like(delta)
         compensate(owed, delta, decay_of(codec), wanted)
@@ -160,7 +160,8 @@ class ErrorFeedback:
             for fragment, one in state["pending"].items()
         }
 
-    def _room(self, name: str, numel: int, home: torch.device) -> Tensor:
+    def _room(self, name: str, numel: int, home: torch.device, *, pinned: bool = False) -> Tensor:
+        """`pinned`: for a GPU to read and write."""
         e = self._residuals.get(name)
         if e is not None and e.numel() != numel:
             raise ConfigError(
@@ -170,7 +171,7 @@ class ErrorFeedback:
             self._residuals[name] = e.to(home)
         spare = self._spare.pop(name, None)
         fits = spare is not None and spare.numel() == numel and spare.device == home
-        return spare if spare is not None and fits else torch.empty(numel, device=home)
+        return spare if spare is not None and fits else torch.empty(numel, device=home, pin_memory=pinned)
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

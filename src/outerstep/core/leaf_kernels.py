@@ -72,9 +72,11 @@ def leaf_accumulators(leaves: Tensor) -> Tensor:
     sums = torch.empty(count * BLOCKS * LANES, dtype=torch.int64, device=leaves.device)
     made = torch.empty(count * LANES, dtype=torch.int64, device=leaves.device)
     programs = count * BLOCKS // BLOCKS_PER_PROGRAM
-    _block_sums[(programs,)](words, table, sums, blocks=BLOCKS_PER_PROGRAM, num_warps=4)
     chains = count * LANES
-    _chain[(triton.cdiv(chains, CHAINS_PER_PROGRAM),)](sums, table, made, chains, size=CHAINS_PER_PROGRAM, num_warps=2)
+    grid = (triton.cdiv(chains, CHAINS_PER_PROGRAM),)
+    with torch.cuda.device_of(leaves):
+        _block_sums[(programs,)](words, table, sums, blocks=BLOCKS_PER_PROGRAM, num_warps=4)
+        _chain[grid](sums, table, made, chains, size=CHAINS_PER_PROGRAM, num_warps=2)
     return made.view(count, LANES)
 
 
@@ -95,7 +97,7 @@ def _block_sums(words, table, sums, blocks: tl.constexpr):
     tl.store(sums + place, added)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chains"])
 def _chain(sums, table, made, chains, size: tl.constexpr):
     """The accumulators of `size` (leaf, lane) pairs by each program, from block to block."""
     chain = tl.program_id(0) * size + tl.arange(0, size)

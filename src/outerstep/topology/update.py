@@ -30,13 +30,13 @@ from ..digest import TreeHasher, data_hash, is_tree, tree_hash
 from ..errors import ExchangeFailed, Refused
 from ..types import Agreement
 from ..wire.frames import Layout, check_frame
-from .device import DeviceLeaves, HostCopies, hashes_there
+from .device import STAGED_BYTES, DeviceLeaves, HostCopies, hashes_there, staged
 from .forms import Form
 
 Kind = Literal["full", "update"]
 
 CPU_BLOCK_VALUES = 1 << 20  # 4 MiB: it stays in the cache from the first touch to the last
-DEVICE_BLOCK_VALUES = 1 << 22  # 16 MiB: enough for a GPU to be busy, little beside the model
+DEVICE_BLOCK_VALUES = 1 << 23  # 32 MiB: a GPU is busy while Python tells it what comes next; little beside the model
 
 
 def cuts(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -209,6 +209,7 @@ class UpdateChain:
         self._extents = extents or {}
         self._proof = AnchorProof(expected)
         self._scratch: dict[str, Tensor] = {}
+        self._is_begun = False
 
     @property
     def is_proven(self) -> bool:
@@ -220,6 +221,8 @@ class UpdateChain:
 
     @torch.no_grad()
     def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
+        if not self._is_begun:
+            self._begin(held.device)
         extent = self._extents.get(name, ALL)
         theta = held
         room = held if in_place else self._room("theta", stop - start, held.device)
@@ -234,6 +237,12 @@ class UpdateChain:
             theta = torch.add(theta, d[begin - first : end - first], out=room)
         extent.feed(self._proof, name, start, theta)
         return theta
+
+    def _begin(self, device: torch.device) -> None:
+        """Frames that are not large come to a GPU whole, while it still trains; of others each block by itself."""
+        self._is_begun = True
+        if device.type == "cuda" and 0 < sum(map(len, self.frames)) <= STAGED_BYTES:
+            self._cutters = [_slicer(staged(frame, device)) for frame in self.frames]
 
     def _room(self, name: str, numel: int, device: torch.device) -> Tensor:
         kept = self._scratch.get(name)
@@ -351,7 +360,10 @@ def read_update(
 
 
 def _cutter(frame: memoryview) -> Cutter:
-    data = torch.frombuffer(frame, dtype=torch.uint8)
+    return _slicer(torch.frombuffer(frame, dtype=torch.uint8))
+
+
+def _slicer(data: Tensor) -> Cutter:
     return lambda begin, end: data[begin:end]
 
 

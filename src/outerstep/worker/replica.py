@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from ..core.manifest import BufferPolicy, describe
 from ..core.pseudogradient import adopt, carry, mix, pseudo_gradient, rebase
 from ..errors import ModelError
+from ..topology.device import Shuttle, warm_up
 from ..topology.group.sharded import Shards
 from ..topology.protocol import Deltas
 from ..topology.update import AnchorUpdate, cuts, values_hash
+from ..types import Plan
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,19 @@ class Differences:
     _anchor: Tensor = NOTHING
     _local: Tensor = NOTHING
     _scratch: Tensor = NOTHING
+    _shuttle: Shuttle = field(default_factory=Shuttle)
 
     def block(self, name: str, start: int, stop: int) -> Tensor:
         if name != self._name:  # flat views; of a tensor in another order of its dimensions (channels_last), a copy
             self._name = name
             self._anchor, self._local = self._anchors[name].view(-1), self._locals[name].detach().reshape(-1)
         local = self._local[start:stop]
-        anchor = self._anchor[start:stop].to(local.device, non_blocking=True)
+        anchor = self._shuttle.bring(self._anchor[start:stop], local.device)
         if self._scratch.numel() < stop - start or self._scratch.device != local.device:
             self._scratch = torch.empty(stop - start, device=local.device)
-        return pseudo_gradient(anchor, local, self._scratch[: stop - start])
+        delta = pseudo_gradient(anchor, local, self._scratch[: stop - start])
+        self._shuttle.dismiss(local.device)
+        return delta
 
     def device(self, name: str) -> torch.device:
         return self._locals[name].device
@@ -107,7 +112,12 @@ class Replica:
             raise ModelError(f"parameter {odd!r} has dtype {self.tensors[odd].dtype}: only floating point is exchanged")
         self.anchors: dict[str, Tensor] = {}
         self._on_host = anchor == "host"
+        self._shuttle = Shuttle()
         self._statistics = {spec.name for spec in self.manifest.parameters if spec.role != "parameter"}
+
+    def prepare(self, plan: Plan) -> None:
+        """Have compiled what this plan needs where the model is."""
+        warm_up((plan.codec, plan.down_codec), {tensor.device for tensor in self.tensors.values()})
 
     def parameters_among(self, ids: Container[int]) -> list[str]:
         """The exchanged parameters that are one of those objects (`id`), by name."""
@@ -132,7 +142,9 @@ class Replica:
         delta = torch.empty(anchor.shape, device=anchor.device, pin_memory=anchor.is_pinned())
         blocks = Differences(self.anchors, self.tensors)
         for start, stop in cuts(anchor.numel(), local.device):
-            delta.view(-1)[start:stop].copy_(blocks.block(name, start, stop))
+            delta.view(-1)[start:stop].copy_(blocks.block(name, start, stop), non_blocking=True)
+        if local.is_cuda:
+            torch.cuda.current_stream(local.device).synchronize()
         return delta
 
     def to_send(
@@ -177,12 +189,17 @@ class Replica:
         """One pass over the memory, in blocks; `in_place` if θ is not needed any more to move the local weights. (A
         statistic forgets by itself, and l + (θ′ − θ) of a variance may be negative, so it is never carried along but
         taken as it was agreed.)"""
-        for name in update.names:
-            for block in self._blocks(name, update, in_place=in_place):
-                (move_statistic if name in self._statistics else move)(block)
-                anchor = self._anchor(name)[block.start : block.stop]
-                if anchor.data_ptr() != block.theta.data_ptr():
-                    anchor.copy_(block.theta.view(-1))
+        try:
+            for name in update.names:
+                for block in self._blocks(name, update, in_place=in_place):
+                    (move_statistic if name in self._statistics else move)(block)
+                    anchor, theta = self._anchor(name)[block.start : block.stop], block.theta.view(-1)
+                    if anchor.device != theta.device:
+                        self._shuttle.take_back(theta, anchor)
+                    elif anchor.data_ptr() != theta.data_ptr():
+                        anchor.copy_(theta)
+        finally:
+            self._shuttle.wait()
         self._reshard()  # no copy of what the weights were is used any more
         return update.is_proven
 
@@ -191,11 +208,11 @@ class Replica:
         if local.is_contiguous():
             flat = local.view(-1)
             for start, stop in cuts(local.numel(), local.device):
-                held = anchor[start:stop].to(local.device, non_blocking=True)
+                held = self._shuttle.bring(anchor[start:stop], local.device)
                 theta = update.apply(name, start, stop, held, in_place=in_place)
                 yield AnchorBlock(name, start, stop, flat[start:stop], held, theta)
         elif local.numel():  # in another order of its dimensions (channels_last): the whole tensor is one block
-            held = anchor.to(local.device)
+            held = self._shuttle.bring(anchor, local.device)
             theta = update.apply(name, 0, local.numel(), held, in_place=in_place)
             yield AnchorBlock(name, 0, local.numel(), local, held.view(local.shape), theta.view(local.shape))
 

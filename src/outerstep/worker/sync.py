@@ -144,6 +144,7 @@ class Synchronizer:
         contribution is part of `state_dict` now. `loss`: the last that was reported, to be told with each. `describe`:
         which units of leased data these numbers are."""
         self._topology, self._replica, self._on_reload, self._events = topology, replica, on_reload, events or FanOut()
+        replica.prepare(joined.plan)
         self._worker_id, self._on_sent, self._loss = joined.worker_id, on_sent, loss
         self._describe = describe
         self._story = story or Story()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,11 +15,13 @@ from outerstep.core.codecs import Dither
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.core.feedback import ErrorFeedback
 from outerstep.digest import part_count, part_hash, part_range
+from outerstep.threads import process_helpers
 from outerstep.topology import device as device_module
 from outerstep.topology.device import SLOTS
 from outerstep.topology.encode import Excerpt, ReadyDeltas, Sender, write_frame
 from outerstep.topology.payload import Memory, OutgoingFrame, PartReady
 from outerstep.wire.frames import Layout, check_frame, layout
+from support import wait_until
 
 TENSORS = {"c": torch.randn(300_001), "a": torch.randn(3, 100), "none": torch.empty(0, 2), "b": torch.randn(7)}
 
@@ -190,8 +191,8 @@ def test_an_error_on_the_way_from_a_gpu_is_told(gpu: Device, monkeypatch: pytest
     assert len(late.errors) == 1
 
 
-def test_an_encoder_that_fails_leaves_no_thread_behind(gpu: Device) -> None:
-    before = threading.active_count()
+def test_an_encoder_that_fails_leaves_no_thread_at_work(gpu: Device) -> None:
+    before = process_helpers().busy
     up, sender = make()
     deltas = OnGpu({name: t for name, t in TENSORS.items() if name != "b"}, gpu, {"a"})
     with pytest.raises(KeyError, match="b"):
@@ -200,7 +201,17 @@ def test_an_encoder_that_fails_leaves_no_thread_behind(gpu: Device) -> None:
             up,
             Sender(0, deltas, sender.rules, sender.feedback, sender.dither, {}),
         )
-    for thread in threading.enumerate():
-        if thread.name == "outerstep-ferry":
-            thread.join(10)
-    assert threading.active_count() == before
+    wait_until(lambda: process_helpers().busy == before)
+
+
+def test_a_frame_begins_no_thread_if_an_earlier_one_did(gpu: Device) -> None:
+    up, sender = make()
+    started = []
+    for _ in range(3):
+        payload = OutgoingFrame(up, 4096, memory=Memory())
+        deltas = OnGpu(TENSORS, gpu, {"a"})
+        write_frame(payload, up, Sender(0, deltas, sender.rules, sender.feedback, sender.dither, {}))
+        payload.wait()
+        wait_until(lambda: process_helpers().busy == 0)
+        started.append(process_helpers().started)
+    assert started[0] == started[1] == started[2] > 0

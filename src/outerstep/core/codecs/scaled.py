@@ -16,6 +16,7 @@ Any bytes of the right length can be decoded; at worst they give a large number 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,10 @@ from .blocks import (
 from .compiled import CompiledKernels, kernels_for
 from .dither import Dither
 from .grids import Grid, HalfIntegers, Integers, PowersOfTwo
+from .on_device import kernels_on, may_use
+
+TRIAL_BLOCKS = 19
+"""Blocks on which the kernels of a GPU are tried: more than one of its programs takes."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,17 @@ class ScaledCodec:
     def encode(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
         kernels = self._kernels(values, out)
         if kernels is not None and dither is None:
-            limits = np.float32(1.0 / self.grid.top), np.float32(largest_scale(self.grid.top))
+            limits = map(np.float32, self._limits)
             kernels.encode_scaled(values.detach().numpy(), out.numpy(), *self._shape, *limits)
             return
+        there = self._kernels_there(values, out) if dither is None else None
+        if there is not None:
+            whole = self._whole(values.numel())
+            there.encode_scaled(values[:whole], out[: self.encoded_bytes(whole)], *self._shape, *self._limits)
+            values, out = values[whole:], out[self.encoded_bytes(whole) :]
+        self._encode_by_torch(values, out, dither)
+
+    def _encode_by_torch(self, values: Tensor, out: Tensor, dither: Dither | None = None) -> None:
         scratch = Scratch()
         for start, stop in pieces(values.numel(), self.block_values, values.device):
             x = self._blocks(values[start:stop])
@@ -72,6 +85,14 @@ class ScaledCodec:
         if kernels is not None:
             kernels.decode_scaled(data.numpy(), out.detach().numpy(), *self._shape)
             return
+        there = self._kernels_there(out, data)
+        if there is not None:
+            whole = self._whole(out.numel())
+            there.decode_scaled(data[: self.encoded_bytes(whole)], out[:whole], *self._shape)
+            data, out = data[self.encoded_bytes(whole) :], out[whole:]
+        self._decode_by_torch(data, out)
+
+    def _decode_by_torch(self, data: Tensor, out: Tensor) -> None:
         scratch = Scratch()
         for start, stop in pieces(out.numel(), self.block_values, out.device):
             target = self._blocks(out[start:stop])
@@ -83,8 +104,13 @@ class ScaledCodec:
         kernels = self._kernels(out, data)
         if kernels is not None:
             kernels.add_scaled(data.numpy(), out.detach().numpy(), *self._shape, np.float32(weight))
-        else:
-            add_decoded(self, data, out, weight)
+            return
+        there = self._kernels_there(out, data)
+        if there is not None:
+            whole = self._whole(out.numel())
+            there.add_scaled(data[: self.encoded_bytes(whole)], out[:whole], *self._shape, weight)
+            data, out = data[self.encoded_bytes(whole) :], out[whole:]
+        add_decoded(self, data, out, weight)
 
     def check(self, data: Tensor, numel: int) -> str:
         return ""
@@ -93,12 +119,62 @@ class ScaledCodec:
 
     def _kernels(self, values: Tensor, data: Tensor) -> CompiledKernels | None:
         """None: in torch, piece by piece. (fp32 `values` and encoded `data`.)"""
-        known = isinstance(self.grid, Integers | PowersOfTwo) and self.bits >= 4 and values.dtype == torch.float32
-        return kernels_for(values, data) if known else None
+        return kernels_for(values, data) if self._is_known and values.dtype == torch.float32 else None
+
+    @property
+    def _is_known(self) -> bool:
+        return isinstance(self.grid, Integers | PowersOfTwo) and self.bits >= 4
 
     @property
     def _shape(self) -> tuple[int, int, bool]:
         return self.block_values, 8 // self.bits, isinstance(self.grid, PowersOfTwo)
+
+    @property
+    def _limits(self) -> tuple[float, float]:
+        """1/top in fp32, and the largest scale."""
+        return float(np.float32(1.0 / self.grid.top)), largest_scale(self.grid.top)
+
+    # --- the same on a GPU (device_kernels.py) ---------------------------------------------------------------------
+
+    def prepare(self, device: torch.device) -> None:
+        """Compile now what encodes and decodes there, rather than in the middle of a training."""
+        if self._is_known and device.type == "cuda":
+            may_use(self.name, self._gives_torchs_bits, device)
+
+    def _kernels_there(self, values: Tensor, data: Tensor) -> Any:
+        """For whole blocks; None: in torch."""
+        known = self._is_known and values.dtype == torch.float32 and values.numel() >= self.block_values
+        return kernels_on(self.name, self._gives_torchs_bits, values, data) if known else None
+
+    def _whole(self, numel: int) -> int:
+        return numel - numel % self.block_values
+
+    @torch.no_grad()
+    def _gives_torchs_bits(self, kernels: Any, device: torch.device) -> bool:
+        """Of values of every magnitude, levels and values half-way between two among them."""
+        count = TRIAL_BLOCKS * self.block_values
+        drawn = torch.rand(2, count, generator=torch.Generator().manual_seed(count)).to(device)
+        halves = (drawn[1] * 4.0 * self.grid.top).round() * 0.5 - self.grid.top
+        powers = torch.arange(TRIAL_BLOCKS).mul_(12).sub_(130).double()  # of each block: some count as 0
+        magnitude = torch.exp2(powers).float().to(device).repeat_interleave(self.block_values)
+        values = torch.where(drawn[0] < 0.5, halves, drawn[1] - 0.5) * magnitude
+        size = self.encoded_bytes(count)
+        ours, theirs = (torch.full((size,), 0xA5, dtype=torch.uint8, device=device) for _ in range(2))
+        kernels.encode_scaled(values, ours, *self._shape, *self._limits)
+        self._encode_by_torch(values, theirs)
+        if not torch.equal(ours, theirs):
+            return False
+        mine, its = torch.full_like(values, 7.0), torch.full_like(values, 7.0)
+        kernels.decode_scaled(ours, mine, *self._shape)
+        self._decode_by_torch(theirs, its)
+        if not torch.equal(mine.view(torch.int32), its.view(torch.int32)):
+            return False
+        weight = -0.3
+        kernels.add_scaled(ours, mine, *self._shape, weight)
+        decoded = torch.empty_like(its)
+        self._decode_by_torch(theirs, decoded)
+        its.add_(decoded.mul_(weight))
+        return torch.equal(mine.view(torch.int32), its.view(torch.int32))
 
     # --- one piece: B blocks of n values ---------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from ...errors import (
     TransportError,
     WorkerError,
 )
+from ...threads import process_helpers
 from ...types import Answer, CompleteOffer, GetPart, Offer, Poll, PollAnswer, PutPart, Request
 from ..payload import Memory, OutgoingFrame, PartReady
 from ..protocol import Agreed, Sight
@@ -61,7 +62,7 @@ class Delivery:
 
 
 class ServerTicket:
-    """Carried by a thread of its own. `offer` and `payload`: the contribution, if there is one; `earlier`: the bytes of
+    """Carried by a helper of its own. `offer` and `payload`: the contribution, if there is one; `earlier`: the bytes of
     the one before it, which may have to be sent again; `claim`: the sequence of one that an earlier start of this
     worker made; `held`: the anchor that the server was told of. `again`: the same exchange from the beginning, with
     this stuck_after_s. `over`: it has an outcome or a failure, or was cancelled."""
@@ -97,7 +98,7 @@ class ServerTicket:
         self._crash: BaseException | None = None
         if payload is not None:
             payload.listen(self._deliveries.put)
-        threading.Thread(target=self._carry, name=f"outerstep-exchange-{fragment}", daemon=True).start()
+        process_helpers().run(self._carry, name=f"outerstep-exchange-{fragment}")
 
     # --- for the training thread ----------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class ServerTicket:
         parts = [piece.part for piece in self._fetch.pieces if piece.payload == payload]
         return bisect_left(parts, part) * self._part_size_bytes + within
 
-    # --- carrying it: a thread, and one per call ------------------------------------------------------------------
+    # --- carrying it: a helper, and one per call ------------------------------------------------------------------
 
     def _carry(self) -> None:
         """Until the exchange has an outcome or a failure, or is cancelled."""
@@ -177,8 +178,7 @@ class ServerTicket:
                     room = self._link.parts_at_a_time(up=up, parts=exchange.parts, connections=wanted)
                 for call in exchange.calls(time.monotonic(), room):
                     buffer, source = self._buffer(call.request)
-                    # A daemon thread per call: nothing of it keeps the user's process alive, and parts are large.
-                    threading.Thread(target=self._perform, args=(call, buffer, source), daemon=True).start()
+                    process_helpers().run(self._perform, call, buffer, source)
                 until_s = max(exchange.wake_at - time.monotonic(), 0.0)
                 try:
                     delivery = self._deliveries.get(timeout=min(until_s, TICK_S) if until_s else TICK_S)

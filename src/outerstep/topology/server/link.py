@@ -17,6 +17,7 @@ from ...coordination.worker.exchange import OrderInbox, Session
 from ...coordination.worker.units import LeaseRequest
 from ...errors import ConfigError, ExchangeFailed, OuterstepError, UnknownWorker
 from ...lanes import LONG_S, in_whole_rows, lanes
+from ...threads import process_helpers
 from ...types import (
     MOST_REPORTED,
     THE_SERVER,
@@ -149,7 +150,7 @@ class ServerLink:
                         seconds = now - began - 2 * self.meter.latency_s(source, target)
                         self.meter.transferred(source, target, PROBE_BYTES, max(seconds, 0.1 * (now - began)), now)
 
-        threading.Thread(target=measure, name="outerstep-probe", daemon=True).start()
+        process_helpers().run(measure, name="outerstep-probe")
 
     def _told(self) -> MemberFacts:
         with self._lock:
