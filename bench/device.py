@@ -1,14 +1,14 @@
 """How long does a GPU take to make a contribution ready?
 
-The claim measured: with the anchor on the device, the pseudo-gradient and int4 encoding of a billion parameters take at
-most 10 ms, and no more memory on the way than one part (16 MiB) beside the encoded bytes themselves.
+The claim measured: with the anchor on the device, the pseudo-gradient and int4 encoding of a billion parameters can be
+done in 10 ms, with no more memory on the way than one part (16 MiB) beside the encoded bytes themselves, and a worker
+comes near it.
 
-    Δ = anchor − local, encoded in int4        one compiled graph per chunk, or eager torch operations
+    Δ = anchor − local, encoded in int4        as a worker does it, or as one graph that torch compiles per chunk
 
-fp32 anchor and bf16 or fp32 weights, chunk by chunk, each encoded straight into its place (eager operations need
-scratch memory for what is between them, so their chunks are smaller); wall
-clock between synchronizations, median after warm-up. Extra memory is the peak of the allocator above what is there
-before and stays afterwards: anchor, weights, encoded bytes.
+fp32 anchor and bf16 or fp32 weights, chunk by chunk, each encoded straight into its place (a worker makes Δ first, in
+scratch memory of a block); wall clock between synchronizations, median after warm-up. Extra memory is the peak of the
+allocator above what is there before and stays afterwards: anchor, weights, encoded bytes.
 
     python bench/device.py                        # a GPU with about 16 GB
     python bench/device.py --millions 64 --repeats 3 --device cpu      # works, and says nothing
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from outerstep.core.codecs import get_codec
 from outerstep.core.pseudogradient import pseudo_gradient
+from outerstep.topology.update import DEVICE_BLOCK_VALUES
 from provenance import provenance
 
 PART_BYTES = 16 << 20
@@ -61,7 +62,7 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype, *, compiled: bool
     encode = encoder(arguments.codec, compiled=compiled)
     pieces = [
         (anchor[a:b], local[a:b], data[codec.encoded_bytes(a) : codec.encoded_bytes(b)])
-        for a, b in chunks(numel, arguments.chunk if compiled else arguments.eager_chunk)
+        for a, b in chunks(numel, arguments.chunk if compiled else arguments.block)
     ]
 
     def work() -> None:
@@ -85,7 +86,7 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype, *, compiled: bool
     return {
         "codec": codec.name,
         "weights": str(dtype).removeprefix("torch."),
-        "how": "compiled" if compiled else "eager",
+        "how": "one graph" if compiled else "worker",
         "values": numel,
         "median_ms": statistics.median(taken),
         "ms": taken,
@@ -98,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure Δ and its encoding on a GPU.")
     parser.add_argument("--millions", type=float, default=1000.0, help="millions of parameters")
     parser.add_argument("--chunk", type=int, default=1 << 25, help="values per compiled call: one part of int4")
-    parser.add_argument("--eager-chunk", type=int, default=1 << 19, help="values per eager call: its scratch is a part")
+    parser.add_argument("--block", type=int, default=DEVICE_BLOCK_VALUES, help="values that a worker encodes at once")
     parser.add_argument("--codec", default="int4")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])

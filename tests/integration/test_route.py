@@ -17,7 +17,7 @@ import torch
 
 import outerstep
 from outerstep import DiLoCoServer, DiLoCoWorker
-from outerstep.threads import process_team
+from outerstep.threads import process_helpers, process_team
 from support import tiny_model, train_steps
 
 SOURCE = Path(outerstep.__file__).parent
@@ -45,6 +45,7 @@ def walked() -> Iterator[set[Stop]]:
             seen.add((Path(path).relative_to(SOURCE).as_posix(), frame.f_code.co_qualname))
 
     process_team.cache_clear()  # threads that an earlier test has begun are not looked into
+    process_helpers.cache_clear()
     threading.setprofile(note)
     sys.setprofile(note)
     try:
