@@ -612,3 +612,12 @@ class DiskFails(Event):
 @dataclass(frozen=True)
 class DiskWorks(Event):
     kind = "disk_works"
+
+
+@dataclass(frozen=True)
+class DeviceLeft(Event):
+    """The server was to work on this device, and works in host memory instead."""
+
+    kind = "device_left"
+    device: str
+    why: str

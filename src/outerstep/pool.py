@@ -48,9 +48,16 @@ class Pool:
     which is larger gets in when it is alone (coordination/server/uploads.py)."""
 
     def __init__(
-        self, *, memory_bytes: int | Callable[[], int], spool_bytes: int, spool_dir: str | None = None
+        self,
+        *,
+        memory_bytes: int | Callable[[], int],
+        spool_bytes: int,
+        spool_dir: str | None = None,
+        memory: Callable[[int], memoryview] | None = None,
     ) -> None:
-        """`memory_bytes`: asked anew each time, if it depends on something that changes."""
+        """`memory_bytes`: asked anew each time, if it depends on something that changes. `memory`: what makes rooms
+        that are not files; None = `private_memory`."""
+        self._memory = memory or private_memory
         self._memory_bytes, self._spool_bytes = memory_bytes, spool_bytes
         # /tmp is often memory itself; /var/tmp is a disk.
         self._spool_dir = spool_dir or ("/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir())
@@ -90,7 +97,7 @@ class Pool:
                 self._make_way(size_bytes, on_disk=on_disk)
                 self._mapped[on_disk] += size_bytes
         try:
-            mapping = found or _Mapping(self._spool(size_bytes) if on_disk else private_memory(size_bytes), on_disk)
+            mapping = found or _Mapping(self._spool(size_bytes) if on_disk else self._memory(size_bytes), on_disk)
         except BaseException:
             with self._lock:
                 self._taken[on_disk] -= size_bytes

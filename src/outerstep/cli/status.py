@@ -103,6 +103,8 @@ def render(said: Mapping[str, Any], address: str) -> RenderableType:
 def _troubles(status: ServerStatus) -> list[str]:
     """What wants a look, above everything else: red has gone wrong, yellow may."""
     lines = [f"[bold red]{_escaped(what)}[/bold red]" for what in (status.failure, status.trouble) if what]
+    if status.device_left:
+        lines.append(f"[yellow]works on the CPU: {_escaped(status.device_left)}[/yellow]")
     if status.closing:
         lines.append(f"[yellow]shutting down: {_escaped(status.closing)}[/yellow]")
     if status.above is not None and status.above.failure:

@@ -281,6 +281,9 @@ class ServerConfig(Checked):
     threads: Positive | None = setting(None, LIMITS,
         "Threads that check, add up and close, and as many that look at what arrives.",
         "the cores it may use, or OMP_NUM_THREADS; 2 at least")
+    device: str = setting("cpu", LIMITS,
+        "Where the model is kept and the outer step taken: cpu, cuda, or cuda:1 of several. A GPU gives the bits of "
+        "the CPU; where its memory does not suffice, the server goes on without it.")
     part_size_bytes: Positive | None = setting(None, LIMITS, "Size of the parts that payloads travel in.",
         "1 to 16 MiB, by the largest fragment")
     drain_timeout_s: NotNegative = setting(600.0, LIMITS, "Seconds that a shutdown waits for the workers to finish.")
@@ -397,6 +400,8 @@ def _check_together(config: ServerConfig) -> None:
             f"weight_by must be 'equal' with compat_port, got {config.weight_by!r}: clients of the older protocol "
             "report neither samples nor tokens; leave one of the two out"
         )
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", config.device):
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {config.device!r}")
     if config.spool_dir is not None and not Path(config.spool_dir).is_dir():
         raise ConfigError(f"spool_dir must be a folder, got {config.spool_dir!r}")
     for name in ("port", "compat_port"):

@@ -52,5 +52,10 @@ def divide(total: Tensor, weight: float) -> None:
     if math.frexp(weight)[0] == 0.5:
         total.mul_(1.0 / weight)
     else:
-        # A GPU multiplies by 1/w for a plain number w, which gives other bits; for a tensor it divides.
-        total.div_(torch.full((), weight, device=total.device) if total.is_cuda else weight)
+        total.div_(divisor(weight, total.device))
+
+
+def divisor(number: float, device: torch.device) -> Tensor | float:
+    """What to divide fp32 values by on this device. A GPU multiplies by 1/n for a plain number n, which gives other
+    bits; for a tensor it divides."""
+    return torch.full((), number, device=device) if device.type == "cuda" else number

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .aggregate import divisor
 from .outer import OptimizerFactory, OuterRule, build_optimizer, groups_of
 from .own_outer import OuterOptimizer
 
@@ -40,7 +41,7 @@ class DelayedState(TypedDict):
 class DelayedNesterov:
     """The rule in the module's docstring; m and D by parameter name, n by fragment (the names pushed together).
 
-    m and D are two flat fp32 tensors per parameter, made when it is first pushed, on its device; a parameter without
+    m and D are two flat fp32 tensors per parameter, made when it is first pushed, where it is; a parameter without
     momentum needs neither. `rates` gives parameters their own ε and β; the others have `lr` and `momentum`.
     """
 
@@ -95,8 +96,13 @@ class DelayedNesterov:
     def begin(self, params: Mapping[str, Tensor], fragment: int = 0) -> DelayedStep:
         """The same block by block, for whoever decodes a contribution a cache-sized block at a time."""
         for name, theta in params.items():
-            if self._rate(name).momentum and name not in self._buffers:
+            if not self._rate(name).momentum:
+                continue
+            kept = self._buffers.get(name)
+            if kept is None:
                 self._buffers[name] = _Buffers(_zeros(theta), _zeros(theta))
+            elif kept.momentum.device != theta.device:
+                self._buffers[name] = _Buffers(kept.momentum.to(theta.device), kept.buffered.to(theta.device))
         return DelayedStep(self, fragment)
 
     @property
@@ -149,16 +155,23 @@ class DelayedStep:
     @torch.no_grad()
     def block(self, name: str, theta: Tensor, g: Tensor, start: int = 0) -> None:
         rate, size = self._rule._rate(name), self._rule.buffer_size
-        share = g / size
+        by = divisor(size, g.device)
+        share = g / by
         if rate.momentum:
             kept = self._rule._buffers[name]
             m, d = kept.momentum.narrow(0, start, len(g)), kept.buffered.narrow(0, start, len(g))
             d.add_(g)
             if self.completes:
-                m.mul_(rate.momentum).add_(d / size)
+                m.mul_(rate.momentum).add_(d / by)
                 share.add_(m * rate.momentum)
                 d.zero_()
         theta.sub_(share.mul_(rate.lr))
+
+    def remembered(self, name: str, start: int, count: int) -> list[Tensor]:
+        if not self._rule._rate(name).momentum:
+            return []
+        kept = self._rule._buffers[name]
+        return [kept.momentum[start : start + count], kept.buffered[start : start + count]]
 
     def done(self) -> None:
         """All blocks are in: n advances, or begins again after the N-th."""

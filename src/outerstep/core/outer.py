@@ -85,6 +85,10 @@ class BlockStep(Protocol):
         same time, with different blocks.
         """
 
+    def remembered(self, name: str, start: int, count: int) -> list[Tensor]:
+        """What the rule remembers of values [start, start + count) of a parameter: live and flat, for whoever may have
+        to put it back. (Nothing, where it remembers nothing of each value.)"""
+
     def done(self) -> None:
         """All blocks are in."""
 
@@ -200,6 +204,9 @@ class NesterovStep:
             theta.add_(g.add_(buf, alpha=rule.momentum) if rule.nesterov else buf, alpha=-rule.lr)
         if buf is not kept:
             kept.copy_(buf)
+
+    def remembered(self, name: str, start: int, count: int) -> list[Tensor]:
+        return [self._buf[name][start : start + count]] if self._rule.momentum else []
 
     def done(self) -> None:
         """Nothing is counted."""

@@ -125,6 +125,9 @@ class OwnBlockStep:
         if buf is not kept:
             kept.copy_(buf)
 
+    def remembered(self, name: str, start: int, count: int) -> list[Tensor]:
+        return [self._buf[name][start : start + count]]
+
     def done(self) -> None:
         """Nothing is counted."""
 

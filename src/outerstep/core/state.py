@@ -26,7 +26,8 @@ from torch import Tensor
 
 from .delayed import DelayedNesterov
 from .gossip import PairOuter
-from .outer import BlockOuter, BlockStep, MomentumBuffers, NamedOptimizer
+from .outer import BlockOuter, BlockStep, MomentumBuffers, NamedOptimizer, Nesterov
+from .own_outer import OwnOuter
 
 Outer = NamedOptimizer | DelayedNesterov
 
@@ -74,6 +75,13 @@ class FragmentState:
     def steps_by_blocks(self) -> bool:
         """Can the rule step ranges of values? Else it steps whole tensors."""
         return isinstance(self.outer, BlockOuter | DelayedNesterov)
+
+    @property
+    def steps_alike(self) -> bool:
+        """Has a step the same bits on every device?"""
+        if isinstance(self.outer, Nesterov):
+            return self.outer.portable
+        return isinstance(self.outer, OwnOuter | DelayedNesterov)
 
     # --- step -----------------------------------------------------------------------------------------------------
 
@@ -168,6 +176,10 @@ class FragmentStep:
             self._step.block(name, theta, g, start)
         elif role == "average":  # a buffer is not optimized: the mean of the workers' values replaces it
             theta.sub_(g)
+
+    def remembered(self, name: str, start: int, count: int) -> list[Tensor]:
+        """What the rule remembers of these values, as `BlockStep.remembered`."""
+        return self._step.remembered(name, start, count) if self._roles[name] == "parameter" else []
 
 
 # --- θ is a view of somebody's memory: tensors over bytes and bytes of tensors, without copying ----------------------

@@ -92,13 +92,13 @@ class ServerBelow:
             return
         target: dict[str, Tensor] = {}
         for store in self._service.stores:
-            target |= store.state.target
+            target |= store.targets_on_host()
         self._leader.began(target, is_new=self._is_new)
         self._service.run.on_published = self._published
 
     def _published(self, store: FragmentStore) -> None:
         assert self._leader is not None
-        self._leader.published(store.state.target)
+        self._leader.published(store.targets_on_host())
 
     # --- what the leader asks for ------------------------------------------------------------------------------------
 

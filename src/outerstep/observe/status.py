@@ -255,6 +255,8 @@ class AboveStatus(Struct, frozen=True, kw_only=True):
 class ServerStatus(Status, frozen=True, kw_only=True):
     outerstep: str = ""
     above: AboveStatus | None = None  # None: this is the top
+    device: str = "cpu"  # where the model is, and the outer step is taken
+    device_left: str = ""  # why it is not where the settings say
     durability: str = "none"
     save_dir: str | None = None
     journal: dict[str, int] | None = None

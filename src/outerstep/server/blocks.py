@@ -32,9 +32,13 @@ class Block:
         return self.place + self.stop - self.start
 
 
-def cut(of: Layout) -> Iterator[Block]:
-    """All blocks of an fp32 frame, in its order."""
+def cut(of: Layout, size: int | None = None) -> Iterator[Block]:
+    """All blocks of an fp32 frame, in its order. `size`: in values, a multiple of BLOCK_VALUES (None = that)."""
     for entry in of.entries:
-        numel, first = math.prod(entry.shape), entry.begin // 4
-        for start in range(0, numel, BLOCK_VALUES):
-            yield Block(entry.name, start, min(start + BLOCK_VALUES, numel), first + start)
+        yield from pieces_of(Block(entry.name, 0, math.prod(entry.shape), entry.begin // 4), size or BLOCK_VALUES)
+
+
+def pieces_of(block: Block, size: int) -> Iterator[Block]:
+    """A block, cut once more."""
+    for start in range(block.start, block.stop, size):
+        yield Block(block.name, start, min(start + size, block.stop), block.place + start - block.start)

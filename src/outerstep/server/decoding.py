@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -26,6 +26,13 @@ from .blocks import BLOCK_VALUES
 KEPT_LAYOUTS = 8  # of sections
 PLAUSIBLE = 1e9  # the norm of a block whose squares are far from overflowing
 ABSURD = 1e18  # no honest difference of weights; sums and momentum of values below it stay finite in fp32
+
+Bring = Callable[[Tensor], Tensor]
+"""Bytes in host memory → the same where they are decoded"""
+
+
+def _here(data: Tensor) -> Tensor:
+    return data
 
 
 @dataclass(frozen=True)
@@ -138,12 +145,13 @@ class Decoder:
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    def read(self, payload: Tensor, name: str, start: int, stop: int, out: Tensor) -> None:
-        """Values [start, stop) of a tensor, from a payload (uint8) that was checked, to fp32."""
+    def read(self, payload: Tensor, name: str, start: int, stop: int, out: Tensor, bring: Bring = _here) -> None:
+        """Values [start, stop) of a tensor, from a payload (uint8) that was checked, to fp32. `bring`: its bytes to
+        where `out` is."""
         i = self._index[name]
         tensor = self._tensors[i]
         if self.sections == 1:
-            _decode(payload, tensor.codec, self._begins[i], tensor.numel, start, stop, out)
+            _decode(payload, tensor.codec, self._begins[i], tensor.numel, start, stop, out, bring)
             return
         each = rows_of(tensor.shape, self.sections, 0).numel  # every section but the last ones has so many
         for section in range(start // each, -(-stop // each)):
@@ -151,18 +159,20 @@ class Decoder:
             count = self._counts[run]
             begin, end = max(start - first, 0), min(stop - first, count)
             place = out[first + begin - start : first + end - start]
-            _decode(payload, tensor.codec, self._begins[run], count, begin, end, place)
+            _decode(payload, tensor.codec, self._begins[run], count, begin, end, place, bring)
 
 
-def _decode(payload: Tensor, codec: Codec, at: int, count: int, start: int, stop: int, out: Tensor) -> None:
+def _decode(
+    payload: Tensor, codec: Codec, at: int, count: int, start: int, stop: int, out: Tensor, bring: Bring
+) -> None:
     """Values [start, stop) of `count` encoded ones that begin at byte `at`; what the codec cannot take apart is decoded
     with its neighbours."""
     first, last = start - start % codec.block_values, min(stop + -stop % codec.block_values, count)
-    encoded = payload[at + codec.encoded_bytes(first) : at + codec.encoded_bytes(last)]
+    encoded = bring(payload[at + codec.encoded_bytes(first) : at + codec.encoded_bytes(last)])
     if first == start and last == stop:
         codec.decode(encoded, out)
         return
-    values = torch.empty(last - first)
+    values = torch.empty(last - first, device=out.device)
     codec.decode(encoded, values)
     out.copy_(values[start - first : stop - first])
 

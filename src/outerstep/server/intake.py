@@ -18,7 +18,7 @@ from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.uploads import Upload
 from ..digest import new_part_hash, part_hash
 from ..errors import BadRequest, HashMismatch, MissingParts
-from ..pool import Pool, Room
+from ..pool import Pool, Room, private_memory
 from ..threads import ThreadTeam
 from ..types import THE_SERVER, ContributionKey, PutPart, PutPartAnswer
 from ..wire.routes import UnreadBody
@@ -58,9 +58,12 @@ class Intake:
         clock: Callable[[], float],
         find_decoder: FindDecoder,
         memory_bytes: Callable[[], int],
+        memory: Callable[[int], memoryview] = private_memory,
     ) -> None:
-        """`memory_bytes`: for contributions, before they go to the spool file."""
-        self.pool = Pool(memory_bytes=memory_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir)
+        """`memory_bytes`: for contributions, before they go to the spool file; `memory` makes it."""
+        self.pool = Pool(
+            memory_bytes=memory_bytes, spool_bytes=config.spool_bytes, spool_dir=config.spool_dir, memory=memory
+        )
         self.bytes_received = 0
         self.meter = LinkMeter(THE_SERVER)  # guarded by the lock
         self._coordinator, self._lock, self._clock = coordinator, lock, clock

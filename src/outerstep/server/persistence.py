@@ -231,6 +231,7 @@ def settings_of(config: ServerConfig) -> dict[str, Any]:
             **_outer_settings(config),
             "dn_buffer_size": config.delayed_nesterov,
             "deterministic": config.deterministic,
+            **({"device": config.device} if config.device != "cpu" else {}),  # its step is the portable one
         },
     }
 

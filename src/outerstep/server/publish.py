@@ -17,7 +17,9 @@ whole. Both give the same bits.
 
 θ moves in place, unless somebody is in the middle of fetching it: then the next version is another piece of memory, and
 the old one stays until it is read or READING_S are over. So nobody ever reads bytes that change. One thread moves θ;
-any number read it. `_lock` is held for microseconds, never while bytes are hashed, moved or sent.
+any number read it. On a GPU (places.py) θ always moves in place, and a frame in host memory is filled when somebody
+asks for it, at the latest before θ moves on; what is sent each round, the encoded step, is copied at once. `_lock` is
+held for microseconds, never while bytes are hashed, moved or sent.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -56,6 +58,7 @@ from ..threads import ThreadTeam
 from ..types import MOST_PAYLOADS, Agreement, GetPart, ParameterSpec, Participant, Payload, Watched
 from ..wire.frames import Layout, layout
 from .blocks import Block
+from .places import leaves_on, pinned, pinned_memory
 
 READING_S = 60.0  # a worker that has not asked for a part for this long has stopped reading
 OLDER_HELD = 1  # versions of θ beside the newest, for those in the middle of them: memory must not grow with readers
@@ -65,12 +68,30 @@ MOVING_PATIENCE_S = 5.0  # how long a reader waits for a fragment to come to res
 
 class Frame:
     """A frame in memory. Bytes of it are lent to be sent; as long as a lent view or any slice of it lives, its ticket
-    is in `lent`, and the memory must not change. Sending needs no lock, and nobody is told when it is done."""
+    is in `lent`, and the memory must not change. Sending needs no lock, and nobody is told when it is done.
 
-    def __init__(self, of: Layout) -> None:
-        self.view = private_memory(of.size_bytes)
+    The values of one that was made on a GPU are still there until somebody needs them here: then `fill` it, while it is
+    lent."""
+
+    def __init__(self, of: Layout, memory: Callable[[int], memoryview] = private_memory) -> None:
+        self.view = memory(of.size_bytes)
         self.view[: of.data_begin] = of.prefix
         self.lent: set[object] = set()
+        self._data_begin = of.data_begin
+        self._filling = threading.Lock()
+        self._elsewhere: Tensor | None = None
+
+    def comes_from(self, values: Tensor | None) -> None:
+        """Its values are these, all of them and flat. None: they are here."""
+        self._elsewhere = values
+
+    def fill(self) -> None:
+        """Thread-safe; whoever comes second waits."""
+        with self._filling:
+            if self._elsewhere is not None and self._elsewhere.numel():
+                here = torch.frombuffer(self.view, dtype=torch.float32, offset=self._data_begin)
+                here.copy_(self._elsewhere)
+            self._elsewhere = None
 
     def lend(self, begin: int, end: int) -> memoryview:
         ticket = object()
@@ -139,6 +160,7 @@ class Published(Served):
 
     def part_hashes(self) -> tuple[str, ...]:
         """Computed once, for the first that asks; the others wait for it. Only while a part of the frame is lent."""
+        self.frame.fill()
         with self._hashing:
             if not self._part_hashes:
                 ranges = (part_range(i, self.size_bytes, self._part_size_bytes) for i in range(self.part_count))
@@ -163,6 +185,15 @@ class Update(Served):
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _Looked:
+    """θ in a block, as a device sees it: its largest magnitude, and its leaves when they are asked for."""
+
+    block: Block
+    largest: Tensor
+    leaves: Callable[[], bytes]
+
+
 class NextVersion:
     """A version on its way: θ follows T, in one pass over the memory. `target` is T, flat: when a block of it is where
     it should be, `move` that block, in any order and by any thread; then `hash_parts`."""
@@ -176,20 +207,47 @@ class NextVersion:
         self.mean: Tensor | None = None  # what T moved along, if it is to be kept until this is published
         self.pushes: Sequence[float] | None = None  # how much each counted, if it moved along one after the other
         self.squares = 0.0  # Σ g² of what T moved along at once
+        self._squares: list[Tensor] = []  # of blocks on a device, not asked for yet
         self._part_hashes: tuple[str, ...] = ()
         self.seen: Watched | None = None  # how similar contributions were that another rule than the mean combined
         self._down, self.from_above = down, False  # True: an agreement of a layer above, without contributions
-        self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
         self._first_leaf, leaves = down.first_leaf, down.leaf_count
         self._leaves = memoryview(bytearray(8 * leaves))
+        self._on_device: list[_Looked] | None = None  # what was looked at there, until it is asked for
+        if down.on_device is not None:
+            self._on_device, self._old, self._new = [], down.on_device, down.on_device
+        else:
+            self._old, self._new = before.data(down.full, torch.float32), frame.data(down.full, torch.float32)
         if update is None:
-            if not self.in_place:
+            if self._old is not self._new and not self.in_place:
                 self._new.copy_(self._old)
             self.target = self._new
             return
         self.target = target
         self._encoded = update.data(down.update, torch.uint8)
         self._begins = {entry.name: entry.begin for entry in down.update.entries}
+
+    def continue_on_host(self, target: Tensor | None) -> None:
+        """What has moved so far and what has not are copied there, and the rest moves there. `target`: T there, unless
+        it is θ."""
+        self._ask()
+        there, self._on_device = self._new, None
+        self.frame.comes_from(None)
+        self._old = self._new = self.frame.data(self._down.full, torch.float32)
+        self._new.copy_(there)
+        self.target = self._new if target is None else target
+
+    def touched(self, block: Block) -> list[Tensor]:
+        """What a block's move, and the step before it, change in place."""
+        flats = [self._new] if self.target is self._new else [self._new, self.target]
+        return [flat[block.place : block.end] for flat in flats]
+
+    def add_squares(self, squares: float | Tensor) -> None:
+        """Of the next block, in their order."""
+        if isinstance(squares, Tensor):
+            self._squares.append(squares)
+        else:
+            self.squares += squares
 
     def watched(self, participants: Sequence[Participant]) -> Watched | None:
         """How the round went, as far as it is the same for all workers. Of several pushes that each moved T by itself
@@ -218,20 +276,46 @@ class NextVersion:
             torch.sub(self.target[block.place : block.end], old, out=d)
             first, end = rule.codec.encoded_bytes(block.start), rule.codec.encoded_bytes(block.stop)
             encoded = self._encoded[begin + first : begin + end]
+            is_here = encoded.device == d.device
+            made = encoded if is_here else torch.empty(end - first, dtype=torch.uint8, device=d.device)
             dither = None
             if rule.stochastic:
                 dither = Dither.of(self._down.run_id, self._down.index, self.version, block.name).after(block.start)
-            rule.codec.encode(d, encoded, dither)
-            rule.codec.decode(encoded, d)
+            rule.codec.encode(d, made, dither)
+            rule.codec.decode(made, d)
             torch.add(old, d, out=theta)
-        if not (math.isfinite(torch.dot(theta, theta)) or bool(torch.isfinite(theta).all())):  # a dot is far cheaper
+            if not is_here:
+                encoded.copy_(made, non_blocking=True)
+        if self._on_device is not None:
+            largest = torch.linalg.vector_norm(theta, ord=math.inf)
+            self._on_device.append(_Looked(block, largest, leaves_on(theta)))
+            return
+        self._check_finite(block, math.isfinite(torch.dot(theta, theta)) or bool(torch.isfinite(theta).all()))
+        begin = self._down.full.data_begin
+        self._put_leaves(block, leaves_of(self.frame.view[begin + 4 * block.place : begin + 4 * block.end]))
+
+    def _check_finite(self, block: Block, is_finite: bool) -> None:
+        if not is_finite:
             raise FloatingPointError(f"the outer step made tensor {block.name!r} of version {self.version} not finite")
-        begin, leaf = self._down.full.data_begin, 8 * (self._first_leaf[block.name] + block.start // LEAF_VALUES)
-        leaves = leaves_of(self.frame.view[begin + 4 * block.place : begin + 4 * block.end])
-        self._leaves[leaf : leaf + len(leaves)] = leaves
+
+    def _put_leaves(self, block: Block, leaves: bytes) -> None:
+        first = 8 * (self._first_leaf[block.name] + block.start // LEAF_VALUES)
+        self._leaves[first : first + len(leaves)] = leaves
+
+    def _ask(self) -> None:
+        """What was seen of θ on a device."""
+        for looked in self._on_device or ():
+            self._check_finite(looked.block, math.isfinite(float(looked.largest)))
+            self._put_leaves(looked.block, looked.leaves())
+        if self._on_device is not None:
+            self._on_device.clear()
+        for squares in self._squares:
+            self.squares += float(squares)
+        self._squares.clear()
 
     def hash_parts(self, team: ThreadTeam) -> None:
         """Of the update, when all blocks have moved."""
+        self._ask()
         if self.update is not None:
             view, size = self.update.view, self._down.part_size_bytes
             ranges = [part_range(i, len(view), size) for i in range(part_count(len(view), size))]
@@ -275,6 +359,8 @@ class Downlink:
         self._ring: deque[Update] = deque()
         self._leaving: Update | None = None  # out of the ring, but somebody is in the middle of it
         self._idle: Frame | None = None  # of an older version that was forgotten
+        self._memory: Callable[[int], memoryview] = private_memory
+        self.on_device: Tensor | None = None  # θ, flat, while it is worked on there: frames are filled when needed
         frame = Frame(self.full)
         self._target = frame.data(self.full, torch.float32)
         theta = self.by_name(self._target)
@@ -322,12 +408,15 @@ class Downlink:
         return [update.version for update in self._ring]
 
     def params(self, of: Published | None = None) -> dict[str, Tensor]:
-        """θ by name, of the newest version. Views: for the thread that moves it, or while `of` is read."""
-        return self.by_name((of or self.newest).frame.data(self.full, torch.float32))
+        """θ by name, of the newest version, in host memory. Views: for the thread that moves it, or while `of` is
+        read."""
+        frame = (of or self.newest).frame
+        frame.fill()
+        return self.by_name(frame.data(self.full, torch.float32))
 
     def targets(self) -> dict[str, Tensor]:
         """T by name, likewise; empty if it is θ."""
-        return {} if self.is_exact else dict(self.state.target)
+        return {} if self.is_exact else {name: values.cpu() for name, values in self.state.target.items()}
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """The tensors that lie in flat memory as in a whole frame's data."""
@@ -343,6 +432,8 @@ class Downlink:
             published = self.newest if version is None else self._held.get(version)
             lent = published.frame.lend(0, published.size_bytes) if published is not None else None
         try:
+            if published is not None:
+                published.frame.fill()
             yield published
         finally:
             del lent
@@ -446,10 +537,12 @@ class Downlink:
             in_place = not newest.is_read(now)
             self.forget_old(now)
             idle, self._idle = self._idle, None
-            frame = newest.frame if in_place else idle or Frame(self.full)
-            update = None if self.is_exact else self._make_way(now) or Frame(self.update)
+            frame = newest.frame if in_place else idle or Frame(self.full, self._memory)
+            update = None if self.is_exact else self._make_way(now) or Frame(self.update, self._memory)
             self._moving = newest.version if in_place else None
         try:
+            if not in_place:
+                newest.frame.fill()  # for its readers, before its values move on
             yield NextVersion(self, version, newest.frame, frame, self._target, update)
         except BaseException:
             self.abandon()
@@ -474,7 +567,9 @@ class Downlink:
             watched=made.watched(participants),
         )
         published = Published(agreement, made.frame, self.part_size_bytes)
-        theta = None if made.in_place else self.by_name(made.frame.data(self.full, torch.float32))
+        made.frame.comes_from(self.on_device)
+        stays = made.in_place or self.on_device is not None
+        theta = None if stays else self.by_name(made.frame.data(self.full, torch.float32))
         with self._lock:
             before = self.newest
             self.state.arrive(made.version, anchor_hash, theta, None if self.is_exact else self.state.target)
@@ -489,6 +584,34 @@ class Downlink:
             self.forget_old(now)
             self._lock.notify_all()
         return published
+
+    def to_device(self, device: torch.device) -> None:
+        """Between two versions: θ and T are there from now on. What is sent stays in host memory, pinned for a GPU."""
+        frame = self.newest.frame
+        frame.fill()
+        theta = frame.data(self.full, torch.float32).to(device, copy=True)
+        target = theta if self.is_exact else self._target.to(device, copy=True)
+        if device.type == "cuda":
+            self._memory, frame.view = pinned_memory, pinned(frame.view)
+        self.on_device, self._target = theta, target
+        self.state.arrive(self.state.version, self.state.anchor_hash, self.by_name(theta), self.by_name(target))
+
+    def to_host(self, made: NextVersion | None = None) -> None:
+        """Back, between two versions or in the middle of `made`. It takes no memory of the device."""
+        assert self.on_device is not None
+        target = None
+        if not self.is_exact:
+            target = torch.frombuffer(private_memory(max(4 * self._target.numel(), 4)), dtype=torch.float32)
+            target = target[: self._target.numel()].copy_(self._target)
+        frame = self.newest.frame if made is None else made.frame
+        if made is None:
+            frame.fill()
+        else:
+            made.continue_on_host(target)
+        theta = frame.data(self.full, torch.float32)
+        self.on_device, self._memory = None, private_memory
+        self._target = theta if target is None else target
+        self.state.arrive(self.state.version, self.state.anchor_hash, self.by_name(theta), self.by_name(self._target))
 
     def _make_way(self, now: float) -> Frame | None:
         """Take the oldest updates out of the ring, until one more fits. The memory of one that nobody reads is used for

@@ -132,6 +132,7 @@ def _refit(
     fragments = [fragment_of(store) for store in stores[kept:]]
     coordinator.refit(plan=made, settled=settled, manifest=manifest, fragments=fragments, naming=naming, kept=kept)
     model.forget_trained(manifest)
+    run.take_device()
 
 
 def _standing(run: Run) -> tuple[Plan, Manifest, Settled, Naming]:

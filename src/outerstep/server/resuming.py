@@ -223,7 +223,7 @@ class _OuterOverTime:
         """`settings`: {} = the record is older than they are; those of now hold."""
         if self._made is not None and settings == self._settings:
             return self._made
-        config = self._run.config
+        config = dataclasses.replace(self._run.config, device="cpu")  # records that do not say so are older
         if settings:
             buffer_size = settings["dn_buffer_size"] if config.async_mode else None
             shipped = {"outer_optimizer": SHIPPED, "outer_options": None}  # records of it do not say so

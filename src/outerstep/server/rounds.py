@@ -190,7 +190,7 @@ class RoundsThread:
         assert run.optimizer is not None
         store, addends, recorded = run.stores[closing.fragment], list[Addend](), list[Addend]()
         if closing.from_above:
-            moved = run.from_above[closing.fragment].move(store.state.target)
+            moved = run.from_above[closing.fragment].move(store.targets_on_host())
             return SteppedRound(store, store.move_to(closing.version, moved, self._clock()), (), [], None)
         if closing.outer_lr is not None:
             run.optimizer = with_lr(run.optimizer, closing.outer_lr)

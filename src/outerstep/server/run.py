@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
+import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 from torch import Tensor
@@ -22,16 +24,21 @@ from ..coordination.server.plan import Settled, settle
 from ..coordination.server.remembered import Remembered
 from ..coordination.server.rounds import Fragment
 from ..core.codecs.recipe import Recipe
+from ..core.delayed import DelayedNesterov
 from ..core.fragments import FragmentManager, check_cycle
 from ..defaults import PART_SIZE_BYTES
 from ..errors import ConfigError, PlanMismatch
 from ..observe.status import AboveStatus
+from ..pool import private_memory
 from ..threads import ThreadTeam, process_team
 from ..types import Control, Join, Manifest, Plan, Wishes
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer, momentum_of, recall, state_of
+from .places import device_of, free_bytes, pinned_memory, release, working_bytes
 from .saved import ServerState
 from .store import SLACK_BYTES, FragmentStore, Shelf, rule_of
+
+log = logging.getLogger(__name__)
 
 SMALLEST_PART_BYTES = 1 << 20
 PARTS = 64  # of the largest contribution
@@ -144,12 +151,61 @@ class Run:
     describe_above: Callable[[], AboveStatus | None] = lambda: None  # the layer above, if there is one
     _contribution_bytes: tuple[str, int, int] | None = None  # of this codec and manifest
     on_open: Callable[[], None] = lambda: None  # the plan is fixed, and no round has closed since
+    device_left: str = ""  # why the fragments are not on the device that the settings name
+    on_device_left: Callable[[str], None] = lambda why: None
     on_published: Callable[[FragmentStore], None] = lambda store: None  # there is a new version; T stays meanwhile
 
     @cached_property
     def team(self) -> ThreadTeam:
         """What works on the fragments' blocks."""
         return process_team() if self.config.threads is None else ThreadTeam(self.config.threads)
+
+    @cached_property
+    def device(self) -> torch.device | None:
+        """Where the fragments are to be, if not in host memory. Refused, if there is no such device here."""
+        return device_of(self.config.device)
+
+    @property
+    def device_name(self) -> str:
+        """Where they are."""
+        return self.config.device if self.device is not None and not self.device_left else "cpu"
+
+    @property
+    def memory(self) -> Callable[[int], memoryview]:
+        """What makes memory for contributions."""
+        return private_memory if self.device is None else pinned_memory
+
+    def take_device(self) -> None:
+        """Bring the fragments to where the settings want them, if there is room. Between two rounds."""
+        device = self.device
+        new = [store for store in self.stores if store.place.is_host]
+        if device is None or self.device_left or not new:
+            return
+        needed = sum(store.device_bytes(_remembered(self.optimizer)) for store in new)
+        needed += working_bytes(is_plain=self.config.combining.is_plain)
+        free = free_bytes(device)
+        if needed > free:
+            why = f"the run needs {needed >> 20} MiB of memory on {self.config.device}, {free >> 20} MiB are free"
+            self._leave_device(why)
+            return
+        try:
+            for store in new:
+                store.to_device(device)
+        except torch.OutOfMemoryError as error:
+            self._leave_device(str(error))
+            return
+        log.info("the model is on %s: up to %d MiB of its memory", self.config.device, needed >> 20)
+
+    def _leave_device(self, why: str) -> None:
+        """For all fragments: what one of them left has no room for the others. Until the next start."""
+        if self.device_left or self.device is None:
+            return
+        self.device_left = why
+        for store in self.stores:
+            store.to_host()
+        release(self.device)
+        log.warning("%s is left, the server works on the CPU from now on: %s", self.config.device, why)
+        self.on_device_left(why)
 
     def start(self, request: Join) -> None:
         """The first worker is here: its model and its wishes settle what the settings left open. If it brings no
@@ -236,6 +292,7 @@ class Run:
                 keeps_centre=rule_of(config.combining).needs_centre,
                 centre=centre,
                 team=self.team,
+                on_full=self._leave_device,
             )
             for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
             if i >= len(kept)
@@ -259,6 +316,7 @@ class Run:
         fragments = [fragment_of(store) for store in stores]
         self.coordinator.fix(plan=plan, settled=settled, manifest=manifest, fragments=fragments, naming=naming)
         self.model.forget_trained(manifest)
+        self.take_device()
         _return_free_memory()
         self.on_open()
 
@@ -273,12 +331,12 @@ class Run:
             params={name: theta for store in self.stores for name, theta in store.params().items()},
             targets={name: target for store in self.stores for name, target in store.down.targets().items()},
             statistics=statistics,
-            centre={name: values for store in self.stores for name, values in store.centre.items()},
+            centre={name: values.cpu() for store in self.stores for name, values in store.centre.items()},
             rest=self.model.rest(),
             manifest=self.coordinator.manifest,
             plan=remembered.plan,
             versions=remembered.versions,
-            optimizer=state_of(self.optimizer),
+            optimizer=state_of(self.optimizer).on_host(),
             ledger=remembered.ledger,
             totals=remembered.totals,
             facts={
@@ -286,6 +344,11 @@ class Run:
                 "watched": [msgspec.to_builtins(s.newest.agreement.watched) for s in self.stores],
             },
         )
+
+
+def _remembered(optimizer: Outer | None) -> int:
+    """How many values of each the outer rule remembers, at most."""
+    return 2 if isinstance(optimizer, DelayedNesterov) else 1
 
 
 def fragment_of(store: FragmentStore) -> Fragment:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..config import DEFAULT_PORT, ServerConfig, build, is_named, outer_arguments
 from ..core.delayed import DelayedNesterov
 from ..core.fragments import check_cycle
-from ..core.outer import Nesterov, OptimizerFactory, check_factory
+from ..core.outer import Nesterov, OptimizerFactory, TorchOuter, check_factory
 from ..core.own_outer import named_factory, outer_of
 from ..dashboard import Dashboard, ServerTokens, link_to
 from ..durable.run_folder import RunFolder
@@ -364,7 +364,13 @@ def _optimizer_maker(config: ServerConfig, factory: OptimizerFactory | None) -> 
             "Delayed Nesterov has no plain momentum, got nesterov=False with outer_momentum="
             f"{rule_told(config).momentum:g}: choose outer_momentum=0 (none at all), or dn_buffer_size=0"
         )
-    _make_optimizer(config, factory, {"probe": (2, 2)})
+    made = _make_optimizer(config, factory, {"probe": (2, 2)})
+    if config.device != "cpu" and isinstance(made, TorchOuter):
+        raise ConfigError(
+            f"with device {config.device!r} the outer step must have the same bits on the GPU and on the CPU (where "
+            f"the server goes on if the GPU has no room), and torch's {made.name} promises none: use nesterov or an "
+            "outerstep.OuterOptimizer, or leave device out"
+        )
     return lambda config, manifest: _make_optimizer(config, factory, _shapes(manifest))
 
 
@@ -389,7 +395,8 @@ def _make_optimizer(
     rule = rule_told(config)
     if buffer_size:
         return DelayedNesterov(buffer_size, rule.lr, rule.momentum)
-    return Nesterov(rule.lr, rule.momentum, nesterov=rule.nesterov, portable=config.deterministic)
+    portable = config.deterministic or config.device != "cpu"
+    return Nesterov(rule.lr, rule.momentum, nesterov=rule.nesterov, portable=portable)
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:

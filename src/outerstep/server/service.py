@@ -41,6 +41,7 @@ from ..events import (
     ContributionLeftOut,
     ContributionRefused,
     ControlReceived,
+    DeviceLeft,
     DiskFails,
     DiskWorks,
     Event,
@@ -209,7 +210,7 @@ class ParameterService:
         self._nonces = Nonces()
         self.valid_tokens: Callable[[], Collection[str]] | None = None  # the names of those that are; None = no tokens
         self.coordinator.remembers = folder is not None
-        self.run = Run(config, self.coordinator, model, make_optimizer)
+        self.run = Run(config, self.coordinator, model, make_optimizer, on_device_left=self._device_left)
         self.failure = ""
         self.trouble = ""  # why nothing can be written at the moment; until it can, no round is announced
         self.resumed = False
@@ -235,6 +236,7 @@ class ParameterService:
             lambda: self.clock(),
             lambda fragment, sections, codec: self.run.stores[fragment].decoder(sections, codec),
             self.run.pool_memory_bytes,
+            self.run.memory,
         )
         journal = self.writer.journal
         self._commits = Commits(
@@ -591,7 +593,7 @@ class ParameterService:
         """The state dict, fp32, with these values of what is trained, and the newest of what is not among them."""
         with self.changed:
             stores, manifest, model = self.run.stores, self.coordinator.manifest, self.run.model
-        others = [store for store in stores if not store.params().keys() <= given.keys()]
+        others = [store for store in stores if not store.state.theta.keys() <= given.keys()]
         newest = {name: theta for store in others for name, theta in store.copy_params().items()}
         return model.with_trained({**newest, **given}, manifest.aliases if manifest is not None else {})
 
@@ -767,6 +769,9 @@ class ParameterService:
                 log.info("the server can write to %s again", self.config.save_dir)
                 self.events(DiskWorks())
             self.trouble = why
+
+    def _device_left(self, why: str) -> None:
+        self.events(DeviceLeft(self.config.device, why))
 
     def _fail(self, reason: str) -> None:
         """The model may be half done: say so to everybody and do nothing more."""

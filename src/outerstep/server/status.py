@@ -118,6 +118,8 @@ def build_status(
         failure=failure,
         trouble=trouble,
         above=run.describe_above(),
+        device=run.device_name,
+        device_left=run.device_left,
         durability=config.keeps,
         save_dir=config.save_dir,
         journal=_journal(writer.journal),

@@ -2,7 +2,7 @@
 
 Everything is flat fp32 memory in the order of the frame that is sent, and goes through the processor in blocks that fit
 its cache: decoded, added, divided, stepped, encoded and hashed while it is there. All threads of a team take part, each
-at blocks of its own.
+at blocks of its own. On a GPU the same is done to larger blocks, one after the other (places.py), with the same bits.
 """
 
 from __future__ import annotations
@@ -20,16 +20,25 @@ from ..core.aggregate import add_weighted, divide
 from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov
 from ..core.robust import Candidate, Rule, Screening, ScreenVerdict, Tensors, TensorSpan, Zeros, combine, make_rule
-from ..core.state import FragmentState, Outer, bytes_of
+from ..core.state import FragmentState, FragmentStep, Outer, bytes_of
 from ..core.watch import sum_of_squares
 from ..digest import data_hash, tree_hash
 from ..errors import ModelError
-from ..pool import private_memory
 from ..threads import ThreadTeam, process_team
 from ..types import ParameterSpec, Participant
 from ..wire.frames import Layout, layout, most_bytes, row_pieces
-from .blocks import BLOCK_VALUES, Block, cut
+from .blocks import Block, cut, pieces_of
 from .decoding import Decoder, UpTensor
+from .places import (
+    DEVICE_BLOCK_VALUES,
+    DeviceBlocks,
+    DeviceFull,
+    HostBlocks,
+    Pass,
+    Workplace,
+    is_out_of_memory,
+    pinned_memory,
+)
 from .publish import Downlink, NextVersion, Published
 
 GROUP_SIZES = 8  # kept range hashes per version: nobody can make us remember them for every number of sections
@@ -74,22 +83,27 @@ class _Sum:
 
 
 class Shelf:
-    """Flat fp32 memory that was used, kept for the next who needs some: one piece, the largest."""
+    """Flat fp32 memory that was used, kept for the next who needs some: of each device one piece, the largest."""
 
     def __init__(self) -> None:
-        self._kept: Tensor | None = None
+        self._kept: dict[torch.device, Tensor] = {}
 
-    def take(self, numel: int) -> Tensor:
+    def take(self, numel: int, place: Workplace | None = None) -> Tensor:
         """What it holds is not specified; gaps between tensors that nobody writes are finite."""
-        kept, self._kept = self._kept, None
+        place = place or HostBlocks(process_team())
+        kept = self._kept.pop(place.device, None)
         if kept is None or kept.numel() < numel:
-            kept = torch.frombuffer(private_memory(max(4 * numel, 4)), dtype=torch.float32)
+            kept = place.memory(max(numel, 1))
         return kept[:numel]
 
     def give_back(self, memory: Tensor) -> None:
         whole = memory if memory._base is None else memory._base
-        if self._kept is None or self._kept.numel() < whole.numel():
-            self._kept = whole
+        kept = self._kept.get(whole.device)
+        if kept is None or kept.numel() < whole.numel():
+            self._kept[whole.device] = whole
+
+    def drop(self, device: torch.device) -> None:
+        self._kept.pop(device, None)
 
 
 def rule_of(settings: Aggregation) -> Rule:
@@ -126,11 +140,15 @@ class FragmentStore:
         keeps_centre: bool = False,
         centre: Mapping[str, Tensor] | None = None,
         team: ThreadTeam | None = None,
+        on_full: Callable[[str], None] = lambda why: None,
     ) -> None:
         """`statistics`: averaged buffers of earlier versions (of any fragment), as `self.statistics` had them.
-        `keeps_centre`: the run's rule begins each round where the last ended; `centre`, by name, is that place."""
+        `keeps_centre`: the run's rule begins each round where the last ended; `centre`, by name, is that place.
+        `on_full`: told why, when it has left the device that it was worked on."""
         self.index = index
-        self._shelf, self._team = shelf or Shelf(), team or process_team()
+        self._shelf, self._team, self._on_full = shelf or Shelf(), team or process_team(), on_full
+        self._host = HostBlocks(self._team)
+        self.place: Workplace = self._host  # where blocks are worked on
         self.down = Downlink(
             index,
             specs,
@@ -155,7 +173,7 @@ class FragmentStore:
                 self.statistics[earlier] = ours
         self.max_staleness = max_staleness
         self._sums: dict[int, _Sum] = {}
-        self._blocks = list(cut(self.down.full))
+        self._blocks = list(cut(self.down.full, self.place.block_values))
         self._keep_statistics(version)
         self._keeps_centre = keeps_centre
 
@@ -200,6 +218,10 @@ class FragmentStore:
         with self.down.reading() as published:
             return {name: theta.clone() for name, theta in self.down.params(published).items()}
 
+    def targets_on_host(self) -> dict[str, Tensor]:
+        """T by name, for the thread that closes rounds; copies, if it is elsewhere."""
+        return {name: target.cpu() for name, target in self.state.target.items()}
+
     def range_hashes(self, version: int, sections: int, *, trees: bool = True) -> tuple[str, ...] | None:
         """Per section the hash of its rows, by the rule of the anchor's; None if the version is not held any more. Two
         threads that ask at once compute the same. `trees`: or as protocol 1 has them?"""
@@ -228,13 +250,17 @@ class FragmentStore:
             return  # they were there, and brought nothing
         total = self._sums.get(version)
         if total is None:
-            total = self._sums[version] = _Sum(self._shelf.take(self.numel))
-        gather, values = _Gather(self, version, counted, total.weight), total.values
+            total = self._sums[version] = _Sum(self._take())
+        gather, open_sum = _Gather(self, version, counted, total.weight), total
 
-        def add(block: Block, scratch: Tensor) -> None:
-            gather.add(block, values[block.place : block.end], scratch)
+        def prepare() -> Pass:
+            values = open_sum.values
+            return Pass(
+                lambda block, scratch: gather.add(block, values[block.place : block.end], scratch),
+                touched=lambda block: [values[block.place : block.end]],
+            )
 
-        self._team.share(self._blocks, _one_room, add)
+        self._go(prepare)
         total.weight = gather.weight
 
     def rebase(self, values: Tensor, block: Block | TensorSpan, base: int, targets: Mapping[str, Tensor]) -> None:
@@ -245,7 +271,7 @@ class FragmentStore:
             values.zero_()  # older than anything we know: it says nothing
             return
         now, then = (tensors[block.name].view(-1)[block.start : block.stop] for tensors in (targets, held))
-        values.add_(now).sub_(then)
+        values.add_(now).sub_(then.to(values.device))
 
     def combine(
         self,
@@ -258,11 +284,33 @@ class FragmentStore:
         steps along it. They are read where they lie, in memory or in the spool file. By worker; None = it was offered,
         and refused: what is not finite when it came, and what is too large by the norm screen. `seed`: of the
         buckets."""
-        values = self._shelf.take(self.numel)
         offered = {worker_id: addend for worker_id, addend in contributions.items() if addend is not None}
+        while True:
+            values = self._take()
+            try:
+                verdict = self._combine(version, settings, contributions, offered, values, seed)
+                self.place.wait()
+                break
+            except RuntimeError as error:
+                if self.place.is_host or not is_out_of_memory(error):
+                    raise
+                del values
+                self._leave_device(str(error))
+        self._set_mean(version, values)
+        return verdict
+
+    def _combine(
+        self,
+        version: int,
+        settings: Aggregation,
+        contributions: Mapping[str, Addend | None],
+        offered: Mapping[str, Addend],
+        values: Tensor,
+        seed: str,
+    ) -> ScreenVerdict:
         weight = next(iter(offered.values())).weight
         sizes = {entry.name: math.prod(entry.shape) for entry in self.down.full.entries}
-        verdict = combine(
+        return combine(
             [
                 *(
                     Candidate[TensorSpan](w, _Reader(self, addend, version), addend.weight)
@@ -279,10 +327,9 @@ class FragmentStore:
             seed=seed,
             screening=Screening(cosine=settings.cosine_screen, arrived=True),
             centre=Tensors(self.centre) if self.centre else None,
-            share=self._team.share,
+            device=self.place.device,
+            share=self.place.share,
         )
-        self._set_mean(version, values)
-        return verdict
 
     def _set_mean(self, version: int, values: Tensor) -> None:
         """What the round that makes `version` steps along, whole."""
@@ -305,6 +352,8 @@ class FragmentStore:
         `outer`: the rule, with its momentum. `keep_mean`: the version holds the mean until it is published, for
         the journal record that replays the round."""
         self.state.outer = outer
+        if not self.place.is_host and not self.state.steps_alike:
+            self._leave_device("the outer optimizer has other bits there than on the host")
         counted = [addend for addend in addends if addend.weight > 0.0]
         with torch.no_grad(), self.down.moving(version, now) as made:
             if isinstance(outer, DelayedNesterov):
@@ -334,7 +383,7 @@ class FragmentStore:
 
     def _recalled(self, data: memoryview) -> Tensor:
         """Flat fp32 values of the whole fragment, of a journal record."""
-        values = self._shelf.take(self.numel)
+        values = self._shelf.take(self.numel, self._host)
         if len(data) != 4 * self.numel:
             raise ModelError(f"a record of fragment {self.index} must have {4 * self.numel} bytes, got {len(data)}")
         bytes_of(values)[:] = data
@@ -350,102 +399,180 @@ class FragmentStore:
 
     def _close_mean(self, made: NextVersion, addends: Sequence[Addend], *, keep_mean: bool) -> None:
         """T ← the outer step from T along the mean."""
-        total, by_blocks = self._sums.pop(made.version, None), self.state.steps_by_blocks
+        total, by_blocks = self._sums.get(made.version), self.state.steps_by_blocks
         gather = _Gather(self, made.version, addends, total.weight if total is not None else 0.0)
-        mean = total.values if total is not None else None
-        if mean is None and gather.weight and (keep_mean or not by_blocks):
-            mean = self._shelf.take(self.numel)
+        if total is None and gather.weight and (keep_mean or not by_blocks):
+            total = self._sums[made.version] = _Sum(self._take(made))
         if gather.weight == 0.0:  # everybody was there, nobody had trained: what the codec left out can go now
             self._follow(made)
         elif by_blocks:
-            self._step_by_blocks(made, gather, mean, keep_mean=keep_mean)
+            self._step_by_blocks(made, gather, total, keep_mean=keep_mean)
         else:
-            assert mean is not None
-            self._step_whole(made, gather, mean, keep_mean=keep_mean)
+            assert total is not None
+            self._step_whole(made, gather, total.values, keep_mean=keep_mean)
+        self._sums.pop(made.version, None)
+        if total is None:
+            return
         if keep_mean:
-            made.mean = mean
-        elif mean is not None:
-            self._shelf.give_back(mean)
+            made.mean = self._on_host(total.values)
+        else:
+            self._shelf.give_back(total.values)
 
-    def _step_by_blocks(self, made: NextVersion, gather: _Gather, mean: Tensor | None, *, keep_mean: bool) -> None:
+    def _step_by_blocks(self, made: NextVersion, gather: _Gather, total: _Sum | None, *, keep_mean: bool) -> None:
         """Everything that happens to a block, while it is in the cache. The step overwrites what it is given: a mean
-        that is to be kept it gets as a copy. Without one `mean` is the sum so far, or None; what is added to it is
+        that is to be kept it gets as a copy. Without one `total` is the sum so far, or None; what is added to it is
         gathered where a replay gathers it, because the last digit of Σ g² depends on how memory is aligned."""
-        step = self.state.step(self.down.by_name(made.target))
 
-        def move(block: Block, room: Tensor) -> float:
-            scratch, spare = room[0, : block.count], room[1]
-            g = scratch
-            if mean is not None:
-                before = mean[block.place : block.end]
-                g = before if keep_mean else scratch.copy_(before)
-            squares = gather.mean(block, g, spare)
-            target = made.target[block.place : block.end]
-            step.block(block.name, target, scratch.copy_(g) if keep_mean else g, block.start)
-            made.move(block, spare)
-            return squares
+        def prepare() -> Pass:
+            step = self.state.step(self.down.by_name(made.target))
+            mean = total.values if total is not None else None
 
-        def add_up(_: Block, squares: float) -> None:
-            made.squares += squares
+            def move(block: Block, room: Tensor) -> float | Tensor:
+                scratch, spare = room[0, : block.count], room[1]
+                g = scratch
+                if mean is not None:
+                    before = mean[block.place : block.end]
+                    g = before if keep_mean else scratch.copy_(before)
+                squares = gather.mean(block, g, spare)
+                target = made.target[block.place : block.end]
+                step.block(block.name, target, scratch.copy_(g) if keep_mean else g, block.start)
+                made.move(block, spare)
+                return squares
 
-        self._team.share(self._blocks, lambda: torch.empty(2, BLOCK_VALUES), move, add_up)
+            def touched(block: Block) -> list[Tensor]:
+                kept = [mean[block.place : block.end]] if mean is not None and keep_mean else []
+                return [*kept, *made.touched(block), *step.remembered(block.name, block.start, block.count)]
+
+            return Pass(move, lambda _, squares: made.add_squares(squares), touched, rows=2)
+
+        self._go(prepare, made)
 
     def _step_whole(self, made: NextVersion, gather: _Gather, mean: Tensor, *, keep_mean: bool) -> None:
         """With an optimizer of which we only know that it steps whole tensors. It may change its gradients."""
-
-        def divide_by_weights(block: Block, scratch: Tensor) -> float:
-            return gather.mean(block, mean[block.place : block.end], scratch)
-
-        def add_up(_: Block, squares: float) -> None:
-            made.squares += squares
-
-        self._team.share(self._blocks, _one_room, divide_by_weights, add_up)
+        self._go(
+            lambda: Pass(
+                lambda block, scratch: gather.mean(block, mean[block.place : block.end], scratch),
+                lambda _, squares: made.add_squares(squares),
+            )
+        )
         self.state.step_whole(self.down.by_name(mean.clone() if keep_mean else mean), self.down.by_name(made.target))
         self._follow(made)
 
     def _close_pushed(self, made: NextVersion, buffer_size: int, pushes: Sequence[Addend]) -> None:
         """T ← T moved by each contribution as the rule says, one by one; θ follows the last."""
-        targets = self.down.by_name(made.target)
         made.pushes = [push.weight for push in pushes]
         for number, addend in enumerate(pushes, 1):
-            self._push(made, addend, buffer_size, targets, follows=number == len(pushes))
+            self._push(made, addend, buffer_size, follows=number == len(pushes))
         if not pushes:
             self._follow(made)
 
-    def _push(
-        self, made: NextVersion, addend: Addend, buffer_size: int, targets: Mapping[str, Tensor], *, follows: bool
-    ) -> None:
+    def _push(self, made: NextVersion, addend: Addend, buffer_size: int, *, follows: bool) -> None:
         """T moved by one contribution; `follows`: and θ after it."""
-        step, reader = self.state.step(targets), _Reader(self, addend)
+        steps, reader = list[FragmentStep](), _Reader(self, addend)
 
-        def move(block: Block, room: Tensor) -> None:
-            g = room[: block.count]
-            reader.read(block, g)
-            scale = addend.weight
-            if self.state.roles[block.name] == "average":  # T + (l − T)/N: between the two, whatever others did
-                self.rebase(g, block, made.version - 1 if addend.base is None else addend.base, targets)
-                scale = min(addend.weight, 1.0) / buffer_size
-            step.block(block.name, made.target[block.place : block.end], g.mul_(scale), block.start)
-            if follows:
-                made.move(block, room)
+        def prepare() -> Pass:
+            targets = self.down.by_name(made.target)
+            steps.append(step := self.state.step(targets))
 
-        self._team.share(self._blocks, _one_room, move)
-        step.done()
+            def move(block: Block, room: Tensor) -> None:
+                g = room[: block.count]
+                reader.read(block, g)
+                scale = addend.weight
+                if self.state.roles[block.name] == "average":  # T + (l − T)/N: between the two, whatever others did
+                    self.rebase(g, block, made.version - 1 if addend.base is None else addend.base, targets)
+                    scale = min(addend.weight, 1.0) / buffer_size
+                step.block(block.name, made.target[block.place : block.end], g.mul_(scale), block.start)
+                if follows:
+                    made.move(block, room)
+
+            def touched(block: Block) -> list[Tensor]:
+                return [*made.touched(block), *step.remembered(block.name, block.start, block.count)]
+
+            return Pass(move, touched=touched)
+
+        self._go(prepare, made)
+        steps[-1].done()
 
     def _follow(self, made: NextVersion) -> None:
         """T is where it should be: bring θ there, as far as the codec can."""
-        self._team.share(self._blocks, _one_room, made.move)
+        self._go(lambda: Pass(made.move, touched=made.touched), made)
+
+    # --- on a device, and back --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def to_device(self, device: torch.device, block_values: int = DEVICE_BLOCK_VALUES) -> None:
+        """Between two rounds. Raises torch.OutOfMemoryError, and stays on the host, if there is no room."""
+        try:
+            place, centre = DeviceBlocks(device, block_values), self.state.centre
+            self.down.to_device(device)
+            if centre:
+                self.state.centre = {name: values.to(device) for name, values in centre.items()}
+            for total in self._sums.values():
+                total.values = total.values.to(device)
+        except torch.OutOfMemoryError:
+            self._bring_back()
+            raise
+        if device.type == "cuda":
+            self._host.lend_memory = pinned_memory
+        self.place, self._blocks = place, list(cut(self.down.full, block_values))
+
+    @torch.no_grad()
+    def to_host(self, made: NextVersion | None = None) -> None:
+        """Between two rounds, or in the middle of `made`. (The momentum follows with the next step.)"""
+        if not self.place.is_host:
+            device, self.place = self.place.device, self._host
+            self._bring_back(made)
+            self._shelf.drop(device)
+            self._blocks = list(cut(self.down.full, self.place.block_values))
+
+    def _bring_back(self, made: NextVersion | None = None) -> None:
+        if self.down.on_device is not None:
+            self.down.to_host(made)
+        self.state.centre = {name: values.cpu() for name, values in self.state.centre.items()}
+        for total in self._sums.values():
+            total.values = self._on_host(total.values)
+
+    def _leave_device(self, why: str, made: NextVersion | None = None) -> None:
+        self.to_host(made)
+        self._on_full(why)
+
+    def device_bytes(self, remembered: int) -> int:
+        """What it needs on a device. `remembered`: values that the outer rule remembers of each."""
+        flats = 2 + remembered + (not self.down.is_exact) + self._keeps_centre  # θ and a sum; momentum, T, the centre
+        return 4 * self.numel * flats
+
+    @torch.no_grad()
+    def _go(self, prepare: Callable[[], Pass], made: NextVersion | None = None) -> None:
+        """A pass over all blocks. If the device has no room for the rest of them, they are gone through on the host."""
+        try:
+            self.place.go(self._blocks, prepare)
+        except DeviceFull as full:
+            left = self._blocks[full.done :]
+            self._leave_device(str(full), made)
+            size = self.place.block_values
+            self.place.go([piece for block in left for piece in pieces_of(block, size)], prepare)
+
+    def _take(self, made: NextVersion | None = None) -> Tensor:
+        """Flat memory where the work is."""
+        try:
+            return self._shelf.take(self.numel, self.place)
+        except torch.OutOfMemoryError as error:
+            self._leave_device(str(error), made)
+            return self._shelf.take(self.numel, self.place)
+
+    def _on_host(self, values: Tensor) -> Tensor:
+        if values.device.type == "cpu" and self.down.on_device is None:
+            return values
+        here = self._shelf.take(self.numel, self._host).copy_(values)
+        self._shelf.give_back(values)
+        return here
 
     def _keep_statistics(self, version: int) -> None:
         if self.state.averaged:
-            params = self.params()
-            self.statistics[version] = {name: params[name].clone() for name in self.state.averaged}
+            theta = self.state.theta
+            self.statistics[version] = {n: theta[n].to("cpu", copy=True) for n in self.state.averaged}
             for old in [v for v in self.statistics if v < version - self.max_staleness - 1]:
                 del self.statistics[old]
-
-
-def _one_room() -> Tensor:
-    return torch.empty(BLOCK_VALUES)
 
 
 class _Reader:
@@ -460,7 +587,7 @@ class _Reader:
         self._used, self._bytes_per_value = addend.used, len(addend.payload) / max(store.numel, 1)
 
     def read(self, block: Block | TensorSpan, out: Tensor) -> None:
-        self._decoder.read(self._data, block.name, block.start, block.stop, out)
+        self._decoder.read(self._data, block.name, block.start, block.stop, out, self._store.place.bring)
         if self._used is not None:
             self._used(int(self._bytes_per_value * (block.stop - block.start)))
         if self._late_base is not None and self._store.state.roles[block.name] == "average":
@@ -489,8 +616,11 @@ class _Gather:
             elif weight != 1.0:
                 values.mul_(weight)
 
-    def mean(self, block: Block, out: Tensor, scratch: Tensor) -> float:
-        """That, divided by Σ w. Returns Σ g²."""
+    def mean(self, block: Block, out: Tensor, scratch: Tensor) -> float | Tensor:
+        """That, divided by Σ w. Returns Σ g², which is only watched: its last digit may be a device's own."""
         self.add(block, out, scratch)
         divide(out, self.weight)
-        return sum_of_squares(out)
+        if out.device.type == "cpu":
+            return sum_of_squares(out)
+        norm: Tensor = torch.linalg.vector_norm(out, dtype=torch.float64)
+        return norm.square()

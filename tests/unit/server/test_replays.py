@@ -15,7 +15,7 @@ from outerstep.core.codecs import CODECS
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.core.outer import Nesterov, TorchOuter
 from outerstep.core.state import Outer
-from outerstep.server import blocks, decoding, publish, store
+from outerstep.server import blocks, decoding, publish
 from outerstep.server.persistence import smaller_than_mean
 from outerstep.server.publish import NextVersion
 from outerstep.server.store import Addend, FragmentStore
@@ -40,7 +40,7 @@ GROUPS = [(0, 0), (0, 1), (0, 1, 2), (0, 3), (0, 2, 4)]
 
 @pytest.fixture(autouse=True)
 def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, decoding, store):
+    for module in (blocks, decoding):
         monkeypatch.setattr(module, "BLOCK_VALUES", 4096)
     monkeypatch.setattr(publish, "LEAF_VALUES", 1024)
     monkeypatch.setattr(digest, "LEAF_BYTES", 4 * 1024)

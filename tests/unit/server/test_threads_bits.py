@@ -16,7 +16,7 @@ from outerstep.core.delayed import DelayedNesterov
 from outerstep.core.outer import Nesterov, TorchOuter
 from outerstep.core.robust import combining, streams
 from outerstep.core.state import Outer
-from outerstep.server import blocks, decoding, publish, store
+from outerstep.server import blocks, decoding, publish
 from outerstep.server.publish import NextVersion
 from outerstep.server.store import Addend, FragmentStore, rule_of
 from outerstep.threads import ThreadTeam
@@ -53,7 +53,7 @@ RULES: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def _many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, decoding, store):
+    for module in (blocks, decoding):
         monkeypatch.setattr(module, "BLOCK_VALUES", 4096)
     monkeypatch.setattr(publish, "LEAF_VALUES", 1024)
     monkeypatch.setattr(digest, "LEAF_BYTES", 4 * 1024)

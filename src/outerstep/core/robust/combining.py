@@ -31,6 +31,7 @@ from .selection import Krum, MultiKrum
 from .streams import B, Reader, ShareBlocks, Stack, TensorSpan, Writer, Zeros, check_blocks, cut, one_by_one
 
 CPU = torch.device("cpu")
+DEVICE_STACK_VALUES = 1 << 26  # 256 MiB of fp32: few large kernels; the bits do not depend on it (streams.py)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def combine(
     if isinstance(rule, Bucketing):
         rule = replace(rule, seed=seed)
     rows = sum(not candidate.refused for candidate in candidates)
-    blocks = cut(sizes, rows)
+    blocks = cut(sizes, rows) if device.type == "cpu" else cut(sizes, rows, stack_values=DEVICE_STACK_VALUES)
     return aggregate(candidates, blocks, out, rule, screening=screening, centre=centre, device=device, share=share)
 
 

@@ -26,6 +26,14 @@ class OptimizerState:
     by_name: State = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def on_host(self) -> OptimizerState:
+        """The same, wherever its tensors are."""
+        by_name = {
+            name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in entry.items()}
+            for name, entry in self.by_name.items()
+        }
+        return OptimizerState(self.kind, by_name, self.facts)
+
 
 @dataclass(frozen=True, eq=False)
 class ServerState:
