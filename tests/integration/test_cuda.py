@@ -3,6 +3,8 @@ and the bits are those of a CPU and of the server."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 from importlib.util import find_spec
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from device_rounds import LARGE, OUTERS, RULES, Rounds, same
 from outerstep.core.codecs import E3M0, FP32, INT4, INT8, Dither
 from outerstep.core.codecs.on_device import may_use
 from outerstep.core.codecs.scaled import ScaledCodec
 from outerstep.core.feedback import ErrorFeedback
 from outerstep.server import DiLoCoServer
+from outerstep.server.places import hashes_on, pinned_memory
 from outerstep.threads import process_helpers
 from outerstep.topology.encode import Sender, encode_frame, write_frame
 from outerstep.topology.forms import Form, forms_of
@@ -327,3 +331,101 @@ def test_an_exchange_begins_no_thread_and_pins_no_memory_if_earlier_ones_did(
     assert process_helpers().started <= helpers + 2
     assert sum(not name.startswith("outerstep-connection") for name in begun) <= 2, begun
     assert now <= pinned + 2
+
+
+# --- the server on a GPU ----------------------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda")
+DEVICE_BLOCK = 3 << 19
+
+
+def rounds_on(device: torch.device | None, codec: str, outer: str, rule: dict[str, Any] | None = None) -> Rounds:
+    return Rounds(codec, OUTERS[outer](), device=device, rule=rule, shapes=LARGE, device_block=DEVICE_BLOCK)
+
+
+@pytest.mark.parametrize("outer", OUTERS)
+@pytest.mark.parametrize("codec", [*RECIPES, "int4+stochastic", "control-2bit"])
+def test_a_servers_rounds_have_the_same_bits_on_a_gpu(codec: str, outer: str) -> None:
+    here, there = (rounds_on(device, codec, outer) for device in (None, CUDA))
+    for version in (1, 2, 3):
+        same(there.mean_round(version, keep_mean=version == 2), here.mean_round(version, keep_mean=version == 2))
+    assert not there.store.place.is_host
+    assert there.store.down.on_device is not None
+    assert there.store.down.on_device.is_cuda
+    assert hashes_on(CUDA)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4", "sparse64"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_servers_other_rules_have_the_same_bits_and_verdicts_on_a_gpu(rule: dict[str, Any], codec: str) -> None:
+    here, there = (rounds_on(device, codec, "nesterov", rule) for device in (None, CUDA))
+    for version in (1, 2):
+        same(there.rule_round(version), here.rule_round(version))
+    assert not there.store.place.is_host
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+@pytest.mark.parametrize("outer", ["nesterov", "delayed"])
+def test_a_servers_round_that_runs_out_of_a_gpus_memory_goes_on_without_it(outer: str, codec: str) -> None:
+    """Of its memory there is a little less for each, until it suffices."""
+    here = rounds_on(None, codec, outer)
+    expected = [here.mean_round(version) for version in (1, 2)]
+    total, left = torch.cuda.get_device_properties(CUDA).total_memory, 0
+    for room in range(0, 64 << 20, 2 << 20):
+        there = rounds_on(CUDA, codec, outer)
+        same(there.mean_round(1), expected[0])
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(CUDA) + room) / total, CUDA)
+        try:
+            same(there.mean_round(2), expected[1])
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+        left += there.store.place.is_host
+        if not there.store.place.is_host:
+            break
+        assert len(there.full) == 1
+    assert left > 0
+
+
+def test_memory_that_a_gpu_reads_by_itself_is_pinned_and_given_back() -> None:
+    memory = pinned_memory(10 << 20)
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    assert data.is_pinned()
+    assert data[4096:8192].is_pinned()
+    address = data.data_ptr()
+    del data, memory
+    gc.collect()
+    assert int(torch.cuda.cudart().cudaHostUnregister(address)) != 0  # it is not registered any more
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # the next kernel is told of it
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4+feedback", "e3m0", "sparse64"])
+def test_a_server_and_workers_on_either_have_the_same_bits(codec: str, place: str) -> None:
+    """A worker on the GPU and one on the CPU, with a server on either."""
+    found = []
+    for device in ("cpu", "cuda"):
+        settings = {"sync_every": 5, "codec": codec, "deterministic": True, "device": device}
+        with DiLoCoServer(tiny_model().state_dict(), num_workers=2, port=0, **settings) as server:
+            server.service.coordinator.run_id = "run"
+
+            def on_gpu(server: DiLoCoServer = server) -> DiLoCoWorker:
+                model = tiny_model().cuda()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                with DiLoCoWorker(model, optimizer, server.address, worker_id="gpu", anchor=place) as worker:
+                    cuda_steps(model, optimizer, 12, seed=1)
+                return worker
+
+            def on_cpu(server: DiLoCoServer = server) -> None:
+                model = tiny_model()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                with DiLoCoWorker(model, optimizer, server.address, worker_id="cpu"):
+                    train_steps(model, optimizer, 12, seed=3)
+
+            worker, _ = in_threads(on_gpu, on_cpu)
+            check_worker(worker, server, place)
+            assert server.typed_status().device == device
+            found.append([fragment.anchor_hash for fragment in server.typed_status().fragments])
+    assert found[0] == found[1]
