@@ -11,6 +11,7 @@ One machine: a server, and a worker that trains linear layers of `--width` on a 
     python bench/gpu.py                                   # 1.0 B parameters: a large GPU, 32 GiB of memory, ten minutes
     python bench/gpu.py --billions 0.1 1 --tls --durability round
     python bench/gpu.py --billions 3 --anchor host --modes "blocking int4"
+    python bench/gpu.py --server-device cuda               # the server works on the GPU, too
     python bench/gpu.py --billions 0.002 --width 256 --device cpu      # works, and says nothing
 """
 
@@ -80,6 +81,12 @@ class BigServer:
 
     def address(self) -> str:
         return f"http://{self._server.address}" if self._server.config.insecure else self._server.access.join_string
+
+    def facts(self) -> dict[str, Any]:
+        """Where it works at the end, and what it has taken of a GPU."""
+        status = self._server.typed_status()
+        peak = torch.cuda.max_memory_allocated() if status.device != "cpu" else 0
+        return {"server_device": status.device, "device_left": status.device_left, "server_gpu_bytes": peak}
 
     def close(self) -> None:
         self._server.stop()
@@ -183,7 +190,7 @@ def journal_bytes(folder: Path) -> int:
 def measure(arguments: argparse.Namespace, shape: Shape, mode: str) -> dict[str, Any]:
     tls, durable = arguments.tls, arguments.durability == "round"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, contextlib.ExitStack() as stack:
-        settings = {"sync_every": arguments.steps, **MODES[mode]}
+        settings = {"sync_every": arguments.steps, "device": arguments.server_device, **MODES[mode]}
         if durable:
             settings |= {"durability": "round"}
         server = stack.enter_context(
@@ -195,7 +202,9 @@ def measure(arguments: argparse.Namespace, shape: Shape, mode: str) -> dict[str,
         alone_s = median(worker.ask("steps", arguments.steps) for _ in range(2))
         worker.ask("join", server.ask("address"))
         cycles = [worker.ask("steps", arguments.steps) for _ in range(arguments.cycles + 1)][1:]  # one warms up
-        facts = worker.ask("facts")
+        facts = {**worker.ask("facts"), **server.ask("facts")}
+        if facts["device_left"]:
+            raise RuntimeError(f"the server left its device: {facts['device_left']}")
         rounds = arguments.cycles + 1
         if min(facts["versions"]) < rounds - 1:  # streaming: the last may be under way
             raise RuntimeError(f"{rounds} cycles made {facts['versions']} rounds: this measured something else")
@@ -229,6 +238,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--anchor", choices=["device", "host"], default="device")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--server-device", choices=["cuda", "cpu"], default="cpu")
     parser.add_argument("--tls", action="store_true")
     parser.add_argument("--durability", choices=["none", "round"], default="none")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that the journal is to be on")
@@ -244,7 +254,7 @@ def main() -> None:
             say(f"{shape.parameters / 1e9:.2f} B, {mode}: {row['stall_s']:.3f} s")
             report["rows"].append(row)
     print_table(
-        f"{report['machine'].get('gpu', arguments.device)}, {os.cpu_count()} cores",
+        f"{report['machine'].get('gpu', arguments.device)}, {os.cpu_count()} cores, server on {arguments.server_device}",
         [
             "mode",
             "billions",
@@ -256,6 +266,7 @@ def main() -> None:
             "stall/(bare+fsync)",
             "GPU MiB",
             "server MiB",
+            "its GPU MiB",
         ],
         (
             (
@@ -269,6 +280,7 @@ def main() -> None:
                 f"{row['stall_s'] / (row['bare_s'] + row['fsync_s']):.2f}",
                 f"{row['gpu_extra_bytes'] >> 20}",
                 f"{row['server_peak_bytes'] >> 20}",
+                f"{row['server_gpu_bytes'] >> 20}",
             )
             for row in report["rows"]
         ),
