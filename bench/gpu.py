@@ -253,8 +253,9 @@ def main() -> None:
             row = measure(arguments, shape, mode)
             say(f"{shape.parameters / 1e9:.2f} B, {mode}: {row['stall_s']:.3f} s")
             report["rows"].append(row)
+    machine = report["machine"].get("gpu", arguments.device)
     print_table(
-        f"{report['machine'].get('gpu', arguments.device)}, {os.cpu_count()} cores, server on {arguments.server_device}",
+        f"{machine}, {os.cpu_count()} cores, server on {arguments.server_device}",
         [
             "mode",
             "billions",
