@@ -65,13 +65,14 @@ const SENTENCES = {
   control: (e) => ["", `an operator says ${e.command}${e.worker ? ` ${e.worker}` : ""}${why(e.reason)}`],
   save: (e) => ["", `saved round ${e.round} to ${e.path}`],
   save_failed: (e) => ["bad", `saving failed: ${e.why}`],
+  device_left: (e) => ["warn", `the server leaves ${e.device} and works on the CPU: ${e.why}`],
   disk_fails: (e) => ["bad", `the disk fails, and rounds wait: ${e.why}`],
   disk_works: () => ["good", "the disk works again"],
   ended: (e) => ["good", `all workers have left after round ${e.round}${e.loss === null || e.loss === undefined ? "" : `, last loss ${short(e.loss)}`}`],
   stop: (e) => ["warn", `the server stops at round ${e.round}`],
   peer_stopped: (e) => ["bad", `this peer has stopped: ${e.why}`],
 };
-export const SPOKEN = new Set(["start", "join", "leave", "death", "kick", "expelled", "quarantine", "disk_fails", "disk_works", "save_failed", "ended", "stop", "budget_spent"]);
+export const SPOKEN = new Set(["start", "join", "leave", "death", "kick", "expelled", "quarantine", "device_left", "disk_fails", "disk_works", "save_failed", "ended", "stop", "budget_spent"]);
 
 export function sentence(event) {
   const made = SENTENCES[event.kind];
