@@ -10,8 +10,6 @@ import socket
 import ssl
 import threading
 
-import trustme
-
 from harness import HOST
 from thin_client import map_file
 
@@ -25,6 +23,8 @@ class BareServer:
     def __init__(self, clients: int, up_bytes: int, down_bytes: int, *, tls: bool = False) -> None:
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if tls else None
         if self._tls is not None:
+            import trustme  # only a bench with TLS needs it
+
             trustme.CA().issue_cert(HOST).configure_cert(self._tls)
         self._free = [_touched(up_bytes) for _ in range(clients)]
         self._answer = _touched(down_bytes)

@@ -352,6 +352,9 @@ def test_a_servers_rounds_have_the_same_bits_on_a_gpu(codec: str, outer: str) ->
     assert not there.store.place.is_host
     assert there.store.down.on_device is not None
     assert there.store.down.on_device.is_cuda
+    sums = [there.store._take() for _ in range(2)]
+    there.store._shelf.give_back(sums[0])
+    assert there.store._take().data_ptr() == sums[0].data_ptr()  # memory of the device is used again
     assert hashes_on(CUDA)
 
 
@@ -376,11 +379,11 @@ def test_a_servers_round_that_runs_out_of_a_gpus_memory_goes_on_without_it(outer
         same(there.mean_round(1), expected[0])
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(CUDA) + room) / total, CUDA)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(CUDA) + room) / total)
         try:
             same(there.mean_round(2), expected[1])
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+            torch.cuda.set_per_process_memory_fraction(1.0)
         left += there.store.place.is_host
         if not there.store.place.is_host:
             break

@@ -282,8 +282,8 @@ class ServerConfig(Checked):
         "Threads that check, add up and close, and as many that look at what arrives.",
         "the cores it may use, or OMP_NUM_THREADS; 2 at least")
     device: str = setting("cpu", LIMITS,
-        "Where the model is kept and the outer step taken: cpu, cuda, or cuda:1 of several. A GPU gives the bits of "
-        "the CPU; where its memory does not suffice, the server goes on without it.")
+        "Where the model is kept and the outer step taken: cpu, cuda, or cuda:1 of several; a GPU gives the bits of "
+        "the CPU, which goes on where the GPU has no room.")
     part_size_bytes: Positive | None = setting(None, LIMITS, "Size of the parts that payloads travel in.",
         "1 to 16 MiB, by the largest fragment")
     drain_timeout_s: NotNegative = setting(600.0, LIMITS, "Seconds that a shutdown waits for the workers to finish.")

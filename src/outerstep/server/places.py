@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 DEVICE_BLOCK_VALUES = 1 << 24  # 64 MiB of fp32: the launches cost little beside the arithmetic
 assert DEVICE_BLOCK_VALUES % LEAF_VALUES == 0
+FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 STAGES = 2  # pinned memory that is filled while the other travels
 WORKING_BLOCKS = 24  # what the work on a block needs beside the fragment, in blocks: what is kept of it, and scratch
 SPARE_BYTES = 512 << 20  # left to others on the device, and to what is not counted
@@ -85,6 +87,9 @@ class Workplace(Protocol):
         """A pass over these blocks. It waits for the end: what was read may change then, and what was written may be
         read. (Under no_grad.)"""
 
+    def chosen(self) -> AbstractContextManager[object]:
+        """In it, kernels are launched there."""
+
     def wait(self) -> None:
         """Until everything that was begun here is done."""
 
@@ -117,6 +122,9 @@ class HostBlocks:
         one, size = prepare(), self.block_values
         self.team.share(blocks, lambda: _room(one, size, HOST), one.work, one.seal)
 
+    def chosen(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def wait(self) -> None:
         """Threads that have shared something are done."""
 
@@ -127,9 +135,11 @@ class DeviceBlocks:
     is_host = False
 
     def __init__(self, device: torch.device, block_values: int = DEVICE_BLOCK_VALUES) -> None:
-        self.device, self.block_values = device, block_values
+        self.device, self.block_values = torch.empty(0, device=device).device, block_values  # with its number
         self.share: ShareBlocks = one_by_one
         self._stages: list[tuple[Tensor, torch.cuda.Event]] = []
+        if self.device.type == "cuda":
+            hashes_on(self.device)  # its kernels are compiled now, and not in the middle of the first round
 
     def memory(self, numel: int) -> Tensor:
         return torch.zeros(numel, device=self.device)
@@ -148,17 +158,21 @@ class DeviceBlocks:
     def go(self, blocks: Sequence[Block], prepare: Callable[[], Pass]) -> None:
         done = 0
         try:
-            one = prepare()
-            room = _room(one, max((block.count for block in blocks), default=0), self.device)
-            for block in blocks:
-                self._whole_or_not(block, room, one)
-                done += 1
+            with self.chosen():
+                one = prepare()
+                room = _room(one, max((block.count for block in blocks), default=0), self.device)
+                for block in blocks:
+                    self._whole_or_not(block, room, one)
+                    done += 1
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise DeviceFull(done, str(error)) from error
         finally:
             self.wait()
+
+    def chosen(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def wait(self) -> None:
         if self.device.type != "cpu":
@@ -231,7 +245,8 @@ def hashes_on(device: torch.device) -> bool:
     try:
         from ..core.leaf_kernels import finish, leaf_accumulators
 
-        found = finish(leaf_accumulators(values.to(device)).cpu().numpy())
+        with torch.cuda.device(device):
+            found = finish(leaf_accumulators(values.to(device)).cpu().numpy())
     except Exception as error:  # noqa: BLE001 - a compiler that does not work here must not stop a run
         log.warning("anchors on %s are hashed on the host: %s", device, error)
         return False
@@ -289,7 +304,7 @@ def pinned(memory: memoryview) -> memoryview:
     if not torch.cuda.is_available():
         return memory
     address, runtime = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    refused = int(runtime.cudaHostRegister(address, len(memory), 0))
+    refused = int(runtime.cudaHostRegister(address, len(memory), FOR_ALL_DEVICES))
     if refused:
         log.warning("%d bytes cannot be pinned (CUDA error %d): copies to the GPU are slower", len(memory), refused)
         try:

@@ -360,6 +360,7 @@ class Downlink:
         self._leaving: Update | None = None  # out of the ring, but somebody is in the middle of it
         self._idle: Frame | None = None  # of an older version that was forgotten
         self._memory: Callable[[int], memoryview] = private_memory
+        self._ready: list[Frame] = []  # for updates, made in advance
         self.on_device: Tensor | None = None  # θ, flat, while it is worked on there: frames are filled when needed
         frame = Frame(self.full)
         self._target = frame.data(self.full, torch.float32)
@@ -538,7 +539,7 @@ class Downlink:
             self.forget_old(now)
             idle, self._idle = self._idle, None
             frame = newest.frame if in_place else idle or Frame(self.full, self._memory)
-            update = None if self.is_exact else self._make_way(now) or Frame(self.update, self._memory)
+            update = None if self.is_exact else self._make_way(now) or self._frame_for_update()
             self._moving = newest.version if in_place else None
         try:
             if not in_place:
@@ -589,10 +590,13 @@ class Downlink:
         """Between two versions: θ and T are there from now on. What is sent stays in host memory, pinned for a GPU."""
         frame = self.newest.frame
         frame.fill()
-        theta = frame.data(self.full, torch.float32).to(device, copy=True)
-        target = theta if self.is_exact else self._target.to(device, copy=True)
         if device.type == "cuda":
             self._memory, frame.view = pinned_memory, pinned(frame.view)
+        theta = frame.data(self.full, torch.float32).to(device, copy=True)
+        target = theta if self.is_exact else self._target.to(device, copy=True)
+        if device.type == "cuda" and not self.is_exact:  # to pin it takes as long as a round
+            wanted = max(self._ring_bytes // self.update.size_bytes, 1) - len(self._ring)
+            self._ready = [Frame(self.update, self._memory) for _ in range(wanted)]
         self.on_device, self._target = theta, target
         self.state.arrive(self.state.version, self.state.anchor_hash, self.by_name(theta), self.by_name(target))
 
@@ -609,14 +613,21 @@ class Downlink:
         else:
             made.continue_on_host(target)
         theta = frame.data(self.full, torch.float32)
-        self.on_device, self._memory = None, private_memory
+        self.on_device, self._memory, self._ready = None, private_memory, []
         self._target = theta if target is None else target
         self.state.arrive(self.state.version, self.state.anchor_hash, self.by_name(theta), self.by_name(self._target))
+
+    @property
+    def _ring_bytes(self) -> int:
+        return (self.full.size_bytes - self.full.data_begin) // 2
+
+    def _frame_for_update(self) -> Frame:
+        return self._ready.pop() if self._ready else Frame(self.update, self._memory)
 
     def _make_way(self, now: float) -> Frame | None:
         """Take the oldest updates out of the ring, until one more fits. The memory of one that nobody reads is used for
         the next; one that somebody is in the middle of is served until another takes its place."""
-        limit, size = (self.full.size_bytes - self.full.data_begin) // 2, self.update.size_bytes
+        limit, size = self._ring_bytes, self.update.size_bytes
         reused: Frame | None = None
         while self._ring and (len(self._ring) + 1) * size > limit:
             oldest = self._ring.popleft()

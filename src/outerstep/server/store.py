@@ -288,7 +288,8 @@ class FragmentStore:
         while True:
             values = self._take()
             try:
-                verdict = self._combine(version, settings, contributions, offered, values, seed)
+                with self.place.chosen():
+                    verdict = self._combine(version, settings, contributions, offered, values, seed)
                 self.place.wait()
                 break
             except RuntimeError as error:
