@@ -13,7 +13,6 @@ from rich.table import Table
 
 from ..config import NOT_SET, ROLES, SERVER, WORKER, Role, make_command, make_config, resolve, warnings_about
 from ..config.kinds import shown
-from ..config.reference import commented_toml
 from ..config.toml_file import FILE_NAME
 from ..errors import ConfigError
 from ..security import redact
@@ -67,6 +66,8 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Write a settings file with every setting, its meaning and its default, commented out."""
+    from ..config.reference import commented_toml
+
     if file == Path("-"):
         typer.echo(commented_toml(), nl=False)
         return

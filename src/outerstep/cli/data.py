@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..observe.quantities import duration
 from ..observe.status import DataStatus, ServerStatus, read_status
-from ..observe.story import duration
 from ..printable import printable
 from ..ranges import Ranges
 from ..types import Dataset

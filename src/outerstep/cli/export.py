@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ..errors import ConfigError, ModelError, NotFound
-from ..observe.story import size
+from ..observe.quantities import size
 from ..printable import printable
 from ..wire.http_transport import HttpTransport
 from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address

@@ -12,7 +12,6 @@ import typer
 from rich.markup import escape
 
 from ..config import ROLES, SERVER, WORKER, Role, Setting, Sourced, resolve
-from ..config.layers import settings_for
 from ..errors import ConfigError
 from ..security import DEFAULT_PORT
 
@@ -99,6 +98,8 @@ def _layers(role: Role, said: dict[str, Sourced], file: str | None) -> dict[str,
     """What the file of --layers says to this process. --cluster is then the name of a part of it."""
     if file is None:
         return {}
+    from ..config.layers import settings_for
+
     given = said.pop("cluster", None)
     if given is None:
         raise ConfigError("--layers needs the part of the file that this is: add --cluster NAME")

@@ -32,9 +32,7 @@ from ..config import (
 from ..defaults import OUTER_PATIENCE
 from ..durable.run_folder import DEFAULT_PLACE, RUN_FILE
 from ..errors import ConfigError
-from ..observe.terminal import level_for, make_handler
 from ..security import Credentials, is_loopback, redact
-from .countdown import Countdown
 from .options import Found, takes_settings
 from .stopping import Stopping
 
@@ -145,6 +143,8 @@ def _serve(made: DiLoCoServer, config: ServerConfig, command: ServerCommand, con
         _invite(made, config, as_json=command.log_json)
     if config.page:
         say(page_line(made, config, as_json=command.log_json), as_json=command.log_json)
+    from .countdown import Countdown
+
     with contextlib.ExitStack() as around:
         around.enter_context(Countdown(made.silence))
         if config.compat_port is not None:
@@ -246,6 +246,8 @@ def _load(model: str | None, *, checkpoint: bool) -> tuple[dict[str, Tensor] | N
 
 
 def show_log(*, as_json: bool) -> None:
+    from ..observe.terminal import level_for, make_handler
+
     handler = make_handler(as_json=as_json, plain="%(asctime)s %(levelname)s %(message)s")
     logging.basicConfig(level=level_for(handler), handlers=[handler])
     if as_json:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigError, TransportError
+from ..observe.quantities import duration, size, sparkline
 from ..observe.status import (
     AboveStatus,
     ClusterStatus,
@@ -27,7 +28,6 @@ from ..observe.status import (
     WorkerStatus,
     read_status,
 )
-from ..observe.story import duration, size, sparkline
 from ..printable import printable
 from ..versions import PROTOCOL_VERSION
 from ..wire.http_transport import HttpTransport

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Literal
 
 from ..errors import NotFound, OuterstepError, Refused, TlsRequired, Unauthorized, UntrustedServer
-from ..observe.story import duration, size
+from ..observe.quantities import duration, size
 from ..security import is_loopback
 from ..security.access import write_address
 from ..versions import PROTOCOL_VERSION

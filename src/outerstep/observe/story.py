@@ -35,6 +35,7 @@ from ..events import (
     WorkerLeft,
 )
 from ..printable import printable
+from .quantities import duration, size
 
 Meaning = Literal["", "name", "good", "bad", "warning", "aside"]
 Piece = tuple[str, Meaning]
@@ -174,29 +175,3 @@ def joined(names: Sequence[str], between: str) -> str:
     """The first few, and how many more."""
     shown = between.join(names[:SHOWN_NAMES])
     return shown if len(names) <= SHOWN_NAMES else f"{shown}{between}{len(names) - SHOWN_NAMES} more"
-
-
-BARS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The newest of them as bars between the smallest and the largest."""
-    shown = [value / 2 for value in list(values)[-width:]]  # of whatever a worker says, the difference is finite, too
-    least, most = min(shown, default=0.0), max(shown, default=0.0)
-    span = most - least or 1.0
-    return "".join(BARS[round((len(BARS) - 1) * ((value - least) / span))] for value in shown)
-
-
-def size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000.0:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000.0
-    return f"{value:.1f} TB"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

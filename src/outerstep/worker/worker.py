@@ -35,8 +35,9 @@ from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..events import EventSink, RoundReport, WorkerLeft, WorkerStarted
 from ..observe import FanOut
 from ..observe.loggers import Loggers, check_installed
+from ..observe.quantities import duration, size
 from ..observe.sinks import METRICS_FILE, MetricsFile
-from ..observe.story import Story, duration, size
+from ..observe.story import Story
 from ..schedule import due_fragment
 from ..topology.protocol import LossTeller, Orders, Topology, Tracked, WorkerControl
 from ..types import MemberFacts, Plan

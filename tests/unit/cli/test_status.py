@@ -9,7 +9,7 @@ from rich.console import Console
 
 from outerstep.cli.status import count, render
 from outerstep.errors import ConfigError
-from outerstep.observe.story import duration, size, sparkline
+from outerstep.observe.quantities import duration, size, sparkline
 from typed import typed
 
 WORKER = {"hostname": "alpha", "step": 120, "steps_per_second": 2.5, "loss": 1.5, "last_seen_s": 3.2}
