@@ -4,6 +4,7 @@ PIP_FLAGS ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DOCS   := .venv-docs
 
 # Several torch processes with default threads on few cores stall each other: one thread each.
 export OMP_NUM_THREADS ?= 1
@@ -13,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 JOBS   ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo demo-hierarchy browser test schedules quick check format bench mutants soak clean
+.PHONY: help demo demo-hierarchy browser test schedules quick check format bench mutants soak docs release clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/'
@@ -33,6 +34,16 @@ demo-hierarchy: $(READY)  ## Watch two clusters of two train over a slow link (W
 
 test: $(READY) browser  ## Run the tests, with the first of the fault schedules (JOBS=1: one at a time)
 	$(PYTEST) -m "not schedules"
+
+docs: $(DOCS)/.ready  ## Build the documentation as a site, in build/site; any warning is an error
+	$(DOCS)/bin/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+# Of its own, and small: neither torch nor this package is needed to turn pages into a site.
+$(DOCS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet $(PIP_FLAGS) -c constraints.txt $$($(DOCS)/bin/python .ci/extra.py docs)
+	@touch $@
 
 schedules: $(READY)  ## Run the other thousands of fault schedules, about eight minutes
 	$(PYTEST) -m schedules
@@ -81,5 +92,8 @@ soak: $(READY)  ## Kill, cut and lie to real runs at random, then check their hi
 	$(BIN)/python tests/fuzz/hostile.py peers --messages $(or $(MESSAGES),10000) --seed $(or $(SEED),0)
 	$(BIN)/python tests/fuzz/hostile.py peers --messages $(or $(MESSAGES),10000) --seed $(or $(SEED),0) --kills 20
 
+release: $(READY)  ## Build wheel, source distribution and bill of materials into dist/, and check them; uploads nothing
+	$(BIN)/python .ci/release.py
+
 clean:
-	rm -rf $(VENV) mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) dist build/site mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
