@@ -72,8 +72,8 @@ def streaming() -> None:
     made.words(20, 35, "blocking", anchor="start")
     for x in (120, 440):
         made.box(x, 15, 220, 32, "H steps")
-        made.box(x + 225, 55, 90, 28, "exchange", ORANGE)
-    made.words(665, 75, "waits", FAINT, anchor="start")
+        made.box(x + 223, 17, 92, 28, "exchange", ORANGE)
+    made.words(389, 68, "the worker waits", FAINT, size=12)
     made.words(20, 135, "streaming", anchor="start")
     made.box(120, 115, 620, 32, "H steps, and the next, and the next")
     for i, x in enumerate((190, 345, 500, 655)):
@@ -81,7 +81,7 @@ def streaming() -> None:
         made.box(x - 40, 165, 80, 26, f"fragment {i}", ORANGE)
         if x < 600:
             made.arrow(x + 40, 176, x + 66, 150)
-            made.words(x + 76, 172, "τ steps later", FAINT, anchor="start", size=11)
+            made.words(x + 62, 188, "τ steps", FAINT, anchor="start", size=11)
     made.words(120, 215, "the same bytes in all, spread over the cycle; training does not stop", FAINT, anchor="start")
     made.write("diagram-streaming")
 
