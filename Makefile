@@ -35,9 +35,10 @@ demo-hierarchy: $(READY)  ## Watch two clusters of two train over a slow link (W
 test: $(READY) browser  ## Run the tests, with the first of the fault schedules (JOBS=1: one at a time)
 	$(PYTEST) -m "not schedules"
 
-docs: $(DOCS)/.ready  ## Build the documentation as a site, in build/site; any warning is an error
-	$(DOCS)/bin/python -m mkdocs build --strict --quiet
-	@echo "build/site/index.html"
+docs: $(DOCS)/.ready  ## Build the documentation as a site, in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+	$(DOCS)/bin/python docs/site/check.py build/site
+	@echo "build/site/index.html; to search in it: $(PYTHON) -m http.server -d build/site"
 
 # Of its own, and small: neither torch nor this package is needed to turn pages into a site.
 $(DOCS)/.ready: pyproject.toml constraints.txt

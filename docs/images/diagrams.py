@@ -70,17 +70,17 @@ def one_round() -> None:
 def streaming() -> None:
     made = Drawing(760, 230, "Blocking: the worker waits for the link. Streaming: fragments travel while it trains")
     made.words(20, 35, "blocking", anchor="start")
-    for x in (120, 440):
+    for x in (120, 432):
         made.box(x, 15, 220, 32, "H steps")
-        made.box(x + 223, 17, 92, 28, "exchange", ORANGE)
+        made.box(x + 222, 17, 86, 28, "exchange", ORANGE)
     made.words(389, 68, "the worker waits", FAINT, size=12)
     made.words(20, 135, "streaming", anchor="start")
     made.box(120, 115, 620, 32, "H steps, and the next, and the next")
     for i, x in enumerate((190, 345, 500, 655)):
         made.arrow(x - 25, 147, x - 20, 163)
-        made.box(x - 40, 165, 80, 26, f"fragment {i}", ORANGE)
+        made.box(x - 44, 165, 88, 26, f"fragment {i}", ORANGE)
         if x < 600:
-            made.arrow(x + 40, 176, x + 66, 150)
+            made.arrow(x + 44, 176, x + 66, 150)
             made.words(x + 62, 188, "τ steps", FAINT, anchor="start", size=11)
     made.words(120, 215, "the same bytes in all, spread over the cycle; training does not stop", FAINT, anchor="start")
     made.write("diagram-streaming")

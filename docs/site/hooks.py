@@ -2,6 +2,8 @@
 
 - `folder/*` in the navigation stands for every page of a folder, by file name.
 - A link that leaves docs/ goes to a page of the site (CHANGELOG.md …) or to a copy of the file in it.
+- A diagram in Mermaid, which a forge draws, becomes a table of its arrows: to draw it here, a browser would have to
+  fetch three megabytes of script.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 PROJECT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?)(\))")
+MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+ARROW = re.compile(r"^ *(\S+) --> (\S+?)(?:: (.*))?$", re.MULTILINE)
+LABEL = re.compile(r"^ *(\w+): (.+)$", re.MULTILINE)
 FENCE = re.compile(r"^( *)(```+|~~~+)")
 
 
@@ -37,9 +43,13 @@ def _unfold(entry: Any, docs: Path) -> Any:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Pages and files from outside docs/ that something links to."""
+    from mkdocs.structure.files import File
+
     root = Path(config.docs_dir).parent
     for name in PROJECT_PAGES:
         files.append(File.generated(config, f"project/{name}", content=(root / name).read_text()))
+    style = Path(config.docs_dir) / "site" / "site.css"
+    files.append(File.generated(config, "assets/site.css", abs_src_path=str(style)))
     for path in sorted(_linked_outside(files, root)):
         files.append(File.generated(config, _copy_of(path, root), abs_src_path=str(path)))
     return files
@@ -56,7 +66,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         return f"{match[1]}{posixpath.relpath(target, posixpath.dirname(here) or '.')}{match[3]}{match[4]}"
 
+    markdown = without_mermaid(markdown)
     return "\n".join(LINK.sub(rewritten, line) if is_prose else line for line, is_prose in _lines(markdown))
+
+
+def without_mermaid(markdown: str) -> str:
+    """Each diagram of states as a table: from, what happens, to."""
+
+    def rows(match: re.Match[str]) -> str:
+        arrows = ARROW.findall(match[1])
+        ends = {"[*]": "(outside)", **dict(LABEL.findall(match[1]))}
+        lines = [f"| {ends.get(a, a)} | {what.strip()} | {ends.get(b, b)} |" for a, b, what in arrows]
+        return "\n".join(["| from | when | to |", "|---|---|---|", *lines])
+
+    return MERMAID.sub(rows, markdown)
 
 
 def _place_in_site(path: Path, root: Path) -> str | None:

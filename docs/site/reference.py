@@ -76,8 +76,8 @@ def commands() -> str:
         if settings:
             role = "worker" if name.endswith((" worker", " peer")) else "server"
             parts.append(
-                f"And flags for the settings of [a {role}](configuration.md#a-{role}s-settings): `--help-all` lists those "
-                "that this command takes."
+                f"And flags for the settings of [a {role}](configuration.md#a-{role}s-settings): `--help-all` lists "
+                "those that this command takes."
             )
     return "\n\n".join(parts) + "\n"
 
@@ -85,7 +85,11 @@ def commands() -> str:
 def _row(parameter: Any) -> tuple[str, str, str]:
     flags = [*parameter.opts, *parameter.secondary_opts]
     is_flag = parameter.param_type_name == "option"
-    name = ", ".join(code(flag) for flag in flags) if is_flag else code((parameter.metavar or parameter.name.upper()).strip("[]"))
+    name = (
+        ", ".join(code(flag) for flag in flags)
+        if is_flag
+        else code((parameter.metavar or parameter.name.upper()).strip("[]"))
+    )
     value = "" if getattr(parameter, "is_flag", False) or not is_flag else (parameter.metavar or "VALUE")
     text = plain(getattr(parameter, "help", None) or "")
     default = parameter.default
@@ -127,15 +131,18 @@ def event_types() -> str:
         for kind in _below(events.Event)
         if kind.__module__ == events.__name__ and "kind" in vars(kind)
     ]
-    return "\n\n".join(
-        [
-            "# Types of events",
-            f"{MADE} [Status and events](status-and-events.md) says when each is told, and what its line in the event log "
-            "has; [extending](../extending.md#an-event-sink-of-your-own) how to receive them. All are in "
-            "`outerstep.events`.",
-            table(("kind", "type", "fields", "what happened"), rows),
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                "# Types of events",
+                f"{MADE} [Status and events](status-and-events.md) says when each is told, and what its line in the "
+                "event log has; [extending](../extending.md#an-event-sink-of-your-own) how to receive them. All are in "
+                "`outerstep.events`.",
+                table(("kind", "type", "fields", "what happened"), rows),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _inherits(kind: type) -> bool:
@@ -151,16 +158,19 @@ def error_types() -> str:
         refused = issubclass(kind, errors.Refused) and kind is not errors.Refused
         http = (code(kind.code), str(kind.status)) if refused else ("", "")  # type: ignore[attr-defined]
         rows.append((code(kind.__name__), code(kind.__mro__[1].__name__), *http, prose(kind)))
-    return "\n\n".join(
-        [
-            "# Errors",
-            f"{MADE} All are in `outerstep.errors`, and everything that outerstep raises on purpose is an "
-            "`OuterstepError`. Those with a code travel over the wire: the server answers with that HTTP status, and the "
-            "other end raises the same type. [Troubleshooting](../operating/troubleshooting.md) and [when something is "
-            "odd](../start.md#when-something-is-odd) say what to do.",
-            table(("error", "is a", "code", "HTTP", "what it means"), rows),
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                "# Errors",
+                f"{MADE} All are in `outerstep.errors`, and everything that outerstep raises on purpose is an "
+                "`OuterstepError`. Those with a code travel over the wire: the server answers with that HTTP status, "
+                "and the other end raises the same type. [Troubleshooting](../operating/troubleshooting.md) and "
+                "[when something is odd](../start.md#when-something-is-odd) say what to do.",
+                table(("error", "is a", "code", "HTTP", "what it means"), rows),
+            ]
+        )
+        + "\n"
+    )
 
 
 def metric_names() -> str:
@@ -171,14 +181,17 @@ def metric_names() -> str:
         (code(family.name), family.kind, ", ".join(code(label) for label, _ in family.samples[0][0]), cell(family.help))
         for family in sorted(ALL.values(), key=lambda one: one.name)
     ]
-    return "\n\n".join(
-        [
-            "# Metrics",
-            f"{MADE} `GET /metrics` of a server or a peer; [monitoring](../operating/monitoring.md) says how to have "
-            "Prometheus collect them.",
-            table(("metric", "kind", "labels", "what it is"), rows),
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                "# Metrics",
+                f"{MADE} `GET /metrics` of a server or a peer; [monitoring](../operating/monitoring.md) says how to "
+                "have Prometheus collect them.",
+                table(("metric", "kind", "labels", "what it is"), rows),
+            ]
+        )
+        + "\n"
+    )
 
 
 # --- messages ------------------------------------------------------------------------------------------------------
@@ -188,13 +201,16 @@ def message_types() -> str:
     routes = [(method, path, kind, answer) for kind, (method, path, answer) in messages.PLACES.items()]
     parts = [
         "# Messages",
-        f"{MADE} [The wire](wire.md) says how they travel, what is forbidden, and how versions differ. A message is strict: "
-        "an unknown field, a missing one, or one of another type is refused by name.",
+        f"{MADE} [The wire](wire.md) says how they travel, what is forbidden, and how versions differ. A message is "
+        "strict: an unknown field, a missing one, or one of another type is refused by name.",
         table(
             ("request", "message", "answer"),
             [
-                (code(f"{method} {path}"), f"[`{kind.__name__}`](#{kind.__name__.lower()})",
-                 f"[`{answer.__name__}`](#{answer.__name__.lower()})")
+                (
+                    code(f"{method} {path}"),
+                    f"[`{kind.__name__}`](#{kind.__name__.lower()})",
+                    f"[`{answer.__name__}`](#{answer.__name__.lower()})",
+                )
                 for method, path, kind, answer in routes
             ],
         ),
