@@ -5,18 +5,22 @@ The claims measured, with 256 workers in synchronous rounds on two cores, beside
 1. Nobody is refused for good: every contribution of every round is counted.
 2. `GET /status` stays usable: its 99th percentile with 256 workers is at most 5 times that with 8.
 3. Memory is bounded: contributions of 512 MB a round pass through a pool of 64 MiB.
+4. A worker costs the same however many there are: the server's CPU time per worker and round with 256 is at most 1.3
+   times that with 8. It is measured in a stretch of its own, while nobody asks for the status.
 
 The server is a real one in a process of its own. The workers are thin: one process for all of them, without torch,
 driving the real exchange machine (`coordination/worker/exchange.py`) over non-blocking sockets; 1M parameters, so 2
 MB up as bf16 per contribution, and the whole agreement down. They train nothing and contribute again at once, so the
-server is never idle: the worst case. A third process asks for the status every 20 ms on a connection of its own.
+server is never idle: the worst case. In the first stretch of a run a third process asks for the status every 20 ms on
+a connection of its own; in the second, nobody does.
 
     python bench/connections.py                     # about three minutes
     python bench/connections.py --quick             # half a minute
     python bench/connections.py --json out.json     # every latency, the machine and the commit
 
 In the table, *waits* counts offers answered "no room yet, ask again", *refused* every other "no"; p50, p99 and most are
-of the status request, RssAnon and CPU (of one core) are the server's.
+of the status request, RssAnon and CPU (of one core) are the server's, all of the first stretch. *Cost* is its CPU time
+per worker and round in the second, *asks* the requests of each worker in each round there.
 
 All processes share two cores (they are pinned to two if there are more), so a latency includes waiting for a core.
 """
@@ -53,7 +57,7 @@ from outerstep.digest import part_count, part_hash, part_range
 from outerstep.errors import Busy, OuterstepError, TransportError
 from outerstep.types import PROTOCOL_VERSION, Answer, GetPart, GetPartAnswer, Join, Offer, OfferAnswer, PutPart
 from outerstep.wire.frames import layout
-from outerstep.wire.messages import HASH_HEADER, address_of, decode_error, encode_json, written_in
+from outerstep.wire.messages import HASH_HEADER, PROTOCOL_HEADER, address_of, decode_error, encode_json, written_in
 from provenance import provenance
 
 HOST = "127.0.0.1"
@@ -64,8 +68,8 @@ TENSORS = 10
 POOL_BYTES = 64 << 20
 PROBE_EVERY_S = 0.02
 SCRATCH_BYTES = 256 << 10
-SPOKEN = 1  # the protocol of a request that names none, as those here
 CLAIM = 5.0
+COST_CLAIM = 1.3
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -109,7 +113,7 @@ class ThinTransport:
 
     async def call(self, call: Call, body: memoryview) -> tuple[Answer, str | None]:
         """The answer, and the hash of the bytes that came with it."""
-        method, target, answer_type = address_of(written_in(call.request, SPOKEN))
+        method, target, answer_type = address_of(written_in(call.request, PROTOCOL_VERSION))
         try:
             status, headers, data, received = await self._exchange(method, target, body)
         except OSError as error:
@@ -131,11 +135,12 @@ class ThinTransport:
             await loop.sock_connect(self._sock, (HOST, self._port))
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         length = "" if method == "GET" else f"Content-Length: {len(body)}\r\n"
-        head = f"{method} {target} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n{length}\r\n".encode()
+        head = f"{method} {target} HTTP/1.1\r\nHost: bench\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n{length}"
+        head += "Content-Type: application/json\r\n\r\n"
         if len(body) <= SCRATCH_BYTES:
-            await loop.sock_sendall(self._sock, head + body)
+            await loop.sock_sendall(self._sock, head.encode() + body)
         else:
-            await loop.sock_sendall(self._sock, head)
+            await loop.sock_sendall(self._sock, head.encode())
             await loop.sock_sendall(self._sock, body)
         return await self._read_answer(self._sock)
 
@@ -239,6 +244,7 @@ class ThinWorker:
         self.version = exchange.outcome.agreement.version
 
     async def _perform(self, exchange: Exchange, call: Call) -> None:
+        self._tally["requests"] += 1
         try:
             answer, received_hash = await self._transport.call(call, self._body(call))
         except OuterstepError as error:
@@ -254,7 +260,7 @@ class ThinWorker:
         if isinstance(request, PutPart):
             size = self._session.joined.plan.part_size_bytes
             return self._frame[slice(*part_range(request.part, len(self._frame), size))]
-        return memoryview(b"" if isinstance(request, GetPart) else encode_json(written_in(request, SPOKEN)))
+        return memoryview(b"" if isinstance(request, GetPart) else encode_json(written_in(request, PROTOCOL_VERSION)))
 
 
 @dataclass(frozen=True)
@@ -267,19 +273,24 @@ class Worked:
 
 
 def work(pipe: Connection, workers: int, port: int, least_s: float, least_rounds: int) -> None:
-    """The process of all thin workers: joins, says so, works when told to, reports."""
+    """The process of all thin workers: joins, says so, works each time it is told to, and reports."""
     assert "torch" not in sys.modules
-    pipe.send(asyncio.run(_work_together(pipe, workers, port, least_s, least_rounds)))
+    asyncio.run(_work_together(pipe, workers, port, least_s, least_rounds))
 
 
-async def _work_together(pipe: Connection, workers: int, port: int, least_s: float, least_rounds: int) -> Worked:
+async def _work_together(pipe: Connection, workers: int, port: int, least_s: float, least_rounds: int) -> None:
     tally: Counter[str] = Counter()
     frame = make_frame()
     crew = [ThinWorker(f"thin-{i:03d}", port, frame, tally) for i in range(workers)]
     await asyncio.gather(*(worker.join() for worker in crew))
     pipe.send("joined")
-    pipe.recv()
-    tally.clear()
+    while pipe.recv() == "go":
+        tally.clear()
+        pipe.send(await _work_for(crew, tally, least_s, least_rounds))
+
+
+async def _work_for(crew: list[ThinWorker], tally: Counter[str], least_s: float, least_rounds: int) -> Worked:
+    """So many rounds of all of them. All end at the same version, and begin the next time with that."""
     began_at = time.monotonic()
     first, last = crew[0].version, 1 << 53
 
@@ -347,17 +358,29 @@ def cpu_time_s(pid: int) -> float:
 
 @dataclass(frozen=True)
 class Run:
+    """`worked`: with somebody that asks for the status; `alone`: without, and the server's CPU time meanwhile."""
+
     workers: int
     worked: Worked
     seen: Seen
+    alone: Worked
+    alone_cpu_s: float
 
     @property
     def expected(self) -> int:
-        return self.workers * self.worked.rounds
+        return self.workers * (self.worked.rounds + self.alone.rounds)
 
     @property
     def counted(self) -> int:
-        return self.worked.tally.get("counted", 0)
+        return self.worked.tally.get("counted", 0) + self.alone.tally.get("counted", 0)
+
+    @property
+    def cost_ms(self) -> float:
+        return 1e3 * self.alone_cpu_s / (self.workers * self.alone.rounds)
+
+    @property
+    def asks(self) -> float:
+        return self.alone.tally["requests"] / (self.workers * self.alone.rounds)
 
     def latency_ms(self, quantile: float) -> float:
         """The smallest latency that at least this share of the requests did not exceed."""
@@ -374,7 +397,13 @@ def measure(workers: int, least_s: float, least_rounds: int) -> Run:
             with Helper(probe, port, server.process.pid) as prober:
                 crew.pipe.send("go")
                 worked = crew.hear(HANG_S + least_s)
-                return Run(workers, worked, prober.ask("stop"))
+                seen = prober.ask("stop")
+            cpu_s = cpu_time_s(server.process.pid)
+            crew.pipe.send("go")
+            alone = crew.hear(HANG_S + least_s)
+            cpu_s = cpu_time_s(server.process.pid) - cpu_s
+            crew.pipe.send("end")
+            return Run(workers, worked, seen, alone, cpu_s)
 
 
 def table(runs: list[Run]) -> Table:
@@ -383,7 +412,7 @@ def table(runs: list[Run]) -> Table:
     made = Table(title=title, box=rich.box.SIMPLE_HEAD)
     for column in ("workers", "rounds", "s/round", "counted", "waits", "refused", "p50", "p99", "most"):
         made.add_column(column, justify="right")
-    for column in ("pool", "RssAnon", "CPU"):
+    for column in ("pool", "RssAnon", "CPU", "asks", "cost"):
         made.add_column(column, justify="right")
     for run in runs:
         tally = run.worked.tally
@@ -401,6 +430,8 @@ def table(runs: list[Run]) -> Table:
             f"{run.seen.pool_bytes / 2**20:.0f} MiB",
             f"{run.seen.rss_anon_bytes / 2**20:.0f} MiB",
             f"{run.seen.server_cpu_s / run.worked.seconds:.0%}",
+            f"{run.asks:.1f}",
+            f"{run.cost_ms:.2f} ms",
         )
     return made
 
@@ -422,6 +453,10 @@ def summarize(runs: list[Run]) -> list[dict[str, Any]]:
             "pool_peak_bytes": run.seen.pool_bytes,
             "rss_anon_peak_bytes": run.seen.rss_anon_bytes,
             "server_cpu_s": run.seen.server_cpu_s,
+            "alone": asdict(run.alone),
+            "alone_server_cpu_s": run.alone_cpu_s,
+            "cost_ms": run.cost_ms,
+            "asks": run.asks,
         }
         for run in runs
     ]
@@ -432,11 +467,14 @@ def verdict(runs: list[Run]) -> str:
     few, many = (
         statistics.median(r.latency_ms(0.99) for r in runs if r.workers == n) for n in (min(COUNTS), max(COUNTS))
     )
+    costs = [statistics.median(r.cost_ms for r in runs if r.workers == n) for n in (min(COUNTS), max(COUNTS))]
     lost = sum(run.expected - run.counted for run in runs)
     held = all(run.seen.pool_bytes <= POOL_BYTES for run in runs)
     return (
         f"p99 of the status with {max(COUNTS)} workers: {many / few:.1f} times that with {min(COUNTS)} (claim: at most "
-        f"{CLAIM:g}); contributions not counted: {lost}; the pool {'held' if held else 'did NOT hold'}"
+        f"{CLAIM:g}); contributions not counted: {lost}; the pool {'held' if held else 'did NOT hold'}; "
+        f"a worker and round costs the server {costs[1]:.2f} ms, {costs[1] / costs[0]:.2f} times what it costs with "
+        f"{min(COUNTS)} (claim: at most {COST_CLAIM:g})"
     )
 
 
@@ -465,7 +503,7 @@ def main() -> None:
                 f"{last.worked.tally}",
                 highlight=False,
             )
-    out = Console(width=120)
+    out = Console(width=140)
     out.print(table(sorted(runs, key=lambda run: run.workers)))
     out.print(verdict(runs), highlight=False)
     if arguments.json:

@@ -448,7 +448,8 @@ class Offer(OfContribution, frozen=True):
     `section_bytes` are their sizes, which add up to `size_bytes`. Empty = one section. `follows`: the sequence of an
     earlier contribution that no agreement held by this worker includes (0 = none). A restarted server that has
     forgotten it must get it first, because it accepts no older sequence afterwards. `loss`: the worker's last, if it
-    knows one; shown with the round. `data`: leased units whose last step is in it."""
+    knows one; shown with the round. `data`: leased units whose last step is in it. `wait_s`: so long the answer may
+    take while there is no room."""
 
     base_version: Count
     oldest_base: Count
@@ -461,6 +462,7 @@ class Offer(OfContribution, frozen=True):
     follows: Count = 0
     loss: Since2[float] = UNSET
     data: Since2[Annotated[tuple[Trained, ...], Meta(max_length=MOST_DATASETS)]] = UNSET
+    wait_s: Since2[Seconds] = UNSET
 
     @property
     def sections(self) -> int:

@@ -122,8 +122,10 @@ class RoundsThread:
                 with self.work:
                     while not self._looks and (task := self._commits.next()) is None and not self._commits.has_ended:
                         self.progress.notify_all()  # a note may not have been needed
-                        # If nothing comes for a moment, contributions that wait are added first.
-                        if not self.work.wait(GATHER_S if self._commits.can_gather else None):
+                        # If nothing comes for a moment, or somebody waits for their room, contributions that wait are
+                        # added first.
+                        patience_s = GATHER_S if self._commits.can_gather else None
+                        if self._commits.must_gather or not self.work.wait(patience_s):
                             self._commits.gather()
                     looks, self._looks = self._looks, []
                 for look in looks:
@@ -171,6 +173,7 @@ class RoundsThread:
                 store.accumulate(task.version, [self._addend(accepted) for accepted in task.accepted])
                 with self.work:
                     self._free(task.freed)
+                    self._flush()  # those whose turn it is now
             case TakeStep():
                 self._stepped = self._step(task)
             case WriteRecord():

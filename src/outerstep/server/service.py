@@ -21,7 +21,7 @@ from ..coordination.autoconfig import ControllerState, LayerDecision
 from ..coordination.server import complete
 from ..coordination.server.commits import Commits, is_news
 from ..coordination.server.coordinator import Coordinator
-from ..coordination.server.effects import DropUpload, StopServer
+from ..coordination.server.effects import AskAgain, DropUpload, StopServer
 from ..coordination.server.membership import KnownWorker
 from ..defaults import METRICS_FOLDER, PART_SIZE_BYTES
 from ..durable.run_folder import RunFolder
@@ -79,6 +79,7 @@ from ..types import (
     CommitAnswer,
     CompleteOffer,
     CompleteOfferAnswer,
+    ContributionKey,
     Control,
     ControlAnswer,
     FromMember,
@@ -229,6 +230,7 @@ class ParameterService:
         self.writer = RunWriter(self.run, self.events, folder)
         lock = threading.RLock()  # guards the coordinator and everything below
         self.changed = threading.Condition(lock)
+        self._turns: dict[ContributionKey, threading.Event] = {}  # of offers whose answer waits
         self.intake = Intake(
             config,
             self.coordinator,
@@ -294,13 +296,20 @@ class ParameterService:
         """Answer all waiting polls: the server is about to stop listening."""
         with self.changed:
             self._closing = True
-            self.changed.notify_all()
+            self._release()
+
+    def _release(self) -> None:
+        """With the lock held: let everybody that waits look again."""
+        self.changed.notify_all()
+        for turn in self._turns.values():
+            turn.set()
+        self._turns.clear()
 
     def stop(self) -> None:
         """Finish the rounds that were decided, save, then end."""
         with self.changed:
             self._ended = True
-            self.changed.notify_all()
+            self._release()
         if self._controller is not None:
             self._controller.stop()
         self._rounds.stop()
@@ -327,7 +336,7 @@ class ParameterService:
             place_of(Leave): MessageRoute(Leave, self.answer, is_quick=True, admit=self.admit, sees_caller=True),
             place_of(Lease): MessageRoute(Lease, self.answer, admit=self.admit, sees_caller=True),
             place_of(Offer): MessageRoute(
-                Offer, self.answer, is_quick=True, decode=self._decode_offer, admit=self.admit, sees_caller=True
+                Offer, self.offer, decode=self._decode_offer, admit=self.admit, sees_caller=True
             ),
             place_of(CompleteOffer): UploadRoute(
                 CompleteOffer, self.take_complete, admit=self.admit, most_bytes=MOST_CARRIED_BYTES, sees_caller=True
@@ -436,6 +445,22 @@ class ParameterService:
         except Refused as refusal:
             self._note_refusal(request, refusal, shown)
             raise
+
+    def offer(self, request: Offer, shown: Presented = FROM_HERE) -> OfferAnswer:
+        """While there is no room the answer waits for the worker's turn, if the worker has said for how long it may."""
+        until = self.clock() + min(request.wait_s or 0.0, LONGEST_POLL_S)
+        while True:
+            with self.changed:
+                answer = self.answer(request, shown)
+                assert isinstance(answer, OfferAnswer)
+                left_s = until - self.clock()
+                if answer.state != "wait" or left_s <= 0.0 or self._closing:
+                    return answer
+                turn = self._turns.setdefault(request.key, threading.Event())
+            turn.wait(left_s)
+            with self.changed:
+                if self._turns.get(request.key) is turn:  # it has not come
+                    del self._turns[request.key]
 
     def _offer(self, request: Offer) -> OfferAnswer:
         answer = self._decide(request)
@@ -616,7 +641,8 @@ class ParameterService:
                 answer, record = self._commits.answer(request, self.clock(), vouched=vouched, token=token)
             finally:
                 self._flush()
-                self.monitor.nudge()
+                if isinstance(request, Join | Leave | Control):  # the clock has others to watch
+                    self.monitor.nudge()
         if record > self._commits.written:
             self._wait_for(record)
         return answer
@@ -660,6 +686,10 @@ class ParameterService:
             match effect:
                 case DropUpload():
                     self.intake.free(effect.key)
+                case AskAgain():
+                    turn = self._turns.pop(effect.key, None)
+                    if turn is not None:
+                        turn.set()
                 case StopServer():
                     log.info("stopping: %s", printable(effect.reason))
                     self._on_stop()
@@ -676,7 +706,10 @@ class ParameterService:
                         self.events(effect)
                 case _:  # the rounds thread carries it out
                     pass
-        self._rounds.work.notify()
+        if effects or not self._commits.is_idle or self._commits.must_gather:
+            self._rounds.work.notify()
+        if self.coordinator.wakes_sooner:  # nobody looks at every worker for each message
+            self.monitor.nudge()
         if any(map(is_news, effects)):
             self.changed.notify_all()
 
@@ -734,7 +767,6 @@ class ParameterService:
                 return self.coordinator.accept(request, self.clock(), norm)
             finally:
                 self._flush()
-                self.monitor.nudge()
 
     # --- for the controller ------------------------------------------------------------------------------------------
 
@@ -777,7 +809,7 @@ class ParameterService:
         """The model may be half done: say so to everybody and do nothing more."""
         with self.changed:
             self.failure = reason
-            self.changed.notify_all()
+            self._release()
         for store in self.run.stores:
             store.down.abandon()
 

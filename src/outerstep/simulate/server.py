@@ -353,7 +353,7 @@ class SimServer:
             self._is_busy = True
             self._later(TAKES_S.get(type(task), 0.0), lambda: self._perform(task))
         elif self._commits.can_gather:
-            self._later(GATHER_S, self._gather)
+            self._later(0.0 if self._commits.must_gather else GATHER_S, self._gather)
         self._reply()
 
     def _gather(self) -> None:

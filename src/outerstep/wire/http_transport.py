@@ -45,6 +45,7 @@ from ..types import (
     Join,
     JoinAnswer,
     NonceAnswer,
+    Offer,
     Poll,
     PutPart,
     Request,
@@ -208,7 +209,8 @@ class HttpTransport:
         timeout_s: float | None,
     ) -> AnyAnswer:
         method, target, answer_type = address_of(request)
-        limit_s = (timeout_s or self._timeout_s) + (request.wait_s if isinstance(request, Poll) else 0.0)
+        wait_s = request.wait_s or 0.0 if isinstance(request, Poll | Offer) else 0.0
+        limit_s = (timeout_s or self._timeout_s) + wait_s
         payload = body if body is not None else memoryview(b"" if method == "GET" else encode_json(request))
         kind = JSON_TYPE if body is None else BYTES_TYPE
         admin = isinstance(request, Control)

@@ -39,6 +39,7 @@ from unit.coordination.builders import (
 LOST = TransportError("connection reset")
 STORED = PutPartAnswer(state="stored")
 ACCEPTED = CommitAnswer(version=1)
+WAIT_S = Patience().poll_wait_s
 
 
 def joined(incarnation: int = 1) -> JoinAnswer:

@@ -45,7 +45,8 @@ def other_run(named: str, held: str) -> OtherRun:
 
 
 def check_same_offer(message: Offer, known: Offer) -> None:
-    if replace(message, loss=UNSET) != replace(known, loss=UNSET):  # which is for people, and lost by a restart
+    # The loss is for people, and lost by a restart; how long the answer may take is of this one request.
+    if replace(message, loss=UNSET, wait_s=UNSET) != replace(known, loss=UNSET, wait_s=UNSET):
         raise Conflict(f"contribution {message.key} was offered before with other facts", hint=NEXT_SEQUENCE)
 
 

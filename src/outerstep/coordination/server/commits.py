@@ -38,7 +38,7 @@ from ...events import GroupStateChanged, GroupStateUnclear, WorkerQuarantined
 from ...types import Answer, Control, Heartbeat, Join, Lease, Leave, Offer
 from ..backoff import Backoff
 from .coordinator import Coordinator
-from .effects import Accumulate, AllLeft, CloseRound, DropUpload, Effect
+from .effects import Accumulate, AllLeft, AskAgain, CloseRound, DropUpload, Effect
 from .remembered import Remembered
 
 DISK_RETRIES = Backoff(0.25, 5.0)  # of a disk that is full or broken
@@ -328,6 +328,11 @@ class Commits:
             return True  # somebody needs the room
         return not self._keeps and any(not one.keep for waiting in self._accepted.values() for one in waiting)
 
+    @property
+    def must_gather(self) -> bool:
+        """Does somebody wait for the room of contributions that can be added now?"""
+        return bool(self.coordinator.uploads.queued) and self.can_gather
+
     def gather(self) -> None:
         """Nothing has come for a moment: add contributions before their round closes. Those of machines near each other
         come almost together; added in one pass, the sum goes through the processor once for all of them. What comes
@@ -466,7 +471,7 @@ def is_news(effect: Effect) -> bool:
     match effect:
         case Accumulate():
             return effect.first
-        case CloseRound() | DropUpload() | GroupStateChanged() | GroupStateUnclear():
+        case CloseRound() | DropUpload() | AskAgain() | GroupStateChanged() | GroupStateUnclear():
             return False
         case _:
             return True

@@ -14,6 +14,7 @@ key with the same hash gets the same answer again; with another hash it is refus
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,7 @@ from .admission import (
     other_run,
 )
 from .claims import PATIENCE_S, ClaimedWork, allowed, settle
-from .effects import Accumulate, AllLeft, CloseRound, DropUpload, Effect, StopServer
+from .effects import Accumulate, AllLeft, AskAgain, CloseRound, DropUpload, Effect, StopServer
 from .lives import Lives
 from .membership import BLAMELESS, OFFENCE_KINDS, Conduct, KnownWorker, Membership, local_steps
 from .naming import Naming
@@ -93,10 +94,9 @@ from .plan import Settled, changed, check_manifest, check_wishes
 from .quotas import QuotaLimits, Quotas
 from .remembered import LEAP, Acceptance, Remembered, WorkerRecord, changes_in
 from .rounds import MOST_REFUSALS, Closed, Fragment, RoundRules, RoundVerdict, TokenBudget
+from .turns import ASK_AGAIN_S, ASK_AGAIN_SOON_S
 from .uploads import Upload, Uploads
 
-ASK_AGAIN_S = 0.5
-ASK_AGAIN_SOON_S = 0.1  # by then there is room, or the worker has contributed to the round that wants it
 BUDGET_SPENT = "the token budget is spent"
 
 
@@ -144,6 +144,8 @@ class Coordinator:
         self.outer_momentum: float | None = None  # told to those that join; None = not known
         self.now = 0.0  # when it last heard or looked
         self.withheld_until = 0.0  # till then nobody is told of a newest version: one from a layer above follows it
+        self.wakes_sooner = False  # has a deadline been set before the moment that `next_wake` has named?
+        self._wakes_at = math.inf
         self.remembers = False  # each round that closes says what to keep of the coordinator
         self.steering: Steering | None = None  # chooses the plan, if somebody has named a target
         self._first_join_at: float | None = None
@@ -155,7 +157,9 @@ class Coordinator:
         self._trained: dict[tuple[int, int], list[events.Event]] = {}  # of rounds that closed, until they are told
 
     def take_effects(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
+        """What there is to do; room that was freed meanwhile is given to those that wait for it."""
+        self.uploads.call_up(self.now)
+        effects, self._effects = [*self._effects, *map(AskAgain, self.uploads.take_to_ask())], []
         waits_above = self.now < self.withheld_until
         return [*effects, *self.lives.heard(effects, self.fragments, waits_above=waits_above)]
 
@@ -365,23 +369,27 @@ class Coordinator:
             if upload is not None:
                 check_same_offer(message, upload.offer)
         if upload is not None:
-            upload.heard_at = now
+            upload.heard_at, upload.is_told = now, True
         elif (early_s := worker.claimant(message.fragment).free_at - now) > 0.0 and self.rules.takes_late:
             return OfferAnswer(state="wait", retry_after_s=early_s)  # it pushes too often
         else:
             self._check_costs(worker, message, now)
             for other in self.uploads.of(worker.worker_id, message.fragment):
                 self.drop(other.key)
-            upload = self.uploads.request(message, now)
-        if upload is None and (idle := self.uploads.standing_still(now)):
-            for other in idle:  # it holds room and sends nothing; it will offer again when it wakes up
-                self._effects.append(events.UploadDropped(other.offer.worker_id, other.offer.fragment))
-                self.drop(other.key)
-            upload = self.uploads.request(message, now)
+            upload = self.uploads.request(message, now, is_newcomer=worker.is_newcomer)
+        if upload is None and self._drop_lapsed(now):
+            upload = self.uploads.request(message, now, is_newcomer=worker.is_newcomer)
         if upload is None:
-            soon = self.uploads.is_near(message.key)
-            return OfferAnswer(state="wait", retry_after_s=ASK_AGAIN_SOON_S if soon else ASK_AGAIN_S)
+            return OfferAnswer(state="wait", retry_after_s=self.uploads.wait_s(message.key, now))
         return OfferAnswer(state="send", missing=upload.missing)
+
+    def _drop_lapsed(self, now: float) -> bool:
+        """Of those that hold room which others wait for, and do not use it. They will offer again when they wake up."""
+        lapsed = self.uploads.take_lapsed(now)
+        for other in lapsed:
+            self._effects.append(events.UploadDropped(other.offer.worker_id, other.offer.fragment))
+            self.drop(other.key)
+        return bool(lapsed)
 
     def _settle_names(self, worker: KnownWorker) -> None:
         """A contribution by the plan's own names. From now on they stay; unless others were named since it joined."""
@@ -637,7 +645,9 @@ class Coordinator:
 
     def close_if_ready(self, fragment: Fragment, now: float) -> None:
         """The one place where a round ends."""
-        if not self.verdict(fragment, now).close:
+        verdict = self.verdict(fragment, now)
+        if not verdict.close:
+            self.wakes_sooner |= verdict.wake_at is not None and verdict.wake_at < self._wakes_at
             return
         index, contributors = fragment.published.fragment, fragment.round.contributors
         turned_away = self._turned_away(fragment, now)
@@ -670,6 +680,11 @@ class Coordinator:
                 check_age(upload.offer, fragment, self.rules)
             except Refused:
                 self.drop(upload.key)  # its worker will be told so at its next message; the room is free now
+        for offer in self.uploads.waiting(index):
+            try:
+                check_age(offer, fragment, self.rules)
+            except Refused:
+                self.uploads.unqueue(offer.worker_id, index)
         if self.budget.limit is not None:
             self._check_budget(now)
         if fragment.moves_next is not None:
@@ -817,6 +832,7 @@ class Coordinator:
             self.remove(worker, events.WorkerDied(worker.worker_id, round(now - worker.last_seen, 1)), now)
         if not self.started:
             self._start_if_ready(now)
+        self._drop_lapsed(now)
         self._close_rounds(now)
         if self.stop_at is not None:
             self._stop_if_done(now)
@@ -827,7 +843,9 @@ class Coordinator:
         if not self.started and self._first_join_at is not None and self.rules.start_deadline_s is not None:
             moments.append(self._first_join_at + self.rules.start_deadline_s)
         moments += [self.verdict(fragment, now).wake_at for fragment in self.fragments]
-        return min((m for m in moments if m is not None and m > now), default=None)
+        found = min((m for m in moments if m is not None and m > now), default=None)
+        self._wakes_at, self.wakes_sooner = math.inf if found is None else found, False
+        return found
 
     # --- an operator's orders, and the end ------------------------------------------------------------------------
 

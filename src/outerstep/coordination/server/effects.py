@@ -56,6 +56,13 @@ class DropUpload:
 
 
 @dataclass(frozen=True)
+class AskAgain:
+    """Whoever waits with this offer may ask again now: its turn has come, or it stands in the queue no more."""
+
+    key: ContributionKey
+
+
+@dataclass(frozen=True)
 class AllLeft:
     """The last worker that was here has left, for this reason. (One that died may come back: then it has not.) `loss`:
     the mean of those that the workers last reported."""
@@ -71,4 +78,4 @@ class StopServer:
     reason: str
 
 
-Effect = Accumulate | CloseRound | DropUpload | AllLeft | StopServer | Event
+Effect = Accumulate | CloseRound | DropUpload | AskAgain | AllLeft | StopServer | Event

@@ -1,25 +1,33 @@
 """Contributions on their way in: which parts have arrived, and which worker may send.
 
 The bytes of unfinished contributions live in a pool of bounded size. Room is granted for a whole contribution or not at
-all, so that two half-sent ones can never wait for each other. A worker that finds no room stands in a queue and keeps
-its place by asking again. Nobody overtakes: a worker is let in only if there is room for it *and* for all that stand
-before it. (Not only the first one: it may take half a second to ask again, and hundreds may stand behind it.)
+all, so that two half-sent ones can never wait for each other. A worker that finds no room stands in a queue (turns.py).
+When room is freed it is given to the first in the queue at once, whether or not that asks at this moment: it is told
+when it does, and a worker that has left its request open is told now.
+
+A turn does not last for ever. While others wait, room goes back from a worker that does not come for it, that sends
+nothing, or that sends less than LEAST_BYTES_PER_S. And newcomers have half of the room at most, once a worker has asked
+that is none: however many ids a stranger has, those that contribute find room.
 """
 
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
-from itertools import takewhile
 
 from ...digest import Parts, payload_hash
 from ...errors import BadRequest, MissingParts
 from ...types import ContributionKey, Offer
-
-QUEUE_PATIENCE_S = 60.0
-"""A worker that does not ask again for this long loses its place in the queue."""
+from .turns import QUEUE_PATIENCE_S, Place, Turns
 
 ROOM_PATIENCE_S = 120.0
 """A worker that has room and neither asks nor sends for this long loses it to those that wait for some."""
+
+TURN_S = 600.0
+LEAST_BYTES_PER_S = 2048
+"""A worker that has room and others wait for has so long, and as long as its contribution takes at this rate: a sixth
+of what a link of 100 kbit/s carries."""
+
+NEWCOMERS_SHARE = 2  # they have this part of the room: one of so many
 
 
 @dataclass
@@ -29,8 +37,10 @@ class Upload:
     offer: Offer
     part_size_bytes: InitVar[int]
     part_hashes: dict[int, str] = field(default_factory=dict)
+    granted_at: float = 0.0
     heard_at: float = 0.0
-    under_way: int = 0  # parts that are being read right now, however long that takes
+    is_told: bool = False  # that it has room
+    under_way: int = 0  # parts that are being read right now
 
     def __post_init__(self, part_size_bytes: int) -> None:
         self.key, self.sections = self.offer.key, self.offer.sections
@@ -55,12 +65,12 @@ class Upload:
         return payload_hash([self.part_hashes[i] for i in range(self.parts.count)])
 
 
-@dataclass
-class Waiting:
-    """A place in the queue, as large as what is to come, and when its holder last asked."""
+@dataclass(frozen=True)
+class Held:
+    """Room that is taken, until the bytes in it are freed."""
 
     size_bytes: int
-    asked_at: float
+    is_newcomer: bool
 
 
 class Uploads:
@@ -70,19 +80,20 @@ class Uploads:
         self.capacity_bytes = capacity_bytes
         self.part_size_bytes = part_size_bytes
         self.by_key: dict[ContributionKey, Upload] = {}  # parts are taken for these
-        self._held: dict[ContributionKey, int] = {}  # bytes of room per key, until the bytes are freed
-        self._queue: dict[ContributionKey, Waiting] = {}  # a dict keeps the order of arrival
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(self._held.values())
+        self.held_bytes = 0
+        self._newcomers_bytes = 0  # of these
+        self._held: dict[ContributionKey, Held] = {}
+        self._turns = Turns()
+        self._has_regulars = False  # has a worker asked of which something was accepted?
+        self._to_ask: list[ContributionKey] = []
+        self._looked_at = 0.0  # for turns that have lapsed
 
     @property
     def queued(self) -> int:
-        return len(self._queue)
+        return len(self._turns)
 
     def is_open(self, key: ContributionKey) -> bool:
-        return key in self.by_key or key in self._queue
+        return key in self.by_key or self._turns.find(key) is not None
 
     def of(self, worker_id: str | None = None, fragment: int | None = None) -> list[Upload]:
         """Those of this worker, for this fragment. None = of any."""
@@ -92,47 +103,104 @@ class Uploads:
             if worker_id in (None, key.worker_id) and fragment in (None, key.fragment)
         ]
 
-    def request(self, offer: Offer, now: float) -> Upload | None:
+    def request(self, offer: Offer, now: float, *, is_newcomer: bool = False) -> Upload | None:
         """Room for this offer, or None: it stands in the queue."""
-        key, ahead_bytes = offer.key, 0
-        if self._queue:
-            for other, waiting in list(self._queue.items()):
-                if now - waiting.asked_at > QUEUE_PATIENCE_S:
-                    del self._queue[other]
-            if key not in self._queue:
-                self.unqueue(key.worker_id, key.fragment)  # an older sequence of its own does not stand before it
-            ahead_bytes = self._ahead_bytes(key)
-        # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
-        is_alone = not self._held and not ahead_bytes
-        if not is_alone and self.held_bytes + ahead_bytes + offer.size_bytes > self.capacity_bytes:
-            self._queue[key] = Waiting(offer.size_bytes, now)
-            return None
-        self._queue.pop(key, None)
-        upload = Upload(offer, self.part_size_bytes, heard_at=now)
-        self.by_key[key] = upload
-        self._held[key] = offer.size_bytes
+        key = offer.key
+        self._has_regulars = self._has_regulars or not is_newcomer
+        place = self._turns.find(key)
+        if place is not None:
+            place.asked_at = now
+        elif key not in self.by_key:
+            self.unqueue(key.worker_id, key.fragment)  # an older sequence of its own does not stand before it
+            self._turns.join(offer, now, is_newcomer=is_newcomer)
+        self.call_up(now)
+        upload = self.by_key.get(key)
+        if upload is not None:
+            upload.heard_at, upload.is_told = now, True
+            if key in self._to_ask:  # it is answered now
+                self._to_ask.remove(key)
         return upload
 
-    def standing_still(self, now: float) -> list[Upload]:
-        """Uploads that hold room which others could use, and of which nothing arrives."""
-        return [u for u in self.by_key.values() if not u.under_way and now - u.heard_at > ROOM_PATIENCE_S]
+    def call_up(self, now: float) -> None:
+        """Give room to those that wait, in their order, as far as it goes."""
+        while (place := self._next(now)) is not None:
+            self._turns.leave(place)
+            key = place.offer.key
+            self.by_key[key] = Upload(place.offer, self.part_size_bytes, granted_at=now, heard_at=place.asked_at)
+            self._held[key] = held = Held(place.offer.size_bytes, place.is_newcomer)
+            self.held_bytes += held.size_bytes
+            self._newcomers_bytes += held.size_bytes * held.is_newcomer
+            self._to_ask.append(key)
+
+    def take_to_ask(self) -> list[ContributionKey]:
+        """Whose turn has come, or whose place is lost: they may ask again, and are told."""
+        keys, self._to_ask = self._to_ask, []
+        return keys
+
+    def wait_s(self, key: ContributionKey, now: float) -> float:
+        """When who waits is to ask again."""
+        place = self._turns.find(key)
+        assert place is not None
+        return self._turns.wait_s(place, now, is_near=self.is_near(key))
+
+    def take_lapsed(self, now: float) -> list[Upload]:
+        """Uploads that hold room which others could use: of which nothing arrives, or too little, or whose worker does
+        not come. Looked for once a second."""
+        if not self.queued or now - self._looked_at < 1.0:
+            return []
+        self._looked_at = now
+        return [upload for upload in self.by_key.values() if _has_lapsed(upload, now)]
 
     def drop(self, key: ContributionKey) -> None:
         """It will never be accepted, or its bytes are gone from memory."""
         self.by_key.pop(key, None)
-        self._held.pop(key, None)
+        held = self._held.pop(key, None)
+        if held is not None:
+            self.held_bytes -= held.size_bytes
+            self._newcomers_bytes -= held.size_bytes * held.is_newcomer
+
+    def waiting(self, fragment: int) -> list[Offer]:
+        """Those in the queue, of any worker."""
+        return [place.offer for place in self._turns.of(fragment=fragment)]
 
     def unqueue(self, worker_id: str, fragment: int | None = None) -> None:
         """Nothing of this worker (for this fragment) waits any more."""
-        for key in [k for k in self._queue if k.worker_id == worker_id and fragment in (None, k.fragment)]:
-            del self._queue[key]
+        for place in self._turns.of(worker_id, fragment):
+            self._turns.leave(place)
+            self._to_ask.append(place.offer.key)
 
     def is_near(self, key: ContributionKey) -> bool:
         """Will its turn come as soon as what is being sent now has gone?"""
-        waiting = self._queue.get(key)
-        return waiting is not None and self._ahead_bytes(key) + waiting.size_bytes <= self.capacity_bytes
+        place = self._turns.find(key)
+        return place is not None and self._turns.ahead_bytes(place) + place.offer.size_bytes <= self.capacity_bytes
 
-    def _ahead_bytes(self, key: ContributionKey) -> int:
-        """The room that those before it in the queue will need."""
-        ahead = takewhile(lambda item: item[0] != key, self._queue.items())
-        return sum(waiting.size_bytes for _, waiting in ahead)
+    def _next(self, now: float) -> Place | None:
+        """Who gets room now; None = nobody, or there is none for the one whose turn it is."""
+        regular, newcomer = self._first(now, is_newcomer=False), self._first(now, is_newcomer=True)
+        if newcomer is not None and self._has_regulars and self._newcomers_bytes:
+            most_bytes = self.capacity_bytes // NEWCOMERS_SHARE
+            if self._newcomers_bytes + newcomer.offer.size_bytes > most_bytes:
+                newcomer = None
+        first = min(filter(None, (regular, newcomer)), key=lambda place: place.number, default=None)
+        # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
+        if first is None or (self._held and self.held_bytes + first.offer.size_bytes > self.capacity_bytes):
+            return None
+        return first
+
+    def _first(self, now: float, *, is_newcomer: bool) -> Place | None:
+        """Of those that still ask."""
+        while (place := self._turns.first(is_newcomer=is_newcomer)) is not None:
+            if now - place.asked_at <= QUEUE_PATIENCE_S:
+                return place
+            self._turns.leave(place)
+            self._to_ask.append(place.offer.key)
+        return None
+
+
+def _has_lapsed(upload: Upload, now: float) -> bool:
+    silent_s, since_s = now - upload.heard_at, now - upload.granted_at
+    if not upload.is_told:
+        return silent_s > QUEUE_PATIENCE_S
+    if not upload.under_way and silent_s > ROOM_PATIENCE_S:
+        return True
+    return since_s > TURN_S + upload.offer.size_bytes / LEAST_BYTES_PER_S

@@ -520,8 +520,8 @@ class Exchange:
         return self.outcome is not None or self.failure is not None
 
     def silent_s(self, now: float) -> float:
-        """For how long an answer is overdue. (A poll may take the time it was given.)"""
-        allowed_s = self._patience.poll_wait_s if self.step is Step.POLL else 0.0
+        """For how long an answer is overdue. (A poll and an offer may take the time they were given.)"""
+        allowed_s = self._patience.poll_wait_s if self.step in (Step.POLL, Step.OFFER) else 0.0
         return max(now - self._last_answer_at - allowed_s, 0.0)
 
     # --- what to send ---------------------------------------------------------------------------------------------
@@ -593,12 +593,16 @@ class Exchange:
         first: the server has it, unless it was restarted."""
         offer = self.outbox.offer(self._session.joined.incarnation)
         if offer.data is not UNSET:
-            return offer  # its facts are lists, and do not fit into the line of a request that has bytes
+            return self._held_open(offer)  # its facts are lists, and fit into no line of a request that has bytes
         is_small = offer.size_bytes <= min(MOST_CARRIED_BYTES, self._session.joined.plan.part_size_bytes)
         if self._asks_first or not is_small or sending is self.outbox.earlier:
-            return offer
+            return self._held_open(offer)
         part_hash = sending.part_hashes.get(0)
         return None if part_hash is None else CompleteOffer(**asdict(offer), hash=part_hash)
+
+    def _held_open(self, offer: Offer) -> Offer:
+        """Where there is no room, its answer waits for our turn."""
+        return replace(offer, wait_s=self._patience.poll_wait_s)
 
     # --- what came back -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from outerstep.coordination.server.uploads import QUEUE_PATIENCE_S, ROOM_PATIENCE_S
+from outerstep.coordination.server.turns import QUEUE_PATIENCE_S
+from outerstep.coordination.server.uploads import LEAST_BYTES_PER_S, ROOM_PATIENCE_S, TURN_S
 from outerstep.errors import (
     MissingParts,
     StaleRound,
@@ -14,6 +15,8 @@ from unit.coordination.builders import (
     make_key,
 )
 from unit.coordination.speaking import CONTRIBUTING, Speak
+
+LARGE_BYTES = 32 << 20
 
 
 class TestDroppedUploads:
@@ -131,13 +134,31 @@ class TestPool:
         desk.contribute("a")
 
     def test_a_part_that_takes_hours_is_not_standing_still(self) -> None:
-        desk = Desk("ab", pool_bytes=SIZE_BYTES, heartbeat_timeout_s=0.0)
-        desk.offer("a")
+        desk = Desk("ab", pool_bytes=LARGE_BYTES, max_payload_bytes=LARGE_BYTES, heartbeat_timeout_s=0.0)
+        desk.offer("a", size_bytes=LARGE_BYTES)
         upload = desk.coordinator.uploads.by_key.get(make_key("a"))
         assert upload is not None
         upload.under_way = 1
         desk.now += 100 * ROOM_PATIENCE_S
         assert desk.offer("b").state == "wait"
+        assert LARGE_BYTES / LEAST_BYTES_PER_S > 100 * ROOM_PATIENCE_S
+
+    @pytest.mark.parametrize("under_way", [0, 1])
+    def test_who_sends_less_than_the_least_rate_loses_its_room_to_who_waits_and_to_nobody_else(
+        self, under_way: int
+    ) -> None:
+        desk = Desk("ab", pool_bytes=SIZE_BYTES, heartbeat_timeout_s=0.0)
+        desk.offer("a")
+        upload = desk.coordinator.uploads.by_key[make_key("a")]
+        upload.under_way = under_way
+        for _ in range(20):  # a byte a minute, so to say
+            desk.now += TURN_S / 10
+            upload.heard_at = desk.now
+            desk.later(0.0)
+        assert make_key("a") in desk.coordinator.uploads.by_key, "nobody waits"
+        desk.offer("b")
+        assert desk.dropped == [make_key("a")]
+        assert desk.offer("b").state == "send"
 
     def test_accepted_bytes_hold_their_room_until_the_driver_has_freed_them(self) -> None:
         desk = Desk("ab", pool_bytes=SIZE_BYTES, prompt=False)

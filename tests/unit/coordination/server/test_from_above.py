@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outerstep.coordination.server.coordinator import ASK_AGAIN_SOON_S
 from outerstep.coordination.server.rounds import Fragment
+from outerstep.coordination.server.turns import ASK_AGAIN_SOON_S
 from outerstep.errors import StaleRound, TooOld
 from outerstep.types import MOST_FROM_ABOVE
 from unit.coordination.builders import Desk, make_agreement

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outerstep.coordination.server.commits import Commits
-from outerstep.coordination.server.coordinator import ASK_AGAIN_S, ASK_AGAIN_SOON_S, Coordinator
+from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.rounds import RoundRules
+from outerstep.coordination.server.turns import ASK_AGAIN_S, ASK_AGAIN_SOON_S
 from outerstep.errors import BadRequest, MissingParts, NotFinite, Quarantined, Refused
 from outerstep.types import PROTOCOL_VERSION, Control, Wishes
 from unit.coordination.builders import RUN, SIZE_BYTES, TIMEOUT_S, Desk, make_key

@@ -2,7 +2,8 @@
 
 import pytest
 
-from outerstep.coordination.server.uploads import QUEUE_PATIENCE_S, Upload, Uploads
+from outerstep.coordination.server.turns import QUEUE_PATIENCE_S
+from outerstep.coordination.server.uploads import Upload, Uploads
 from outerstep.digest import payload_hash
 from outerstep.errors import BadRequest, MissingParts
 from outerstep.types import Offer

@@ -34,7 +34,7 @@ from unit.coordination.builders import (
     make_join,
     make_offer,
 )
-from unit.coordination.talk import ACCEPTED, LOST, STORED, Talk, agreed, joined, nothing_yet, send
+from unit.coordination.talk import ACCEPTED, LOST, STORED, WAIT_S, Talk, agreed, joined, nothing_yet, send
 
 
 class TestClaim:
@@ -66,7 +66,7 @@ class TestHappyPath:
         talk = Talk()
         head = {"run_id": RUN, "worker_id": "a", "incarnation": 1}
         of = {**head, "fragment": 0, "sequence": 1}
-        assert talk.say(send(0, 1)) == make_offer("a")
+        assert talk.say(send(0, 1)) == make_offer("a", wait_s=WAIT_S)
         for part in range(2):
             assert talk.say(STORED) == PutPart(**of, part=part, hash=talk.hashes[part])
         assert talk.say(ACCEPTED) == Commit(**of, payload_hash=payload_hash(talk.hashes))
@@ -85,7 +85,7 @@ class TestHappyPath:
         talk = Talk(is_joined=False)
         assert talk.say(joined(incarnation=3)) == make_join("a")
         offered = talk.say(send(0, 1))
-        assert offered == make_offer("a", incarnation=3)
+        assert offered == make_offer("a", incarnation=3, wait_s=WAIT_S)
         assert talk.session.joined.incarnation == 3
 
     def test_without_a_contribution_it_fetches_what_there_is(self) -> None:

@@ -40,7 +40,7 @@ from unit.coordination.builders import (
     make_key,
     make_offer,
 )
-from unit.coordination.talk import ACCEPTED, STORED, Talk, agreed, joined, nothing_yet, send
+from unit.coordination.talk import ACCEPTED, STORED, WAIT_S, Talk, agreed, joined, nothing_yet, send
 
 
 class TestOtherCodec:
@@ -87,7 +87,7 @@ class TestMissedRounds:
         talk = Talk()
         talk.say(StaleRound("the round closed"))
         talk.say(nothing_yet(last_sequence=0))
-        assert talk.say(send(0, 1)) == make_offer("a")
+        assert talk.say(send(0, 1)) == make_offer("a", wait_s=WAIT_S)
         talk.say(STORED, STORED, ACCEPTED)
         talk.say(agreed())
         talk.hand_over(make_agreement(1))
@@ -221,7 +221,7 @@ class TestAServerThatWentBack:
         talk = Talk().brought_to(Step.POLL)
         talk.session.answer = joined(incarnation=1000)
         talk.say(agreed(4, last_sequence=1))
-        assert talk.say(OfferAnswer(state="accepted", version=4)) == make_offer("a", incarnation=1000)
+        assert talk.say(OfferAnswer(state="accepted", version=4)) == make_offer("a", incarnation=1000, wait_s=WAIT_S)
         assert isinstance(talk.say(Conflict("other bytes")), Commit)
         talk.say(agreed(4, last_sequence=1))
         talk.hand_over(make_agreement(4))
@@ -240,7 +240,7 @@ class TestAServerThatWentBack:
         talk = Talk()
         talk.say(Fenced("incarnation 1000"))
         assert isinstance(talk.say(joined(incarnation=1000)), Join)
-        assert talk.say(send(0, 1)) == make_offer("a", incarnation=1000)
+        assert talk.say(send(0, 1)) == make_offer("a", incarnation=1000, wait_s=WAIT_S)
 
     def test_who_is_fenced_for_good_gives_up(self) -> None:
         talk = Talk()
@@ -255,7 +255,7 @@ class TestUnknownWorker:
         talk.say(UnknownWorker("declared dead"))
         assert talk.say(joined(incarnation=2)) == replace(make_join("a"), run_id=RUN)
         offered = talk.say(send(0, 1))
-        assert offered == make_offer("a", incarnation=2)
+        assert offered == make_offer("a", incarnation=2, wait_s=WAIT_S)
         part = talk.say(STORED)
         assert isinstance(part, PutPart)
         assert part.incarnation == 2
@@ -286,7 +286,7 @@ class TestForgetfulServer:
     def test_accepted_and_then_forgotten_is_offered_again_under_the_same_key(self) -> None:
         talk = Talk().brought_to(Step.POLL)
         talk.say(nothing_yet(last_sequence=0))
-        assert talk.say(send(0, 1)) == make_offer("a")
+        assert talk.say(send(0, 1)) == make_offer("a", wait_s=WAIT_S)
 
     def test_even_if_there_is_a_newer_agreement(self) -> None:
         talk = Talk().brought_to(Step.POLL)
@@ -310,7 +310,7 @@ class TestForgetfulServer:
         talk = Talk().brought_to(step)
         talk.say(MissingParts("not on offer"))
         assert talk.waits_s > 0
-        assert talk.say(send(1)) == make_offer("a")
+        assert talk.say(send(1)) == make_offer("a", wait_s=WAIT_S)
         part = talk.say(STORED)
         assert isinstance(part, PutPart)
         assert part.part == 1

@@ -190,12 +190,13 @@ class TestOnlyFetching:
 
 
 class TestOverdue:
-    def test_a_poll_may_take_the_time_it_was_given_and_nothing_else_may(self) -> None:
-        talk = Talk(poll_wait_s=5.0)
-        asked_at = talk.now
-        assert [talk.exchange.silent_s(asked_at + passed) for passed in (0.0, 4.0)] == [0.0, 4.0]
-        talk.brought_to(Step.POLL)
-        assert [talk.exchange.silent_s(talk.now + passed) for passed in (0.0, 4.0, 5.0, 7.5)] == [0.0, 0.0, 0.0, 2.5]
+    def test_an_offer_and_a_poll_may_take_the_time_they_were_given_and_nothing_else_may(self) -> None:
+        for step in (Step.OFFER, Step.POLL):
+            talk = Talk(poll_wait_s=5.0).brought_to(step)
+            overdue = [talk.exchange.silent_s(talk.now + passed) for passed in (0.0, 4.0, 5.0, 7.5)]
+            assert overdue == [0.0, 0.0, 0.0, 2.5]
+        talk = Talk(poll_wait_s=5.0).brought_to(Step.SEND)
+        assert [talk.exchange.silent_s(talk.now + passed) for passed in (0.0, 4.0)] == [0.0, 4.0]
 
 
 class TestPauses:
