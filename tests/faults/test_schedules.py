@@ -54,7 +54,7 @@ KINDS = {"crash", "pause", "replace", "cut", "cut_up", "cut_down", "bad_weather"
 KINDS |= {"kick", "drain", "sync", "new_plan", "load", "deferred", "late", "resumed", "overtaken"}
 KINDS |= {"server_crash", "power_cut", "died_writing", "disk_full", "disk_error", "held_back", "disk_failed"}
 KINDS |= {"checkpoint", "survived", "damaged_checkpoint", "liar_voices", "liar_refused", "from_above"}
-KINDS |= {"earlier_codec", "kept_for_record"}
+KINDS |= {"earlier_codec", "kept_for_record", "held_offers"}
 MOVES = {"INIT to TRAINING", "TRAINING to IDLE", "IDLE to REJOIN", "REJOIN to TRAINING", "TRAINING to DRAINING"}
 MOVES |= {"TRAINING to EXIT", "DRAINING to EXIT"}
 

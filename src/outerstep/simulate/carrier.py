@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..coordination.worker.exchange import Call, Exchange
 from ..errors import OuterstepError, TransportError
-from ..types import Answer, CompleteOffer, GetPartAnswer, PollAnswer, PutPart, Request
+from ..types import Answer, CompleteOffer, GetPartAnswer, Offer, PollAnswer, PutPart, Request
 from .agenda import Agenda
 from .history import History, StepName
 from .network import Network
@@ -77,7 +77,8 @@ class SimCarrier:
             part = call.request.part if isinstance(call.request, PutPart) else 0
             self._history.sent["up", call.request.key, part] += 1
         self._request(call.request, body, answered)
-        self._soon(CALL_TIMEOUT_S, timed_out)
+        wait_s = call.request.wait_s or 0.0 if isinstance(call.request, Offer) else 0.0
+        self._soon(CALL_TIMEOUT_S + wait_s, timed_out)
 
     def fire(self, request: Request, on_answer: Callable[[Answer | OuterstepError], None]) -> None:
         """Once: if nothing comes back, nothing comes back."""

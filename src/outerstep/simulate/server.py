@@ -27,7 +27,7 @@ from ..coordination.server.commits import (
     WriteRecord,
 )
 from ..coordination.server.coordinator import Coordinator
-from ..coordination.server.effects import Accumulate, DropUpload
+from ..coordination.server.effects import Accumulate, AskAgain, DropUpload
 from ..coordination.server.plan import settle
 from ..coordination.server.rounds import Fragment
 from ..coordination.server.uploads import Upload
@@ -179,6 +179,7 @@ class SimServer:
         self._sums: dict[tuple[int, int], Contents] = {}
         self._stepped: tuple[SimVersion, Contents] | None = None  # the step of the round that is being closed
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # answers, each for a record to be durable
+        self._turns: dict[ContributionKey, list[Callable[[], None]]] = {}  # offers whose answers wait
         self._is_busy = False
         self._newest = list(newest)
         self._hashes = {(made.fragment, made.version): made.anchor_hash for made in newest}
@@ -250,6 +251,9 @@ class SimServer:
             self._history.faults["forgotten_codec"] += is_forgotten
             answer = refusal
         self._flush()
+        if isinstance(request, Offer) and isinstance(answer, OfferAnswer) and answer.state == "wait" and request.wait_s:
+            self._hold(request, body, reply)
+            return
         if record <= self._commits.written:
             reply(answer)
             return
@@ -263,6 +267,20 @@ class SimServer:
 
         self._waiting.append((record, lambda: once(answer)))
         self._later(NOTE_WAIT_S, lambda: once(Busy("the disk does not take it", retry_after_s=1.0)))
+
+    def _hold(self, request: Offer, body: list[StepName], reply: Reply) -> None:
+        """The answer waits for the worker's turn, or for as long as it may."""
+        key, told = request.key, False
+        self._history.faults["held_offers"] += 1
+
+        def ask_again() -> None:
+            nonlocal told
+            if not told:
+                told = True
+                self.handle(replace(request, wait_s=UNSET), body, reply)
+
+        self._turns.setdefault(key, []).append(ask_again)
+        self._later(request.wait_s or 0.0, ask_again)
 
     def _take_complete(self, request: CompleteOffer, body: list[StepName], *, damaged: bool) -> CompleteOfferAnswer:
         def offer(message: Offer) -> OfferAnswer:
@@ -320,6 +338,9 @@ class SimServer:
         for effect in self._commits.take_effects():
             if isinstance(effect, DropUpload):
                 self._bodies.pop(effect.key, None)
+            elif isinstance(effect, AskAgain):
+                for ask_again in self._turns.pop(effect.key, []):
+                    self._later(0.0, ask_again)
             elif isinstance(effect, Event):
                 self._heard(effect)
         self._work()
@@ -387,6 +408,7 @@ class SimServer:
             case AddContributions():
                 self._sums.setdefault((task.fragment, task.version), []).extend(map(self._contents, task.accepted))
                 self._free(task.freed)
+                self._flush()  # those whose turn it is now
             case TakeStep():
                 self._step(task)
             case WriteRecord():
