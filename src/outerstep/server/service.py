@@ -448,14 +448,18 @@ class ParameterService:
 
     def offer(self, request: Offer, shown: Presented = FROM_HERE) -> OfferAnswer:
         """While there is no room the answer waits for the worker's turn, if the worker has said for how long it may."""
-        until = self.clock() + min(request.wait_s or 0.0, LONGEST_POLL_S)
+        began_at = self.clock()
+        until = began_at + min(request.wait_s or 0.0, LONGEST_POLL_S)
         while True:
             with self.changed:
                 answer = self.answer(request, shown)
                 assert isinstance(answer, OfferAnswer)
-                left_s = until - self.clock()
-                if answer.state != "wait" or left_s <= 0.0 or self._closing:
+                now = self.clock()
+                left_s = until - now
+                if answer.state != "wait" or self._closing:
                     return answer
+                if left_s <= 0.0:  # it has waited here
+                    return replace(answer, retry_after_s=max(answer.retry_after_s - (now - began_at), 0.0))
                 turn = self._turns.setdefault(request.key, threading.Event())
             turn.wait(left_s)
             with self.changed:
