@@ -257,12 +257,11 @@ def test_the_status_is_answered_while_everybody_else_waits_for_a_turn(server: Di
     assert server._http is not None
     server._http._limits = dataclasses.replace(server._http._limits, few_connections=0)
     client, payload, _ = begun_upload(server)
-    answer = server.service.answer
+    answer = server.service.offer
 
-    def hold(request: Request, shown: Presented) -> Answer:
-        if isinstance(request, Offer):
-            inside.release()
-            assert let_go.wait(20)
+    def hold(request: Offer, shown: Presented) -> Answer:
+        inside.release()
+        assert let_go.wait(20)
         return answer(request, shown)
 
     intercept(server.service, answer, hold)

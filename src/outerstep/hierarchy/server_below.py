@@ -153,7 +153,7 @@ class ServerBelow:
     def release(self) -> None:
         with self._service.changed:
             self._service.coordinator.withheld_until = 0.0
-            self._service.changed.notify_all()
+            self._service.wake_polls()
 
     def name_leader(self, name: str) -> None:
         """The server leads: its workers do not know of the layer above."""

@@ -230,6 +230,7 @@ class ParameterService:
         self.writer = RunWriter(self.run, self.events, folder)
         lock = threading.RLock()  # guards the coordinator and everything below
         self.changed = threading.Condition(lock)
+        self._news = 0  # how often there was something that polls wait for
         self._turns: dict[ContributionKey, threading.Event] = {}  # of offers whose answer waits
         self.intake = Intake(
             config,
@@ -298,9 +299,14 @@ class ParameterService:
             self._closing = True
             self._release()
 
+    def wake_polls(self) -> None:
+        """With the lock held: there is something that polls wait for."""
+        self._news += 1
+        self.changed.notify_all()
+
     def _release(self) -> None:
         """With the lock held: let everybody that waits look again."""
-        self.changed.notify_all()
+        self.wake_polls()
         for turn in self._turns.values():
             turn.set()
         self._turns.clear()
@@ -336,14 +342,19 @@ class ParameterService:
             place_of(Leave): MessageRoute(Leave, self.answer, is_quick=True, admit=self.admit, sees_caller=True),
             place_of(Lease): MessageRoute(Lease, self.answer, admit=self.admit, sees_caller=True),
             place_of(Offer): MessageRoute(
-                Offer, self.offer, decode=self._decode_offer, admit=self.admit, sees_caller=True
+                Offer,
+                self.offer,
+                waits_away=True,
+                decode=self._decode_offer,
+                admit=self.admit,
+                sees_caller=True,
             ),
             place_of(CompleteOffer): UploadRoute(
                 CompleteOffer, self.take_complete, admit=self.admit, most_bytes=MOST_CARRIED_BYTES, sees_caller=True
             ),
             place_of(PutPart): UploadRoute(PutPart, self.put_part, admit=self.admit),
             place_of(Commit): MessageRoute(Commit, self.answer, admit=self.admit, sees_caller=True),
-            place_of(Poll): MessageRoute(Poll, self.poll, admit=self.admit, sees_caller=True),
+            place_of(Poll): MessageRoute(Poll, self.poll, waits_away=True, admit=self.admit, sees_caller=True),
             place_of(GetPart): DownloadRoute(GetPart, self.get_part, admit=self.admit),
             place_of(Control): MessageRoute(Control, self.answer, speaker=None, is_order=True, sees_caller=True),
             ("GET", METRICS_PATH): PlainRoute(self.metrics, reads=True),
@@ -404,7 +415,7 @@ class ParameterService:
                 case Commit():
                     return self._commit(request)
                 case Poll():
-                    return self._poll(request)
+                    return self._poll(request, shown)
                 case Control():
                     who, where = shown.caller.name, shown.address
                     self.events(ControlReceived(request.kind, request.worker_id, request.reason, who, where))
@@ -461,7 +472,8 @@ class ParameterService:
                 if left_s <= 0.0:  # it has waited here
                     return replace(answer, retry_after_s=max(answer.retry_after_s - (now - began_at), 0.0))
                 turn = self._turns.setdefault(request.key, threading.Event())
-            turn.wait(left_s)
+            with shown.away():
+                turn.wait(left_s)
             with self.changed:
                 if self._turns.get(request.key) is turn:  # it has not come
                     del self._turns[request.key]
@@ -715,15 +727,15 @@ class ParameterService:
         if self.coordinator.wakes_sooner:  # nobody looks at every worker for each message
             self.monitor.nudge()
         if any(map(is_news, effects)):
-            self.changed.notify_all()
+            self.wake_polls()
 
-    def _poll(self, request: Poll) -> PollAnswer:
+    def _poll(self, request: Poll, shown: Presented) -> PollAnswer:
         """With an agreement goes what leads to it, from what the asker holds; a group is told the hash of each
         section's rows too. That may read the whole fragment, so it is done outside of the lock; if another version
         took the place of this one meanwhile, the answer is about that."""
         until = self.clock() + min(request.wait_s, LONGEST_POLL_S)
         while True:
-            answer = self._wait_for_news(request, until)
+            answer = self._wait_for_news(request, until, shown)
             if answer.agreement is None:
                 return answer
             self._check_health()
@@ -736,18 +748,21 @@ class ParameterService:
                 told = replace(answer.agreement, anchor_hash=anchor_hash, payloads=payloads, range_hashes=hashes)
                 return replace(answer, agreement=told)
 
-    def _wait_for_news(self, request: Poll, until: float) -> PollAnswer:
+    def _wait_for_news(self, request: Poll, until: float, shown: Presented) -> PollAnswer:
         """Answer when there is something new to say, or when it is time."""
-        with self.changed:
-            while True:
-                now = self.clock()
+        while True:
+            with self.changed:
+                now, news = self.clock(), self._news
                 answer = self.coordinator.poll(request, now)
                 if answer.agreement is not None or answer.wanted or self.failure or self._closing or self._ended:
                     return answer
                 if now >= until:
                     waiting_for = self.trouble[:256] or answer.waiting_for
                     return replace(answer, retry_after_s=0.0, waiting_for=waiting_for)  # it has waited here
-                self.changed.wait(until - now)
+            # Who wakes up takes its turn again when it has let go of the lock: those that have a turn may want that.
+            with shown.away(), self.changed:
+                if self._news == news:
+                    self.changed.wait(until - now)
 
     def _commit(self, request: Commit) -> CommitAnswer:
         with self.changed:

@@ -41,6 +41,11 @@ class HttpBody:
         self.expects_continue = expects_continue
 
     @property
+    def is_here(self) -> bool:
+        """Has all of it come with the head?"""
+        return self.left <= len(self.beyond) and not self.expects_continue
+
+    @property
     def peer(self) -> str:
         """The address of the machine that sends."""
         return peer_of(self._sock)

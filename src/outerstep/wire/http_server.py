@@ -69,7 +69,7 @@ from .routes import (
     admit,
     no_route,
 )
-from .sockets import Channel, has_all, peer_of, probe_often, shut
+from .sockets import Channel, Places, has_all, peer_of, probe_often, shut
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class HttpServer:
         self._connections = Connections(limits, time.monotonic)
         self._pace = Pace(self._connections, limits, time.monotonic)
         self._one_large = threading.Lock()
-        self._places = threading.BoundedSemaphore(max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1)))
+        self._places = Places(max(LEAST_AT_WORK, 2 * (os.cpu_count() or 1)))
         self._stopping = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -260,18 +260,22 @@ class HttpServer:
         connection.request, connection.idle_since = connection.request + 1, None
         in_turns = len(self._connections.open) > self._limits.few_connections and not carry.startswith(LOOKING)
         channel = Channel(connection, self._places if in_turns else None, self._limits.stall_s)
+        request: HttpRequest | None = None
         try:
             with channel.turn:
-                request = read_request(http, channel, carry, self._connections)
-        except h11.RemoteProtocolError as error:
-            self._connections.refusals.note(connection.address)
-            self._send(channel, http, self._refuse_head(error, peer_of(channel.sock)), close=True)
-            _linger(channel)
-            return None
-        connection.is_served, body = True, request.body
-        try:
-            with channel.turn:
-                reply = self._reply(request, channel)
+                try:
+                    request = read_request(http, channel, carry, self._connections)
+                except h11.RemoteProtocolError as error:
+                    reply = self._refuse_head(error, peer_of(channel.sock))
+                else:
+                    connection.is_served = True
+                    reply = self._reply(request, channel)
+            if request is None:
+                self._connections.refusals.note(connection.address)
+                self._send(channel, http, reply, close=True)
+                _linger(channel)
+                return None
+            body = request.body
             if reply.hand_over is not None:
                 connection.is_handed_over = True
                 reply.hand_over(connection.sock)
@@ -298,7 +302,8 @@ class HttpServer:
             log.debug("connection ended: %s", error)
             return None
         finally:
-            body.release()
+            if request is not None:
+                request.body.release()
             connection.is_served = False
             connection.idle_since = time.monotonic()
 
@@ -386,7 +391,7 @@ class HttpServer:
         match route:
             case MessageRoute():
                 body.check_size(route.most_bytes, f"the body of {path}")
-                with channel.away():
+                with contextlib.nullcontext() if body.is_here else channel.away():
                     data = body.read()
                 with self._one_large if len(data) > MAX_JSON_BYTES else contextlib.nullcontext():
                     # Of a large one, decoding takes many times its size for a moment.
@@ -395,7 +400,8 @@ class HttpServer:
                 admit(route, message, shown, request.protocol)
                 request.is_with_service = True
                 given = (message, shown) if route.sees_caller else (message,)
-                with contextlib.nullcontext() if route.is_quick else channel.away():
+                shown.away = channel.away
+                with contextlib.nullcontext() if route.is_quick or route.waits_away else channel.away():
                     answer = route.handler(*given)
                 if not route.is_quick:
                     self._guard.admit(headers)  # it may have been revoked while this one waited

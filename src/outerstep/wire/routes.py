@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
 @dataclass(slots=True)  # one per request: a frozen one takes three times as long to make
 class Presented:
     """What a request shows beside its message: whose token it has, the secret of a session ("" = none), where it comes
-    from ("" = this process), and the token itself."""
+    from ("" = this process), and the token itself. `away`: to wait in, without the turn to work that it has."""
 
     caller: Caller
     session: str = field(default="", repr=False)
     address: str = ""
     token: str = field(default="", repr=False)
+    away: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 Admit = Callable[[Any, Presented], None]
@@ -92,10 +94,10 @@ class Carrying:
 @dataclass(frozen=True)
 class MessageRoute:
     """A message of this `kind` as JSON; the handler returns the answer, one that is `Carrying` bytes, or a whole Reply.
-    `speaker`: the field that
-    says for whom it speaks, which the sender's token must allow; `admit`: whatever else it must show for that.
-    `is_order`: for operators only. `is_quick`: it is answered without waiting for anything. `decode`: in place of plain
-    strict JSON. `sees_caller`: the handler is also given what the request shows."""
+    `speaker`: the field that says for whom it speaks, which the sender's token must allow; `admit`: whatever else it
+    must show for that. `is_order`: for operators only. `is_quick`: it is answered without waiting for anything;
+    `waits_away`: its handler is away (`Presented.away`) while it waits. `decode`: in place of plain strict JSON.
+    `sees_caller`: the handler is also given what the request shows."""
 
     kind: type[Any]
     handler: Callable[..., object]
@@ -103,6 +105,7 @@ class MessageRoute:
     most_bytes: int = MAX_JSON_BYTES
     is_order: bool = False
     is_quick: bool = False
+    waits_away: bool = False
     decode: Callable[[bytes | bytearray], Any] | None = None
     admit: Admit | None = None
     sees_caller: bool = False

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import queue
 import select
 import socket
 import ssl
 import struct
 import termios
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, TypeVar
@@ -35,6 +36,7 @@ from typing import Final, TypeVar
 from .connections import Connection
 
 BURST_BYTES = 1 << 20
+LARGE_BYTES = 64 << 10
 SLICE_BYTES = 4 << 20
 KEEPALIVE_PROBES = 3
 INFO_BYTES, BYTES_ACKED = 136, 120  # of struct tcp_info: u64 bytes_acked, u64 bytes_received
@@ -99,12 +101,33 @@ def moved_bytes(sock: socket.socket) -> int | None:
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
+class Places:
+    """So many may work at a time. A queue in C of what lets one in: to take and to give it back is one call each, in
+    which no other thread can be interrupted while it holds a lock, as in a semaphore of Python's."""
+
+    def __init__(self, many: int) -> None:
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(many):
+            self._free.put(None)
+        self.acquire, self.release = self._free.get, functools.partial(self._free.put, None)
+
+    @property
+    def free(self) -> int:
+        return self._free.qsize()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class Channel:
     """A connection's socket, plain or TLS. It moves bytes in turns, and waits without one for at most `timeout_s` of
     silence, which is a TimeoutError. `places`: how many may work at a time, shared by all. None = this one goes first
     and needs no turn: it blocks, for as long at most. While it waits for the peer, the connection says so."""
 
-    def __init__(self, connection: Connection, places: threading.Semaphore | None, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, places: Places | None, timeout_s: float) -> None:
         self.connection = connection
         self.sock = connection.sock
         self._places, self._blocks = places, places is None
@@ -154,13 +177,19 @@ class Channel:
             self.connection.waits = ""
 
     def receive_into(self, view: memoryview) -> int:
+        """At least a byte. Much is waited for in the kernel, which wants no turn and no interpreter until it is
+        there."""
+        if not self._blocks and len(view) < LARGE_BYTES:
+            return self._when_possible(lambda: self.sock.recv_into(view), select.POLLIN)
         if not self._blocks:
-            return self._when_possible(lambda: self.sock.recv_into(view[:BURST_BYTES]), select.POLLIN)
+            block(self.sock, self.timeout_s)
         self.connection.waits = "in"
         try:
             return receive_into(self.sock, view)
         finally:
             self.connection.waits = ""
+            if not self._blocks:
+                self.sock.setblocking(False)
 
     def send(self, data: bytes | memoryview) -> None:
         """All of it."""

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import pytest
 
 from outerstep.wire.connections import Connection
-from outerstep.wire.sockets import BURST_BYTES, Channel
+from outerstep.wire.sockets import BURST_BYTES, LARGE_BYTES, Channel, Places
 from support import wait_until
 
 PATIENT_S = 60.0
 
 
 @pytest.fixture
-def places() -> threading.BoundedSemaphore:
-    return threading.BoundedSemaphore(1)
+def places() -> Places:
+    return Places(1)
 
 
 @pytest.fixture
@@ -28,15 +28,12 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield here, there
 
 
-def channel_to(sock: socket.socket, places: threading.Semaphore | None, timeout_s: float) -> Channel:
+def channel_to(sock: socket.socket, places: Places | None, timeout_s: float) -> Channel:
     return Channel(Connection(sock, "here", since=0.0), places, timeout_s)
 
 
-def is_free(places: threading.Semaphore) -> bool:
-    taken = places.acquire(blocking=False)
-    if taken:
-        places.release()
-    return taken
+def is_free(places: Places) -> bool:
+    return places.free == 1
 
 
 def asleep(thread: threading.Thread) -> bool:
@@ -50,14 +47,14 @@ def asleep(thread: threading.Thread) -> bool:
 
 class TestTurn:
     def test_a_channel_that_works_holds_a_place(
-        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+        self, places: Places, ends: tuple[socket.socket, socket.socket]
     ) -> None:
         with channel_to(ends[0], places, PATIENT_S).turn:
             assert not is_free(places)
         assert is_free(places)
 
     def test_a_channel_that_is_away_holds_none_and_comes_back_to_one(
-        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+        self, places: Places, ends: tuple[socket.socket, socket.socket]
     ) -> None:
         channel = channel_to(ends[0], places, PATIENT_S)
         with channel.turn:
@@ -66,7 +63,7 @@ class TestTurn:
             assert not is_free(places)
 
     def test_a_place_is_given_back_whatever_goes_wrong(
-        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+        self, places: Places, ends: tuple[socket.socket, socket.socket]
     ) -> None:
         channel = channel_to(ends[0], places, PATIENT_S)
         with pytest.raises(ZeroDivisionError), channel.turn, channel.away():
@@ -74,7 +71,7 @@ class TestTurn:
         assert is_free(places)
 
     def test_a_channel_that_goes_first_needs_no_place(
-        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+        self, places: Places, ends: tuple[socket.socket, socket.socket]
     ) -> None:
         first = channel_to(ends[0], None, PATIENT_S)
         with places, first.turn, first.away():
@@ -82,9 +79,7 @@ class TestTurn:
 
 
 class TestChannel:
-    def test_bytes_arrive_as_they_were_sent(
-        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
-    ) -> None:
+    def test_bytes_arrive_as_they_were_sent(self, places: Places, ends: tuple[socket.socket, socket.socket]) -> None:
         here, there = (channel_to(end, places, PATIENT_S) for end in ends)
         sent = memoryview(bytes(range(256)) * (3 * BURST_BYTES // 256) + b"and a bit")
         sender = threading.Thread(target=here.send, args=(sent,), daemon=True)
@@ -97,7 +92,7 @@ class TestChannel:
         assert received == sent
 
     def test_a_silent_sender_keeps_nobody_from_working(
-        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+        self, places: Places, ends: tuple[socket.socket, socket.socket]
     ) -> None:
         line, got = channel_to(ends[0], places, PATIENT_S), bytearray(1)
         reader = threading.Thread(target=line.receive_into, args=(memoryview(got),), daemon=True)
@@ -108,8 +103,21 @@ class TestChannel:
         reader.join()
         assert got == b"x"
 
+    def test_what_is_large_is_read_without_a_turn_and_waits_no_longer_than_the_limit(
+        self, places: Places, ends: tuple[socket.socket, socket.socket]
+    ) -> None:
+        line, got = channel_to(ends[0], places, PATIENT_S), bytearray(2 * LARGE_BYTES)
+        with places:  # nobody else may work
+            ends[1].sendall(b"x" * LARGE_BYTES)
+            threading.Timer(0.05, ends[1].sendall, [b"y" * LARGE_BYTES]).start()
+            assert line.receive_into(memoryview(got)) == len(got)
+        assert bytes(got) == b"x" * LARGE_BYTES + b"y" * LARGE_BYTES
+        assert not ends[0].getblocking()
+        with pytest.raises(TimeoutError):
+            channel_to(ends[0], places, timeout_s=0.05).receive_into(memoryview(got))
+
     def test_a_receiver_that_does_not_read_keeps_nobody_from_working(
-        self, places: threading.BoundedSemaphore, ends: tuple[socket.socket, socket.socket]
+        self, places: Places, ends: tuple[socket.socket, socket.socket]
     ) -> None:
         line = channel_to(ends[0], places, PATIENT_S)
         sender = threading.Thread(target=line.send, args=(bytes(8 * BURST_BYTES),), daemon=True)
@@ -126,7 +134,7 @@ class TestChannel:
             channel_to(ends[0], None, timeout_s=0.01).receive(1)
 
     def test_silence_ends_in_a_timeout_for_who_takes_turns_too(
-        self, ends: tuple[socket.socket, socket.socket], places: threading.BoundedSemaphore
+        self, ends: tuple[socket.socket, socket.socket], places: Places
     ) -> None:
         with pytest.raises(TimeoutError, match="nothing for 0 s"):
             channel_to(ends[0], places, timeout_s=0.0).receive(1)

@@ -25,7 +25,7 @@ EARLY = 0.8  # of the time that it should take
 
 
 @dataclass
-class Place:
+class PlaceInLine:
     """`before_bytes`: of all that had ever stood in the queue when this one came, those that have left it included."""
 
     offer: Offer
@@ -39,7 +39,7 @@ class Place:
 class Turns:
     """The places, in the order of arrival."""
 
-    _lines: dict[bool, dict[tuple[str, int], Place]] = field(default_factory=lambda: {False: {}, True: {}})
+    _lines: dict[bool, dict[tuple[str, int], PlaceInLine]] = field(default_factory=lambda: {False: {}, True: {}})
     _began_at: float = 0.0  # when the queue was last empty
     _came_bytes: int = 0  # since then
     _gone_bytes: int = 0
@@ -48,14 +48,14 @@ class Turns:
     def __len__(self) -> int:
         return len(self._lines[False]) + len(self._lines[True])
 
-    def find(self, key: ContributionKey) -> Place | None:
+    def find(self, key: ContributionKey) -> PlaceInLine | None:
         for line in self._lines.values():
             place = line.get((key.worker_id, key.fragment))
             if place is not None and place.offer.sequence == key.sequence:
                 return place
         return None
 
-    def of(self, worker_id: str | None = None, fragment: int | None = None) -> list[Place]:
+    def of(self, worker_id: str | None = None, fragment: int | None = None) -> list[PlaceInLine]:
         """Those of this worker, for this fragment. None = of any."""
         if worker_id is not None and fragment is not None:
             found = (line.get((worker_id, fragment)) for line in self._lines.values())
@@ -71,22 +71,22 @@ class Turns:
         if not len(self):
             self._began_at, self._came_bytes, self._gone_bytes = now, 0, 0
         self._number += 1
-        place = Place(offer, is_newcomer, now, self._came_bytes, self._number)
+        place = PlaceInLine(offer, is_newcomer, now, self._came_bytes, self._number)
         self._lines[is_newcomer][offer.worker_id, offer.fragment] = place
         self._came_bytes += offer.size_bytes
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: PlaceInLine) -> None:
         del self._lines[place.is_newcomer][place.offer.worker_id, place.offer.fragment]
         self._gone_bytes += place.offer.size_bytes
 
-    def first(self, *, is_newcomer: bool) -> Place | None:
+    def first(self, *, is_newcomer: bool) -> PlaceInLine | None:
         return next(iter(self._lines[is_newcomer].values()), None)
 
-    def ahead_bytes(self, place: Place) -> int:
+    def ahead_bytes(self, place: PlaceInLine) -> int:
         """What still stands before it. (If some behind it have left, this is an estimate, and too small.)"""
         return max(place.before_bytes - self._gone_bytes, 0)
 
-    def wait_s(self, place: Place, now: float, *, is_near: bool) -> float:
+    def wait_s(self, place: PlaceInLine, now: float, *, is_near: bool) -> float:
         """When to ask again. `is_near`: its turn comes as soon as what is being sent now has gone."""
         if not self._gone_bytes or now <= self._began_at:
             return ASK_AGAIN_SOON_S if is_near else ASK_AGAIN_S

@@ -17,7 +17,7 @@ from dataclasses import InitVar, dataclass, field
 from ...digest import Parts, payload_hash
 from ...errors import BadRequest, MissingParts
 from ...types import ContributionKey, Offer
-from .turns import QUEUE_PATIENCE_S, Place, Turns
+from .turns import QUEUE_PATIENCE_S, PlaceInLine, Turns
 
 ROOM_PATIENCE_S = 120.0
 """A worker that has room and neither asks nor sends for this long loses it to those that wait for some."""
@@ -66,7 +66,7 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRoom:
     """Room that is taken, until the bytes in it are freed."""
 
     size_bytes: int
@@ -82,7 +82,7 @@ class Uploads:
         self.by_key: dict[ContributionKey, Upload] = {}  # parts are taken for these
         self.held_bytes = 0
         self._newcomers_bytes = 0  # of these
-        self._held: dict[ContributionKey, Held] = {}
+        self._held: dict[ContributionKey, HeldRoom] = {}
         self._turns = Turns()
         self._has_regulars = False  # has a worker asked of which something was accepted?
         self._to_ask: list[ContributionKey] = []
@@ -127,7 +127,7 @@ class Uploads:
             self._turns.leave(place)
             key = place.offer.key
             self.by_key[key] = Upload(place.offer, self.part_size_bytes, granted_at=now, heard_at=place.asked_at)
-            self._held[key] = held = Held(place.offer.size_bytes, place.is_newcomer)
+            self._held[key] = held = HeldRoom(place.offer.size_bytes, place.is_newcomer)
             self.held_bytes += held.size_bytes
             self._newcomers_bytes += held.size_bytes * held.is_newcomer
             self._to_ask.append(key)
@@ -174,7 +174,7 @@ class Uploads:
         place = self._turns.find(key)
         return place is not None and self._turns.ahead_bytes(place) + place.offer.size_bytes <= self.capacity_bytes
 
-    def _next(self, now: float) -> Place | None:
+    def _next(self, now: float) -> PlaceInLine | None:
         """Who gets room now; None = nobody, or there is none for the one whose turn it is."""
         regular, newcomer = self._first(now, is_newcomer=False), self._first(now, is_newcomer=True)
         if newcomer is not None and self._has_regulars and self._newcomers_bytes:
@@ -187,7 +187,7 @@ class Uploads:
             return None
         return first
 
-    def _first(self, now: float, *, is_newcomer: bool) -> Place | None:
+    def _first(self, now: float, *, is_newcomer: bool) -> PlaceInLine | None:
         """Of those that still ask."""
         while (place := self._turns.first(is_newcomer=is_newcomer)) is not None:
             if now - place.asked_at <= QUEUE_PATIENCE_S:
