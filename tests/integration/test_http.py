@@ -20,7 +20,7 @@ import torch
 from outerstep.digest import part_hash
 from outerstep.errors import Refused
 from outerstep.server import DiLoCoServer
-from outerstep.types import Answer, Leave, Offer, PutPart, PutPartAnswer, Request
+from outerstep.types import Answer, Leave, Offer, PutPart, PutPartAnswer
 from outerstep.wire.http_server import LEAST_AT_WORK, ServiceLimits
 from outerstep.wire.http_transport import HttpTransport
 from outerstep.wire.messages import SESSION_HEADER, address_of
