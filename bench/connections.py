@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -85,6 +86,8 @@ def serve(pipe: Connection, workers: int) -> None:
     state = {f"layer.{i}": torch.zeros(PARAMETERS // TENSORS) for i in range(TENSORS)}
     settings: dict[str, Any] = {"codec": "bf16", "sync_every": 1, "pool_bytes": POOL_BYTES, "spool_bytes": 0}
     with DiLoCoServer(state, num_workers=workers, min_workers=workers, port=0, insecure=True, **settings) as server:
+        gc.collect()
+        gc.freeze()  # as `outerstep server` does
         pipe.send(int(server.address.rpartition(":")[2]))
         pipe.recv()
 

@@ -67,8 +67,9 @@ Signature = Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]  # Ed25519
 SessionSecret = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-class Plain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value: immutable, compared by content; it refuses unknown fields. `SINCE`: the protocol that it came with."""
+class Plain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A value: immutable, compared by content; it refuses unknown fields. It is made of values, so it is in no
+    cycle, and the garbage collector need not look at it. `SINCE`: the protocol that it came with."""
 
     SINCE: ClassVar[int] = OLDEST_PROTOCOL
 

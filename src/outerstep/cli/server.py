@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import socket
 import sys
@@ -126,6 +127,8 @@ def inside_a_cluster(found: Found, command: ServerCommand) -> Found:
 
 
 def _serve(made: DiLoCoServer, config: ServerConfig, command: ServerCommand, console: Console | None) -> None:
+    gc.collect()
+    gc.freeze()  # what was imported lives as long as this process: to look through it stops every thread for a while
     made.start()
     what, then = str(command.model), f"the first round waits for {_workers(config.num_workers)} (-n)"
     later = f"A round goes on with the workers that are alive, at least {config.rules.floor} ({config.rules.floor_is})"
