@@ -3,6 +3,7 @@ the credentials of all servers of a session: they make their certificate once, a
 of one user on one machine do. Signals are as they were after each test, and drawn cases the same each time, unless a
 profile says otherwise. With `-n 2` all of this holds for each of the two processes."""
 
+import functools
 import gc
 import http.server
 import os
@@ -75,6 +76,7 @@ def _nobody_beats_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     begun: list[DiLoCoWorker] = []
     start = DiLoCoWorker.start
 
+    @functools.wraps(start)  # a page of the reference is compared with what the class says of itself
     def note(self: DiLoCoWorker) -> DiLoCoWorker:
         begun.append(self)
         return start(self)
