@@ -74,6 +74,7 @@ MAY_IMPORT = {
     | {
         "compat",
         "config",
+        "coordination",
         "core",
         "dashboard",
         "data",
@@ -191,6 +192,9 @@ LIGHT = [
     "try: outerstep.cli.main()\nexcept SystemExit: pass",
     "import outerstep.cli, sys; sys.argv = ['outerstep', 'config', 'show']\n"
     "try: outerstep.cli.main()\nexcept SystemExit: pass",
+    "import outerstep.cli, sys\n"
+    "sys.argv = 'outerstep plan --params 7B --link 1gbit --step-time 1s'.split()\n"
+    "try: outerstep.cli.main()\nexcept SystemExit as end: assert not end.code",
     "import outerstep.cli, sys; sys.argv = ['outerstep', 'status', '--server', '127.0.0.1:9']\n"
     "try: outerstep.cli.main()\nexcept SystemExit: pass",
 ]

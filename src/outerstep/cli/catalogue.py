@@ -79,6 +79,7 @@ CATALOGUE = (
     CommandEntry("data", "Show the data that a run leases to its workers: what is done, leased, given back and lost."),
     CommandEntry("page", "Print a link that shows a run in a browser. It logs in one browser, once."),
     CommandEntry("export", "Write the newest agreed model as a folder that from_pretrained loads."),
+    CommandEntry("plan", "Choose settings before a run: what will it cost, and what do I type?"),
     CommandEntry("doctor", "Look for anything that would keep a server or a worker from working here.", DOCTOR_CODES),
     CommandEntry(
         "demo", "Train one small GPT with workers, and by default a server, as real processes, and compare.", None

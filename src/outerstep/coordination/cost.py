@@ -162,6 +162,18 @@ def ring_s(size_bytes: float, members: int, slowest: Line) -> float:
     return hops / members * size_bytes / slowest.bytes_per_s + hops * slowest.latency_s
 
 
+def allreduce_route(members: int, up_bytes_per_s: float, down_bytes_per_s: float, round_trip_s: float) -> RouteCost:
+    """Reduce-scatter and all-gather among peers, by the slowest of them: each sends and receives 2(n−1)/n·S, both at
+    the same time, in two hops of half a round trip each."""
+    return RouteCost(2 * (members - 1) / members / min(up_bytes_per_s, down_bytes_per_s), 0.0, round_trip_s)
+
+
+def mesh_route(members: int, up_bytes_per_s: float, down_bytes_per_s: float, round_trip_s: float) -> RouteCost:
+    """Gossip to all, by the slowest of them: each sends its contribution to n − 1 others and receives theirs, both at
+    the same time: (n−1)·S."""
+    return RouteCost((members - 1) / min(up_bytes_per_s, down_bytes_per_s), 0.0, round_trip_s)
+
+
 # --- one round, and rounds of rounds ----------------------------------------------------------------------------------
 
 

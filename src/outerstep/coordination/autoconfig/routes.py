@@ -99,6 +99,23 @@ class Routes:
             yield now
 
 
+@dataclass(frozen=True)
+class OnlyRoute:
+    """Nothing to choose: everybody exchanges with everybody, at this cost."""
+
+    parents: Parents
+    cost: RouteCost
+
+    def knows(self, parents: Parents) -> bool:
+        return parents == self.parents
+
+    def routed(self, parents: Parents) -> Routed:
+        return Routed(parents, self.cost)
+
+    def best(self, up_bytes: float, down_bytes: float, round_trips: float, *, strict: bool) -> Routed:
+        return Routed(self.parents, self.cost)
+
+
 def whole_route(routed: Parents, layer: LayerState) -> dict[str, str]:
     """For every cluster of the layer: one that is not counted goes as before. A relay that has left, or does not send
     to the centre itself, is none: then straight to the centre."""

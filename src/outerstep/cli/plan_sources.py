@@ -1,0 +1,148 @@
+"""Where `outerstep plan` has its numbers from: a TOML file, or a server that has measured them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, TypeVar
+
+from ..coordination.planning import Choice, Site
+from ..errors import ConfigError
+from ..observe.status import PeerStatus, ServerStatus
+from ..types import THE_SERVER
+from . import units
+
+SITE_KEYS: Final = frozenset({"name", "workers", "link", "up", "down", "latency", "step_time"})
+KEYS: Final = frozenset({"params", "dtype", "target", "server_link", "lan", *SITE_KEYS, "sites"})
+MOST_FILE_BYTES: Final = 1 << 20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was found; None = it says nothing of it. `now`: the setting in force, of a server that runs."""
+
+    parameters: int | None = None
+    sites: tuple[Site, ...] = ()
+    dtype: str | None = None
+    target: float | None = None
+    server_bytes_per_s: float | None = None
+    local_bytes_per_s: float | None = None
+    now: Choice | None = None
+    assumed: tuple[str, ...] = ()
+
+
+# --- a file -----------------------------------------------------------------------------------------------------------
+
+
+def from_file(name: str, otherwise: Mapping[str, str]) -> Source:
+    """`otherwise`: by key of a site, what the command line says; the file's own table wins, its top level too."""
+    path = Path(name)
+    try:
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise ConfigError(f"{name} must be a TOML file of at most {MOST_FILE_BYTES >> 20} MiB")
+        said = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{name} cannot be read as TOML: {error}") from error
+    _check_keys(said, KEYS, name)
+    tables = said.pop("sites", None)
+    if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
+        raise ConfigError(f"{name} must have at least one table [[sites]]")
+    common = {**otherwise, **{key: value for key, value in said.items() if key in SITE_KEYS}}
+    sites = []
+    for number, table in enumerate(tables, 1):
+        _check_keys(table, SITE_KEYS, f"{name}, site {number}")
+        sites.append(site({"name": f"site{number}", **common, **table}, f"{name}, site {number}"))
+    return Source(
+        parameters=_read(said, "params", units.count, name),
+        sites=tuple(sites),
+        dtype=_text(said, "dtype", name),
+        target=_read(said, "target", units.share, name),
+        server_bytes_per_s=_read(said, "server_link", units.rate, name),
+        local_bytes_per_s=_read(said, "lan", units.rate, name),
+    )
+
+
+def site(said: Mapping[str, Any], where: str) -> Site:
+    """From `link` or `up` and `down`, `latency`, `step_time` and `workers`."""
+    up, down = (_read(said, key, units.rate, where) or _read(said, "link", units.rate, where) for key in ("up", "down"))
+    step_s = _read(said, "step_time", units.seconds, where)
+    if up is None or down is None:
+        raise ConfigError(f"{where}: a site must have a link: link, or up and down; e.g. 200mbit")
+    if not step_s:
+        raise ConfigError(f"{where}: a site must have a step_time above 0, e.g. 3s")
+    workers = said.get("workers", 1)
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise ConfigError(f"{where}: workers must be a whole number from 1 up, got {workers!r}")
+    latency_s = _read(said, "latency", units.seconds, where) or 0.0
+    return Site(str(said["name"]), up, down, latency_s, step_s, workers)
+
+
+def _check_keys(said: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    if unknown := sorted(said.keys() - known):
+        raise ConfigError(f"{where}: {unknown[0]!r} is not known; known: {', '.join(sorted(known))}")
+
+
+def _text(said: Mapping[str, Any], key: str, where: str) -> str | None:
+    value = said.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f'{where}: {key} must be text with a unit, e.g. "200mbit", got {value!r}')
+    return value
+
+
+def _read(said: Mapping[str, Any], key: str, read: Callable[[str, str], T], where: str) -> T | None:
+    text = _text(said, key, where)
+    return None if text is None else read(text, f"{where}: {key}")
+
+
+# --- a server ---------------------------------------------------------------------------------------------------------
+
+
+def from_status(status: ServerStatus | PeerStatus, address: str) -> Source:
+    """A site for each worker, with the links and the speed that were measured. Of what is missing the median counts."""
+    if isinstance(status, PeerStatus):
+        raise ConfigError(f"{address} is a peer, and measures no links; give --params, --sites and the rest instead")
+    if not status.num_parameters:
+        raise ConfigError(f"{address} has no model yet; ask again when the first worker has joined")
+    steps = {
+        name: known.step_s
+        for name, known in status.clusters.items()
+        if known.step_s is not None and known.step_s > 0.0 and name in status.workers
+    }
+    for name, worker in status.workers.items():
+        if worker.steps_per_second:
+            steps.setdefault(name, 1.0 / worker.steps_per_second)
+    links = {(one.source, one.target): one for one in sorted(status.links, key=lambda one: -one.age_s)}
+    up = {source: one for (source, target), one in links.items() if target == THE_SERVER}
+    down = {target: one for (source, target), one in links.items() if source == THE_SERVER}
+    measured = sorted(steps.keys() & up.keys() & down.keys())
+    if not measured:
+        raise ConfigError(
+            f"{address} has not measured the speed of a worker and both directions of its link yet; ask again after "
+            "the first rounds"
+        )
+    usual = (
+        median(up[name].bytes_per_s for name in measured),
+        median(down[name].bytes_per_s for name in measured),
+        median(steps[name] for name in measured),
+    )
+    sites = []
+    for name in sorted(status.workers):
+        there, back = up.get(name), down.get(name)
+        sites.append(
+            Site(
+                name,
+                there.bytes_per_s if there else usual[0],
+                back.bytes_per_s if back else usual[1],
+                sum(one.latency_s for one in (there, back) if one is not None),
+                steps.get(name, usual[2]),
+            )
+        )
+    missing = sorted(status.workers.keys() - set(measured))
+    plan = status.plan
+    now = None if plan is None else Choice(plan.sync_every, plan.codec, plan.num_fragments, plan.fragment_delay)
+    assumed = (f"not measured yet, taken as the median: {', '.join(missing)}",) if missing else ()
+    return Source(status.num_parameters, tuple(sites), now=now, assumed=assumed)
