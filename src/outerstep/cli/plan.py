@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..coordination.cost import MEASURED, NONE, Line
+from ..coordination.cost import MEASURED, NOMINAL, NONE, Line
 from ..coordination.planning import Choice, Option, Proposal, Situation, propose
 from ..coordination.planning.guide import MEASURED_ON
 from ..coordination.planning.planner import NEARLY_EQUAL, utilization_by_interval
@@ -100,8 +100,8 @@ def plan(
     Example: [bold]outerstep plan --params 7B --sites 4 --link 200mbit --latency 50ms --step-time 3s[/bold]
 
     For each topology that makes sense and each codec it looks for the shortest interval H that leaves the target for
-    training, with the same model of cost as a server with --target-utilization. It recommends one, says why, what it takes in
-    memory, disk and bytes, and prints the commands.
+    training, with the same model of cost as a server with --target-utilization. It recommends one, says why and what it
+    takes, and prints the commands. What you fix under "What if" stays as it is.
     """
     if file is not None and from_server is not None:
         raise ConfigError(f"one source at a time: {file} or --from {from_server}")
@@ -168,7 +168,7 @@ def _situation(source: Source, *, choice: Choice, ideal: bool, **flags: str | No
         weights=flags["dtype"] or source.dtype or "bf16",
         target_utilization=0.95 if target is None else target,
         choice=choice,
-        overheads=NONE if ideal else MEASURED,
+        overheads=NONE if ideal else MEASURED if source.is_measured else NOMINAL,
     )
 
 
@@ -195,8 +195,8 @@ def commands(situation: Situation, option: Option) -> list[tuple[str, str]]:
         return [
             (
                 "every machine",
-                f"outerstep worker --server allreduce --sync-every {option.sync_every} --codec {option.codec} {outer} -- "
-                f"torchrun --nnodes {option.members} --rdzv-endpoint HOST:29500 --rdzv-backend c10d train.py",
+                f"outerstep worker --server allreduce --sync-every {option.sync_every} --codec {option.codec} {outer} "
+                f"-- torchrun --nnodes {option.members} --rdzv-endpoint HOST:29500 --rdzv-backend c10d train.py",
             )
         ]
     if option.inside is None:
@@ -209,7 +209,8 @@ def commands(situation: Situation, option: Option) -> list[tuple[str, str]]:
         return [
             (
                 "the server",
-                f"{model} -n {option.members} --sync-every {interval} --codec {option.codec}{streamed} {outer}{balanced}",
+                f"{model} -n {option.members} --sync-every {interval} --codec {option.codec}"
+                f"{streamed} {outer}{balanced}",
             ),
             joins,
             ("and there", "outerstep worker --server HOST:8512 -- python train.py"),
@@ -224,8 +225,8 @@ def commands(situation: Situation, option: Option) -> list[tuple[str, str]]:
         below = [
             (
                 "each site, NAME its own",
-                f"outerstep worker --server allreduce --sync-every {inside.sync_every} --codec {inside.codec} {every} -- "
-                f"torchrun --nproc-per-node {workers} train.py    # or --nnodes: {workers} ranks in all",
+                f"outerstep worker --server allreduce --sync-every {inside.sync_every} --codec {inside.codec} {every} "
+                f"-- torchrun --nproc-per-node {workers} train.py    # or --nnodes: {workers} ranks in all",
             )
         ]
         return [top, ("each site, once, where rank 0 runs", joins[1]), *below]

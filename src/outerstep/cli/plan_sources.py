@@ -33,6 +33,7 @@ class Source:
     local_bytes_per_s: float | None = None
     now: Choice | None = None
     assumed: tuple[str, ...] = ()
+    is_measured: bool = False
 
 
 # --- a file -----------------------------------------------------------------------------------------------------------
@@ -145,4 +146,4 @@ def from_status(status: ServerStatus | PeerStatus, address: str) -> Source:
     plan = status.plan
     now = None if plan is None else Choice(plan.sync_every, plan.codec, plan.num_fragments, plan.fragment_delay)
     assumed = (f"not measured yet, taken as the median: {', '.join(missing)}",) if missing else ()
-    return Source(status.num_parameters, tuple(sites), now=now, assumed=assumed)
+    return Source(status.num_parameters, tuple(sites), now=now, assumed=assumed, is_measured=True)

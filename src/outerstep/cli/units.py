@@ -36,7 +36,7 @@ def seconds(text: str, what: str) -> float:
 
 def share(text: str, what: str) -> float:
     """ "95%" or "0.95"."""
-    return _read(text, what, {"": 1.0, "%": 0.01}, "a share such as 95% or 0.95")
+    return round(_read(text, what, {"": 1.0, "%": 0.01}, "a share such as 95% or 0.95"), 9)
 
 
 def _read(

@@ -1,6 +1,7 @@
 """What a setting costs: bytes, seconds and the share of time that is left for training. Plain arithmetic.
 
-    T       = up_bytes·(s/byte up) + down_bytes·(s/byte down) + round trips·latency + own work of server and worker
+    T       = up_bytes·(s/byte up) + down_bytes·(s/byte down) + round trips·latency + slow starts
+              + own work of server and worker
     waiting = P · max(0, T/P − min(τ, H/P)·t)                 P fragments, each adopted τ steps of t seconds later
     utilization = compute / (compute + waiting + the worker's own arithmetic),       compute = H·t
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import ConfigError
+from ..lanes import FEWEST
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
@@ -61,17 +63,21 @@ def down_recipe(recipe: str) -> str:
 class Overheads:
     """What the two ends add to the link: measured with 103 million parameters, bf16 both ways, on two cores
     (docs/results/speed.md). `worker_s_per_parameter` is in the training thread, whatever the delay: difference,
-    encoding, adoption. `round_trips`: offer, parts, commit, poll, parts."""
+    encoding, adoption. `round_trips`: offer, parts, commit, poll, parts. `connections`: that parts travel on, each of
+    them idle since the exchange before; 0 = no slow start is counted."""
 
     worker_s_per_parameter: float = 2.0e-9
     worker_s_per_byte: float = 0.25e-9
     server_s_per_parameter: float = 1.8e-9
     server_s_per_byte: float = 0.6e-9
     round_trips: float = 5.0
+    connections: float = 0.0
 
 
-MEASURED: Final = Overheads()
+MEASURED: Final = Overheads()  # with rates that were measured: slow starts are in them
+NOMINAL: Final = Overheads(connections=FEWEST)  # with those that a line is said to have
 NONE: Final = Overheads(0.0, 0.0, 0.0, 0.0, 0.0)
+FIRST_WINDOW_BYTES: Final = 10 * 1460  # of a connection that was idle, as kernels have it
 
 
 # --- links and routes -------------------------------------------------------------------------------------------------
@@ -96,6 +102,21 @@ def achieved_bytes_per_s(capacity_bytes_per_s: float, round_trip_s: float, strea
     if round_trip_s <= 0.0:
         return capacity_bytes_per_s
     return min(capacity_bytes_per_s, streams * window_bytes / round_trip_s)
+
+
+def slow_start_s(size_bytes: float, s_per_byte: float, round_trip_s: float, connections: float) -> float:
+    """How much longer a transfer takes because its connections were idle: their windows, w bytes together, double each
+    round trip r until they fill the line, after n = ⌈log2(r / (w·s/byte))⌉ of them, or until all is sent.
+
+        n·r − w·(2ⁿ − 1)·(s/byte)
+    """
+    first = connections * FIRST_WINDOW_BYTES
+    if min(first, size_bytes, s_per_byte, round_trip_s) <= 0.0:
+        return 0.0
+    fills_after = math.ceil(math.log2(max(round_trip_s / (first * s_per_byte), 1.0)))
+    sent_after = math.ceil(math.log2(size_bytes / first + 1.0)) - 1
+    trips = max(min(fills_after, sent_after), 0)
+    return max(trips * round_trip_s - first * (2.0**trips - 1.0) * s_per_byte, 0.0)
 
 
 @dataclass(frozen=True)
@@ -186,9 +207,12 @@ def exchange_s(
     moving = route.transfer_s(up_bytes, down_bytes, 0.0)
     worker = overheads.worker_s_per_byte * (up_bytes + down_bytes)
     server = members * overheads.server_s_per_byte * (up_bytes + down_bytes)
-    return moving + worker + server + overheads.server_s_per_parameter * parameters, route.transfer_s(
-        0.0, 0.0, overheads.round_trips
+    slow_starts = sum(
+        slow_start_s(size_bytes, s_per_byte, route.latency_s, overheads.connections)
+        for size_bytes, s_per_byte in ((up_bytes, route.up_s_per_byte), (down_bytes, route.down_s_per_byte))
     )
+    each = route.transfer_s(0.0, 0.0, overheads.round_trips) + slow_starts
+    return moving + worker + server + overheads.server_s_per_parameter * parameters, each
 
 
 @dataclass(frozen=True)

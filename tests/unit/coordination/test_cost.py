@@ -9,6 +9,7 @@ import pytest
 
 from outerstep.coordination.cost import (
     BYTES_PER_VALUE,
+    FIRST_WINDOW_BYTES,
     MEASURED,
     NONE,
     Level,
@@ -23,6 +24,7 @@ from outerstep.coordination.cost import (
     round_cost,
     rounds_of,
     route_cost,
+    slow_start_s,
     split_target,
     star,
     total_utilization,
@@ -32,6 +34,7 @@ from outerstep.core.codecs.recipe import Recipe
 from outerstep.errors import ConfigError
 
 GBIT = 1e9 / 8
+MB = 1e6
 
 
 @pytest.mark.parametrize("name", [*codecs.CODECS, "sparse1", "sparse7", "sparse512"])
@@ -91,6 +94,27 @@ def test_what_was_measured_over_an_emulated_link() -> None:
     assert _waiting(1, 0) == pytest.approx(0.21, abs=0.015)
     assert _waiting(4, 50) < 0.005
     assert _waiting(1, 0) + 0.02 < _waiting(4, 0) < 0.30
+
+
+def test_a_slow_start_takes_as_long_as_a_line_that_fills_step_by_step() -> None:
+    """Counted burst by burst: a window of w, then of 2w, … each after a round trip, until the line is full."""
+    s_per_byte, trip_s, window = 1.0 / (50 * MB), 0.1, 4 * FIRST_WINDOW_BYTES
+    now_s, left, size = 0.0, 210.0 * MB, 210.0 * MB
+    while window * s_per_byte < trip_s:
+        left -= window
+        window *= 2
+        now_s += trip_s
+    slow_s = now_s + left * s_per_byte
+    lost_s = slow_start_s(size, s_per_byte, trip_s, 4)
+    assert lost_s == pytest.approx(slow_s - size * s_per_byte)
+    assert 0.4 < lost_s < 0.7  # docs/results/speed.md: about half a second at 100 ms
+
+
+def test_a_small_transfer_has_no_slow_start_and_none_is_counted_without_connections() -> None:
+    assert slow_start_s(4.0 * FIRST_WINDOW_BYTES, 1e-8, 0.1, 4) == 0.0
+    assert slow_start_s(1e9, 1e-8, 0.1, 0) == 0.0
+    assert slow_start_s(1e9, 1e-8, 0.0, 4) == 0.0
+    assert 0.0 < slow_start_s(20.0 * FIRST_WINDOW_BYTES, 1e-9, 0.1, 4) < slow_start_s(1e9, 1e-9, 0.1, 4)
 
 
 @pytest.mark.parametrize(("streams", "measured_mbit"), [(1, 25), (4, 101), (8, 171)])

@@ -52,10 +52,18 @@ class Search:
         self, layer: LayerState, view: LayerView, overheads: Overheads = MEASURED, routes: PossibleRoutes | None = None
     ) -> None:
         """`routes`: other ways than to a centre, for a planner."""
-        self.layer, self.view, self._overheads = layer, view, overheads
+        self._layer, self._view, self._overheads = layer, view, overheads
         self._step_s = view.reference_step_s
         self._routes: PossibleRoutes = Routes(layer, view) if routes is None else routes
         self._chosen: dict[tuple[str, int, bool], Routed] = {}
+
+    @property
+    def layer(self) -> LayerState:
+        return self._layer
+
+    @property
+    def view(self) -> LayerView:
+        return self._view
 
     # --- what a setting costs ----------------------------------------------------------------------------------------
 
@@ -70,11 +78,11 @@ class Search:
         return core.num_fragments * self._fragment_s(core.codec, core.num_fragments, routed)
 
     def meets(self, cost: RoundCost) -> bool:
-        return cost.utilization >= self.layer.target_utilization
+        return cost.utilization >= self._layer.target_utilization
 
     def misses_by_far(self, cost: RoundCost) -> bool:
         """It waits more than twice as long as the target allows."""
-        allowed = cost.compute_s * (1.0 / self.layer.target_utilization - 1.0)
+        allowed = cost.compute_s * (1.0 / self._layer.target_utilization - 1.0)
         return cost.waiting_s + cost.own_s > 2.0 * allowed
 
     def can_route(self, core: Core) -> bool:
@@ -86,23 +94,23 @@ class Search:
             hidden_s=hidden_s(sync_every, num_fragments, delay, self._step_s),
             num_fragments=num_fragments,
             fragment_s=fragment_s,
-            own_s=self._overheads.worker_s_per_parameter * self.layer.parameters,
+            own_s=self._overheads.worker_s_per_parameter * self._layer.parameters,
         )
 
     def _fragment_s(self, codec: str, num_fragments: int, routed: Routed) -> float:
-        members, parameters = len(self.view.clusters), self.layer.parameters
+        members, parameters = len(self._view.clusters), self._layer.parameters
         moving, each = exchange_s(parameters, codec, self._down(codec), routed.cost, members, self._overheads)
         return moving / num_fragments + each
 
     def _down(self, codec: str) -> str:
-        return self.layer.bounds.down_for(codec)
+        return self._layer.bounds.down_for(codec)
 
     def _route_for(self, codec: str, num_fragments: int, strict: bool) -> Routed:
         """Each fragment pays for its round trips."""
         key = codec, num_fragments, strict
         if key not in self._chosen:
-            up_bytes = self.layer.parameters * bytes_per_value(codec)
-            down_bytes = self.layer.parameters * bytes_per_value(self._down(codec))
+            up_bytes = self._layer.parameters * bytes_per_value(codec)
+            down_bytes = self._layer.parameters * bytes_per_value(self._down(codec))
             round_trips = num_fragments * self._overheads.round_trips
             self._chosen[key] = self._routes.best(up_bytes, down_bytes, round_trips, strict=strict)
         return self._chosen[key]
@@ -137,8 +145,8 @@ class Search:
         return ways.index(way) if way in ways else len(ways)
 
     def _ways(self) -> Iterator[tuple[str, int, bool]]:
-        bounds = self.layer.bounds
-        now = self.layer.plan.num_fragments if self.layer.plan else 0
+        bounds = self._layer.bounds
+        now = self._layer.plan.num_fragments if self._layer.plan else 0
         fragments = sorted(set(bounds.fragments), key=lambda count: (count != now, count))
         for streamed in (False, True) if bounds.most_delay > 0 else (False,):
             for num_fragments in fragments:
@@ -156,7 +164,7 @@ class Search:
 
     def _delay(self, sync_every: int, num_fragments: int, fragment_s: float) -> int:
         """As long as a fragment travels, within bounds."""
-        longest = self.layer.bounds.longest_delay(sync_every)
+        longest = self._layer.bounds.longest_delay(sync_every)
         return min(longest, sync_every // num_fragments, math.ceil(fragment_s / self._step_s))
 
     # --- intervals ---------------------------------------------------------------------------------------------------
@@ -164,11 +172,11 @@ class Search:
     def intervals(self, num_fragments: int) -> list[int]:
         """Those to choose from, a quarter apart, so that a plan does not change for a step more or less. A global batch
         fixes the interval: it is how long all clusters together take for so many samples, with batches as they are."""
-        bounds = self.layer.bounds
+        bounds = self._layer.bounds
         least, most = max(bounds.least_sync_every, num_fragments), bounds.most_sync_every
-        if self.layer.global_batch:
-            per_s = sum(cluster.batch_size / cluster.step_s for cluster in self.view.clusters)
-            return [min(max(round(self.layer.global_batch / per_s / self._step_s), least), most)]
+        if self._layer.global_batch:
+            per_s = sum(cluster.batch_size / cluster.step_s for cluster in self._view.clusters)
+            return [min(max(round(self._layer.global_batch / per_s / self._step_s), least), most)]
         return _a_quarter_apart(least, most)
 
 

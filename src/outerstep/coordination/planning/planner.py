@@ -118,7 +118,7 @@ class Proposal:
 def propose(situation: Situation) -> Proposal:
     found = list(_options(situation))
     best = _recommended(situation, found)
-    others = sorted((each for each in found if each is not best), key=lambda o: (not o.meets_target, _rank(o)))
+    others = sorted((each for each in found if each is not best), key=_rank)
     return Proposal(situation, (best, *others), tuple(_reasons(situation, best, found)))
 
 
@@ -336,11 +336,11 @@ def utilization_by_interval(situation: Situation, option: Option) -> list[tuple[
 # --- which one, and why -----------------------------------------------------------------------------------------------
 
 
-def _rank(option: Option) -> tuple[int, int, int, int, float]:
-    """The smaller, the better: what the run needs to be simple first, then what the controller finds gentle: interval,
-    delay, codec."""
-    order = ("server", "hierarchy", "all-reduce", "gossip")
-    return order.index(option.topology), option.sync_every, option.delay, option.num_fragments, -option.up_bytes
+def _rank(option: Option) -> tuple[bool, int, float, float]:
+    """Those that meet the target by their interval, the others by how near they come."""
+    order = ("server", "hierarchy", "all-reduce", "gossip").index(option.topology)
+    near = option.sync_every if option.meets_target else -option.utilization
+    return not option.meets_target, order, near, -option.up_bytes
 
 
 def _recommended(situation: Situation, found: list[Option]) -> Option:

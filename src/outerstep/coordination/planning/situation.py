@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median_high
 from typing import Final
 
 from ...errors import ConfigError
 from ..autoconfig.state import ClusterState, LayerBounds, LayerState, LinkReport, usual_bounds
-from ..cost import MEASURED, Line, Overheads
+from ..cost import NOMINAL, Line, Overheads
 from .capacity import WEIGHT_BYTES
 
 CENTRE: Final = "the server"
@@ -42,7 +42,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Situation:
-    """`server_…`: what the server's own access carries in all; 0 = as much as all sites together send it."""
+    """`server_…`: what the server's own access carries in all; 0 = as much as all sites together send it. `overheads`:
+    NOMINAL with rates that lines are said to have, MEASURED with those that were measured."""
 
     parameters: int
     sites: tuple[Site, ...]
@@ -52,7 +53,7 @@ class Situation:
     weights: str = "bf16"
     target_utilization: float = 0.95
     choice: Choice = Choice()
-    overheads: Overheads = field(default=MEASURED)
+    overheads: Overheads = NOMINAL
 
     def __post_init__(self) -> None:
         def must(holds: bool, rule: str, got: object) -> None:
