@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
 
-from ..coordination.planning import Choice, Site
+from ..coordination.planning import Choice, PlannedSite
 from ..errors import ConfigError
 from ..observe.status import PeerStatus, ServerStatus
 from ..types import THE_SERVER
@@ -26,7 +26,7 @@ class Source:
     """What was found; None = it says nothing of it. `now`: the setting in force, of a server that runs."""
 
     parameters: int | None = None
-    sites: tuple[Site, ...] = ()
+    sites: tuple[PlannedSite, ...] = ()
     dtype: str | None = None
     target: float | None = None
     server_bytes_per_s: float | None = None
@@ -67,7 +67,7 @@ def from_file(name: str, otherwise: Mapping[str, Any]) -> Source:
     )
 
 
-def site(said: Mapping[str, Any], where: str) -> Site:
+def site(said: Mapping[str, Any], where: str) -> PlannedSite:
     """From `link` or `up` and `down`, `latency`, `step_time` and `workers`."""
     up, down = (_read(said, key, units.rate, where) or _read(said, "link", units.rate, where) for key in ("up", "down"))
     step_s = _read(said, "step_time", units.seconds, where)
@@ -79,7 +79,7 @@ def site(said: Mapping[str, Any], where: str) -> Site:
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ConfigError(f"{where}: workers must be a whole number from 1 up, got {workers!r}")
     latency_s = _read(said, "latency", units.seconds, where) or 0.0
-    return Site(str(said["name"]), up, down, latency_s, step_s, workers)
+    return PlannedSite(str(said["name"]), up, down, latency_s, step_s, workers)
 
 
 def _check_keys(said: Mapping[str, Any], known: frozenset[str], where: str) -> None:
@@ -116,34 +116,39 @@ def from_status(status: ServerStatus | PeerStatus, address: str) -> Source:
     for name, worker in status.workers.items():
         if worker.steps_per_second:
             steps.setdefault(name, 1.0 / worker.steps_per_second)
-    links = {(one.source, one.target): one for one in sorted(status.links, key=lambda one: -one.age_s)}
-    up = {source: one for (source, target), one in links.items() if target == THE_SERVER}
-    down = {target: one for (source, target), one in links.items() if source == THE_SERVER}
-    measured = sorted(steps.keys() & up.keys() & down.keys())
+    best = sorted(
+        status.links, key=lambda one: (one.measured_by == one.target, -one.age_s)
+    )  # who receives measures best
+    links = {(one.source, one.target): one.bytes_per_s for one in best}
+    latency_s = {(one.source, one.target): one.latency_s for one in best}
+    up = {source: rate for (source, target), rate in links.items() if target == THE_SERVER}
+    down = {target: rate for (source, target), rate in links.items() if source == THE_SERVER}
+    measured = sorted(steps.keys() & (up.keys() | down.keys()) & status.workers.keys())
     if not measured:
         raise ConfigError(
-            f"{address} has not measured the speed of a worker and both directions of its link yet; ask again after "
-            "the first rounds"
+            f"{address} has not measured the speed of a worker and its link yet; ask again after the first rounds"
         )
-    usual = (
-        median(up[name].bytes_per_s for name in measured),
-        median(down[name].bytes_per_s for name in measured),
-        median(steps[name] for name in measured),
+    usual_s = median(steps[name] for name in measured)
+    usual_up, usual_down = (
+        median(rates[name] for name in measured if name in rates) if rates.keys() & set(measured) else None
+        for rates in (up, down)
     )
-    sites = []
+    assumed, sites = list[str](), list[PlannedSite]()
     for name in sorted(status.workers):
-        there, back = up.get(name), down.get(name)
+        missing = [what for what, known in (("speed", steps), ("way up", up), ("way down", down)) if name not in known]
+        if missing:
+            assumed.append(f"{name}: {', '.join(missing)} not measured yet")
+        up_rate = up.get(name) or usual_up or down.get(name) or usual_down
+        down_rate = down.get(name) or usual_down or up.get(name) or usual_up
+        assert up_rate is not None  # of one of `measured`
+        assert down_rate is not None
+        there_s, back_s = latency_s.get((name, THE_SERVER)), latency_s.get((THE_SERVER, name))
+        one_way_s = [each for each in (there_s, back_s) if each is not None]
         sites.append(
-            Site(
-                name,
-                there.bytes_per_s if there else usual[0],
-                back.bytes_per_s if back else usual[1],
-                sum(one.latency_s for one in (there, back) if one is not None),
-                steps.get(name, usual[2]),
-            )
+            PlannedSite(name, up_rate, down_rate, 2 * median(one_way_s) if one_way_s else 0.0, steps.get(name, usual_s))
         )
-    missing = sorted(status.workers.keys() - set(measured))
+    if assumed:
+        assumed.append("what was not measured is taken as the median of the others, or as the other direction")
     plan = status.plan
     now = None if plan is None else Choice(plan.sync_every, plan.codec, plan.num_fragments, plan.fragment_delay)
-    assumed = (f"not measured yet, taken as the median: {', '.join(missing)}",) if missing else ()
-    return Source(status.num_parameters, tuple(sites), now=now, assumed=assumed, is_measured=True)
+    return Source(status.num_parameters, tuple(sites), now=now, assumed=tuple(assumed), is_measured=True)

@@ -241,9 +241,9 @@ class TestCommands:
 
 
 def _site(name: str, workers: int, step_s: float = 1.0) -> Any:
-    from outerstep.coordination.planning import Site
+    from outerstep.coordination.planning import PlannedSite
 
-    return Site(name, 125e6, 125e6, 0.02, step_s, workers)
+    return PlannedSite(name, 125e6, 125e6, 0.02, step_s, workers)
 
 
 class TestFromAServer:
@@ -270,8 +270,17 @@ class TestFromAServer:
         assert (first.up_bytes_per_s, first.down_bytes_per_s, first.step_s) == (2e6, 3e6, 0.5)
         assert first.round_trip_s == pytest.approx(0.03)
         assert (second.name, second.up_bytes_per_s, second.step_s) == ("w1", 2e6, 0.5)
-        assert found.assumed == ("not measured yet, taken as the median: w1",)
+        assert found.assumed[0] == "w1: speed, way up, way down not measured yet"
         assert found.now == Choice(100, "bf16", 1, 0)
+
+    def test_takes_the_word_of_who_receives_and_the_other_direction_for_what_is_missing(self) -> None:
+        links = [
+            LinkStatus(source="w0", target=THE_SERVER, bytes_per_s=1e6, measured_by=THE_SERVER, age_s=9.0),
+            LinkStatus(source="w0", target=THE_SERVER, bytes_per_s=9e9, measured_by="w0"),
+        ]
+        found = from_status(self.status(links=links, workers={"w0": WorkerStatus()}), "x")
+        assert [(site.up_bytes_per_s, site.down_bytes_per_s) for site in found.sites] == [(1e6, 1e6)]
+        assert found.assumed[0] == "w0: way down not measured yet"
 
     @pytest.mark.parametrize(
         ("changes", "said"),

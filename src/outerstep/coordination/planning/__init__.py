@@ -6,8 +6,20 @@
 Seconds come from ../cost.py and settings from ../autoconfig/search.py: the controller of a run asks the same functions.
 """
 
-from .capacity import Run, server_needs, worker_needs
+from .capacity import Sizing, server_needs, worker_needs
 from .planner import Option, Proposal, propose
-from .situation import Choice, Site, Situation
+from .situation import Choice, PlannedSite, Situation
 
-__all__ = ["Choice", "Option", "Proposal", "Run", "Site", "Situation", "propose", "server_needs", "worker_needs"]
+__all__ = [
+    "Choice",
+    "Option",
+    "PlannedSite",
+    "Proposal",
+    "Situation",
+    "Sizing",
+    "propose",
+    "server_needs",
+    "worker_needs",
+]
+
+Site = PlannedSite

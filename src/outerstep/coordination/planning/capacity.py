@@ -34,7 +34,7 @@ ADAM_BYTES: Final = 8.0  # two fp32 moments
 
 
 @dataclass(frozen=True)
-class Run:
+class Sizing:
     """What decides about memory and disk. `workers`: that contribute to this server, be they whole clusters. `weights`:
     the dtype of the workers' model. `carries`: steps taken while a fragment travels are kept."""
 
@@ -96,7 +96,7 @@ class ServerMemory(_Parts):
     pool_bytes: float
 
 
-def server_memory(run: Run, pool_bytes: float | None = None) -> ServerMemory:
+def server_memory(run: Sizing, pool_bytes: float | None = None) -> ServerMemory:
     """It does not depend on k beyond the second worker: the pool has room for two contributions.
 
     θ, T and momentum    4n each; T is θ itself if the downlink is exact
@@ -120,7 +120,7 @@ def server_memory(run: Run, pool_bytes: float | None = None) -> ServerMemory:
     )
 
 
-def journal_bytes_per_round(run: Run) -> float:
+def journal_bytes_per_round(run: Sizing) -> float:
     """min(4n, k·c·n): the mean of the round, or the contributions as they came, whichever has fewer bytes
     (docs/adr/0041-the-smaller-of-two-records.md)."""
     return min(run.model_bytes, run.workers * run.up_bytes)
@@ -135,7 +135,7 @@ class ServerDisk(_Parts):
     spool_bytes: float
 
 
-def state_bytes(run: Run) -> float:
+def state_bytes(run: Sizing) -> float:
     """One saved state: the model in the workers' dtype b, its fp32 values where that is another, T and momentum:
     b·n + (4n) + (4n) + 4n."""
     b = WEIGHT_BYTES[run.weights]
@@ -144,7 +144,7 @@ def state_bytes(run: Run) -> float:
     return run.parameters * (b + values + target + FP32_BYTES)
 
 
-def server_disk(run: Run) -> ServerDisk:
+def server_disk(run: Sizing) -> ServerDisk:
     """states: those kept and the one that is being written.
     journal: a state is due after 4 · 4n bytes of records (64 MiB at least), and records are kept back to the state
              before the last: 2 · (max(4 · 4n, 64 MiB) + one record)
@@ -169,7 +169,7 @@ class Traffic:
         return max(self.in_bytes, self.out_bytes) / round_s
 
 
-def server_traffic(run: Run) -> Traffic:
+def server_traffic(run: Sizing) -> Traffic:
     """k·c·n in, k·d·n out."""
     return Traffic(run.workers * run.up_bytes, run.workers * run.down_bytes)
 
@@ -193,7 +193,7 @@ class WorkerMemory(_Parts):
         return self.total_bytes - self.training_bytes
 
 
-def worker_memory(run: Run) -> WorkerMemory:
+def worker_memory(run: Sizing) -> WorkerMemory:
     """training    2b·n + 8n: weights and gradients of b bytes, two fp32 moments; activations come on top
     anchor         4n, on the device if it fits there, else in the host's memory
     sent           c·n/P of every fragment under way: at most one, unless the delay is longer than the way to the next
@@ -211,7 +211,7 @@ def worker_memory(run: Run) -> WorkerMemory:
     )
 
 
-def worker_disk_bytes(run: Run) -> float:
+def worker_disk_bytes(run: Sizing) -> float:
     """Of a saved worker (`state_dict`, into the script's own checkpoint) beside weights and optimizer: anchor and, with
     error feedback, what was left out: 4n (+ 4n)."""
     return run.model_bytes + worker_memory(run).feedback_bytes
@@ -236,11 +236,11 @@ class WorkerNeeds:
     disk_bytes: float
 
 
-def server_needs(run: Run) -> ServerNeeds:
+def server_needs(run: Sizing) -> ServerNeeds:
     return ServerNeeds(server_memory(run), server_disk(run), server_traffic(run), journal_bytes_per_round(run))
 
 
-def worker_needs(run: Run) -> WorkerNeeds:
+def worker_needs(run: Sizing) -> WorkerNeeds:
     return WorkerNeeds(worker_memory(run), worker_disk_bytes(run))
 
 

@@ -30,8 +30,8 @@ from ..autoconfig.trust import view_of
 from ..cost import Overheads, RoundCost, RouteCost, allreduce_route, mesh_route, split_target, star
 from ..server.plan import CARRY_BEYOND
 from .capacity import (
-    Run,
     ServerNeeds,
+    Sizing,
     Staleness,
     WorkerNeeds,
     server_needs,
@@ -39,7 +39,7 @@ from .capacity import (
     worker_needs,
 )
 from .guide import loss_ratio
-from .situation import Choice, Site, Situation, layer_of
+from .situation import Choice, PlannedSite, Situation, layer_of
 
 Topology = Literal["server", "hierarchy", "all-reduce", "gossip"]
 Engine = Literal["server", "allreduce"]
@@ -136,7 +136,7 @@ def _options(situation: Situation) -> Iterator[Option]:
         yield from _among_peers(situation, layer, "gossip", mesh_route(len(sites), *slowest), GOSSIP_ROUND_TRIPS)
 
 
-def _slowest(sites: tuple[Site, ...]) -> tuple[float, float, float]:
+def _slowest(sites: tuple[PlannedSite, ...]) -> tuple[float, float, float]:
     return (
         min(site.up_bytes_per_s for site in sites),
         min(site.down_bytes_per_s for site in sites),
@@ -147,7 +147,7 @@ def _slowest(sites: tuple[Site, ...]) -> tuple[float, float, float]:
 # --- the settings of one layer, as the controller would choose them ---------------------------------------------------
 
 
-def _layer(situation: Situation, sites: tuple[Site, ...], bounds: LayerBounds, *, grouped: bool) -> LayerState:
+def _layer(situation: Situation, sites: tuple[PlannedSite, ...], bounds: LayerBounds, *, grouped: bool) -> LayerState:
     layer = layer_of(situation, "plan", sites, bounds, grouped=grouped)
     check_state(ControllerState((layer,)))
     return layer
@@ -189,7 +189,7 @@ def _option(
     steps = core.sync_every * unit_steps
     utilization = cost.utilization * (inside.utilization if inside else 1.0)
     among_peers = topology in ("all-reduce", "gossip")
-    run = Run(
+    run = Sizing(
         situation.parameters,
         members,
         core.codec,

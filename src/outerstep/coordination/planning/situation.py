@@ -18,7 +18,7 @@ LOCAL_NETWORK: Final = Line(10e9 / 8, 0.0001)  # 10 Gbit/s, 0.2 ms there and bac
 
 
 @dataclass(frozen=True)
-class Site:
+class PlannedSite:
     """A place with a line to the server that its `workers` share. `round_trip_s`: there and back, as ping shows it.
     `step_s`: one optimizer step of one worker."""
 
@@ -46,7 +46,7 @@ class Situation:
     NOMINAL with rates that lines are said to have, MEASURED with those that were measured."""
 
     parameters: int
-    sites: tuple[Site, ...]
+    sites: tuple[PlannedSite, ...]
     server_in_bytes_per_s: float = 0.0
     server_out_bytes_per_s: float = 0.0
     local: Line = LOCAL_NETWORK  # between the workers of a site
@@ -112,7 +112,7 @@ class Situation:
 
 
 def layer_of(
-    situation: Situation, name: str, members: tuple[Site, ...], bounds: LayerBounds, *, grouped: bool
+    situation: Situation, name: str, members: tuple[PlannedSite, ...], bounds: LayerBounds, *, grouped: bool
 ) -> LayerState:
     """As the controller is told of a layer: the members, each with its line to the centre. `grouped`: one member for a
     whole site. Otherwise its workers share the line: all of them send at the same time."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from .capacity import Run, server_needs, worker_needs
+from .capacity import Sizing, server_needs, worker_needs
 
 SIZES: Final = {"25M": 25e6, "150M": 150e6, "1B": 1e9, "7B": 7e9, "70B": 70e9}
 WORKERS: Final = (2, 8, 64)
@@ -38,7 +38,7 @@ def memory() -> str:
     rows = []
     for name, parameters in SIZES.items():
         for codec in CODECS:
-            whole, cut = (server_needs(Run(parameters, 8, codec, codec, p)).memory for p in (1, FRAGMENTS))
+            whole, cut = (server_needs(Sizing(parameters, 8, codec, codec, p)).memory for p in (1, FRAGMENTS))
             per_parameter = (whole.total_bytes - whole.process_bytes) / parameters
             rows.append((name, codec, _size(whole.total_bytes), _size(cut.total_bytes), f"{per_parameter:.1f}"))
     return _table(("parameters", "codec", "one fragment", f"{FRAGMENTS} fragments", "bytes per parameter"), rows)
@@ -49,7 +49,7 @@ def disk() -> str:
     for name, parameters in SIZES.items():
         for workers in WORKERS:
             for codec in ("bf16", "int4"):
-                needs = server_needs(Run(parameters, workers, codec, codec))
+                needs = server_needs(Sizing(parameters, workers, codec, codec))
                 disk = needs.disk
                 rows.append(
                     (
@@ -72,7 +72,7 @@ def bandwidth() -> str:
         for workers in WORKERS:
             cells = [name, str(workers)]
             for codec in CODECS:
-                traffic = server_needs(Run(parameters, workers, codec, codec)).traffic
+                traffic = server_needs(Sizing(parameters, workers, codec, codec)).traffic
                 mbit = 8e-6 * traffic.bytes_per_s(ROUND_S)
                 cells.append(
                     f"{_size(traffic.in_bytes)}, {mbit:,.3g} Mbit/s"
@@ -87,7 +87,7 @@ def workers() -> str:
     rows = []
     for name, parameters in SIZES.items():
         for codec in ("bf16", "int4"):
-            whole, cut = (worker_needs(Run(parameters, 8, codec, codec, p)) for p in (1, FRAGMENTS))
+            whole, cut = (worker_needs(Sizing(parameters, 8, codec, codec, p)) for p in (1, FRAGMENTS))
             rows.append(
                 (
                     name,

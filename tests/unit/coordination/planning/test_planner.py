@@ -8,7 +8,7 @@ import pytest
 
 from outerstep.coordination.autoconfig.controller import decide_layer
 from outerstep.coordination.cost import MEASURED, NONE, Line, allreduce_route, mesh_route, ring_s
-from outerstep.coordination.planning import Choice, Option, Site, Situation, propose
+from outerstep.coordination.planning import Choice, Option, PlannedSite, Situation, propose
 from outerstep.coordination.planning.guide import loss_ratio
 from outerstep.coordination.planning.planner import utilization_by_interval
 from outerstep.coordination.planning.situation import layer_of
@@ -20,15 +20,15 @@ MBIT = GBIT / 1000
 
 def sites(
     count: int, rate: float, *, step_s: float = 1.0, latency_s: float = 0.02, workers: int = 1
-) -> tuple[Site, ...]:
-    return tuple(Site(f"site{i}", rate, rate, latency_s, step_s, workers) for i in range(count))
+) -> tuple[PlannedSite, ...]:
+    return tuple(PlannedSite(f"site{i}", rate, rate, latency_s, step_s, workers) for i in range(count))
 
 
 @pytest.mark.parametrize(("parameters", "percent", "digits"), [(150e6, 99.5, 1), (1e9, 97, 0), (7e9, 82, 0)])
 def test_the_published_table_of_utilizations_comes_out(parameters: float, percent: float, digits: int) -> None:
     """H = 500, one second a step, bf16, 1 Gbit/s, one direction: as published. A line down that is as fast as we allow
     is no direction at all."""
-    there = Site("a", GBIT, 1e12, 0.0, 1.0)
+    there = PlannedSite("a", GBIT, 1e12, 0.0, 1.0)
     found = propose(Situation(int(parameters), (there,), choice=Choice(500, "bf16", 1, 0), overheads=NONE)).recommended
     assert round(100 * found.utilization, digits) == percent
     assert (found.sync_every, found.codec, found.num_fragments, found.delay) == (500, "bf16", 1, 0)
@@ -39,7 +39,7 @@ def test_the_published_table_of_hidden_fragments_comes_out(parameters: float, fr
     """Streaming at H = 500 hides everything, if the delay may be as long as the way to the next fragment."""
     choice = Choice(500, "bf16", fragments, 500 // fragments)
     found = propose(
-        Situation(int(parameters), (Site("a", GBIT, 1e12, 0.0, 1.0),), choice=choice, overheads=NONE)
+        Situation(int(parameters), (PlannedSite("a", GBIT, 1e12, 0.0, 1.0),), choice=choice, overheads=NONE)
     ).recommended
     assert found.utilization == pytest.approx(1.0)
     assert found.waiting_s == pytest.approx(0.0)
@@ -127,14 +127,14 @@ def test_without_a_server_the_lines_carry_what_the_topology_sends() -> None:
 
 
 def test_an_all_reduce_is_no_option_for_machines_of_unequal_speed() -> None:
-    unequal = (Site("a", GBIT, GBIT, 0.0, 1.0), Site("b", GBIT, GBIT, 0.0, 2.0))
+    unequal = (PlannedSite("a", GBIT, GBIT, 0.0, 1.0), PlannedSite("b", GBIT, GBIT, 0.0, 2.0))
     proposal = propose(Situation(10**8, unequal))
     assert {each.topology for each in proposal.options} == {"server", "gossip"}
     assert any("--dylu" in reason for reason in proposal.reasons)
 
 
 def test_a_site_that_is_too_slow_for_the_others_is_named() -> None:
-    four = (*sites(3, GBIT), Site("far", MBIT, MBIT, 0.02, 1.0))
+    four = (*sites(3, GBIT), PlannedSite("far", MBIT, MBIT, 0.02, 1.0))
     proposal = propose(Situation(10**8, four))
     assert proposal.recommended.not_planned_for == ("far",)
     assert any("far" in reason for reason in proposal.reasons)
@@ -169,7 +169,7 @@ def test_the_guide_gives_what_was_measured_and_nothing_beyond() -> None:
         ({"parameters": 0}, "at least one parameter"),
         ({"sites": ()}, "at least one site"),
         ({"sites": sites(1, GBIT) * 2}, "different names"),
-        ({"sites": (Site("the server", GBIT, GBIT, 0.0, 1.0),)}, "no site may be called"),
+        ({"sites": (PlannedSite("the server", GBIT, GBIT, 0.0, 1.0),)}, "no site may be called"),
         ({"sites": sites(1, GBIT, workers=30_000)}, "at most 20000 workers"),
         ({"weights": "int3"}, "one of fp32, bf16, fp16"),
         ({"target_utilization": 1.0}, "between 0 and 1"),
