@@ -28,6 +28,7 @@ OLDER_HELD_IF_EXACT: Final = 2
 LEAST_POOL_BYTES: Final = 128 << 20  # config/server.py
 CONTRIBUTIONS_IN_POOL: Final = 2  # the others wait in the spool file
 KEPT_STATES: Final = 3  # ServerConfig.keep_saves
+MOST_SPOOL_BYTES: Final = 16 << 30  # ServerConfig.spool_bytes
 EXACT: Final = "fp32"
 WEIGHT_BYTES: Final = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
 ADAM_BYTES: Final = 8.0  # two fp32 moments
@@ -148,12 +149,12 @@ def server_disk(run: Sizing) -> ServerDisk:
     """states: those kept and the one that is being written.
     journal: a state is due after 4 · 4n bytes of records (64 MiB at least), and records are kept back to the state
              before the last: 2 · (max(4 · 4n, 64 MiB) + one record)
-    spool:   contributions that find no room in memory: k·c·n − pool."""
+    spool:   contributions that find no room in memory: min(k·c·n − pool, 16 GiB); others wait to be sent."""
     record = journal_bytes_per_round(run)
     return ServerDisk(
         states_bytes=(KEPT_STATES + 1) * state_bytes(run),
         journal_bytes=2 * (max(MODELS_IN_JOURNAL * run.model_bytes, LEAST_JOURNAL_BYTES) + record),
-        spool_bytes=run.workers * run.up_bytes - server_memory(run).pool_bytes,
+        spool_bytes=min(run.workers * run.up_bytes - server_memory(run).pool_bytes, MOST_SPOOL_BYTES),
     )
 
 

@@ -99,7 +99,9 @@ class Situation:
     def bounds(self, members: int) -> LayerBounds:
         """The controller's own, unless the choice says more."""
         usual, said = usual_bounds(self.parameters, members), self.choice
-        most = usual.most_sync_every if said.sync_every is None else said.sync_every
+        # H is counted in steps of the middle worker; the fastest takes more, and keeps within bounds, too.
+        most = max(int(usual.most_sync_every * self.fastest_step_s / self.middle_step_s), usual.least_sync_every)
+        most = most if said.sync_every is None else said.sync_every
         return LayerBounds(
             least_sync_every=usual.least_sync_every if said.sync_every is None else said.sync_every,
             most_sync_every=most,

@@ -72,6 +72,7 @@ def test_a_state_has_the_model_twice_unless_it_is_fp32() -> None:
 def test_what_finds_no_room_in_memory_is_in_the_spool() -> None:
     assert server_disk(Sizing(1e9, 2)).spool_bytes == 0.0
     assert server_disk(Sizing(1e9, 10)).spool_bytes == 8 * 2e9
+    assert server_disk(Sizing(1e9, 100)).spool_bytes == 16 << 30
 
 
 def test_everything_goes_through_the_server_once_for_each_worker() -> None:

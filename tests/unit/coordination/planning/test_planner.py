@@ -133,6 +133,12 @@ def test_an_all_reduce_is_no_option_for_machines_of_unequal_speed() -> None:
     assert any("--dylu" in reason for reason in proposal.reasons)
 
 
+def test_the_fastest_worker_keeps_within_the_bounds_of_an_interval_too() -> None:
+    unequal = (PlannedSite("a", MBIT, MBIT, 0.0, 1.0), PlannedSite("b", MBIT, MBIT, 0.0, 2.0))
+    best = propose(Situation(10**8, unequal)).recommended
+    assert best.sync_every == 250  # steps of 2 s; the other takes 500
+
+
 def test_a_site_that_is_too_slow_for_the_others_is_named() -> None:
     four = (*sites(3, GBIT), PlannedSite("far", MBIT, MBIT, 0.02, 1.0))
     proposal = propose(Situation(10**8, four))
