@@ -41,7 +41,9 @@ def memory() -> str:
             whole, cut = (server_needs(Sizing(parameters, 8, codec, codec, p)).memory for p in (1, FRAGMENTS))
             per_parameter = (whole.total_bytes - whole.process_bytes) / parameters
             rows.append((name, codec, _size(whole.total_bytes), _size(cut.total_bytes), f"{per_parameter:.1f}"))
-    return _table(("parameters", "codec", "one fragment", f"{FRAGMENTS} fragments", "bytes per parameter"), rows)
+    return _table(
+        ("parameters", "codec", "one fragment", f"{FRAGMENTS} fragments", "less the process, bytes per parameter"), rows
+    )
 
 
 def disk() -> str:
