@@ -18,7 +18,7 @@ from ..coordination.cost import MEASURED, NOMINAL, NONE, Line
 from ..coordination.planning import Choice, Option, Proposal, Situation, propose
 from ..coordination.planning.guide import MEASURED_ON
 from ..coordination.planning.planner import NEARLY_EQUAL, utilization_by_interval
-from ..coordination.planning.situation import LOCAL_NETWORK
+from ..coordination.planning.situation import LOCAL_NETWORK, MOST_WORKERS
 from ..errors import ConfigError
 from ..installing import install_line
 from ..observe.status import read_status
@@ -46,7 +46,9 @@ def plan(
         str | None,
         typer.Option("--from", metavar="HOST:PORT", help="Take what a running server has measured."),
     ] = None,
-    sites: Annotated[int, typer.Option("--sites", min=1, rich_help_panel=LINKS, help="Places that train.")] = 2,
+    sites: Annotated[
+        int, typer.Option("--sites", min=1, max=MOST_WORKERS, rich_help_panel=LINKS, help="Places that train.")
+    ] = 2,
     workers_per_site: Annotated[
         int, typer.Option(min=1, rich_help_panel=LINKS, help="Workers that share a site's line.")
     ] = 1,

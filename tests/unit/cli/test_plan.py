@@ -294,6 +294,12 @@ class TestFromAServer:
         with pytest.raises(ConfigError, match=said):
             from_status(self.status(**changes), "x")
 
+    @pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, 0.0])
+    def test_a_lie_is_refused_by_its_rule(self, rate: float) -> None:
+        links = [LinkStatus(source=a, target=b, bytes_per_s=rate) for a, b in (("w0", THE_SERVER), (THE_SERVER, "w0"))]
+        with pytest.raises(ConfigError, match="must be from"):
+            Situation(10**7, from_status(self.status(links=links), "x").sites)
+
     def test_a_peer_measures_no_links(self) -> None:
         with pytest.raises(ConfigError, match="is a peer"):
             from_status(PeerStatus(mode="gossip", peer_id="p"), "x")

@@ -126,6 +126,8 @@ def _options(situation: Situation) -> Iterator[Option]:
     sites = situation.sites
     layer = _layer(situation, sites, situation.bounds(situation.workers), grouped=False)
     yield from (_option(situation, "server", search, core) for search, core in _settings(situation, layer))
+    if situation.choice.delay:
+        return  # what follows blocks
     if situation.is_grouped:
         yield from _hierarchies(situation)
     elif 2 <= len(sites) <= MOST_PEERS:

@@ -8,6 +8,13 @@ from typing import Final
 
 from ...errors import ConfigError
 from ..autoconfig.state import ClusterState, LayerBounds, LayerState, LinkReport, usual_bounds
+from ..autoconfig.trust import (
+    FASTEST_BYTES_PER_S,
+    LONGEST_LATENCY_S,
+    LONGEST_STEP_S,
+    SHORTEST_STEP_S,
+    SLOWEST_BYTES_PER_S,
+)
 from ..cost import NOMINAL, Line, Overheads
 from .capacity import WEIGHT_BYTES
 
@@ -73,6 +80,13 @@ class Situation:
             must(said.delay < said.sync_every, "the delay must be shorter than the interval", said.delay)
         for site in self.sites:
             must(site.workers >= 1, f"site {site.name!r} must have at least one worker", site.workers)
+            for what, value, least, most in (
+                ("line up, in bytes a second,", site.up_bytes_per_s, SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S),
+                ("line down, in bytes a second,", site.down_bytes_per_s, SLOWEST_BYTES_PER_S, FASTEST_BYTES_PER_S),
+                ("round trip, in seconds,", site.round_trip_s, 0.0, LONGEST_LATENCY_S),
+                ("step, in seconds,", site.step_s, SHORTEST_STEP_S, LONGEST_STEP_S),
+            ):
+                must(least <= value <= most, f"the {what} of {site.name!r} must be from {least:g} to {most:g}", value)
 
     @property
     def workers(self) -> int:

@@ -139,6 +139,12 @@ def test_the_fastest_worker_keeps_within_the_bounds_of_an_interval_too() -> None
     assert best.sync_every == 250  # steps of 2 s; the other takes 500
 
 
+def test_a_delay_that_is_asked_for_leaves_only_what_streams() -> None:
+    for workers in (1, 4):
+        proposal = propose(Situation(10**8, sites(4, GBIT, workers=workers), choice=Choice(delay=3)))
+        assert {(each.topology, each.delay) for each in proposal.options} == {("server", 3)}
+
+
 def test_a_site_that_is_too_slow_for_the_others_is_named() -> None:
     four = (*sites(3, GBIT), PlannedSite("far", MBIT, MBIT, 0.02, 1.0))
     proposal = propose(Situation(10**8, four))
@@ -181,8 +187,10 @@ def test_the_guide_gives_what_was_measured_and_nothing_beyond() -> None:
         ({"target_utilization": 1.0}, "between 0 and 1"),
         ({"choice": Choice(codec="mine")}, "size of codec 'mine' is not known"),
         ({"choice": Choice(sync_every=10, delay=10)}, "shorter than the interval"),
-        ({"sites": sites(1, 0.5)}, "cannot be planned with"),
-        ({"sites": sites(1, GBIT, step_s=1e9)}, "cannot be planned with"),
+        ({"sites": sites(1, 0.5)}, "line up, .* must be from 1 to"),
+        ({"sites": sites(1, GBIT, step_s=1e9)}, "step, .* must be from"),
+        ({"sites": sites(1, GBIT, step_s=float("nan"))}, "step, .* must be from"),
+        ({"sites": sites(1, GBIT, latency_s=-1.0)}, "round trip, .* must be from"),
     ],
 )
 def test_nonsense_is_refused_with_its_rule(changes: dict[str, object], said: str) -> None:
