@@ -11,7 +11,7 @@ recommends. A step takes a fixed time, asleep, as if an accelerator computed it.
 
 Two claims: both within 10 %; the recommended setting reaches 95 % of the best utilization of all that were tried.
 
-    python bench/planner.py                     # about six minutes, most of it asleep
+    python bench/planner.py                     # about twelve minutes on a busy machine
     python bench/planner.py --quick             # one link, two minutes
     python bench/planner.py --json bench/results/planner.json
     python bench/planner.py --table bench/results/planner.json      # the table of docs/results/planner.md
@@ -35,7 +35,7 @@ from torch import nn
 from child import Helper
 from links import HANG_S, Link, emulated, validate
 from outerstep import DiLoCoServer, DiLoCoWorker
-from outerstep.coordination.planning import Choice, Option, Site, Situation, propose
+from outerstep.coordination.planning import Choice, Option, PlannedSite, Situation, propose
 from provenance import provenance
 from wan import TimedSGD
 
@@ -99,7 +99,7 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
 def situation(link: Link, choice: Choice = OPEN, step_s: float = STEP_S) -> Situation:
     """Two sites, each with a line of its own; the server's access carries both."""
     rate = link.bytes_per_s
-    sites = tuple(Site(f"site{i}", rate, rate, link.rtt_ms / 1e3, step_s) for i in range(WORKERS))
+    sites = tuple(PlannedSite(f"site{i}", rate, rate, link.rtt_ms / 1e3, step_s) for i in range(WORKERS))
     return Situation(parameters(), sites, weights="fp32", choice=choice)
 
 

@@ -21,5 +21,3 @@ __all__ = [
     "server_needs",
     "worker_needs",
 ]
-
-Site = PlannedSite
