@@ -21,8 +21,8 @@ from ..coordination.planning.planner import NEARLY_EQUAL, utilization_by_interva
 from ..coordination.planning.situation import LOCAL_NETWORK, MOST_WORKERS
 from ..errors import ConfigError
 from ..installing import install_line
+from ..observe.quantities import duration, size
 from ..observe.status import read_status
-from ..observe.story import duration, size
 from ..printable import printable
 from ..wire.http_transport import HttpTransport
 from . import units
