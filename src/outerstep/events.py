@@ -102,6 +102,16 @@ class UnitsReturned(Event):
 
 
 @dataclass(frozen=True)
+class DataForgotten(Event):
+    """An operator let the run forget what a dataset is. `owner`: who was the first to ask for it; `done`: units."""
+
+    kind = "data_forgotten"
+    dataset: str
+    owner: str
+    done: int
+
+
+@dataclass(frozen=True)
 class PeerExpelled(Event):
     """It is proven to have lied."""
 

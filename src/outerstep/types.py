@@ -635,15 +635,17 @@ class Control(Plain, frozen=True):
     save: write the state now. kick: remove a worker; it must be restarted to rejoin. drain: let a worker (or all)
     contribute and leave. sync: let a worker (or all) contribute at once. plan: apply `changes` at the next round.
     budget: end at so many tokens (0 = no end). pardon: clear a worker's offences, which ends its quarantine. release:
-    forget the keys that a worker id belongs to; the next start that brings a key owns it. lead: let a cluster be led by
-    its member `leader`. shutdown: drain all, save, stop."""
+    forget the keys that a worker id belongs to; the next start that brings a key owns it. forget: forget the leased
+    dataset `dataset`; the next worker that asks for it says what it is. lead: let a cluster be led by its member
+    `leader`. shutdown: drain all, save, stop."""
 
-    kind: Literal["save", "kick", "pardon", "release", "drain", "sync", "lead", "plan", "budget", "shutdown"]
+    kind: Literal["save", "kick", "pardon", "release", "forget", "drain", "sync", "lead", "plan", "budget", "shutdown"]
     worker_id: WorkerId | None = None
     reason: Label = ""
     changes: Wishes = Wishes()
     tokens: Count = 0
     leader: Since2[WorkerId] = UNSET
+    dataset: Since2[DatasetName] = UNSET
 
 
 class ControlAnswer(Plain, frozen=True):

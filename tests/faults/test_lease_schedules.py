@@ -11,22 +11,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from amounts import mostly_schedules
-from outerstep.coordination.leases import Leases, LeaseTable
+from outerstep.coordination.leases import MOST_DATASETS_OF_ONE, Leases, LeaseTable
 from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.rounds import RoundRules
 from outerstep.coordination.worker.units import LeasedWork
 from outerstep.events import Event
 from outerstep.ranges import NONE, Ranges
-from outerstep.simulate.data import SimDataWorker, check_data
+from outerstep.simulate.data import SimDataLiar, SimDataWorker, check_data
 from outerstep.simulate.history import History
 from outerstep.simulate.scenario import Scenario
 from outerstep.simulate.server import SimServer
 from outerstep.simulate.world import World
-from outerstep.types import Dataset, Places
+from outerstep.types import Control, Dataset, Places
 
-QUICK, FULL, AT_ONCE = 150, 2_000, 370
+QUICK, FULL, AT_ONCE, LIED = 150, 2_000, 370, 100
 SECOND_LIVES = {1164}
 """A worker was told that a round missed its contribution, died, and resumed from a state from before that: it sends the
 contribution again, and it counts, once. The history's check of beliefs knows nothing of second lives."""
@@ -44,14 +45,16 @@ def dataset_of(seed: int) -> Dataset:
     )
 
 
-def play(seed: int, *, server_type: type[SimServer] = SimServer, **of_workers: Any) -> History:
+def play(seed: int, *, server_type: type[SimServer] = SimServer, lies: bool = False, **of_workers: Any) -> History:
     dataset, scenario = dataset_of(seed), replace(Scenario.drawn(seed), liar="")
     if not dataset.again:  # a run that keeps no record of each round refuses it
         scenario = replace(scenario, durability="round")
     worker_type = type("Worker", (SimDataWorker,), {"dataset": dataset, **of_workers})
     world = World(scenario, seed, worker_type=worker_type, server_type=server_type)
+    liar = SimDataLiar(scenario, world.agenda, world.server, dataset) if lies else None
     history = world.run()
     check_data(world.server, dataset, history, scenario.fragments)
+    history.faults["units_for_the_liar"] += liar.granted if liar is not None else 0
     return history
 
 
@@ -76,29 +79,62 @@ def test_two_thousand_schedules_account_for_every_unit(first: int) -> None:
     play_all(range(first, min(first + AT_ONCE, FULL)))
 
 
+def test_a_liar_among_them_misreports_its_own_units_alone() -> None:
+    found = play_all(range(LIED), lies=True)
+    for what in ("units_for_the_liar", "units_done", "units_repeated", "units_lost", "server_died", "resumed"):
+        assert found[what] > 0, f"no schedule had {what}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beside_a_liar_honest_workers_train_all_but_a_small_part_of_an_epoch(seed: int) -> None:
+    dataset = structs.replace(replace_epochs(dataset_of(seed)), samples=400)
+    drawn = calm(Scenario.drawn(seed), workers=3)
+    world = World(drawn, seed, worker_type=type("Worker", (SimDataWorker,), {"dataset": dataset}))
+    liar = SimDataLiar(drawn, world.agenda, world.server, dataset)
+    coordinator = world.server.coordinator
+    everything, table = Ranges([(0, dataset.units)]), LeaseTable(dataset)
+
+    def is_over() -> bool:
+        nonlocal table
+        table = coordinator.leases.tables.get(dataset.name, table)
+        return table.done | table.held.get("liar", NONE) == everything
+
+    assert world.agenda.run_until(is_over, limit_s=2000.0), "everything else is done"
+    held = table.held.get("liar", NONE)
+    assert liar.granted > 0
+    assert held.total <= dataset.units / 4
+    assert len(coordinator.leases.tables) <= MOST_DATASETS_OF_ONE + 1
+    world.server.handle(Control(kind="kick", worker_id="liar"), [], lambda answer: None)
+    assert table.free == held, "and that is for whoever comes, when it is gone"
+
+
 def test_without_faults_no_unit_is_trained_twice_and_none_is_missed() -> None:
     for seed in range(20):
         dataset, drawn = replace_epochs(dataset_of(seed)), Scenario.drawn(seed)
-        calm = replace(
-            drawn,
-            rules=RoundRules(num_workers=drawn.workers),
-            faults=(),
-            liar="",
-            loss=0.0,
-            repeat=0.0,
-            damage=0.0,
-            above_every_s=0.0,
-            calm_after_s=300.0,
-            delay=0,
-        )
+        still = calm(drawn)
         worker_type = type("Worker", (SimDataWorker,), {"dataset": dataset})
-        world = World(calm, seed, worker_type=worker_type)
+        world = World(still, seed, worker_type=worker_type)
         history = world.run()
         table = world.server.coordinator.leases.tables[dataset.name]
-        check_data(world.server, dataset, history, calm.fragments)
+        check_data(world.server, dataset, history, still.fragments)
         assert not history.violations, f"seed {seed}: {history.violations[:3]}"
         assert table.done == Ranges([(0, dataset.units)]), f"seed {seed}"
         assert (table.repeated, table.spent, table.lost) == (0, NONE, NONE), f"seed {seed}"
+
+
+def calm(drawn: Scenario, **changes: Any) -> Scenario:
+    """Without faults, and all are awaited."""
+    return replace(
+        drawn,
+        **{
+            "rules": RoundRules(num_workers=changes.get("workers", drawn.workers)),
+            "faults": (),
+            "liar": "",
+            "loss": 0.0,
+        }
+        | {"repeat": 0.0, "damage": 0.0, "above_every_s": 0.0, "calm_after_s": 300.0, "delay": 0}
+        | changes,
+    )
 
 
 def replace_epochs(dataset: Dataset) -> Dataset:
@@ -111,8 +147,8 @@ def replace_epochs(dataset: Dataset) -> Dataset:
 class BelievesAccepted(LeaseTable):
     """Calls a unit done when it was accepted, before its round has closed."""
 
-    def accept(self, worker_id: str, fragment: int, version: int, places: Places) -> None:
-        super().accept(worker_id, fragment, version, places)
+    def accept(self, worker_id: str, fragment: int, version: int, places: Places, now: float) -> None:
+        super().accept(worker_id, fragment, version, places, now)
         self.done |= Ranges(places) & self.held.get(worker_id, NONE)
 
 

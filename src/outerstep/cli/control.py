@@ -58,6 +58,17 @@ def release(context: typer.Context, worker: OneWorker, reason: Reason = "") -> N
 
 
 @app.command()
+def forget(
+    context: typer.Context,
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="Its name, as `outerstep data` shows it.")],
+    reason: Reason = "",
+) -> None:
+    """Forget a leased dataset, though somebody said first, and wrongly, what it is. The next worker that asks says it
+    anew, and its data begins at the start."""
+    _send(context, kind="forget", dataset=dataset, reason=reason)
+
+
+@app.command()
 def drain(context: typer.Context, worker: Worker = None, reason: Reason = "") -> None:
     """Let a worker, or all, contribute what they have and leave."""
     _send(context, kind="drain", worker_id=worker, reason=reason)

@@ -33,7 +33,9 @@ from ..errors import BadRequest, PlanMismatch, Superseded
 from ..events import Event, UnitsDone, UnitsReturned
 from ..ranges import NONE, Range, Ranges
 from ..types import MOST_DATASETS, MOST_RANGES, Dataset, Lease, LeaseAnswer, Offer, Places
+from .shares import Shares
 
+MOST_DATASETS_OF_ONE = 8  # of those that a run leases, that one worker was the first to ask for
 RESERVE = 4096  # places that are leased without a record
 MOST_PIECES = 16  # ranges in one lease: what a worker holds must fit a message
 HELD_PIECES = 128  # a worker that holds so many ranges gets no more of them
@@ -49,8 +51,9 @@ def end_of(dataset: Dataset) -> int:
 class LeaseTable:
     """One dataset."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset, self.end = dataset, end_of(dataset)
+    def __init__(self, dataset: Dataset, owner: str = "") -> None:
+        """`owner`: the worker that was the first to ask for it."""
+        self.dataset, self.end, self.owner = dataset, end_of(dataset), owner
         self.next = self.reserved = 0  # below `next`, all were leased; below `reserved` they may be, without a record
         self.free = self.unclaimed = self.done = self.lost = self.spent = NONE
         self.held: dict[str, Ranges] = {}
@@ -58,13 +61,15 @@ class LeaseTable:
         self.covered: dict[str, dict[int, Ranges]] = {}  # in agreements of some fragments, by worker
         self.pending: dict[tuple[int, int], dict[str, Ranges]] = {}  # in open rounds, by fragment and version
         self.dropped: dict[str, Ranges] = {}  # given up by their worker, and in open rounds in part
+        self.overtaken: dict[str, Ranges] = {}  # were its, and are done by another; it may still bring them
+        self._forgotten = NONE  # after a restart: somebody may have been leased these, and nobody knows
         self._foreign: dict[tuple[int, int], Ranges] = {}  # brought to open rounds by workers that do not hold them
         self.repeated = 0  # places that some fragment's agreements hold and that were trained once more
         self.done_by: dict[str, int] = {}
         self.claimable_until = 0.0  # after a restart
         self.to_note = False  # the next answer must wait for a record
         self._absent: set[str] = set()  # gone, and something of theirs is in an open round
-        self._untrained: dict[str, tuple[int, float, float]] = {}  # by worker: how many, its pace, and when it said so
+        self.shares = Shares(dataset.units)
         self._answered: dict[str, tuple[int, LeaseAnswer]] = {}  # its last request's number
 
     # --- leasing ----------------------------------------------------------------------------------------------------
@@ -84,12 +89,14 @@ class LeaseTable:
         self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) | Ranges(message.dropped))
         self._settle_dropped(worker_id)
         self._reconcile(worker_id, holds, now)
-        self._untrained[worker_id] = message.untrained, message.pace, now
+        self.shares.told(worker_id, message.untrained, message.pace, now)
         # (Of what is under way it has nothing left to draw, unless it is a later start that does not know of it.)
         void = (holds - self.held.get(worker_id, NONE)) | (holds & self._under_way(worker_id))
+        live = {*live, worker_id}
         granted = self._grant(worker_id, min(message.want, self._share(worker_id, now, live, waits=message.waits)))
-        if granted:
-            self._untrained[worker_id] = message.untrained + granted.total, message.pace, now
+        if not granted and message.want and self._cut_back(worker_id, now, live):
+            granted = self._grant(worker_id, min(message.want, self._share(worker_id, now, live, waits=message.waits)))
+        self.shares.granted(worker_id, granted.total)
         left = self.free.total + self.unclaimed.total + self.end - self.next
         over = not granted and not left
         answer = LeaseAnswer(
@@ -103,15 +110,11 @@ class LeaseTable:
 
     def _reconcile(self, worker_id: str, holds: Ranges, now: float) -> None:
         """What it was leased and does not hold goes back: the answer was lost, or it has lost its memory. What it holds
-        and was taken from it is its own again, if nobody has it."""
+        and was taken from it is its own again, if nobody has it. (What it claims beyond the mark was never leased: the
+        answer to a lease beyond it waits for the record of a new mark.)"""
         held = self.held.get(worker_id, NONE)
-        self._take_back(worker_id, held - holds - self._under_way(worker_id))
+        self._take_back(worker_id, held - holds - self._under_way(worker_id), may_bring=False)
         claimed = holds - held
-        if now < self.claimable_until:
-            beyond = claimed & Ranges([(self.next, self.end)])
-            if beyond:  # leased by a server that did not live to write it down
-                self.unclaimed |= Ranges([(self.next, beyond.end)])
-                self.next, self.reserved = beyond.end, max(self.reserved, beyond.end)
         ours = claimed & (self.free | self.unclaimed)
         if not self.dataset.again:
             ours |= claimed & self.lost & self.lapsed.get(worker_id, NONE)
@@ -146,23 +149,41 @@ class LeaseTable:
         the others."""
         if not self.dataset.epochs:
             return self.end
-        known = {name: told for name, told in self._untrained.items() if name in live or name == worker_id}
-        paces = [pace for _, pace, _ in known.values() if pace > 0.0]
-        usual = sum(paces) / len(paces) if paces else 1.0
-        left = {name: max(count - pace * (now - at), 0.0) for name, (count, pace, at) in known.items()}
-        speed = {name: pace or usual for name, (_, pace, _) in known.items()}
-        mine, _, _ = known[worker_id]
-        total = self.free.total + self.end - self.next + sum(left.values()) - left[worker_id] + mine
-        share = total * speed[worker_id] / sum(speed.values()) - mine
-        return max(int(share + 0.5), int(waits or not mine))
+        shares, hands = self.shares, {name: self._hand(name) for name in self.shares.among(live)}
+        paces = {name: shares.pace(name, live) for name in hands}
+        known = [pace for pace in paces.values() if pace > 0.0]
+        usual = sum(known) / len(known) if known else 1.0
+        speeds = {name: pace or usual for name, pace in paces.items()}
+        left = {name: shares.untrained(name, hand, now, live) for name, hand in hands.items()}
+        total = self.free.total + self.end - self.next + sum(left.values())
+        share = int(total * speeds[worker_id] / sum(speeds.values()) - left[worker_id] + 0.5)
+        room = shares.room(worker_id, hands[worker_id], now, live)
+        return int(min(max(share, int(waits or not hands[worker_id])), max(room, 0.0)))
+
+    def _hand(self, worker_id: str) -> int:
+        """How many it holds that no contribution of it has."""
+        return (self.held.get(worker_id, NONE) - self._under_way(worker_id)).total
+
+    def _cut_back(self, worker_id: str, now: float, live: Collection[str]) -> bool:
+        """Nothing is left for this one: what others hold beyond all need goes back, the last places first. (One-way,
+        nothing ever does.) Did something?"""
+        left, before = self.free.total + self.unclaimed.total + self.end - self.next, self.free
+        if left or not self.dataset.again or not self.dataset.epochs:
+            return False
+        for name in self.shares.among(set(live) - {worker_id}):
+            excess = -self.shares.room(name, self._hand(name), now, live)
+            if excess >= 1.0:
+                hand = self.held.get(name, NONE) - self._under_way(name)
+                self._take_back(name, hand - hand.first(hand.total - int(excess)))
+        return self.free != before
 
     def pace(self, live: Collection[str]) -> float:
         """Units per second, of those who are here."""
-        return sum(pace for name, (_, pace, _) in self._untrained.items() if name in live)
+        return sum(self.shares.pace(name, live) for name in self.shares.among(live))
 
     # --- what becomes of it -----------------------------------------------------------------------------------------
 
-    def accept(self, worker_id: str, fragment: int, version: int, places: Places) -> None:
+    def accept(self, worker_id: str, fragment: int, version: int, places: Places, now: float) -> None:
         """A contribution was accepted for the round that makes this version. What its worker was never leased is
         passed over."""
         self._absent.discard(worker_id)
@@ -170,9 +191,13 @@ class LeaseTable:
         self._hand_over(worker_id, said & self.lapsed.get(worker_id, NONE) & (self.free | self.lost))
         self._hand_over(worker_id, said & self.unclaimed)
         brought = said & (self.held.get(worker_id, NONE) | self.lapsed.get(worker_id, NONE))
-        foreign = (said - brought) & Ranges([(0, self.next)])
-        if foreign and fragment == 0:  # leased by a server that forgot it, and to another since: in the model twice
+        overtaken = self.overtaken.get(worker_id, NONE)
+        foreign = (said - brought) & (overtaken | self._forgotten)
+        if foreign and fragment == 0:  # leased to another since, or by a server that forgot it: in the model twice
+            self._put(self.overtaken, worker_id, overtaken - foreign)
+            self._forgotten -= foreign  # once: who says so again and again shall not be believed
             self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | foreign
+        self.shares.brought(worker_id, (brought - self._under_way(worker_id)).total, now)
         if brought:
             open_round = self.pending.setdefault((fragment, version), {})
             open_round[worker_id] = open_round.get(worker_id, NONE) | brought
@@ -207,6 +232,8 @@ class LeaseTable:
         self.lost, self.spent = self.lost - places, self.spent - places
         for owners in (self.held, self.lapsed):
             for owner in [name for name, theirs in owners.items() if theirs & places]:
+                if owner != worker_id:
+                    self._put(self.overtaken, owner, self.overtaken.get(owner, NONE) | owners[owner] & places)
                 self._put(owners, owner, owners[owner] - places)
         for other in [name for name in self.covered if name != worker_id]:
             self.repeated += (self._covered_by(other) & new).total
@@ -234,11 +261,13 @@ class LeaseTable:
         self._give_up(worker_id, dropped)
         self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) - dropped)
 
-    def _take_back(self, worker_id: str, places: Ranges) -> None:
+    def _take_back(self, worker_id: str, places: Ranges, *, may_bring: bool = True) -> None:
+        """`may_bring`: it has not said that it does not have them."""
         if not places:
             return
         self._put(self.held, worker_id, self.held.get(worker_id, NONE) - places)
-        self._put(self.lapsed, worker_id, self.lapsed.get(worker_id, NONE) | places)
+        if may_bring:
+            self._put(self.lapsed, worker_id, self.lapsed.get(worker_id, NONE) | places)
         covered = self._covered_by(worker_id) & places
         self._uncover(worker_id, places)
         if self.dataset.again:
@@ -247,10 +276,14 @@ class LeaseTable:
         else:
             self.lost |= places
 
+    def is_unused(self, live: Collection[str]) -> bool:
+        """Nothing of it is in the model, or on the way there, and who asked for it first is not here."""
+        return self.owner not in live and not (self.done or self.held or self.pending or self.covered)
+
     def gone(self, worker_id: str) -> list[Event]:
         """It left, died or was replaced by a start that knows nothing. What it had accepted in an open round may still
         count, so that much waits for the round."""
-        self._untrained.pop(worker_id, None)
+        self.shares.gone(worker_id)
         self._absent.add(worker_id)
         returned = self.held.get(worker_id, NONE) - self._under_way(worker_id)
         self._take_back(worker_id, returned)
@@ -313,6 +346,7 @@ class LeaseTable:
         """Without open rounds: what was accepted there is brought again."""
         return {
             "dataset": to_builtins(self.dataset),
+            "owner": self.owner,
             "next": self.next,
             "reserved": self.reserved,
             "repeated": self.repeated,
@@ -321,6 +355,7 @@ class LeaseTable:
             "held": {name: _plain(places) for name, places in self.held.items()},
             "lapsed": {name: _plain(places) for name, places in self.lapsed.items()},
             "dropped": {name: _plain(places) for name, places in self.dropped.items()},
+            "overtaken": {name: _plain(places) for name, places in self.overtaken.items()},
             "covered": {
                 name: {str(fragment): _plain(places) for fragment, places in covered.items()}
                 for name, covered in self.covered.items()
@@ -330,7 +365,7 @@ class LeaseTable:
     @classmethod
     def resumed(cls, facts: Mapping[str, Any], claimable_until: float, *, forgetful: bool = False) -> LeaseTable:
         """`forgetful`: not every record was written; more may have been leased than this says."""
-        made = cls(convert(facts["dataset"], Dataset))
+        made = cls(convert(facts["dataset"], Dataset), str(facts.get("owner", "")))
         made.next, made.repeated = int(facts["next"]), int(facts["repeated"])
         made.done_by = {str(name): int(count) for name, count in facts["done_by"].items()}
         for name in _SETS:
@@ -338,6 +373,7 @@ class LeaseTable:
         made.held = {name: Ranges(places) for name, places in facts["held"].items()}
         made.lapsed = {name: Ranges(places) for name, places in facts["lapsed"].items()}
         made.dropped = {name: Ranges(places) for name, places in facts["dropped"].items()}
+        made.overtaken = {name: Ranges(places) for name, places in facts.get("overtaken", {}).items()}
         made.covered = {
             name: {int(fragment): Ranges(places) for fragment, places in covered.items()}
             for name, covered in facts["covered"].items()
@@ -345,6 +381,7 @@ class LeaseTable:
         reserved = min(int(facts["reserved"]) + (RESERVE if forgetful else 0), made.end)
         made.unclaimed |= Ranges([(made.next, reserved)])
         made.next = made.reserved = reserved
+        made._forgotten = Ranges([(0, reserved)])
         made.claimable_until = claimable_until
         return made
 
@@ -371,11 +408,7 @@ class Leases:
         """The first request for a name says what the dataset is; others must say the same."""
         wanted, table = message.dataset, self.tables.get(message.dataset.name)
         if table is None:
-            if len(self.tables) == MOST_DATASETS:
-                raise BadRequest(
-                    f"a run leases at most {MOST_DATASETS} datasets, and {wanted.name!r} would be one more",
-                    hint=f"known: {', '.join(sorted(self.tables))}",
-                )
+            self._make_room(wanted.name, message.worker_id, live)
             if wanted.units * max(wanted.epochs, 1) > NO_END:
                 raise BadRequest(f"dataset {wanted.name!r} has too many units; make its units larger")
             if not wanted.again and not self.is_durable:
@@ -383,7 +416,7 @@ class Leases:
                     f"dataset {wanted.name!r} must never be leased twice, and this server does not record each round",
                     hint="start the server with --durability round, or leave out again=False",
                 )
-            table = self.tables[wanted.name] = self.table_type(wanted)
+            table = self.tables[wanted.name] = self.table_type(wanted, message.worker_id)
             table.to_note = True
         for field in Dataset.__struct_fields__:
             ours, theirs = getattr(table.dataset, field), getattr(wanted, field)
@@ -394,6 +427,32 @@ class Leases:
                 )
         return table.lease(message, now, live)
 
+    def _make_room(self, name: str, owner: str, live: Collection[str]) -> None:
+        """An id belongs to a key, so it is names per id that are few: one worker cannot take all."""
+        theirs = [table for table in self.tables.values() if table.owner == owner]
+        if len(theirs) == MOST_DATASETS_OF_ONE:
+            raise BadRequest(
+                f"worker {owner!r} was the first to ask for {MOST_DATASETS_OF_ONE} datasets, and {name!r} would be one "
+                "more",
+                hint="let another worker ask for it first, or use fewer datasets",
+            )
+        if len(self.tables) == MOST_DATASETS:
+            for unused in [name for name, table in self.tables.items() if table.is_unused(live)]:
+                del self.tables[unused]
+        if len(self.tables) == MOST_DATASETS:
+            raise BadRequest(
+                f"a run leases at most {MOST_DATASETS} datasets, and {name!r} would be one more",
+                hint=f"known: {', '.join(sorted(self.tables))}; `outerstep control forget NAME` forgets one",
+            )
+
+    def forget(self, name: str) -> LeaseTable:
+        """The next request for this name says anew what it is. What is in the model of it stays there."""
+        table = self.tables.pop(name, None)
+        if table is None:
+            known = ", ".join(sorted(self.tables)) or "none"
+            raise BadRequest(f"this run leases no dataset {name!r}", hint=f"it leases: {known}")
+        return table
+
     def take_note(self) -> bool:
         """Must the last answer wait for a record?"""
         noted = any(table.to_note for table in self.tables.values())
@@ -401,11 +460,11 @@ class Leases:
             table.to_note = False
         return noted
 
-    def accept(self, offer: Offer, version: int) -> None:
+    def accept(self, offer: Offer, version: int, now: float) -> None:
         for trained in () if offer.data is UNSET else offer.data:
             table = self.tables.get(trained.dataset)
             if table is not None:
-                table.accept(offer.worker_id, offer.fragment, version, trained.places)
+                table.accept(offer.worker_id, offer.fragment, version, trained.places, now)
 
     def closed(self, fragment: int, version: int, left_out: Iterable[str], fragments: int) -> list[Event]:
         without = set(left_out)

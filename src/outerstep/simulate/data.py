@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
+from ..coordination.leases import NO_END
 from ..coordination.worker.effects import Send
+from ..coordination.worker.exchange import MemberFields
 from ..coordination.worker.units import LeasedWork, LeaseRequest
 from ..errors import OuterstepError
 from ..ranges import Ranges
-from ..types import Answer, Dataset, LeaseAnswer, Trained
+from ..types import MOST_RANGES, MOST_WANTED, Answer, Dataset, Lease, LeaseAnswer, Trained
+from .agenda import Agenda
 from .history import History
+from .scenario import Scenario
 from .server import SimServer
+from .server_liar import SimLiar
 from .worker import SimSaved, SimWorker
 
 ASK_AGAIN_S = 2.0
@@ -66,6 +74,51 @@ class SimDataWorker(SimWorker):
 
     def _describe(self, send: Send) -> tuple[Trained, ...]:
         return self.units.describe(send.units)
+
+
+class SimDataLiar(SimLiar):
+    """A worker with a valid token that wants the others to go without data. It says that it is a billion times as fast
+    as they are and has trained all that it has; that it holds what nobody was leased; it gives back and takes again,
+    so that there is more to write down; it asks for datasets that nobody has; and says that others' units are in what
+    it contributes. It never brings a unit of its own."""
+
+    def __init__(self, scenario: Scenario, agenda: Agenda, server: SimServer, dataset: Dataset) -> None:
+        super().__init__(replace(scenario, liar="voices"), agenda, server)
+        self._dataset, self._number = dataset, 0
+        self._held = self._ever_held = Ranges()
+
+    def _speak(self) -> None:
+        super()._speak()
+        if self._joined is None or not self._server.is_up:
+            return
+        head = MemberFields(run_id=self._joined.run_id, worker_id="liar", incarnation=self._joined.incarnation)
+        self._number += 1
+        gives_back, dataset = self._number % 7 == 0, self._dataset
+        if self._number % 11 == 0:
+            dataset = structs.replace(dataset, name=f"name-{self._number}")
+        far = (NO_END // 2, NO_END // 2 + 3)
+        holds = () if gives_back else (*tuple(self._held)[: MOST_RANGES - 1], far)
+        lease = Lease(**head, dataset=dataset, number=self._number, want=MOST_WANTED, holds=holds, waits=True, pace=1e9)
+        self._server.handle(lease, [], partial(self._leased, gives_back=gives_back, is_theirs=dataset is self._dataset))
+
+    def _leased(self, answer: Answer | OuterstepError, *, gives_back: bool, is_theirs: bool) -> None:
+        if isinstance(answer, LeaseAnswer) and is_theirs:
+            self._held = (Ranges() if gives_back else self._held - Ranges(answer.void)) | Ranges(answer.granted)
+            self._ever_held |= Ranges(answer.granted)
+
+    @property
+    def granted(self) -> int:
+        return self._ever_held.total
+
+    def _claimed(self) -> tuple[Trained, ...]:
+        """What the others have, and it never had."""
+        table = self._server.coordinator.leases.tables.get(self._dataset.name)
+        if table is None:
+            return ()
+        others = Ranges(each for name, theirs in table.held.items() if name != "liar" for each in theirs)
+        return (
+            Trained(dataset=self._dataset.name, places=tuple((others | table.done) - self._ever_held)[:MOST_RANGES]),
+        )
 
 
 def check_data(server: SimServer, dataset: Dataset, history: History, fragments: int) -> None:

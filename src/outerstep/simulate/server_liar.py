@@ -8,10 +8,23 @@ It speaks at its own pace, on a line that loses nothing. What it sends is told a
 
 from __future__ import annotations
 
+from msgspec import UNSET, UnsetType
+
 from ..coordination.worker.exchange import MemberFields
 from ..digest import part_hash, payload_hash
 from ..errors import OuterstepError, UnknownWorker
-from ..types import PROTOCOL_VERSION, Answer, Commit, CommitAnswer, Join, JoinAnswer, Offer, OfferAnswer, PutPart
+from ..types import (
+    PROTOCOL_VERSION,
+    Answer,
+    Commit,
+    CommitAnswer,
+    Join,
+    JoinAnswer,
+    Offer,
+    OfferAnswer,
+    PutPart,
+    Trained,
+)
 from .agenda import Agenda
 from .history import StepName
 from .scenario import Scenario
@@ -46,6 +59,10 @@ class SimLiar:
             self._joined = answer
             self._sequences = [state.last_sequence for state in answer.fragments]
 
+    def _claimed(self) -> tuple[Trained, ...] | UnsetType:
+        """The units that are said to be in a contribution (data.py)."""
+        return UNSET
+
     def _contribute(self, joined: JoinAnswer, fragment: int) -> None:
         """Offer, parts and commit at once, as far as it is heard."""
         self._said += 1
@@ -62,6 +79,7 @@ class SimLiar:
             codec="fp32" if self._scenario.liar == "voices" else "nonsense",
             size_bytes=self._scenario.parts * PART_BYTES,
             tokens=TRILLION,
+            data=self._claimed(),
         )
         hashes = [part_hash(f"{offer.key} {self._said} {i}".encode()) for i in range(self._scenario.parts)]
 

@@ -63,6 +63,7 @@ class SavedProgress(Plain, frozen=True):
     counted: Work
     oldest_base: Count
     contributions: tuple[SavedContribution, ...]
+    late_units: Units = ()
 
     @property
     def awaited(self) -> SavedContribution | None:
@@ -79,9 +80,8 @@ class SavedProgress(Plain, frozen=True):
         flight = None
         if one is not None:
             flight = InFlight(one.work, one.land_at, bool(one.sent), deferred=one.parked, overtaken=one.overtaken)
-        return Progress(
-            self.version, self.counted, self.oldest_base, flight, late.counted_in if late is not None else 0
-        )
+        late_in = late.counted_in if late is not None else 0
+        return Progress(self.version, self.counted, self.oldest_base, flight, late_in, self.late_units)
 
     def is_forgotten(self, last_sequence: int) -> bool:
         """Does the server, which has this sequence for its last, lack the contribution that was to count later? It was
@@ -159,6 +159,7 @@ def write(
                 "counted": asdict(progress.counted),
                 "oldest_base": progress.oldest_base,
                 "contributions": _write_contributions(i, progress, under_way),
+                **({"late_units": [list(each) for each in progress.late_units]} if progress.late_units else {}),
             }
             for i, progress in enumerate(machine.state.fragments)
         ],

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from outerstep.coordination.leases import HELD_PIECES, RESERVE, Leases, LeaseTable
+from outerstep.coordination.leases import HELD_PIECES, MOST_DATASETS_OF_ONE, RESERVE, Leases, LeaseTable
 from outerstep.errors import BadRequest, PlanMismatch, Superseded
 from outerstep.events import UnitsDone, UnitsReturned
 from outerstep.ranges import NONE, Ranges
-from outerstep.types import MOST_DATASETS, Dataset, Lease, LeaseAnswer, Offer, Trained
+from outerstep.types import MOST_DATASETS, MOST_WANTED, Dataset, Lease, LeaseAnswer, Offer, Trained
 
 
 def make_dataset(**changes: Any) -> Dataset:
@@ -35,7 +35,7 @@ class Run:
         return self.table.lease(message, self.now, {worker_id, *live})
 
     def bring(self, worker_id: str, *places: tuple[int, int], version: int = 1, fragment: int = 0) -> None:
-        self.table.accept(worker_id, fragment, version, places)
+        self.table.accept(worker_id, fragment, version, places, self.now)
 
     def close(self, version: int = 1, *left_out: str, fragment: int = 0) -> list[Any]:
         return self.table.closed(fragment, version, left_out, self.fragments)
@@ -218,6 +218,92 @@ def test_a_worker_with_many_ranges_gets_no_more_of_them() -> None:
     assert len(run.ask("b", 10_000).granted) <= 17
 
 
+# --- lies -------------------------------------------------------------------------------------------------------------
+
+
+def greedy(run: Run, pace: float, *, live: tuple[str, ...] = ("a", "b"), times: int = 30) -> int:
+    """How much somebody gets that says again and again that it is fast, and has trained all."""
+    for _ in range(times):
+        held = tuple(run.table.held.get("liar", NONE))
+        run.ask("liar", MOST_WANTED, live=live, holds=held, pace=pace, untrained=0, waits=True)
+    return run.table.held["liar"].total
+
+
+def test_a_claimed_pace_counts_up_to_a_few_times_the_others() -> None:
+    run = Run(samples=10_000)  # 1000 units
+    for name in ("a", "b"):
+        run.ask(name, 1, live=("a", "b"), pace=1.0)
+    assert greedy(run, 1e9) <= 160, "forty seconds at four units"
+    granted = run.ask("a", 1000, live=("b", "liar"), holds=tuple(run.table.held["a"]), untrained=1, pace=1.0).granted
+    assert Ranges(granted).total >= 20, "others have theirs"
+
+
+def test_who_says_that_all_is_trained_and_brings_nothing_gets_no_more() -> None:
+    run = Run(samples=10_000)
+    for name in ("a", "b"):
+        run.ask(name, 4, live=("a", "b"), pace=1.0)
+    run.now = 10.0
+    for version, name in enumerate(("a", "b"), 1):
+        run.bring(name, *run.table.held[name], version=version)
+        run.close(version)
+    assert greedy(run, 1.0) <= 1000 // 12 + 10, "a part of an epoch, and what it can have trained meanwhile"
+    run.now = 11.0
+    for name in ("a", "b"):
+        run.ask(name, 1, live=("a", "b", "liar"), pace=1.0, waits=True)
+    before = run.table.held["liar"].total
+    assert greedy(run, 1.0) - before <= 2
+
+
+def test_a_fast_worker_that_brings_what_it_has_trained_is_believed() -> None:
+    run = Run(samples=100_000)  # ten thousand units
+    run.ask("slow", 1, live=("fast",), pace=1.0)
+    run.ask("fast", 1, live=("slow",), pace=100.0)
+    assert run.table.shares.pace("fast", {"slow", "fast"}) == 4.0
+    for version in range(1, 5):
+        held = tuple(run.table.held.get("fast", NONE))
+        run.ask("fast", 2000, live=("slow",), holds=held, untrained=0, pace=100.0, waits=True)
+        run.now += 1.0
+        run.bring("fast", *run.table.held["fast"].first(100), version=version)
+        run.close(version)
+    assert run.table.shares.pace("fast", {"slow", "fast"}) == 100.0
+
+
+def test_a_slow_worker_with_long_rounds_is_not_starved() -> None:
+    run = Run(samples=100_000)
+    trained = {"a": 0, "b": 0, "slow": 0}
+    for second in range(1, 400):
+        run.now = float(second)
+        for name, pace, every_s in (("a", 10.0, 10), ("b", 10.0, 10), ("slow", 1.0, 100)):
+            held = run.table.held.get(name, NONE)
+            untrained = max(held.total - trained[name], 0)
+            said = {"holds": tuple(held), "untrained": untrained, "pace": pace, "waits": not untrained}
+            run.ask(name, 20 * int(pace), live=tuple(trained), **said)
+            held = run.table.held[name]
+            assert held.total - trained[name] >= 1, f"{name} has nothing to train at {second} s"
+            trained[name] = min(trained[name] + int(pace), held.total)
+            if second % every_s == 0:
+                run.bring(name, *held.first(trained[name]), version=second)
+                run.close(second)
+                trained[name] = 0
+
+
+def test_what_a_lone_worker_took_too_much_of_goes_to_those_that_come_later() -> None:
+    run = Run(samples=10_000)
+    run.ask("liar", 1000, pace=1e9)
+    assert run.table.held["liar"].total == 1000
+    answer = run.ask("a", 20, live=("liar",), pace=0.0)
+    assert answer.granted, "the others' loops do not end"
+    said = run.ask("liar", 0, live=("a",), holds=((0, 1000),), untrained=1000, pace=1e9)
+    assert Ranges(said.void) & Ranges(answer.granted)
+
+
+def test_one_way_nothing_is_taken_from_somebody_that_has_too_much() -> None:
+    run = Run(samples=10_000, again=False)
+    run.ask("liar", 1000, pace=1e9)
+    assert run.ask("a", 20, live=("liar",)).granted == ()
+    assert run.table.held["liar"].total == 1000
+
+
 # --- over a restart ---------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +351,15 @@ def test_after_a_restart_a_worker_keeps_what_the_record_does_not_know_of() -> No
     assert record.table.held["a"] == Ranges([(0, 2), (5, 9), (RESERVE + 2, RESERVE + 3)])
 
 
+def test_after_a_restart_nobody_holds_what_lies_beyond_the_mark() -> None:
+    run = Run(epochs=0)
+    run.ask("a", 2)
+    record = restarted(run)
+    again = record.ask("liar", 1, holds=((10**9, 10**9 + 5),))
+    assert again.void == ((10**9, 10**9 + 5),)
+    assert record.table.next == RESERVE + 3, "the mark, and the one that it got"
+
+
 def test_what_nobody_comes_for_is_free_in_the_end() -> None:
     run = Run(epochs=0)
     run.ask("a", 2)
@@ -296,8 +391,8 @@ def test_a_later_start_does_not_draw_what_an_earlier_one_has_sent() -> None:
 # --- all datasets -----------------------------------------------------------------------------------------------------
 
 
-def lease_of(dataset: Dataset, number: int = 1) -> Lease:
-    return Lease(run_id="run", worker_id="a", incarnation=1, dataset=dataset, number=number, want=1)
+def lease_of(dataset: Dataset, number: int = 1, worker_id: str = "a") -> Lease:
+    return Lease(run_id="run", worker_id=worker_id, incarnation=1, dataset=dataset, number=number, want=1)
 
 
 def test_a_worker_that_means_another_dataset_by_the_same_name_is_refused_showing_both() -> None:
@@ -310,9 +405,45 @@ def test_a_worker_that_means_another_dataset_by_the_same_name_is_refused_showing
 def test_a_run_leases_few_datasets() -> None:
     leases = Leases()
     for i in range(MOST_DATASETS):
-        leases.lease(lease_of(make_dataset(name=f"d{i}")), 0.0, {"a"})
+        leases.lease(lease_of(make_dataset(name=f"d{i}"), worker_id="ab"[i % 2]), 0.0, {"a", "b"})
     with pytest.raises(BadRequest, match="at most 16"):
-        leases.lease(lease_of(make_dataset(name="more")), 0.0, {"a"})
+        leases.lease(lease_of(make_dataset(name="more"), worker_id="c"), 0.0, {"a", "b", "c"})
+
+
+def test_one_worker_cannot_take_all_names() -> None:
+    leases = Leases()
+    for i in range(MOST_DATASETS_OF_ONE):
+        leases.lease(lease_of(make_dataset(name=f"d{i}"), worker_id="liar"), 0.0, {"liar"})
+    with pytest.raises(BadRequest, match="was the first to ask for 8"):
+        leases.lease(lease_of(make_dataset(name="more"), worker_id="liar"), 0.0, {"liar"})
+    leases.lease(lease_of(make_dataset(name="more")), 0.0, {"liar", "a"})
+    resumed = Leases()
+    resumed.resume(leases.remembered(), 0.0, {"liar", "a"}, forgetful=False)
+    with pytest.raises(BadRequest, match="was the first to ask for 8"):
+        resumed.lease(lease_of(make_dataset(name="most"), 2, "liar"), 0.0, {"liar"})
+
+
+def test_names_that_nobody_uses_make_room() -> None:
+    leases = Leases()
+    for i in range(MOST_DATASETS):
+        leases.lease(lease_of(make_dataset(name=f"d{i}"), worker_id=f"liar{i % 2}"), 0.0, {"liar0", "liar1"})
+    leases.gone("liar0")
+    with pytest.raises(BadRequest, match="at most 16"):
+        leases.lease(lease_of(make_dataset()), 0.0, {"a", "liar0", "liar1"})
+    leases.lease(lease_of(make_dataset()), 0.0, {"a", "liar1"})
+    assert "d0" not in leases.tables
+    assert {"train", "d1"} <= leases.tables.keys()
+
+
+def test_an_operator_forgets_a_dataset_and_the_next_worker_says_what_it_is() -> None:
+    leases = Leases()
+    leases.lease(lease_of(make_dataset(samples=1), worker_id="liar"), 0.0, {"liar"})
+    with pytest.raises(PlanMismatch):
+        leases.lease(lease_of(make_dataset()), 0.0, {"liar", "a"})
+    assert leases.forget("train").owner == "liar"
+    assert leases.lease(lease_of(make_dataset()), 0.0, {"liar", "a"}).granted == ((0, 1),)
+    with pytest.raises(BadRequest, match="leases no dataset 'other'"):
+        leases.forget("other")
 
 
 def test_one_way_needs_a_server_that_records_each_round() -> None:
@@ -328,7 +459,7 @@ def test_what_is_brought_of_a_dataset_that_nobody_knows_is_passed_over() -> None
         codec="fp32", size_bytes=8, data=(Trained(dataset="other", places=((0, 5),)),),
     )  # fmt: skip
     leases = Leases()
-    leases.accept(offer, 1)
+    leases.accept(offer, 1, 0.0)
     assert leases.closed(0, 1, (), 1) == []
 
 

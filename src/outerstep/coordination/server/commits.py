@@ -46,7 +46,7 @@ MODELS_IN_JOURNAL = 4  # a checkpoint is due when the journal behind the last ha
 LEAST_JOURNAL_BYTES = 64 << 20  # and at least these
 LEAST_OF_A_ROUND = 1 / 8  # of its fragment's bytes that a round counts for, however few its record has: it is replayed
 MOST_RECORDS = 1000  # or so many records: a start replays them
-OUTLIVE = ("kick", "pardon", "release", "plan", "budget", "shutdown")  # orders that hold after a restart
+OUTLIVE = ("kick", "pardon", "release", "plan", "budget", "forget", "shutdown")  # orders that hold after a restart
 
 Durability = Literal["round", "checkpoint", "none"]
 
@@ -239,6 +239,7 @@ class Commits:
             self.coordinator.charge_record(moves, now)
         if isinstance(request, Lease) and self.coordinator.leases.take_note():
             self.note()
+            self.coordinator.charge_record(request.worker_id, now)
         # (A request that is repeated waits for the record of the first, if that is not written yet.)
         return answer, self._noted if order or isinstance(request, Join | Lease) else 0
 

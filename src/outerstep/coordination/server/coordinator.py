@@ -291,7 +291,7 @@ class Coordinator:
         self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
 
     def charge_record(self, worker_id: str, now: float) -> None:
-        """Its coming or going was written down."""
+        """Its coming or going was written down, or what it was leased."""
         worker = self.members.find(worker_id)
         if worker is not None:
             self.quotas.charge("records", worker.token, worker_id, now, is_newcomer=worker.is_newcomer)
@@ -340,9 +340,10 @@ class Coordinator:
         return LeaveAnswer()
 
     def lease(self, message: Lease, now: float) -> LeaseAnswer:
-        """Data to train (leases.py)."""
+        """Data to train (leases.py). Some leases need a record, which is charged when it is written."""
         worker = self._heard(message, now)
         worker.conduct.check(worker.worker_id, now)
+        self.quotas.check("records", worker.token, worker.worker_id, now, is_newcomer=worker.is_newcomer)
         return self.leases.lease(message, now, self.members.live_ids)
 
     # --- a contribution -------------------------------------------------------------------------------------------
@@ -487,7 +488,7 @@ class Coordinator:
         round_.count(participant, rules, now, reported=raw, work=work, size=size, kept=keep)
         round_.size_bytes += offer.size_bytes
         if self.leases.tables:
-            self.leases.accept(offer, round_.version)
+            self.leases.accept(offer, round_.version, now)
         more = ClaimedWork(plausible.steps, plausible.samples, plausible.tokens)
         fragment.done = ClaimedWork(*map(sum, zip(fragment.done, more, strict=True)))
         self.total_accepted += 1
@@ -898,6 +899,14 @@ class Coordinator:
                 self._check_budget(now)
                 limit = f"ends at {message.tokens} tokens" if message.tokens else "has no end"
                 return ControlAnswer(done=f"the run {limit}; {self.budget.total} are in the model")
+            case "forget":
+                if message.dataset is UNSET:
+                    raise BadRequest("name the dataset that is to be forgotten", hint="`outerstep data` lists them")
+                table = self.leases.forget(message.dataset)
+                self._effects.append(events.DataForgotten(message.dataset, table.owner, table.done.total))
+                return ControlAnswer(
+                    done=f"{message.dataset} is forgotten; the next worker that asks for it says what it is"
+                )
             case "shutdown":
                 self._finish(message.reason or "an operator asked for it", now)
                 self._stop_if_done(now)

@@ -123,13 +123,15 @@ class InFlight:
 @dataclass
 class Progress:
     """One fragment: the version we hold, how much of our work is in it, the version under our oldest unsent step, and
-    the exchange under way. `late_in`: the round after that version in which our last contribution counts; 0 = none."""
+    the exchange under way. `late_in`: the round after that version in which our last contribution counts, with the
+    data units `late_units`; 0 = none."""
 
     version: int
     counted: Work
     oldest_base: int
     in_flight: InFlight | None = None
     late_in: int = 0
+    late_units: Units = ()
 
 
 @dataclass
@@ -283,7 +285,7 @@ class WorkerMachine:
         behind = {i for i, fragment in enumerate(saved.fragments) if fragment.in_flight is None} | set(overtaken)
         effects: list[Effect] = []
         for i, progress in enumerate(self.state.fragments):
-            progress.in_flight, progress.late_in = None, 0
+            progress.in_flight, progress.late_in, progress.late_units = None, 0, ()
             if i in behind:
                 progress.in_flight = InFlight(self.state.work, self.state.work.steps, catches_up=True)
                 effects.append(CatchUp(i))
@@ -309,6 +311,7 @@ class WorkerMachine:
         progress, effects = self.state.fragments[fragment], list[Effect]()
         if saved.late_in > progress.version or fragment in forgotten:
             progress.late_in = max(saved.late_in, progress.version + 1)
+            progress.late_units = saved.late_units
             effects.append(Reopen(fragment, late=True))
         if saved.in_flight is not None:
             progress.in_flight = deepcopy(saved.in_flight)
@@ -406,7 +409,7 @@ class WorkerMachine:
         count in a round to come."""
         progress = self.state.fragments[fragment]
         if late:
-            progress.late_in = 0
+            progress.late_in, progress.late_units = 0, ()
         elif progress.in_flight is not None:
             self._not_counted(progress, progress.in_flight)
             progress.in_flight = None
@@ -611,11 +614,11 @@ class WorkerMachine:
         progress = self.state.fragments[result.fragment]
         flight, progress.in_flight = progress.in_flight, None
         assert flight is not None
-        progress.late_in = 0
+        progress.late_in, progress.late_units = 0, ()
         if flight.catches_up:
             return self._catch_up(result)
         if result.counted_in > result.version:
-            progress.late_in = result.counted_in
+            progress.late_in, progress.late_units = result.counted_in, (flight.work - progress.counted).units
             return [PutOff(result.fragment), *self._adopt(flight, result)]
         if result.counted:
             return self._adopt(flight, result)

@@ -216,13 +216,14 @@ class LeasedWork:
         )
 
     def exchanged(self, state: WorkerState) -> None:
-        """What every fragment's agreements hold or have lost is settled; what was given up is to be told."""
+        """What every fragment's agreements hold or have lost is settled; what was given up is to be told. (What is to
+        count in a round to come is not: the server may be killed before it has closed that round.)"""
         dropped, state.dropped = self._places(state.dropped), ()
         for name, places in dropped.items():
             self.holdings[name].dropped |= places
         settled: Ranges | None = None
         for progress in state.fragments:
-            counted = Ranges(progress.counted.units)
+            counted = Ranges(progress.counted.units) - Ranges(progress.late_units)
             settled = counted if settled is None else settled & counted
         waiting = Ranges([(0, self._next)]) - (settled or NONE) - self._put_back
         trained = waiting - Ranges((one.number, one.number + 1) for one in self._drawn)

@@ -29,9 +29,11 @@ from outerstep.events import PlanChanged
 from outerstep.types import (
     Control,
     ControlAnswer,
+    Dataset,
     Heartbeat,
     HeartbeatAnswer,
     JoinAnswer,
+    Lease,
     Leave,
     OfferAnswer,
     Wishes,
@@ -962,3 +964,44 @@ def test_a_token_pays_for_what_is_written_of_those_that_come_and_go() -> None:
         driver.commits.answer(make_join("a", start=3), driver.now, token="site")
     driver.ask(make_join("b"))
     assert [one.token for one in driver.coordinator.members] == ["site", ""]
+
+
+# --- leases -----------------------------------------------------------------------------------------------------------
+
+
+def lease_request(driver: Driver, number: int, name: str = "train", **said: Any) -> Lease:
+    dataset = Dataset(name=name, samples=100, unit_samples=1)
+    return Lease(**driver.head("a"), dataset=dataset, number=number, want=4, **said)
+
+
+def test_leases_that_need_a_record_are_paid_for() -> None:
+    driver = begun()
+    driver.coordinator.quotas = Quotas(QuotaLimits(records=100))
+    records = [driver.ask(lease_request(driver, number)) for number in range(1, 41)]  # it says that it holds nothing
+    assert len(set(records)) > 35, "what went back and is leased again is written down each time"
+    with pytest.raises(QuotaExceeded, match="records in the journal a minute"):
+        driver.ask(lease_request(driver, 41))
+    assert driver.coordinator.leases.tables["train"].held, "nothing was changed by it"
+    driver.now += 60.0
+    driver.ask(lease_request(driver, 41))
+
+
+def test_leases_below_the_mark_cost_nothing() -> None:
+    driver = begun()
+    driver.coordinator.quotas = Quotas(QuotaLimits(records=100))
+    for number in range(1, 26):
+        held = driver.coordinator.leases.tables["train"].held.get("a", ()) if number > 1 else ()
+        driver.ask(lease_request(driver, number, holds=tuple(held)))
+    driver.coordinator.quotas.check("records", "", "a", driver.now, is_newcomer=False)
+
+
+def test_an_order_to_forget_a_dataset_outlives_a_restart() -> None:
+    driver = begun()
+    before = driver.ask(lease_request(driver, 1))
+    assert driver.ask(Control(kind="forget", dataset="train", reason="a lie")) > before
+    assert [(e["dataset"], e["owner"], e["done"]) for e in driver.events("data_forgotten")] == [("train", "a", 0)]
+    assert driver.coordinator.leases.remembered() == []
+    with pytest.raises(Refused, match="leases no dataset"):
+        driver.ask(Control(kind="forget", dataset="train"))
+    with pytest.raises(Refused, match="name the dataset"):
+        driver.ask(Control(kind="forget"))
