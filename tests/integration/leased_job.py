@@ -1,6 +1,8 @@
 """A worker that trains leased samples, for tests: cell i of the model counts how often sample i is in it.
 
-    python leased_job.py FOLDER SAMPLES BATCH DIE_AT LOADERS      # DIE_AT: SIGKILL right after that step, 0 = never
+    python leased_job.py FOLDER SAMPLES BATCH DIE_AT LOADERS KIND    # DIE_AT: SIGKILL right after that step, 0 = never
+
+KIND: samples, or shards of one to seven samples.
 
 Model, optimizer and worker are saved after each step, in one file; the job resumes from it.
 """
@@ -10,16 +12,28 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import outerstep
-from outerstep.data import LeasedLoader, LeasedSampler
+from outerstep.data import LeasedLoader, LeasedSampler, LeasedShards, LeasedStream
 
 torch.set_num_threads(1)
-folder, samples, batch_size, die_at, loaders = Path(sys.argv[1]), *map(int, sys.argv[2:])
+
+
+def shards_of(samples: int) -> list[range]:
+    found, begin = [], 0
+    while begin < samples:
+        end = min(begin + len(found) % 7 + 1, samples)
+        found.append(range(begin, end))
+        begin = end
+    return found
+
+
+folder, samples, batch_size, die_at, loaders = Path(sys.argv[1]), *map(int, sys.argv[2:6])
 worker_id = os.environ["OUTERSTEP_WORKER_ID"]
 checkpoint = folder / f"{worker_id}.pt"
 
@@ -30,8 +44,15 @@ if saved is not None:
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
 
-data = LeasedSampler(samples, unit_samples=4, seed=3)
-loader = LeasedLoader(list(range(samples)), data, batch_size=batch_size, num_workers=loaders)  # type: ignore[arg-type]
+data: LeasedSampler
+loader: Iterable[torch.Tensor]
+if sys.argv[6] == "shards":
+    shards = shards_of(samples)
+    data = LeasedShards(shards, seed=3)
+    loader = LeasedStream(shards, data, read=list, batch_size=batch_size, num_workers=loaders)
+else:
+    data = LeasedSampler(samples, unit_samples=4, seed=3)
+    loader = LeasedLoader(list(range(samples)), data, batch_size=batch_size, num_workers=loaders)  # type: ignore[arg-type]
 steps = 0
 with outerstep.attach(model, optimizer, data=data, state=saved["worker"] if saved is not None else None) as worker:
     for batch in loader:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from nursery import start
 from outerstep.cli import app
-from outerstep.data import LeasedLoader, LeasedSampler
+from outerstep.data import LeasedLoader, LeasedSampler, LeasedShards, LeasedStream
 from outerstep.errors import ConfigError, PlanMismatch, WorkerError
 from outerstep.events import Event, UnitsDone
 from outerstep.server import DiLoCoServer
@@ -148,8 +148,8 @@ def test_leased_data_survives_a_restart_of_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loaders", [0, 4])
-def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(tmp_path: Path, loaders: int) -> None:
+@pytest.mark.parametrize(("loaders", "kind"), [(0, "samples"), (4, "samples"), (0, "shards"), (2, "shards")])
+def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(tmp_path: Path, loaders: int, kind: str) -> None:
     server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN)
     server.start()
     script = str(Path(__file__).parent / "leased_job.py")
@@ -160,16 +160,102 @@ def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(tmp_path: Path, 
     try:
         for life, die_at in enumerate((4, 7, 0)):
             with (tmp_path / f"log-{life}").open("wb") as log:
-                job = [script, str(tmp_path), str(SAMPLES), "2", str(die_at), str(loaders)]
+                job = [script, str(tmp_path), str(SAMPLES), "2", str(die_at), str(loaders), kind]
                 code = run_job(job, log, environ)
             assert code == (-9 if die_at else 0), (tmp_path / f"log-{life}").read_text()[-3000:]
         drawn = [int(word) for word in (tmp_path / "w.log").read_text().split()]
         assert sorted(drawn) == list(range(SAMPLES)), "no sample was left out, and none drawn twice"
         assert torch.equal(server.get_global_params()["cells"], torch.ones(SAMPLES))
         table = server.service.coordinator.leases.tables["train"]
-        assert (table.done.total, table.repeated, table.spent.total) == (SAMPLES // 4, 0, 0)
+        units = SAMPLES // 4 if kind == "samples" else len(SHARDS)
+        assert (table.done.total, table.repeated, table.spent.total) == (units, 0, 0)
     finally:
         server.stop()
+
+
+SIZES = (1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 5)
+SHARDS = [range(sum(SIZES[:i]), sum(SIZES[: i + 1])) for i in range(len(SIZES))]
+"""Of one to seven samples, as in leased_job.py."""
+
+
+def train_shards(run: Run, worker_id: str, *, most: int | None = None, loaders: int = 0, **of_stream: Any) -> None:
+    model = cells(run.samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = LeasedShards(SHARDS, epochs=2 if most else 1)
+    stream = LeasedStream(SHARDS, data, read=iter, num_workers=loaders, **{"batch_size": 4, **of_stream})
+    with memory_worker(run.server, worker_id, model, optimizer, data=data):
+        for epoch in range(data.spec.epochs):
+            for step, batch in enumerate(stream):
+                run.drawn.setdefault(worker_id, []).extend(batch.tolist())
+                grad = torch.zeros(run.samples)
+                grad[batch] = -1.0
+                model["cells"].grad = grad
+                optimizer.step()
+                if epoch == 0 and step + 1 == most:
+                    break
+
+
+@pytest.mark.parametrize("loaders", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_shards_of_unknown_size_are_trained_once_each(loaders: int) -> None:
+    run = Run(1)
+    train_shards(run, "a", loaders=loaders)
+    assert torch.equal(run.server.get_global_params()["cells"], torch.ones(SAMPLES))
+    assert (run.table.done.total, run.table.repeated) == (len(SHARDS), 0)
+    assert run.drawn["a"] != sorted(run.drawn["a"]), "in an order of its own"
+
+
+def test_two_workers_share_the_shards() -> None:
+    run = Run(2)
+    in_threads(lambda: train_shards(run, "a"), lambda: train_shards(run, "b"))
+    assert sorted(run.drawn["a"] + run.drawn["b"]) == list(range(SAMPLES))
+    assert (run.table.done.total, run.table.repeated) == (len(SHARDS), 0)
+
+
+def test_a_loop_over_shards_that_is_left_early_goes_on_with_the_next_sample() -> None:
+    run = Run(1)
+    train_shards(run, "a", most=3)  # the next epoch's loop begins where this one was left
+    assert sorted(run.drawn["a"][:SAMPLES]) == list(range(SAMPLES))
+
+
+def test_a_stream_that_does_not_fit_its_shards_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one shard"):
+        LeasedShards(SHARDS, unit_samples=2)
+    with pytest.raises(ConfigError, match="13 shards are leased, and 2"):
+        LeasedStream(SHARDS[:2], LeasedShards(SHARDS), read=iter)
+    with pytest.raises(ConfigError, match="needs LeasedShards"):
+        LeasedStream(SHARDS, LeasedSampler(SHARDS), read=iter)  # type: ignore[arg-type]
+
+
+class Rows:
+    """What a `datasets.Dataset` is to a loader: rows by number, or many at once (`__getitems__`), as dicts."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows, self.asked = rows, list[list[int]]()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, row: int) -> dict[str, int]:
+        return {"row": int(row)}
+
+    def __getitems__(self, rows: list[int]) -> list[dict[str, int]]:
+        self.asked.append(rows)
+        return [self[row] for row in rows]
+
+
+def test_a_dataset_of_rows_like_hugging_faces_is_leased_as_it_stands() -> None:
+    run, rows = Run(1), Rows(SAMPLES)
+    model = cells()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = LeasedSampler(rows, unit_samples=4)
+    with memory_worker(run.server, "a", model, optimizer, data=data):
+        for batch in LeasedLoader(rows, data, batch_size=8):  # type: ignore[arg-type]
+            grad = torch.zeros(SAMPLES)
+            grad[batch["row"]] = -1.0
+            model["cells"].grad = grad
+            optimizer.step()
+    assert torch.equal(run.server.get_global_params()["cells"], torch.ones(SAMPLES))
+    assert [len(asked) for asked in rows.asked] == [8] * 6, "many at once"
 
 
 def run_job(arguments: list[str], log: Any, environ: dict[str, str]) -> int:

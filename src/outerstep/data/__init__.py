@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .sampler import LeasedLoader, LeasedSampler
+    from .shards import LeasedShards, LeasedStream
 
-__all__ = ["LeasedLoader", "LeasedSampler"]
+_ROOMS = {"LeasedLoader": "sampler", "LeasedSampler": "sampler", "LeasedShards": "shards", "LeasedStream": "shards"}
+
+__all__ = ["LeasedLoader", "LeasedSampler", "LeasedShards", "LeasedStream"]
 
 
 def __getattr__(name: str) -> object:
     """A command that lists samples imports no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'outerstep.data' has no attribute {name!r}")
-    return getattr(import_module(".sampler", __name__), name)
+    return getattr(import_module(f".{_ROOMS[name]}", __name__), name)

@@ -72,20 +72,34 @@ class LeasedData:
     def samples(self, name: str) -> Iterator[int]:
         """Of one epoch, or what is left of it for this worker. (What a loop before has drawn and not delivered, because
         it was left early, comes first.)"""
+        for samples, skipped in self._units(name):
+            yield from samples[skipped:]
+
+    def shards(self, name: str) -> Iterator[int]:
+        """As `samples`, where a unit is one shard. Who reads it says how many samples it has."""
+        for shards, _ in self._units(name, measured=False):
+            yield from shards
+
+    def measured(self, name: str, samples: int) -> int:
+        """The next shard was read. How many of its samples to leave out?"""
+        with self._changed:
+            return self._work.measure(name, samples)
+
+    def _units(self, name: str, *, measured: bool = True) -> Iterator[tuple[list[int], int]]:
         with self._changed:
             self._loops[name] += 1
             loop = self._loops[name]
             self._work.draw_again(name)
         dataset, epoch = self._work.holdings[name].dataset, None
         while loop == self._loops[name]:
-            drawn = self._draw(name, epoch)
+            drawn = self._draw(name, epoch, measured=measured)
             if drawn is None:
                 return
             place, skipped = drawn
             epoch = epoch_of(dataset, place)
-            yield from samples_of(dataset, place)[skipped:]
+            yield samples_of(dataset, place), skipped
 
-    def _draw(self, name: str, epoch: int | None) -> tuple[int, int] | None:
+    def _draw(self, name: str, epoch: int | None, *, measured: bool) -> tuple[int, int] | None:
         """Waits for a lease, if it must."""
         holding, began_at, said = self._work.holdings[name], time.monotonic(), False
         with self._changed:
@@ -99,7 +113,7 @@ class LeasedData:
                 if not said and time.monotonic() - began_at > SAY_SO_S:
                     said = True
                     log.info("waiting for data: no unit of %r is leased to this worker", name)
-            return self._work.draw(name, epoch)
+            return self._work.draw(name, epoch, measured=measured)
 
     def delivered(self, name: str, samples: int) -> None:
         """So many more came out of the loader, and are in the next optimizer step."""

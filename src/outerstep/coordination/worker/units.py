@@ -27,6 +27,7 @@ LEAD_S = 20.0  # training for so long is leased ahead, at the worker's pace,
 LEAST_AHEAD = 2  # and at least so many units
 PACE_MEMORY = 0.9
 PLACE_UNKNOWN = -1
+UNMEASURED = 1 << 60  # samples of a shard that nobody has read to its end yet
 
 
 @dataclass
@@ -139,9 +140,9 @@ class LeasedWork:
 
     # --- the loader -------------------------------------------------------------------------------------------------
 
-    def draw(self, name: str, epoch: int | None = None) -> tuple[int, int] | None:
+    def draw(self, name: str, epoch: int | None = None, *, measured: bool = True) -> tuple[int, int] | None:
         """The next place of this epoch (None = of any), and how many of its samples to leave out. None: there is none
-        in the queue."""
+        in the queue. Not `measured`: it is a shard, of unknown size until it has been read."""
         holding = self.holdings[name]
         place = next(holding.queue.numbers(), None)
         if place is None or not holding.is_confirmed or (epoch is not None and place // holding.dataset.units != epoch):
@@ -151,9 +152,16 @@ class LeasedWork:
         skipped = 0
         if holding.partly[0] == place:
             skipped, holding.partly = holding.partly[1], (PLACE_UNKNOWN, 0)
-        size = unit_size(holding.dataset, place) - skipped
+        size = unit_size(holding.dataset, place) - skipped if measured else UNMEASURED
         self._drawn.append(_Drawn(self._number(name, place), name, place, skipped, size))
         return place, skipped
+
+    def measure(self, name: str, samples: int) -> int:
+        """The first shard that is drawn and was not read yet has so many samples. How many of them to leave out?"""
+        one = next(one for one in self._drawn if one.name == name and one.size == UNMEASURED)
+        one.skipped = min(one.skipped, samples)
+        one.size = samples - one.skipped
+        return one.skipped
 
     def draw_again(self, name: str) -> None:
         """The loop was left early: what was drawn and not trained is drawn again, from the sample that comes next."""
