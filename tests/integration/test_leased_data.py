@@ -258,6 +258,31 @@ def test_a_dataset_of_rows_like_hugging_faces_is_leased_as_it_stands() -> None:
     assert [len(asked) for asked in rows.asked] == [8] * 6, "many at once"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [0, 4])
+def test_a_hugging_face_trainer_is_killed_and_resumes_at_the_exact_sample(tmp_path: Path, loaders: int) -> None:
+    pytest.importorskip("transformers")
+    server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN)
+    server.start()
+    environ = {
+        "DILOCO_WORKER_ID": "w", "DILOCO_SERVER": f"http://{server.address}", "OMP_NUM_THREADS": "1",
+        "OUTERSTEP_IDENTITY_DIR": str(tmp_path / "keys"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    script = str(Path(__file__).parent / "leased_trainer_job.py")
+    try:
+        for life, die_at in enumerate((4, 15, 0)):
+            with (tmp_path / f"log-{life}").open("wb") as log:
+                code = run_job([script, str(tmp_path), str(SAMPLES), "5", str(die_at), str(loaders)], log, environ)
+            assert code == (-9 if die_at else 0), (tmp_path / f"log-{life}").read_text()[-3000:]
+        drawn = [int(word) for word in (tmp_path / "drawn.log").read_text().split()]
+        assert sorted(drawn[:SAMPLES]) == sorted(drawn[SAMPLES:]) == list(range(SAMPLES)), "each epoch has each once"
+        assert torch.equal(server.get_global_params()["cells"], 2 * torch.ones(SAMPLES))
+        table = server.service.coordinator.leases.tables["train"]
+        assert (table.done.total, table.repeated, table.spent.total) == (2 * SAMPLES // 4, 0, 0)
+    finally:
+        server.stop()
+
+
 def run_job(arguments: list[str], log: Any, environ: dict[str, str]) -> int:
     return start(arguments, log=log, cwd=Path(arguments[1]), env={**os.environ, **environ}).wait(240)
 

@@ -14,7 +14,7 @@ lease; the next `for` begins the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -105,9 +105,13 @@ class LeasedLoader(DataLoader[Any]):
         self._data = data
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        size = self.batch_size or 1
-        for batch in super().__iter__():
-            self._data.delivered(size)
-            yield batch
-        if self.drop_last:  # what was too little for a batch is passed over: it goes with the next step
-            self._data.delivered(size)
+        return delivering(super().__iter__(), self._data, self.batch_size or 1, drop_last=self.drop_last)
+
+
+def delivering(batches: Iterable[Any], data: LeasedSampler, size: int, *, drop_last: bool = False) -> Iterator[Any]:
+    """Batches of a loader, as they come out of it. (The last may be smaller: the data knows how much was drawn.)"""
+    for batch in batches:
+        data.delivered(size)
+        yield batch
+    if drop_last:  # what was too little for a batch is passed over: it goes with the next step
+        data.delivered(size)

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..data.sampler import LeasedSampler, delivering
+from ..data.shards import LeasedShards
 from ..errors import ConfigError
 from ..model_folder import save_model
 from ..worker import DiLoCoWorker
@@ -38,11 +40,24 @@ AGREED = "agreed"  # the folder in output_dir for the agreed weights
 class OuterstepCallback(TrainerCallback):  # type: ignore[misc]  # the library's class is not typed for us
     """Makes the Trainer a worker. Settings are those of `outerstep.attach`, from keywords, environment or file.
 
+    `data`: an `outerstep.data.LeasedSampler` of the train dataset. The Trainer then draws what the run leases to this
+    worker, resumes at the exact sample, and stops when the data is used up.
+
     `resume_worker=False`: join as a new worker even if the Trainer resumes. `save_agreed=False`: leave out the folder
     `agreed`, which is written to `output_dir` at the end."""
 
-    def __init__(self, *, resume_worker: bool = True, save_agreed: bool = True, **settings: Any) -> None:
-        self._life = TrainerWorker(settings)
+    def __init__(
+        self,
+        *,
+        resume_worker: bool = True,
+        save_agreed: bool = True,
+        data: LeasedSampler | None = None,
+        **settings: Any,
+    ) -> None:
+        if data is not None and (not isinstance(data, LeasedSampler) or isinstance(data, LeasedShards)):
+            raise ConfigError(f"data must be a LeasedSampler of the train dataset, got {type(data).__name__}")
+        self._life = TrainerWorker(settings if data is None else {**settings, "data": data})
+        self._data, self._draws = data, False
         self._resume_worker, self._save_agreed = resume_worker, save_agreed
         self._losses: list[Tensor] = []
         self._are_shares = self._sees_loss = False
@@ -55,8 +70,19 @@ class OuterstepCallback(TrainerCallback):  # type: ignore[misc]  # the library's
 
     # --- the Trainer's events -------------------------------------------------------------------------------------
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **held: Any) -> None:
+        trainer, _ = _find_trainer()
+        if self._data is not None and trainer is not None:
+            _lease(trainer, args, self._data)
+            self._draws = True
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
         _check_supported(args, state)
+        if self._data is not None and not self._draws:
+            raise ConfigError(
+                "leased data needs the callback when the Trainer is made: "
+                "Trainer(…, callbacks=[OuterstepCallback(data=…)])"
+            )
         model, optimizer = held["model"], held["optimizer"]
         trainer, resumed_from = _find_trainer()
         self._unhook()
@@ -148,6 +174,35 @@ class OuterstepCallback(TrainerCallback):  # type: ignore[misc]  # the library's
         while self._undo:
             self._undo.pop()()
         self._losses = []
+
+
+def _lease(trainer: Any, args: Any, data: LeasedSampler) -> None:
+    """From now on its training draws leased samples. It skips none when it resumes: the worker's state knows the next
+    sample."""
+    if len(trainer.train_dataset) != data.spec.samples:
+        raise ConfigError(f"{data.spec.samples} samples are leased, and train_dataset has {len(trainer.train_dataset)}")
+    make_loader = trainer.get_train_dataloader
+    trainer._get_train_sampler = lambda *dataset: data
+    trainer.get_train_dataloader = lambda: _Delivering(make_loader(), data, args)
+    args.ignore_data_skip = True
+
+
+class _Delivering:
+    """The Trainer's loader, of which the data is told when a batch comes out. (The Trainer's own loader is one batch
+    ahead of that.)"""
+
+    def __init__(self, loader: Any, data: LeasedSampler, args: Any) -> None:
+        self._loader, self._data, self._args = loader, data, args
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        size, drop_last = self._args.train_batch_size, self._args.dataloader_drop_last
+        return delivering(self._loader, self._data, size, drop_last=drop_last)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def _check_supported(args: Any, state: Any) -> None:
