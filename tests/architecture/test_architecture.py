@@ -89,7 +89,7 @@ MAY_IMPORT = {
     }
     | {"threads", "topology", "wire"},
     "integrations": PLAIN
-    | {"core", "installing", "model_folder", "torch_file", "worker"},  # optional; imported by these alone:
+    | {"core", "data", "installing", "model_folder", "torch_file", "worker"},  # optional; imported by these alone:
     **{trainer: {"integrations"} for trainer in ("accelerate", "hf", "lightning", "torchtitan")},
     "__main__": {"cli"},
     "extending": {"coordination", "core", "errors"},

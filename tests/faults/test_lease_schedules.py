@@ -122,6 +122,33 @@ def test_without_faults_no_unit_is_trained_twice_and_none_is_missed() -> None:
         assert (table.repeated, table.spent, table.lost) == (0, NONE, NONE), f"seed {seed}"
 
 
+@pytest.mark.parametrize("units", [140, 700])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_workers_of_speeds_1_2_4_finish_an_epoch_together(units: int, asynchronous: bool) -> None:
+    """Nobody said how many there are. (Of a round that waits for all, each takes its own H: DyLU.)"""
+    finished: dict[str, list[float]] = {}
+
+    class Paced(SimDataWorker):
+        dataset = structs.replace(replace_epochs(dataset_of(0)), samples=units)
+
+        def _step(self) -> None:
+            before = self.units.holdings["train"].untrained
+            super()._step()
+            if self.units.holdings["train"].untrained < before:
+                finished.setdefault(self.worker_id, []).append(self._agenda.now)
+
+    still = calm(Scenario.drawn(0), workers=3, step_s=(4.0, 2.0, 1.0), fragments=1, sync_every=20)
+    quorum = 1 if asynchronous else None
+    rules = RoundRules(num_workers=3, asynchronous=asynchronous, quorum=quorum, dylu=not asynchronous, max_staleness=16)
+    world = World(replace(still, rules=rules), 0, worker_type=Paced)
+    tables = world.server.coordinator.leases.tables
+    assert world.agenda.run_until(lambda: "train" in tables and tables["train"].done.total == units, limit_s=3000.0)
+    assert sum(map(len, finished.values())) == units
+    assert len(finished["w0"]) < len(finished["w1"]) < len(finished["w2"])
+    last = [times[-1] for times in finished.values()]
+    assert max(last) - min(last) <= 4.0, "one unit of the slowest"
+
+
 def calm(drawn: Scenario, **changes: Any) -> Scenario:
     """Without faults, and all are awaited."""
     return replace(

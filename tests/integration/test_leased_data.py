@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,41 @@ def test_a_hugging_face_trainer_is_killed_and_resumes_at_the_exact_sample(tmp_pa
         table = server.service.coordinator.leases.tables["train"]
         assert (table.done.total, table.repeated, table.spent.total) == (2 * SAMPLES // 4, 0, 0)
     finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_three_workers_of_speeds_1_2_4_share_an_epoch_by_their_speeds(tmp_path: Path) -> None:
+    units, unit = 105, 4
+    state = cells(units * unit).state_dict()
+    of_run = {**PLAIN, "async_mode": True}
+    server = DiLoCoServer(state, 3, port=0, sync_every=8, insecure=True, host="127.0.0.1", **of_run)
+    server.start()
+    seconds = {"slow": 0.4, "middle": 0.2, "fast": 0.1}
+    jobs = []
+    try:
+        for name, each in seconds.items():
+            environ = {
+                "OUTERSTEP_WORKER_ID": name, "DILOCO_SERVER": f"http://{server.address}", "OMP_NUM_THREADS": "1",
+                "OUTERSTEP_IDENTITY_DIR": str(tmp_path / f"keys-{name}"),
+            }  # fmt: skip
+            script = str(Path(__file__).parent / "paced_job.py")
+            log = (tmp_path / f"log-{name}").open("wb")
+            asked = [script, str(tmp_path), str(units * unit), str(unit), str(each)]
+            jobs.append(start(asked, log=log, cwd=tmp_path, env={**os.environ, **environ}))
+        while not all((tmp_path / f"{name}.here").exists() for name in seconds):
+            assert all(job.poll() is None for job in jobs)
+            time.sleep(0.05)
+        (tmp_path / "go").touch()
+        assert [job.wait(240) for job in jobs] == [0, 0, 0], [p.read_text()[-2000:] for p in tmp_path.glob("log-*")]
+        table = server.service.coordinator.leases.tables["train"]
+        assert (table.done.total, table.repeated, table.spent.total) == (units, 0, 0)
+        shares = {"slow": units / 7, "middle": units * 2 / 7, "fast": units * 4 / 7}
+        for name, share in shares.items():
+            assert abs(table.done_by[name] - share) <= 3, f"{table.done_by}, by speed {shares}"
+    finally:
+        for job in jobs:
+            job.kill()
         server.stop()
 
 

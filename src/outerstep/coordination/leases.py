@@ -33,7 +33,7 @@ from ..errors import BadRequest, PlanMismatch, Superseded
 from ..events import Event, UnitsDone, UnitsReturned
 from ..ranges import NONE, Range, Ranges
 from ..types import MOST_DATASETS, MOST_RANGES, Dataset, Lease, LeaseAnswer, Offer, Places
-from .shares import Shares
+from .shares import FairShares
 
 MOST_DATASETS_OF_ONE = 8  # of those that a run leases, that one worker was the first to ask for
 RESERVE = 4096  # places that are leased without a record
@@ -69,7 +69,7 @@ class LeaseTable:
         self.claimable_until = 0.0  # after a restart
         self.to_note = False  # the next answer must wait for a record
         self._absent: set[str] = set()  # gone, and something of theirs is in an open round
-        self.shares = Shares(dataset.units)
+        self.shares = FairShares(dataset.units)
         self._answered: dict[str, tuple[int, LeaseAnswer]] = {}  # its last request's number
 
     # --- leasing ----------------------------------------------------------------------------------------------------

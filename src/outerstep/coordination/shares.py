@@ -47,7 +47,7 @@ class _Worker:
         return self.brought * max(1.0, (now - self.since) / self.interval_s)
 
 
-class Shares:
+class FairShares:
     """Of one dataset. `hand`: how many units the run believes a worker to hold that are in no contribution of it."""
 
     def __init__(self, units: int) -> None:
