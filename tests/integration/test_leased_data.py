@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DistributedSampler
 from typer.testing import CliRunner
 
 from nursery import start
 from outerstep.cli import app
-from outerstep.data import LeasedLoader, LeasedSampler, LeasedShards, LeasedStream
+from outerstep.data import ElasticSampler, LeasedLoader, LeasedSampler, LeasedShards, LeasedStream
 from outerstep.errors import ConfigError, PlanMismatch, WorkerError
 from outerstep.events import Event, UnitsDone
 from outerstep.server import DiLoCoServer
@@ -172,6 +173,60 @@ def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(tmp_path: Path, 
         assert (table.done.total, table.repeated, table.spent.total) == (units, 0, 0)
     finally:
         server.stop()
+
+
+def test_a_loop_for_pytorchs_distributed_sampler_runs_without_a_world_size() -> None:
+    run = Run(2)
+    drawn: list[list[int]] = [[], []]
+
+    def train(index: int) -> None:
+        model = cells()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sampler = ElasticSampler(range(SAMPLES), unit_samples=4, epochs=2)
+        loader = LeasedLoader(list(range(SAMPLES)), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+        assert len(loader) == SAMPLES // 2
+        with memory_worker(run.server, f"w{index}", model, optimizer, data=sampler):
+            for epoch in range(2):
+                sampler.set_epoch(epoch)
+                for batch in loader:
+                    drawn[index].extend(batch.tolist())
+                    model["cells"].grad = torch.zeros(SAMPLES)
+                    optimizer.step()
+
+    in_threads(lambda: train(0), lambda: train(1))
+    assert sorted(drawn[0] + drawn[1]) == sorted(2 * list(range(SAMPLES)))
+    assert (run.table.done.total, run.table.repeated) == (2 * SAMPLES // 4, 0)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("samples", [47, 48, 49])
+def test_fixed_shards_are_pytorchs_and_torchfts(samples: int, drop_last: bool) -> None:
+    dataset, groups, per_group = list(range(samples)), 3, 2
+    for group in range(groups):
+        for rank in range(per_group):
+            of = {"num_replicas": per_group * groups, "rank": rank + per_group * group}
+            theirs = DistributedSampler(dataset, **of, shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]
+            ours = ElasticSampler(dataset, **of, shuffle=False, drop_last=drop_last)
+            assert list(ours) == list(theirs)
+            assert len(ours) == len(theirs)
+    torchft = pytest.importorskip("torchft.data")
+    theirs = torchft.DistributedSampler(
+        dataset, replica_rank=2, num_replica_groups=3, group_rank=1, num_replicas=2, shuffle=False, drop_last=drop_last
+    )
+    assert list(ours) == list(theirs)
+
+
+def test_fixed_shards_of_an_epoch_have_every_sample_once_in_the_epochs_own_order() -> None:
+    shards = [ElasticSampler(range(48), num_replicas=4, rank=rank) for rank in range(4)]
+    first = [list(each) for each in shards]
+    assert sorted(sample for each in first for sample in each) == list(range(48))
+    for each in shards:
+        each.set_epoch(1)
+    assert [list(each) for each in shards] != first
+    with pytest.raises(ConfigError, match="belong together"):
+        ElasticSampler(range(48), rank=0)
+    with pytest.raises(ConfigError, match="from 0 to 3"):
+        ElasticSampler(range(48), 4, 4)
 
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 5)

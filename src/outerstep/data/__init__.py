@@ -6,16 +6,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .elastic import ElasticSampler
     from .sampler import LeasedLoader, LeasedSampler
     from .shards import LeasedShards, LeasedStream
 
-_ROOMS = {"LeasedLoader": "sampler", "LeasedSampler": "sampler", "LeasedShards": "shards", "LeasedStream": "shards"}
+_FILES = {
+    "ElasticSampler": "elastic",
+    "LeasedLoader": "sampler",
+    "LeasedSampler": "sampler",
+    "LeasedShards": "shards",
+    "LeasedStream": "shards",
+}
 
-__all__ = ["LeasedLoader", "LeasedSampler", "LeasedShards", "LeasedStream"]
+__all__ = ["ElasticSampler", "LeasedLoader", "LeasedSampler", "LeasedShards", "LeasedStream"]
 
 
 def __getattr__(name: str) -> object:
     """A command that lists samples imports no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'outerstep.data' has no attribute {name!r}")
-    return getattr(import_module(f".{_ROOMS[name]}", __name__), name)
+    return getattr(import_module(f".{_FILES[name]}", __name__), name)

@@ -95,10 +95,24 @@ class LeasedSampler(Sampler[int]):
 
 
 class LeasedLoader(DataLoader[Any]):
-    """A DataLoader that tells its sampler which batches have come out of it."""
+    """A DataLoader that tells its sampler which batches have come out of it. (The sampler may be given by either
+    name.)"""
 
-    def __init__(self, dataset: Dataset[Any], data: LeasedSampler, batch_size: int = 1, **settings: Any) -> None:
-        for name in ("sampler", "batch_sampler", "shuffle"):
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        data: LeasedSampler | None = None,
+        batch_size: int = 1,
+        *,
+        sampler: LeasedSampler | None = None,
+        **settings: Any,
+    ) -> None:
+        if (data is None) == (sampler is None):
+            raise ConfigError("a LeasedLoader needs one sampler: LeasedLoader(dataset, sampler, …)")
+        data = sampler if data is None else data
+        if not isinstance(data, LeasedSampler):
+            raise ConfigError(f"a LeasedLoader needs a sampler of leased data, got {type(data).__name__}")
+        for name in ("batch_sampler", "shuffle"):
             if settings.pop(name, None):
                 raise ConfigError(f"{name} is decided by the leased data; leave it out")
         super().__init__(dataset, batch_size=batch_size, sampler=data, **settings)
