@@ -17,10 +17,12 @@ from typer.testing import CliRunner
 from nursery import start
 from outerstep.cli import app
 from outerstep.data import ElasticSampler, LeasedLoader, LeasedSampler, LeasedShards, LeasedStream
+from outerstep.data.order import part_of
 from outerstep.errors import ConfigError, PlanMismatch, WorkerError
 from outerstep.events import Event, UnitsDone
 from outerstep.server import DiLoCoServer
 from outerstep.worker import DiLoCoWorker
+from ranks import Ranks
 from support import Relocatable, in_threads, kill, memory_topology, memory_worker
 
 SAMPLES = 48
@@ -372,6 +374,43 @@ def test_three_workers_of_speeds_1_2_4_share_an_epoch_by_their_speeds(tmp_path: 
         for job in jobs:
             job.kill()
         server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "loaders"), [("ddp", 0), ("ddp", 2), ("fsdp2", 0)])
+def test_the_ranks_of_a_group_share_each_unit_and_resume_at_the_exact_sample(
+    tmp_path: Path, kind: str, loaders: int
+) -> None:
+    server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN)
+    server.start()
+    script = str(Path(__file__).parent / "leased_group_job.py")
+    try:
+        for life, die_at in enumerate((4, 3, 0)):
+            logs = [tmp_path / f"log-{life}-{rank}" for rank in range(2)]
+            address = f"http://{server.address}"
+            job = [script, kind, address, str(tmp_path), str(SAMPLES), "3", str(die_at), str(loaders)]
+            group = Ranks(job, logs, settings={"OUTERSTEP_IDENTITY_DIR": str(tmp_path / "keys")})
+            try:
+                codes = [process.wait(120) for process in group.processes]
+            finally:
+                group.close()
+            assert codes == [9 if die_at else 0] * 2, "\n".join(log.read_text()[-3000:] for log in logs)
+        drawn = [[int(word) for word in (tmp_path / f"rank-{rank}.log").read_text().split()] for rank in range(2)]
+        assert len(drawn[0]) == len(drawn[1]) == SAMPLES // 2
+        assert sorted(drawn[0] + drawn[1]) == list(range(SAMPLES))
+        assert torch.equal(server.get_global_params()["cells"], torch.ones(SAMPLES))
+        table = server.service.coordinator.leases.tables["train"]
+        assert (table.done.total, table.repeated, table.spent.total) == (SAMPLES // 4, 0, 0)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_the_parts_of_a_unit_are_of_one_size_and_miss_nothing(ranks: int) -> None:
+    for unit in ([5], [3, 1, 2], list(range(8))):
+        parts = [part_of(unit, rank, ranks) for rank in range(ranks)]
+        assert {len(part) for part in parts} == {-(-len(unit) // ranks)}
+        assert {sample for part in parts for sample in part} == set(unit)
 
 
 def run_job(arguments: list[str], log: Any, environ: dict[str, str]) -> int:

@@ -14,12 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+
 from ..coordination.worker.machine import Units, WorkerState
 from ..coordination.worker.units import LeasedWork, LeaseRequest
 from ..errors import Busy, ConfigError, OuterstepError, Refused, ServerError, Superseded, UnknownWorker, WorkerError
+from ..topology.group.ranks import Ranks
 from ..topology.protocol import Lessor
 from ..types import Dataset, Trained
-from .order import epoch_of, samples_of
+from .order import epoch_of, part_of, samples_of
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +42,19 @@ class Leased(Protocol):
     def belongs_to(self, data: LeasedData | None) -> None: ...
 
 
-class LeasedData:
-    """Of one worker. `datasets`: what its samplers are of."""
+class _Told(msgspec.Struct, frozen=True):
+    """What rank 0 drew: a place, and how many samples of a rank's part to leave out."""
 
-    def __init__(self, datasets: Sequence[Dataset]) -> None:
-        self._work = LeasedWork(datasets)
+    drawn: tuple[int, int] | None
+
+
+class LeasedData:
+    """Of one worker. `datasets`: what its samplers are of; `ranks`: the processes of its group. Those train in step, so
+    they draw at the same points: rank 0 leases and draws, the others hear of it and train their parts of each unit."""
+
+    def __init__(self, datasets: Sequence[Dataset], ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
+        self._work = LeasedWork(datasets, 1 if ranks is None else ranks.size)
         self._changed = threading.Condition()
         self._lessor: Lessor | None = None
         self._failure: OuterstepError | None = None
@@ -54,12 +65,11 @@ class LeasedData:
 
     def start(self, lessor: object, state: WorkerState) -> None:
         if not isinstance(lessor, Lessor):
-            raise ConfigError(
-                f"{type(lessor).__name__} leases no data; leased data needs a run with a server, and a worker that is "
-                "one process"
-            )
+            raise ConfigError(f"{type(lessor).__name__} leases no data; leased data needs a run with a server")
         self._lessor = lessor
         self.exchanged(state)
+        if self._ranks is not None and self._ranks.rank != 0:
+            return
         threading.Thread(target=self._keep_ahead, name="outerstep-leases", daemon=True).start()
 
     def end(self) -> None:
@@ -97,9 +107,25 @@ class LeasedData:
                 return
             place, skipped = drawn
             epoch = epoch_of(dataset, place)
-            yield samples_of(dataset, place), skipped
+            samples = samples_of(dataset, place)
+            yield samples if self._ranks is None else part_of(samples, self._ranks.rank, self._ranks.size), skipped
 
     def _draw(self, name: str, epoch: int | None, *, measured: bool) -> tuple[int, int] | None:
+        if self._ranks is None:
+            return self._draw_alone(name, epoch, measured=measured)
+        if not measured:
+            raise ConfigError(
+                f"{name!r}: the ranks of a group cannot share a shard of unknown size; lease samples, or let each rank "
+                "be a worker of its own (group='off')"
+            )
+        told = self._ranks.tell(lambda: _Told(self._draw_alone(name, epoch, measured=True)), _Told)
+        drawn = told.drawn
+        if drawn is not None and self._ranks.rank != 0:
+            with self._changed:
+                self._work.follow(name, *drawn)
+        return drawn
+
+    def _draw_alone(self, name: str, epoch: int | None, *, measured: bool) -> tuple[int, int] | None:
         """Waits for a lease, if it must."""
         holding, began_at, said = self._work.holdings[name], time.monotonic(), False
         with self._changed:

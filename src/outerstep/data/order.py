@@ -9,6 +9,8 @@ billion samples take no memory. Integers only: the same on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,6 +35,14 @@ def samples_of(dataset: Dataset, place: int) -> list[int]:
     if not dataset.shuffle:
         return [int(i) for i in positions]
     return [int(i) for i in permuted(positions, dataset.samples, keys(dataset.seed, epoch))]
+
+
+def part_of(samples: Sequence[int], rank: int, ranks: int) -> list[int]:
+    """One rank's samples of a unit. All ranks must take as many steps, so of a unit that cannot be shared evenly the
+    first samples are trained by two of them."""
+    short = -len(samples) % ranks
+    even = [*samples, *(samples[i % len(samples)] for i in range(short))]
+    return even[rank::ranks]
 
 
 def keys(seed: int, epoch: int) -> list[int]:

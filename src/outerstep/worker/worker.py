@@ -134,7 +134,7 @@ class DiLoCoWorker:
         self._sync: Synchronizer | None = None
         self._watch: OutsideWatch | None = None
         leased = (data,) if isinstance(data, Leased) else tuple(data)
-        self._data = LeasedData([one.spec for one in leased]) if leased else None
+        self._data = LeasedData([one.spec for one in leased], ranks) if leased else None
         for one in leased:
             one.belongs_to(self._data)
         self._has_met = False  # whether the processes of a group have compared what they saw since the start

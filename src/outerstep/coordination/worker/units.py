@@ -123,9 +123,11 @@ class LeaseRequest:
 
 @dataclass
 class LeasedWork:
-    """Of one worker, all datasets."""
+    """Of one worker, all datasets. `ranks`: processes of its group, each of which trains its part of each unit; samples
+    are counted for one of them."""
 
     datasets: Sequence[Dataset]
+    ranks: int = 1
     holdings: dict[str, Holding] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,9 +154,15 @@ class LeasedWork:
         skipped = 0
         if holding.partly[0] == place:
             skipped, holding.partly = holding.partly[1], (PLACE_UNKNOWN, 0)
-        size = unit_size(holding.dataset, place) - skipped if measured else UNMEASURED
+        size = -(-unit_size(holding.dataset, place) // self.ranks) - skipped if measured else UNMEASURED
         self._drawn.append(_Drawn(self._number(name, place), name, place, skipped, size))
         return place, skipped
+
+    def follow(self, name: str, place: int, skipped: int) -> None:
+        """What rank 0 of the group has drawn, another rank draws."""
+        holding = self.holdings[name]
+        holding.queue, holding.partly, holding.is_confirmed = Ranges([(place, place + 1)]), (place, skipped), True
+        self.draw(name)
 
     def measure(self, name: str, samples: int) -> int:
         """The first shard that is drawn and was not read yet has so many samples. How many of them to leave out?"""

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from ...coordination.worker.exchange import Piece, Share
+from ...coordination.worker.units import LeaseRequest
 from ...core.codecs import FP32, Codec
 from ...core.watch import as_seen_by
 from ...digest import Parts
 from ...errors import ExchangeFailed, ModelError, Superseded
-from ...types import Agreement, Join, JoinAnswer, Manifest, Offer, Plan, Wishes
+from ...types import Agreement, Join, JoinAnswer, LeaseAnswer, Manifest, Offer, Plan, Wishes
 from ...wire.frames import Entry, Layout, rows_of, section_layout
 from ..encode import Excerpt
 from ..forms import Form
@@ -146,6 +147,9 @@ class ShardedTopology:
 
     def orders(self, *, at_exchange: bool) -> Orders:
         return self._speaker.orders(at_exchange=at_exchange)
+
+    def lease(self, request: LeaseRequest) -> LeaseAnswer:
+        return self._speaker.lease(request)
 
     def leave(self, reason: str) -> None:
         self._speaker.leave(reason)

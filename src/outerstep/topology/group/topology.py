@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from ...coordination.worker.units import LeaseRequest
 from ...digest import data_hash
 from ...errors import ModelError
-from ...types import Manifest, Participant, Plan, Watched, Wishes
+from ...types import LeaseAnswer, Manifest, Participant, Plan, Watched, Wishes
 from ..forms import Form, forms_of
 from ..payload import KEPT, Memory
-from ..protocol import Agreed, Contribution, Joined, Orders, Sight, Ticket, Topology, WorkerControl
+from ..protocol import Agreed, Contribution, Joined, Lessor, Orders, Sight, Ticket, Topology, WorkerControl
 from ..update import AnchorUpdate, Kind, read_update
 from .ranks import Ranks
 
@@ -194,6 +195,12 @@ class GroupTopology:
         control = self._control
         self._orders = self.ranks.tell(lambda: control.orders(at_exchange=True) if control else Orders(), Orders)
         return self._orders
+
+    def lease(self, request: LeaseRequest) -> LeaseAnswer:
+        """Rank 0 asks, from a thread of its own; data/leased.py tells the others what it drew."""
+        speaker = _known(self._speaker)
+        assert isinstance(speaker, Lessor), "a group has a server"
+        return speaker.lease(request)
 
     # --- what must not be forgotten -------------------------------------------------------------------------------
 

@@ -194,8 +194,6 @@ class ServerTopology:
         offer = self.make_offer(contribution, form, (form.up.size_bytes,))
         if contribution.loss is not None:
             offer = msgspec.structs.replace(offer, loss=contribution.loss)
-        if contribution.data:
-            offer = msgspec.structs.replace(offer, data=contribution.data)
         payload = self.new_payload(contribution.deltas, form.up)
         ticket = self.carry(offer, payload, stuck_after_s)
         try:
@@ -222,6 +220,7 @@ class ServerTopology:
             codec=form.up.header.codec,
             size_bytes=sum(section_bytes),
             section_bytes=section_bytes if len(section_bytes) > 1 else (),
+            data=contribution.data or UNSET,
         )
 
     def new_payload(
