@@ -33,7 +33,7 @@ from ..errors import BadRequest, PlanMismatch, Superseded
 from ..events import Event, UnitsDone, UnitsReturned
 from ..ranges import NONE, Range, Ranges
 from ..types import MOST_DATASETS, MOST_RANGES, Dataset, Lease, LeaseAnswer, Offer, Places
-from .shares import FairShares
+from .shares import Crowd, FairShares
 
 MOST_DATASETS_OF_ONE = 8  # of those that a run leases, that one worker was the first to ask for
 RESERVE = 4096  # places that are leased without a record
@@ -70,6 +70,7 @@ class LeaseTable:
         self.to_note = False  # the next answer must wait for a record
         self._absent: set[str] = set()  # gone, and something of theirs is in an open round
         self.shares = FairShares(dataset.units)
+        self._hands: dict[str, int] = {}  # as `_hand` found them, until something changes
         self._answered: dict[str, tuple[int, LeaseAnswer]] = {}  # its last request's number
 
     # --- leasing ----------------------------------------------------------------------------------------------------
@@ -84,6 +85,7 @@ class LeaseTable:
                 hint="a worker asks for its leases one by one",
             )
         self._absent.discard(worker_id)
+        self._hands.pop(worker_id, None)
         self._end_claims(now)
         holds = Ranges(message.holds)
         self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) | Ranges(message.dropped))
@@ -92,10 +94,10 @@ class LeaseTable:
         self.shares.told(worker_id, message.untrained, message.pace, now)
         # (Of what is under way it has nothing left to draw, unless it is a later start that does not know of it.)
         void = (holds - self.held.get(worker_id, NONE)) | (holds & self._under_way(worker_id))
-        live = {*live, worker_id}
-        granted = self._grant(worker_id, min(message.want, self._share(worker_id, now, live, waits=message.waits)))
-        if not granted and message.want and self._cut_back(worker_id, now, live):
-            granted = self._grant(worker_id, min(message.want, self._share(worker_id, now, live, waits=message.waits)))
+        crowd = self.shares.among({*live, worker_id}, now)
+        granted = self._grant(worker_id, min(message.want, self._share(worker_id, crowd, waits=message.waits)))
+        if not granted and message.want and self._cut_back(worker_id, crowd):
+            granted = self._grant(worker_id, min(message.want, self._share(worker_id, crowd, waits=message.waits)))
         self.shares.granted(worker_id, granted.total)
         left = self.free.total + self.unclaimed.total + self.end - self.next
         over = not granted and not left
@@ -143,43 +145,46 @@ class LeaseTable:
         self._hand_over(worker_id, granted)
         return granted
 
-    def _share(self, worker_id: str, now: float, live: Collection[str], *, waits: bool) -> int:
+    def _share(self, worker_id: str, crowd: Crowd, *, waits: bool) -> int:
         """How many more it may have, so that all of them come to the end together: its part, by speed, of all that is
         left, less what it still has to train. A worker that waits gets one: it may need it to fill a batch, and train
         the others."""
         if not self.dataset.epochs:
             return self.end
-        shares, hands = self.shares, {name: self._hand(name) for name in self.shares.among(live)}
-        paces = {name: shares.pace(name, live) for name in hands}
+        hands = {name: self._hand(name) for name in crowd}
+        paces = {name: crowd.pace(name) for name in hands}
         known = [pace for pace in paces.values() if pace > 0.0]
         usual = sum(known) / len(known) if known else 1.0
-        speeds = {name: pace or usual for name, pace in paces.items()}
-        left = {name: shares.untrained(name, hand, now, live) for name, hand in hands.items()}
-        total = self.free.total + self.end - self.next + sum(left.values())
-        share = int(total * speeds[worker_id] / sum(speeds.values()) - left[worker_id] + 0.5)
-        room = shares.room(worker_id, hands[worker_id], now, live)
-        return int(min(max(share, int(waits or not hands[worker_id])), max(room, 0.0)))
+        mine = crowd.untrained(worker_id, hands[worker_id])
+        left = sum(crowd.untrained(name, hand) for name, hand in hands.items())
+        total = self.free.total + self.end - self.next + left
+        share = int(total * (paces[worker_id] or usual) / sum(pace or usual for pace in paces.values()) - mine + 0.5)
+        room = max(crowd.room(worker_id, hands[worker_id]), 0.0)
+        return int(min(max(share, int(waits or not hands[worker_id])), room))
 
     def _hand(self, worker_id: str) -> int:
         """How many it holds that no contribution of it has."""
-        return (self.held.get(worker_id, NONE) - self._under_way(worker_id)).total
+        if worker_id not in self._hands:
+            self._hands[worker_id] = (self.held.get(worker_id, NONE) - self._under_way(worker_id)).total
+        return self._hands[worker_id]
 
-    def _cut_back(self, worker_id: str, now: float, live: Collection[str]) -> bool:
+    def _cut_back(self, worker_id: str, crowd: Crowd) -> bool:
         """Nothing is left for this one: what others hold beyond all need goes back, the last places first. (One-way,
         nothing ever does.) Did something?"""
         left, before = self.free.total + self.unclaimed.total + self.end - self.next, self.free
         if left or not self.dataset.again or not self.dataset.epochs:
             return False
-        for name in self.shares.among(set(live) - {worker_id}):
-            excess = -self.shares.room(name, self._hand(name), now, live)
+        for name in crowd:
+            excess = 0.0 if name == worker_id else -crowd.room(name, self._hand(name))
             if excess >= 1.0:
                 hand = self.held.get(name, NONE) - self._under_way(name)
                 self._take_back(name, hand - hand.first(hand.total - int(excess)))
         return self.free != before
 
-    def pace(self, live: Collection[str]) -> float:
+    def pace(self, live: Collection[str], now: float) -> float:
         """Units per second, of those who are here."""
-        return sum(self.shares.pace(name, live) for name in self.shares.among(live))
+        crowd = self.shares.among(live, now)
+        return sum(crowd.pace(name) for name in crowd)
 
     # --- what becomes of it -----------------------------------------------------------------------------------------
 
@@ -187,6 +192,7 @@ class LeaseTable:
         """A contribution was accepted for the round that makes this version. What its worker was never leased is
         passed over."""
         self._absent.discard(worker_id)
+        self._hands.pop(worker_id, None)
         said = Ranges(places)
         self._hand_over(worker_id, said & self.lapsed.get(worker_id, NONE) & (self.free | self.lost))
         self._hand_over(worker_id, said & self.unclaimed)
@@ -201,12 +207,14 @@ class LeaseTable:
         if brought:
             open_round = self.pending.setdefault((fragment, version), {})
             open_round[worker_id] = open_round.get(worker_id, NONE) | brought
+            self._hands.pop(worker_id, None)
 
     def closed(self, fragment: int, version: int, left_out: Collection[str], fragments: int) -> list[Event]:
         """The round that makes this version was decided, without those left out."""
         told: list[Event] = []
         self.repeated += self._foreign.pop((fragment, version), NONE).total
         for worker_id, places in sorted(self.pending.pop((fragment, version), {}).items()):
+            self._hands.pop(worker_id, None)
             if worker_id in left_out:
                 self._give_up(worker_id, places)
                 continue
@@ -285,6 +293,7 @@ class LeaseTable:
         count, so that much waits for the round."""
         self.shares.gone(worker_id)
         self._absent.add(worker_id)
+        self._hands.pop(worker_id, None)
         returned = self.held.get(worker_id, NONE) - self._under_way(worker_id)
         self._take_back(worker_id, returned)
         self._settle_absent(worker_id)
@@ -316,6 +325,7 @@ class LeaseTable:
         return found
 
     def _uncover(self, worker_id: str, places: Ranges) -> None:
+        self._hands.pop(worker_id, None)
         covered = self.covered.get(worker_id, {})
         for fragment in list(covered):
             covered[fragment] -= places
@@ -324,8 +334,8 @@ class LeaseTable:
         if not covered:
             self.covered.pop(worker_id, None)
 
-    @staticmethod
-    def _put(owners: dict[str, Ranges], worker_id: str, places: Ranges) -> None:
+    def _put(self, owners: dict[str, Ranges], worker_id: str, places: Ranges) -> None:
+        self._hands.pop(worker_id, None)
         if places:
             owners[worker_id] = places
         else:

@@ -14,10 +14,10 @@ comes later is given what it holds beyond that: leases.py.)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from statistics import median
 
 PACE_RATIO = 4.0
 PROVEN_RATIO = 2.0
@@ -48,7 +48,7 @@ class _Worker:
 
 
 class FairShares:
-    """Of one dataset. `hand`: how many units the run believes a worker to hold that are in no contribution of it."""
+    """Of one dataset: what its workers said and brought."""
 
     def __init__(self, units: int) -> None:
         """`units`: of one epoch."""
@@ -75,43 +75,58 @@ class FairShares:
     def gone(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
 
-    def among(self, live: Iterable[str]) -> list[str]:
+    def among(self, live: Collection[str], now: float) -> Crowd:
         """Those of them that train this dataset."""
-        return [name for name in live if name in self._workers]
+        return Crowd({name: one for name, one in self._workers.items() if name in live}, self._units, now)
 
-    # --- what is believed -----------------------------------------------------------------------------------------
 
-    def pace(self, worker_id: str, live: Collection[str]) -> float:
+class Crowd:
+    """Workers that train one dataset, as they are now. `hand`: how many units the run believes a worker to hold that
+    are in no contribution of it. Every question takes time in the logarithm of their number."""
+
+    def __init__(self, workers: Mapping[str, _Worker], units: int, now: float) -> None:
+        self._workers, self._units, self._now = workers, units, now
+        self._paces = sorted(one.claimed for one in workers.values() if one.claimed > 0.0)
+        self._at_once = sorted(one.would_bring(now) for one in workers.values() if one.brought)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._workers)
+
+    def pace(self, worker_id: str) -> float:
         """Units per second; 0 = not known yet."""
         worker = self._workers[worker_id]
-        others = [one.claimed for one in self._others(worker_id, live)]
-        if not others:
+        if len(self._workers) == 1:
             return worker.claimed
-        known = [pace for pace in others if pace > 0.0]
-        believed = PACE_RATIO * median(known) if known else UNKNOWN_PACE
+        others = _median_without(self._paces, worker.claimed if worker.claimed > 0.0 else None)
+        believed = UNKNOWN_PACE if others is None else PACE_RATIO * others
         return min(worker.claimed, max(believed, PROVEN_RATIO * worker.proven))
 
-    def untrained(self, worker_id: str, hand: int, now: float, live: Collection[str]) -> float:
-        worker, others = self._workers[worker_id], self._others(worker_id, live)
-        said = min(max(worker.untrained - self.pace(worker_id, live) * (now - worker.at), 0.0), float(hand))
-        if not others:
+    def untrained(self, worker_id: str, hand: int) -> float:
+        worker, pace = self._workers[worker_id], self.pace(worker_id)
+        said = min(max(worker.untrained - pace * (self._now - worker.at), 0.0), float(hand))
+        if len(self._workers) == 1:
             return said
-        at_once = [one.would_bring(now) for one in others if one.brought]
-        most = max(AT_ONCE * median(at_once), PROVEN_RATIO * worker.brought) if at_once else inf
-        return max(said, hand - min(self._fastest(worker_id, live) * (now - worker.since), most))
+        others = _median_without(self._at_once, worker.would_bring(self._now) if worker.brought else None)
+        most = inf if others is None else max(AT_ONCE * others, PROVEN_RATIO * worker.brought)
+        trained = (pace or UNKNOWN_PACE) * (self._now - worker.since)  # it may not know its pace yet
+        return max(said, hand - min(trained, most))
 
-    def room(self, worker_id: str, hand: int, now: float, live: Collection[str]) -> float:
+    def room(self, worker_id: str, hand: int) -> float:
         """How many more it may hold; negative: so many fewer."""
-        others = self._others(worker_id, live)
-        if not others:
+        if len(self._workers) == 1:
             return inf
-        few = max(FEW, self._units / (FEW_PART * (len(others) + 1)))
-        most = max(few, AHEAD_S * self.pace(worker_id, live))
-        return most - self.untrained(worker_id, hand, now, live)
+        few = max(FEW, self._units / (FEW_PART * len(self._workers)))
+        return max(few, AHEAD_S * self.pace(worker_id)) - self.untrained(worker_id, hand)
 
-    def _fastest(self, worker_id: str, live: Collection[str]) -> float:
-        """It may not know its pace yet."""
-        return self.pace(worker_id, live) or UNKNOWN_PACE
 
-    def _others(self, worker_id: str, live: Collection[str]) -> list[_Worker]:
-        return [one for name, one in self._workers.items() if name != worker_id and name in live]
+def _median_without(values: Sequence[float], one: float | None) -> float | None:
+    """Of sorted values, less one of them; None if none is left."""
+    at = len(values) if one is None else bisect_left(values, one)
+    count = len(values) - (one is not None)
+    if count == 0:
+        return None
+
+    def kept(i: int) -> float:
+        return values[i if i < at else i + 1]
+
+    return (kept((count - 1) // 2) + kept(count // 2)) / 2

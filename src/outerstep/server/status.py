@@ -71,7 +71,7 @@ def _closes_in_s(coordinator: Coordinator, fragment: Fragment, now: float) -> fl
     return None if at is None else round(max(at - now, 0.0), 1)
 
 
-def _data(table: LeaseTable, live: Collection[str]) -> DataStatus:
+def _data(table: LeaseTable, live: Collection[str], now: float) -> DataStatus:
     dataset = table.dataset
     return DataStatus(
         name=dataset.name,
@@ -89,7 +89,7 @@ def _data(table: LeaseTable, live: Collection[str]) -> DataStatus:
         repeated=table.repeated,
         done_by=dict(table.done_by),
         leased_to={name: places.total for name, places in table.held.items()},
-        units_per_second=round(table.pace(live), 4),
+        units_per_second=round(table.pace(live, now), 4),
     )
 
 
@@ -153,7 +153,9 @@ def build_status(
         clusters=clusters_of(coordinator, addresses),
         links=links_of_run(coordinator, intake.meter, now),
         layer=layer_of(coordinator.steering),
-        data=[_data(table, coordinator.members.live_ids) for table in coordinator.leases.tables.values()],
+        data=[
+            _data(table, coordinator.members.live_ids, coordinator.now) for table in coordinator.leases.tables.values()
+        ],
         pool_held_bytes=coordinator.uploads.held_bytes,
         pool_memory_bytes=intake.pool.memory_bytes,
         pool_spooled_bytes=intake.pool.spooled_bytes,

@@ -258,14 +258,14 @@ def test_a_fast_worker_that_brings_what_it_has_trained_is_believed() -> None:
     run = Run(samples=100_000)  # ten thousand units
     run.ask("slow", 1, live=("fast",), pace=1.0)
     run.ask("fast", 1, live=("slow",), pace=100.0)
-    assert run.table.shares.pace("fast", {"slow", "fast"}) == 4.0
+    assert run.table.shares.among({"slow", "fast"}, run.now).pace("fast") == 4.0
     for version in range(1, 5):
         held = tuple(run.table.held.get("fast", NONE))
         run.ask("fast", 2000, live=("slow",), holds=held, untrained=0, pace=100.0, waits=True)
         run.now += 1.0
         run.bring("fast", *run.table.held["fast"].first(100), version=version)
         run.close(version)
-    assert run.table.shares.pace("fast", {"slow", "fast"}) == 100.0
+    assert run.table.shares.among({"slow", "fast"}, run.now).pace("fast") == 100.0
 
 
 def test_a_slow_worker_with_long_rounds_is_not_starved() -> None:
