@@ -18,6 +18,7 @@ from outerstep.cli import app
 from outerstep.dashboard.library import chart_library
 from outerstep.security import Credentials
 from outerstep.server import DiLoCoServer
+from outerstep.types import Dataset, Lease
 from peers import start_peers, stop_peers
 from support import tiny_model, wait_until
 
@@ -143,6 +144,32 @@ def test_a_peers_page_shows_the_others_on_its_map(browser: Browser) -> None:
         check_quiet(browser, address)
     finally:
         stop_peers(peers)
+
+
+def test_a_run_that_leases_data_shows_how_far_it_is(browser: Browser) -> None:
+    server = DiLoCoServer(tiny_model().state_dict(), 1, port=0, host="127.0.0.1")
+    server.start()
+    try:
+        address = open_page(browser, server.page_link())
+        assert browser.run("return document.querySelector('#data').hidden"), "this run leases none yet"
+        leases = server.service.coordinator.leases
+        for worker_id, places in ((LEFT, ((0, 6),)), (RIGHT, ((6, 10),))):
+            dataset = Dataset(name="train", samples=40, unit_samples=4)
+            head = {"run_id": "run", "worker_id": worker_id, "incarnation": 1, "dataset": dataset}
+            leases.lease(Lease(**head, number=1, want=places[0][1] - places[0][0], pace=1.0), 0.0, {worker_id})
+        table = leases.tables["train"]
+        table.accept(LEFT, 0, 1, ((0, 3),), 1.0)
+        table.closed(0, 1, (), 1)
+        table.gone(LEFT)
+        wait_until(lambda: not browser.run("return document.querySelector('#data').hidden"))
+        wait_until(lambda: "30 %" in browser.text("#datasets"))
+        assert browser.text("#datasets tbody tr").split()[:7] == ["train", "10", "3", "30", "%", "4", "3"]
+        browser.run("document.querySelector('#data details').open = true")
+        wait_until(lambda: LEFT in browser.text("#data-workers"))
+        assert f"train {RIGHT} 0 4" in " ".join(browser.text("#data-workers").split())
+        check_quiet(browser, address)
+    finally:
+        server.stop()
 
 
 def test_a_live_hierarchy_is_a_map(tmp_path: Path, browser: Browser) -> None:

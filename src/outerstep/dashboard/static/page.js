@@ -147,6 +147,7 @@ function showAll() {
   showRefusals();
   showTold();
   showMap();
+  showData();
   tick();
 }
 
@@ -316,12 +317,23 @@ function showBytes() {
   }
   if ($("traffic").closest("details").open) table($("traffic"), ["at", "received", "sent"], data.traffic.slice(-60).reverse().map((point) => [clock(point[0]), rate(point[1]), rate(point[2])]));
 }
-for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", () => data && (showLoss(), showRounds(), showBytes()));
+for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", () => data && (showLoss(), showRounds(), showBytes(), showData()));
 
 function showMap() {
   const place = $("map"), { scrollLeft, scrollTop } = place;
   place.replaceChildren(drawMap(data.status, data.gone, silent(), place.clientWidth));
   Object.assign(place, { scrollLeft, scrollTop });
+}
+
+// What the run leases to its workers, in units (docs/concepts/data.md).
+function showData() {
+  const datasets = data.status.data || [], end = (each) => (each.units && each.units_per_second && each.done < each.units ? `in ${duration((each.units - each.done) / each.units_per_second)}` : "–");
+  $("data").hidden = datasets.length === 0;
+  if (!datasets.length) return;
+  table($("datasets"), ["dataset", "units", "done", "", "leased", "given back", "lost", "spent", "again", "end"], datasets.map((each) => [each.name, each.units ? count(each.units) : "no end", count(each.done), each.units ? percent(each.done / each.units) : "–", count(each.leased), count(each.free), count(each.lost), count(each.spent), count(each.repeated), end(each)]));
+  if (!$("data-workers").closest("details").open) return;
+  const names = (each) => [...new Set([...Object.keys(each.done_by), ...Object.keys(each.leased_to)])].sort().slice(0, 200);
+  table($("data-workers"), ["dataset", "worker", "done", "leased"], datasets.flatMap((each) => names(each).map((name) => [each.name, name, count(each.done_by[name] || 0), count(each.leased_to[name] || 0)])));
 }
 
 // --- tables -----------------------------------------------------------------------------------------------------------
