@@ -7,11 +7,12 @@ The claims measured:
     a leased loader adds less than 1 % to the CPU time of a training step of the demo's model
 
 The first two play the server's lease table (no sockets): 256 workers lease, contribute and finish an epoch. "in order":
-they finish what they have. "torn": each dies once in eight rounds, with some of its units done and some not, so that
-the table has as many ranges as such a run can make (a tenth of the units: each costs more). A lease is one request and its answer, a round one contribution's
-acceptance and closing. Memory is by how much the process's largest resident size grew.
+they finish what they have. "torn": a tenth of the units, of which each costs more: each worker dies once in eight
+rounds, with some of its units done and some not, so that the table has as many ranges as such a run can make. A lease
+is one request and its answer, a round one contribution's acceptance and closing. Memory is by how much the process's
+largest resident size grew.
 
-The third runs PyTorch's DataLoader with a RandomSampler, the leased loader with a table in the same process, and the
+The third runs PyTorch's DataLoader without shuffling, the leased loader with a table in the same process, and the
 demo's training step, each by itself, several times in turn, by CPU time of this process, all threads; the ratio is
 (leased − plain) / step, the median over the turns.
 
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from outerstep.coordination.leases import LeaseTable
 from outerstep.coordination.worker.machine import Cycle, Metrics, Work, WorkerState
@@ -140,7 +141,7 @@ def loader(turns: int, steps: int) -> dict[str, Any]:
 
     of_plain, of_leased, of_step, ratios = [], [], [], []
     for _ in range(turns):
-        plain = DataLoader(pieces, batch_size=settings.batch_size, sampler=RandomSampler(pieces))  # type: ignore[arg-type]
+        plain = DataLoader(pieces, batch_size=settings.batch_size, shuffle=False)  # type: ignore[arg-type]
         sampler = LeasedSampler(pieces)
         data = LeasedData([sampler.spec])
         sampler.belongs_to(data)

@@ -9,7 +9,7 @@ what it comes back with must contain every agreement that any worker ever held.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ..types import ContributionKey, Participant
@@ -126,6 +126,16 @@ class History(Told):
         """A worker knows for good what became of its contribution."""
         self.say(f"{key} {'is counted' if counted else 'was missed'}")
         self._beliefs.append((key, steps, counted))
+
+    def resumed(self, worker: str, sequences: Sequence[int], under_way: Collection[ContributionKey]) -> None:
+        """A worker lives again from a saved state: by fragment, its last contribution then. It uses the numbers after
+        these again, for the same steps among others, sends once more what was under way, and hears anew what becomes of
+        them. What an earlier life heard of their being missed was true then."""
+
+        def is_over(key: ContributionKey) -> bool:
+            return key.worker_id == worker and (key in under_way or key.sequence > sequences[key.fragment])
+
+        self._beliefs = [belief for belief in self._beliefs if belief[2] or not is_over(belief[0])]
 
     def check_beliefs(self) -> None:
         """What workers were told about their contributions, against what is in the model."""

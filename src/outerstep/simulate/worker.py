@@ -244,6 +244,11 @@ class SimWorker:
         for i, fragment in enumerate(saved.fragments):
             self.fragments[i] = SimFragment(max(fragment.sequence, last[i]), fragment.held, dict(fragment.unsent))
             self.own |= {(i, step) for step in fragment.unsent}
+        sent = [
+            each for fragment in saved.fragments for each in (fragment.in_flight, fragment.late) if each is not None
+        ]
+        sequences = [fragment.sequence for fragment in self.fragments]
+        self._history.resumed(self.worker_id, sequences, [each.offer.key for each in sent])
         late = [(i, fragment.late) for i, fragment in enumerate(saved.fragments) if fragment.late is not None]
         forgotten = [i for i, sent in late if last[i] < sent.offer.sequence]
         self._history.faults["forgotten"] += bool(forgotten)
