@@ -56,19 +56,23 @@ class Shape:
     def build(self, device: str, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
         with torch.device(device):
-            first = Layer(self.width, dtype)  # all begin alike: a billion random numbers take the host ten seconds
+            first = Layer(
+                self.width, dtype, self.layers**-0.5
+            )  # all begin alike: a billion random numbers take the host ten seconds
             return nn.Sequential(first, *(copy.deepcopy(first) for _ in range(self.layers - 1)))
 
 
 class Layer(nn.Module):
-    """Beside a way around it: else nothing that is learned gets through sixty of them."""
+    """Beside a way around it: else nothing that is learned gets through sixty of them. Each adds its `share`, so that
+    what comes out of two hundred is not beyond what bf16 can hold."""
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, share: float) -> None:
         super().__init__()
+        self.share = share
         self.linear = nn.Linear(width, width, bias=False, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + nn.functional.gelu(self.linear(x))
+        return x + nn.functional.gelu(self.linear(x)) * self.share
 
 
 class BigServer:
