@@ -62,6 +62,7 @@ class LeaseTable:
         self.pending: dict[tuple[int, int], dict[str, Ranges]] = {}  # in open rounds, by fragment and version
         self.dropped: dict[str, Ranges] = {}  # given up by their worker, and in open rounds in part
         self.overtaken: dict[str, Ranges] = {}  # were its, and are done by another; it may still bring them
+        self._counted: dict[str, Ranges] = {}  # are done by another, and were counted; its other fragments may follow
         self._forgotten = NONE  # after a restart: somebody may have been leased these, and nobody knows
         self._foreign: dict[tuple[int, int], Ranges] = {}  # brought to open rounds by workers that do not hold them
         self.repeated = 0  # places that some fragment's agreements hold and that were trained once more
@@ -218,18 +219,32 @@ class LeaseTable:
             if worker_id in left_out:
                 self._give_up(worker_id, places)
                 continue
-            covered = self.covered.setdefault(worker_id, {})
-            self.repeated += (covered.get(fragment, NONE) & places).total
-            covered[fragment] = covered.get(fragment, NONE) | places
-            finished = places
-            for index in range(fragments):
-                finished &= covered.get(index, NONE)
+            places = self._not_overtaken(worker_id, places)
+            finished = self._cover(worker_id, fragment, places, fragments) if places else NONE
             if finished:
                 self._finish(worker_id, finished)
                 told.append(UnitsDone(self.dataset.name, worker_id, version, tuple(finished)))
             self._settle_dropped(worker_id)
             self._settle_absent(worker_id)
         return told
+
+    def _cover(self, worker_id: str, fragment: int, places: Ranges, fragments: int) -> Ranges:
+        """This fragment's agreement has them. Returns those that all fragments have now."""
+        covered = self.covered.setdefault(worker_id, {})
+        self.repeated += (covered.get(fragment, NONE) & places).total
+        covered[fragment] = covered.get(fragment, NONE) | places
+        for index in range(fragments):
+            places &= covered.get(index, NONE)
+        return places
+
+    def _not_overtaken(self, worker_id: str, places: Ranges) -> Ranges:
+        """What another has brought while these were in an open round, or in this very one, is in the model once more.
+        That is counted once, and not by each fragment."""
+        overtaken = self.overtaken.get(worker_id, NONE) & places
+        self.repeated += overtaken.total
+        self._put(self.overtaken, worker_id, self.overtaken.get(worker_id, NONE) - overtaken)
+        self._put(self._counted, worker_id, self._counted.get(worker_id, NONE) | overtaken)
+        return places - self._counted.get(worker_id, NONE)
 
     def _finish(self, worker_id: str, places: Ranges) -> None:
         new = places - self.done
@@ -240,11 +255,14 @@ class LeaseTable:
         self.lost, self.spent = self.lost - places, self.spent - places
         for owners in (self.held, self.lapsed):
             for owner in [name for name, theirs in owners.items() if theirs & places]:
-                if owner != worker_id:
-                    self._put(self.overtaken, owner, self.overtaken.get(owner, NONE) | owners[owner] & places)
+                if owner != worker_id:  # what it has in some agreement is counted below
+                    overtaken = (owners[owner] & places) - self._covered_by(owner)
+                    self._put(self.overtaken, owner, self.overtaken.get(owner, NONE) | overtaken)
                 self._put(owners, owner, owners[owner] - places)
         for other in [name for name in self.covered if name != worker_id]:
-            self.repeated += (self._covered_by(other) & new).total
+            twice = self._covered_by(other) & new
+            self.repeated += twice.total
+            self._put(self._counted, other, self._counted.get(other, NONE) | twice)
             self._uncover(other, places)
         self._uncover(worker_id, places)
 

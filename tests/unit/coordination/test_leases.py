@@ -112,6 +112,39 @@ def test_what_it_brings_after_another_was_leased_it_counts_once_more() -> None:
     assert run.table.repeated == 1, "it had"
 
 
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_what_two_bring_to_the_same_round_is_in_the_model_once_more(first: str) -> None:
+    """Whoever of them is taken first: one had it, was away, and brings it when another has been leased it."""
+    run = Run(fragments=2)
+    run.ask(first)
+    run.table.gone(first)
+    second = "b" if first == "a" else "a"
+    assert run.ask(second).granted == ((0, 1),)
+    for version, fragment in enumerate((1, 0), 1):
+        for name in (first, second):
+            run.bring(name, (0, 1), version=version, fragment=fragment)
+        run.close(version, fragment=fragment)
+    assert (run.table.done, run.table.repeated) == (Ranges([(0, 1)]), 1)
+    assert not run.table.covered
+
+
+def test_what_another_has_finished_meanwhile_is_counted_once_and_not_by_each_fragment() -> None:
+    run = Run(fragments=2)
+    run.ask("a")
+    run.table.gone("a")
+    run.ask("b")
+    run.bring("b", (0, 1), fragment=1)
+    run.close(fragment=1)
+    for name in "ba":
+        run.bring(name, (0, 1))
+    run.close()
+    assert (run.table.done, run.table.repeated) == (Ranges([(0, 1)]), 1)
+    run.bring("a", (0, 1), version=2, fragment=1)
+    run.close(2, fragment=1)
+    assert run.table.repeated == 1
+    assert not run.table.covered
+
+
 def test_an_answer_that_got_lost_is_asked_for_again() -> None:
     run = Run()
     assert run.ask("a", 3).granted == ((0, 3),)
