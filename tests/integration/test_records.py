@@ -102,8 +102,15 @@ class Run:
         wait_until(lambda: self.version == made)
 
     def records(self) -> list[tuple[RoundRecord, Record]]:
-        journal = Journal(FolderDisk(self.folder / "journal"), ours=False)
-        found = [(read_record(record).round, record) for record in journal.after(journal.last - len(journal._sizes))]
+        """Between two tasks of the server: a checkpoint of its start may still cut what is older."""
+        found: list[tuple[RoundRecord | None, Record]] = []
+
+        def read() -> None:
+            journal = Journal(FolderDisk(self.folder / "journal"), ours=False)
+            records = journal.after(journal.last - len(journal._sizes))
+            found.extend((read_record(record).round, record) for record in records)
+
+        self.server.service._rounds.look(read)
         return [(round_, record) for round_, record in found if round_ is not None]
 
     def replays(self) -> bool:
