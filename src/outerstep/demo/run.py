@@ -298,7 +298,7 @@ def _show(team: Team, progress: Progress) -> None:
         rounds = ""
         if team.status:
             sent = team.status["bytes_received"] + team.status["bytes_sent"]
-            rounds = f"  round {team.status['sync_round']}, {sent / 1e6:.0f} MB"
+            rounds = f"  round {team.status['sync_round']}, {sent / 1e6:.0f} MB in all"
         progress.update(task, completed=reports[-1]["step"], facts=loss + rounds)
 
 
