@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..config import ServerConfig
 from ..coordination.autoconfig import ControllerState, LayerDecision
-from ..coordination.server import complete
 from ..coordination.server.commits import Commits, is_news
 from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.effects import AskAgain, DropUpload, StopServer
 from ..coordination.server.membership import KnownWorker
+from ..coordination.server.uploads import take_complete
 from ..defaults import METRICS_FOLDER, PART_SIZE_BYTES
 from ..durable.run_folder import RunFolder
 from ..errors import (
@@ -452,7 +452,7 @@ class ParameterService:
         """The body is read once its offer is taken, and the contribution counts when all of it is checked."""
         self._check_health()
         try:
-            return complete.take(request, self._offer, lambda part: self.put_part(part, body), self._commit)
+            return take_complete(request, self._decide, lambda part: self.put_part(part, body), self._commit)
         except Refused as refusal:
             self._note_refusal(request, refusal, shown)
             raise
@@ -477,11 +477,6 @@ class ParameterService:
             with self.changed:
                 if self._turns.get(request.key) is turn:  # it has not come
                     del self._turns[request.key]
-
-    def _offer(self, request: Offer) -> OfferAnswer:
-        answer = self._decide(request)
-        assert isinstance(answer, OfferAnswer)
-        return answer
 
     def turn_away(self, worker_id: str, fragments: Sequence[int], refusal: Refused) -> None:
         """What a worker brought by another way than these messages was refused."""

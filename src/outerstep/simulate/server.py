@@ -14,7 +14,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ..coordination.layers.lifecycle import GroupState
-from ..coordination.server import complete
 from ..coordination.server.commits import (
     AddContributions,
     AnnounceRound,
@@ -30,7 +29,7 @@ from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.effects import Accumulate, AskAgain, DropUpload
 from ..coordination.server.plan import settle
 from ..coordination.server.rounds import Fragment
-from ..coordination.server.uploads import Upload
+from ..coordination.server.uploads import Upload, take_complete
 from ..digest import data_hash, part_hash, payload_hash
 from ..durable.journal import Journal
 from ..errors import Busy, HashMismatch, ModelError, OtherCodec, Refused, Superseded
@@ -283,17 +282,17 @@ class SimServer:
         self._later(request.wait_s or 0.0, ask_again)
 
     def _take_complete(self, request: CompleteOffer, body: list[StepName], *, damaged: bool) -> CompleteOfferAnswer:
-        def offer(message: Offer) -> OfferAnswer:
-            answer, _ = self._commits.answer(message, self._agenda.now)
-            assert isinstance(answer, OfferAnswer)
-            return answer
-
         def commit(message: Commit) -> CommitAnswer:
             answer = self._answer(message, [], damaged=False)
             assert isinstance(answer, CommitAnswer)
             return answer
 
-        answer = complete.take(request, offer, lambda part: self._answer(part, body, damaged=damaged), commit)
+        answer = take_complete(
+            request,
+            lambda offer: self._commits.answer(offer, self._agenda.now)[0],
+            lambda part: self._answer(part, body, damaged=damaged),
+            commit,
+        )
         self._history.faults["complete_offers"] += answer.state == "accepted"
         return answer
 

@@ -78,7 +78,8 @@ def check_offer(
     """Does it report what the run weighs by, is it in the run's form, not too large, not too old, and its worker's
     only voice? `earlier_codecs`: of plans before this one. What was encoded as they say is the same Δ."""
     reported(offer, rules.weight_by)
-    check_sections(offer.sections, fragment)
+    if offer.section_bytes:
+        check_sections(offer.sections, fragment)
     if offer.codec != plan.codec and offer.codec not in earlier_codecs:
         raise OtherCodec(
             f"contribution is encoded as {offer.codec!r}; the run uses {plan.codec!r}",

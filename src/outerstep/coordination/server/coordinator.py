@@ -158,7 +158,8 @@ class Coordinator:
 
     def take_effects(self) -> list[Effect]:
         """What there is to do; room that was freed meanwhile is given to those that wait for it."""
-        self.uploads.call_up(self.now)
+        if self.uploads.queued:
+            self.uploads.call_up(self.now)
         effects, self._effects = [*self._effects, *map(AskAgain, self.uploads.take_to_ask())], []
         waits_above = self.now < self.withheld_until
         return [*effects, *self.lives.heard(effects, self.fragments, waits_above=waits_above)]
@@ -651,7 +652,7 @@ class Coordinator:
             self.wakes_sooner |= verdict.wake_at is not None and verdict.wake_at < self._wakes_at
             return
         index, contributors = fragment.published.fragment, fragment.round.contributors
-        turned_away = self._turned_away(fragment, now)
+        turned_away = frozenset() if self.rules.aggregation.is_plain else self._turned_away(fragment, now)
         self._settle_claims(fragment, now)
         began_at, size_bytes = fragment.round.first_at, fragment.round.size_bytes
         closed = fragment.close(self.rules, self.members.awaited_ids(now), len(turned_away))
@@ -661,13 +662,13 @@ class Coordinator:
             waited_s=now - (now if began_at is None else began_at),
             size_bytes=size_bytes,
             tokens=self.budget.total,
-            share=self.budget.share,
-            seconds_left=self.budget.seconds_left,
+            share=self.budget.share if self.budget.limit is not None else None,
+            seconds_left=self.budget.seconds_left if self.budget.limit is not None else None,
         )
         outer_lr = None if self.plan is None or self.plan.outer_lr is UNSET else self.plan.outer_lr
         if self.next_plan is not None:
             self._follow(self.next_plan)
-        left_out = self._left_out(index, closed)
+        left_out = self._left_out(index, closed) if closed.outliers or closed.too_few else frozenset()
         if self.leases.tables:
             without = {key.worker_id for key in left_out}
             told = self.leases.closed(index, closed.version, without, len(self.fragments))
@@ -681,7 +682,7 @@ class Coordinator:
                 check_age(upload.offer, fragment, self.rules)
             except Refused:
                 self.drop(upload.key)  # its worker will be told so at its next message; the room is free now
-        for offer in self.uploads.waiting(index):
+        for offer in self.uploads.waiting(index) if self.uploads.queued else ():
             try:
                 check_age(offer, fragment, self.rules)
             except Refused:
@@ -709,7 +710,8 @@ class Coordinator:
 
     def verdict(self, fragment: Fragment, now: float) -> RoundVerdict:
         """May the fragment's open round close; if not, for what does it wait?"""
-        live, turned_away = self.members.awaited_ids(now), len(self._turned_away(fragment, now))
+        turned_away = 0 if self.rules.aggregation.is_plain else len(self._turned_away(fragment, now))
+        live = self.members.awaited_ids(now)
         return fragment.round.verdict(self.rules, now, started=self.started, live=live, turned_away=turned_away)
 
     def waiting_for(self, fragment: Fragment, now: float, verdict: RoundVerdict | None = None) -> str:
@@ -726,8 +728,6 @@ class Coordinator:
     def _turned_away(self, fragment: Fragment, now: float) -> frozenset[str]:
         """For a rule: the live workers that are not in the open round because they are in quarantine, because what they
         brought to it was refused for its size, or because it was refused too often."""
-        if self.rules.aggregation.is_plain:
-            return frozenset()
         version, refused = fragment.round.version, fragment.screen.refused
         too_large = {worker_id for worker_id, last in refused.items() if last == version}
         quarantined = {worker.worker_id for worker in self.members if worker.conduct.is_quarantined(now)}
@@ -787,7 +787,8 @@ class Coordinator:
     def poll(self, message: Poll, now: float) -> PollAnswer:
         worker = self._heard(message, now)
         fragment = self._fragment(message.fragment)
-        check_sections(message.sections, fragment)
+        if message.sections > 1:
+            check_sections(message.sections, fragment)
         last_sequence, plan = worker.last_sequence(message.fragment), self.plan
         # A worker that waits for something newer than the open round holds an agreement from before a resume.
         is_new = fragment.published.version > message.after or message.after >= fragment.round.version
@@ -833,7 +834,8 @@ class Coordinator:
             self.remove(worker, events.WorkerDied(worker.worker_id, round(now - worker.last_seen, 1)), now)
         if not self.started:
             self._start_if_ready(now)
-        self._drop_lapsed(now)
+        if self.uploads.queued:
+            self._drop_lapsed(now)
         self._close_rounds(now)
         if self.stop_at is not None:
             self._stop_if_done(now)

@@ -1,12 +1,12 @@
-"""The queue of those that wait for room: whose turn is next, and when to come.
+"""The queue of workers that wait for room: whose turn is next, and when to ask again.
 
 A worker that finds no room takes a *place*, and keeps it by asking again, or by leaving its request open. Nobody
-overtakes, with one exception: newcomers, of which nothing was accepted yet, may together hold so much room and no more
-(uploads.py). A newcomer that waits for those keeps no other waiting. So a stranger with a thousand ids cannot take all
-turns from the workers that a run has.
+overtakes, with one exception: newcomers, workers that have had nothing accepted yet, may together hold so much room and
+no more (uploads.py). A newcomer that waits for other newcomers delays nobody else. So a stranger with a thousand ids
+cannot take all turns from the workers that a run has.
 
-When to come is told by how fast the queue has moved since it began: so many bytes stand before a place, so many have
-left the queue per second.
+A worker is told when to ask again by how fast the queue has moved since it began: so many bytes are ahead of its place,
+so many have left the queue per second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EARLY = 0.8  # of the time that it should take
 
 @dataclass
 class PlaceInLine:
-    """`before_bytes`: of all that had ever stood in the queue when this one came, those that have left it included."""
+    """`before_bytes`: everything that had joined the queue before this one did, including what has left it since."""
 
     offer: Offer
     is_newcomer: bool
@@ -37,16 +37,14 @@ class PlaceInLine:
 
 @dataclass
 class Turns:
-    """The places, in the order of arrival."""
+    """The places, in the order of arrival. `count`: how many there are."""
 
+    count: int = 0
     _lines: dict[bool, dict[tuple[str, int], PlaceInLine]] = field(default_factory=lambda: {False: {}, True: {}})
     _began_at: float = 0.0  # when the queue was last empty
     _came_bytes: int = 0  # since then
     _gone_bytes: int = 0
     _number: int = 0
-
-    def __len__(self) -> int:
-        return len(self._lines[False]) + len(self._lines[True])
 
     def find(self, key: ContributionKey) -> PlaceInLine | None:
         for line in self._lines.values():
@@ -56,7 +54,7 @@ class Turns:
         return None
 
     def of(self, worker_id: str | None = None, fragment: int | None = None) -> list[PlaceInLine]:
-        """Those of this worker, for this fragment. None = of any."""
+        """The places of this worker, for this fragment. None = any."""
         if worker_id is not None and fragment is not None:
             found = (line.get((worker_id, fragment)) for line in self._lines.values())
             return [place for place in found if place is not None]
@@ -68,8 +66,9 @@ class Turns:
         ]
 
     def join(self, offer: Offer, now: float, *, is_newcomer: bool) -> None:
-        if not len(self):
+        if not self.count:
             self._began_at, self._came_bytes, self._gone_bytes = now, 0, 0
+        self.count += 1
         self._number += 1
         place = PlaceInLine(offer, is_newcomer, now, self._came_bytes, self._number)
         self._lines[is_newcomer][offer.worker_id, offer.fragment] = place
@@ -77,17 +76,18 @@ class Turns:
 
     def leave(self, place: PlaceInLine) -> None:
         del self._lines[place.is_newcomer][place.offer.worker_id, place.offer.fragment]
+        self.count -= 1
         self._gone_bytes += place.offer.size_bytes
 
     def first(self, *, is_newcomer: bool) -> PlaceInLine | None:
         return next(iter(self._lines[is_newcomer].values()), None)
 
     def ahead_bytes(self, place: PlaceInLine) -> int:
-        """What still stands before it. (If some behind it have left, this is an estimate, and too small.)"""
+        """What is still ahead of it. (If some behind it have left, this is an estimate, and too small.)"""
         return max(place.before_bytes - self._gone_bytes, 0)
 
     def wait_s(self, place: PlaceInLine, now: float, *, is_near: bool) -> float:
-        """When to ask again. `is_near`: its turn comes as soon as what is being sent now has gone."""
+        """When to ask again. `is_near`: its turn comes as soon as what is being sent now has been freed."""
         if not self._gone_bytes or now <= self._began_at:
             return ASK_AGAIN_SOON_S if is_near else ASK_AGAIN_S
         per_s = self._gone_bytes / (now - self._began_at)

@@ -1,22 +1,39 @@
 """Contributions on their way in: which parts have arrived, and which worker may send.
 
-The bytes of unfinished contributions live in a pool of bounded size. Room is granted for a whole contribution or not at
-all, so that two half-sent ones can never wait for each other. A worker that finds no room stands in a queue (turns.py).
-When room is freed it is given to the first in the queue at once, whether or not that asks at this moment: it is told
-when it does, and a worker that has left its request open is told now.
+The bytes of unfinished contributions are held in a pool of bounded size. Room is granted for a whole contribution or
+not at all, so that two half-sent ones can never wait for each other. A worker that finds no room joins a queue
+(turns.py). When room is freed, the first in the queue gets it at once, whether or not it asks at this moment: it is
+told when it asks, and a worker that has left its request open is told now.
 
-A turn does not last for ever. While others wait, room goes back from a worker that does not come for it, that sends
-nothing, or that sends less than LEAST_BYTES_PER_S. And newcomers have half of the room at most, once a worker has asked
-that is none: however many ids a stranger has, those that contribute find room.
+A turn does not last for ever. While others wait, a worker loses its room if it does not come for it, sends nothing, or
+sends less than LEAST_BYTES_PER_S. And newcomers have half of the room at most, once a worker that is none has asked:
+however many ids a stranger has, those that contribute find room.
+
+A small contribution comes along with its offer (`take_complete`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
+from typing import NamedTuple
+
+from msgspec.structs import asdict
 
 from ...digest import Parts, payload_hash
 from ...errors import BadRequest, MissingParts
-from ...types import ContributionKey, Offer
+from ...types import (
+    Answer,
+    Commit,
+    CommitAnswer,
+    CompleteOffer,
+    CompleteOfferAnswer,
+    ContributionKey,
+    OfContribution,
+    Offer,
+    OfferAnswer,
+    PutPart,
+)
 from .turns import QUEUE_PATIENCE_S, PlaceInLine, Turns
 
 ROOM_PATIENCE_S = 120.0
@@ -24,10 +41,10 @@ ROOM_PATIENCE_S = 120.0
 
 TURN_S = 600.0
 LEAST_BYTES_PER_S = 2048
-"""A worker that has room and others wait for has so long, and as long as its contribution takes at this rate: a sixth
-of what a link of 100 kbit/s carries."""
+"""While others wait, a worker keeps its room for so long, and for as long as its contribution takes at this rate: a
+sixth of what a link of 100 kbit/s carries."""
 
-NEWCOMERS_SHARE = 2  # they have this part of the room: one of so many
+NEWCOMERS_SHARE = 2  # they have one of so many parts of the room
 
 
 @dataclass
@@ -67,7 +84,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class HeldRoom:
-    """Room that is taken, until the bytes in it are freed."""
+    """Room that is in use until its bytes are freed."""
 
     size_bytes: int
     is_newcomer: bool
@@ -90,13 +107,13 @@ class Uploads:
 
     @property
     def queued(self) -> int:
-        return len(self._turns)
+        return self._turns.count
 
     def is_open(self, key: ContributionKey) -> bool:
         return key in self.by_key or self._turns.find(key) is not None
 
     def of(self, worker_id: str | None = None, fragment: int | None = None) -> list[Upload]:
-        """Those of this worker, for this fragment. None = of any."""
+        """The uploads of this worker, for this fragment. None = any."""
         return [
             upload
             for key, upload in self.by_key.items()
@@ -104,14 +121,18 @@ class Uploads:
         ]
 
     def request(self, offer: Offer, now: float, *, is_newcomer: bool = False) -> Upload | None:
-        """Room for this offer, or None: it stands in the queue."""
+        """Room for this offer, or None: it is in the queue."""
         key = offer.key
         self._has_regulars = self._has_regulars or not is_newcomer
+        if not self._turns.count and key not in self.by_key and self._has_room(offer, is_newcomer=is_newcomer):
+            upload = self._grant(offer, now, now, is_newcomer=is_newcomer)
+            upload.is_told = True
+            return upload
         place = self._turns.find(key)
         if place is not None:
             place.asked_at = now
         elif key not in self.by_key:
-            self.unqueue(key.worker_id, key.fragment)  # an older sequence of its own does not stand before it
+            self.unqueue(key.worker_id, key.fragment)  # an older sequence of its own is not ahead of it
             self._turns.join(offer, now, is_newcomer=is_newcomer)
         self.call_up(now)
         upload = self.by_key.get(key)
@@ -125,26 +146,22 @@ class Uploads:
         """Give room to those that wait, in their order, as far as it goes."""
         while (place := self._next(now)) is not None:
             self._turns.leave(place)
-            key = place.offer.key
-            self.by_key[key] = Upload(place.offer, self.part_size_bytes, granted_at=now, heard_at=place.asked_at)
-            self._held[key] = held = HeldRoom(place.offer.size_bytes, place.is_newcomer)
-            self.held_bytes += held.size_bytes
-            self._newcomers_bytes += held.size_bytes * held.is_newcomer
-            self._to_ask.append(key)
+            self._grant(place.offer, now, place.asked_at, is_newcomer=place.is_newcomer)
+            self._to_ask.append(place.offer.key)
 
     def take_to_ask(self) -> list[ContributionKey]:
-        """Whose turn has come, or whose place is lost: they may ask again, and are told."""
+        """Whose turn has come, or who has lost its place: these are told to ask again."""
         keys, self._to_ask = self._to_ask, []
         return keys
 
     def wait_s(self, key: ContributionKey, now: float) -> float:
-        """When who waits is to ask again."""
+        """When a worker that waits is to ask again."""
         place = self._turns.find(key)
         assert place is not None
         return self._turns.wait_s(place, now, is_near=self.is_near(key))
 
     def take_lapsed(self, now: float) -> list[Upload]:
-        """Uploads that hold room which others could use: of which nothing arrives, or too little, or whose worker does
+        """Uploads that hold room which others could use: nothing of them arrives, or too little, or their worker does
         not come. Looked for once a second."""
         if not self.queued or now - self._looked_at < 1.0:
             return []
@@ -160,32 +177,48 @@ class Uploads:
             self._newcomers_bytes -= held.size_bytes * held.is_newcomer
 
     def waiting(self, fragment: int) -> list[Offer]:
-        """Those in the queue, of any worker."""
+        """The offers in the queue for this fragment, of any worker."""
         return [place.offer for place in self._turns.of(fragment=fragment)]
 
     def unqueue(self, worker_id: str, fragment: int | None = None) -> None:
-        """Nothing of this worker (for this fragment) waits any more."""
+        """Take what this worker has in the queue (for this fragment) out of it."""
         for place in self._turns.of(worker_id, fragment):
             self._turns.leave(place)
             self._to_ask.append(place.offer.key)
 
     def is_near(self, key: ContributionKey) -> bool:
-        """Will its turn come as soon as what is being sent now has gone?"""
+        """Will its turn come as soon as what is being sent now has been freed?"""
         place = self._turns.find(key)
         return place is not None and self._turns.ahead_bytes(place) + place.offer.size_bytes <= self.capacity_bytes
 
     def _next(self, now: float) -> PlaceInLine | None:
         """Who gets room now; None = nobody, or there is none for the one whose turn it is."""
         regular, newcomer = self._first(now, is_newcomer=False), self._first(now, is_newcomer=True)
-        if newcomer is not None and self._has_regulars and self._newcomers_bytes:
-            most_bytes = self.capacity_bytes // NEWCOMERS_SHARE
-            if self._newcomers_bytes + newcomer.offer.size_bytes > most_bytes:
-                newcomer = None
+        if newcomer is not None and self._exceeds_share(newcomer.offer):
+            newcomer = None
         first = min(filter(None, (regular, newcomer)), key=lambda place: place.number, default=None)
-        # A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever.
-        if first is None or (self._held and self.held_bytes + first.offer.size_bytes > self.capacity_bytes):
-            return None
-        return first
+        return first if first is not None and self._has_room(first.offer, is_newcomer=first.is_newcomer) else None
+
+    def _has_room(self, offer: Offer, *, is_newcomer: bool) -> bool:
+        """A contribution larger than the whole pool gets in when it is alone: slow, but not stuck for ever."""
+        if is_newcomer and self._exceeds_share(offer):
+            return False
+        return not self._held or self.held_bytes + offer.size_bytes <= self.capacity_bytes
+
+    def _exceeds_share(self, offer: Offer) -> bool:
+        """Would a newcomer's contribution take more than the share of all newcomers?"""
+        most_bytes = self.capacity_bytes // NEWCOMERS_SHARE
+        return (
+            self._has_regulars and self._newcomers_bytes > 0 and self._newcomers_bytes + offer.size_bytes > most_bytes
+        )
+
+    def _grant(self, offer: Offer, now: float, asked_at: float, *, is_newcomer: bool) -> Upload:
+        key = offer.key
+        self.by_key[key] = Upload(offer, self.part_size_bytes, granted_at=now, heard_at=asked_at)
+        self._held[key] = HeldRoom(offer.size_bytes, is_newcomer)
+        self.held_bytes += offer.size_bytes
+        self._newcomers_bytes += offer.size_bytes * is_newcomer
+        return self.by_key[key]
 
     def _first(self, now: float, *, is_newcomer: bool) -> PlaceInLine | None:
         """Of those that still ask."""
@@ -204,3 +237,49 @@ def _has_lapsed(upload: Upload, now: float) -> bool:
     if not upload.under_way and silent_s > ROOM_PATIENCE_S:
         return True
     return since_s > TURN_S + upload.offer.size_bytes / LEAST_BYTES_PER_S
+
+
+# --- an offer that brings its contribution along --------------------------------------------------------------------
+
+
+class ThreeInOne(NamedTuple):
+    offer: Offer
+    part: PutPart
+    commit: Commit
+
+
+def take_apart(message: CompleteOffer) -> ThreeInOne:
+    """The offer, its only part, and the commit."""
+    if message.section_bytes:
+        raise BadRequest(
+            f"contribution {message.key} has {message.sections} sections; one that comes with its offer has one part",
+            hint="offer it, and let each process send its parts",
+        )
+    head = {name: getattr(message, name) for name in OfContribution.__struct_fields__}
+    return ThreeInOne(
+        Offer(**{name: getattr(message, name) for name in Offer.__struct_fields__}),
+        PutPart(**head, part=0, hash=message.hash),
+        Commit(**head, payload_hash=payload_hash([message.hash])),
+    )
+
+
+def take_complete(
+    message: CompleteOffer,
+    offer: Callable[[Offer], Answer],
+    put: Callable[[PutPart], object],
+    commit: Callable[[Commit], CommitAnswer],
+) -> CompleteOfferAnswer:
+    """An offer, its only part and a commit in one message. Each of the three is decided as if it came alone, so nothing
+    new has to be refused, counted or recovered: a repeated one is a duplicate, and one that was cut off resumes where
+    it stopped.
+
+    The part is read only where that is worth it: not where there is no room, nor where the run cuts this contribution
+    into several. A contribution that was accepted before is compared with what was accepted."""
+    alone = take_apart(message)
+    answer = offer(alone.offer)
+    assert isinstance(answer, OfferAnswer)
+    if answer.state == "wait" or (answer.state == "send" and answer.missing not in ((), (0,))):
+        return CompleteOfferAnswer(**asdict(answer))
+    if answer.missing:
+        put(alone.part)
+    return CompleteOfferAnswer(state="accepted", version=commit(alone.commit).version)

@@ -206,7 +206,8 @@ class ServerTopology:
     def make_offer(self, contribution: Contribution, form: Form, section_bytes: tuple[int, ...]) -> Offer:
         """The next one of its fragment: its key is fixed here, and how it is encoded."""
         session, fragment = self._link.session, contribution.fragment
-        check_reported(contribution, session.joined.plan.weight_by)
+        if session.joined.plan.weight_by != "equal":
+            check_reported(contribution, session.joined.plan.weight_by)
         self.sequences[fragment] = session.next_sequence(fragment, self.sequences[fragment])
         return Offer(
             **session.head,
@@ -380,7 +381,7 @@ class ServerTopology:
         failure = ticket.exchange.failure
         if reload and isinstance(failure, USELESS):
             return self._reload(ticket, failure)
-        outcome, steps_lost = ticket.outcome(), self.steps_lost(ticket)
+        outcome, steps_lost = ticket.outcome(), self.steps_lost(ticket) if ticket.fragment in self._late else 0
         agreed = self._agreed(ticket)
         if agreed is None:
             whole = self._whole(ticket.fragment)

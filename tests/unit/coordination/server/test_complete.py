@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import asdict
 
-from outerstep.coordination.server.complete import reads_part, take, take_apart
+from outerstep.coordination.server.uploads import take_apart, take_complete
 from outerstep.digest import part_hash, payload_hash
 from outerstep.errors import BadRequest, HashMismatch
 from outerstep.types import (
@@ -37,7 +37,7 @@ class Server:
         self._answer, self._damaged = answer, damaged
 
     def take(self) -> CompleteOfferAnswer:
-        return take(complete(), self._offer, self._put, self._commit)
+        return take_complete(complete(), self._offer, self._put, self._commit)
 
     def _offer(self, message: Offer) -> OfferAnswer:
         self.asked.append(message)
@@ -86,7 +86,6 @@ def test_what_is_here_already_is_compared_and_not_read_again(known: OfferAnswer)
     ids=["no room", "in parts"],
 )
 def test_what_cannot_be_taken_at_once_is_answered_as_a_plain_offer_is(answer: OfferAnswer) -> None:
-    assert not reads_part(answer)
     server = Server(answer)
     assert asdict(server.take()) == asdict(answer)
     assert [type(message) for message in server.asked] == [Offer]
