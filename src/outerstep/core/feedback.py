@@ -66,15 +66,18 @@ class Pending:
 
 
 class ErrorFeedback:
-    """e by tensor name, flat, for one worker; and per fragment the pending contribution."""
+    """e by tensor name, flat, for one worker; and per fragment the pending contribution. `is_used`: there was one, so
+    something may be owed; until then there is nothing to settle."""
 
     def __init__(self) -> None:
+        self.is_used = False
         self._residuals: dict[str, Tensor] = {}
         self._pending: dict[int, Pending] = {}
         self._spare: dict[str, Tensor] = {}  # memory of an earlier e, to be reused
 
     def begin(self, fragment: int, sequence: int) -> None:
         """A new contribution. An earlier pending one did not count: its steps are in this Δ."""
+        self.is_used = True
         self.settle(fragment, None, counted=False)
         self._pending[fragment] = Pending(sequence)
 
@@ -154,6 +157,7 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace everything with copies."""
+        self.is_used = True
         self._residuals = _copies(state["residuals"])
         self._pending = {
             int(fragment): Pending(one["sequence"], _copies(one["left_over"]))

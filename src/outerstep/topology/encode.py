@@ -95,7 +95,7 @@ class Sender:
         rule = self.rules[name]
         delta = self.deltas.block(name, excerpt.held + start, excerpt.held + stop)
         dither = self.dither(name).after(excerpt.whole + start) if rule.stochastic else None
-        if not rule.feedback and not self.feedback.owes(name):
+        if not rule.feedback and not (self.feedback.is_used and self.feedback.owes(name)):
             if self.squares is not None:
                 self.squares.add(delta)
             rule.codec.encode(delta, out, dither)
@@ -129,7 +129,8 @@ def sender_to_peers(
     sequence: int,
 ) -> Sender:
     """Where there is no server: all of each tensor, with noise that no other contribution has."""
-    feedback.begin(fragment, sequence)
+    if form.feeds_back or feedback.is_used:
+        feedback.begin(fragment, sequence)
     return Sender(
         fragment=fragment,
         deltas=deltas,

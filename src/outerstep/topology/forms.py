@@ -13,13 +13,15 @@ from ..wire.frames import Layout, layout
 
 @dataclass(frozen=True)
 class Form:
-    """One fragment's. `rules` and `codecs` are by tensor: what a contribution and an update are encoded with."""
+    """One fragment's. `rules` and `codecs` are by tensor: what a contribution and an update are encoded with.
+    `feeds_back`: what the codec of some tensor leaves out is kept for the next contribution."""
 
     up: Layout
     full: Layout
     update: Layout
     rules: Mapping[str, CodecRule]
     codecs: Mapping[str, Codec]
+    feeds_back: bool
 
 
 def forms_of(plan: Plan, manifest: Manifest) -> list[Form]:
@@ -30,12 +32,14 @@ def forms_of(plan: Plan, manifest: Manifest) -> list[Form]:
 
 
 def _form(up: Recipe, down: Recipe, specs: Sequence[ParameterSpec]) -> Form:
+    rules = {spec.name: up.rule(spec) for spec in specs}
     return Form(
         up=_layout(up, specs),
         full=_layout(WHOLE, specs),
         update=_layout(down, specs),
-        rules={spec.name: up.rule(spec) for spec in specs},
+        rules=rules,
         codecs={spec.name: down.codec(spec) for spec in specs},
+        feeds_back=any(rule.feedback for rule in rules.values()),
     )
 
 

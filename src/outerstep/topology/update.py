@@ -80,7 +80,7 @@ class AnchorProof:
         """`expected`: "" = it is not known; then the hash is over the values as they follow each other, as it is among
         members that compare theirs."""
         self.expected = expected
-        self._hasher = TreeHasher() if is_tree(expected) else xxhash.xxh3_128()
+        self._hasher = TreeHasher() if expected and is_tree(expected) else xxhash.xxh3_128()
         self._name: str | None = None
         self._copies: HostCopies | None = None  # from the first block that comes over from a GPU
         self._on_device: DeviceLeaves | None = None  # or is hashed there
@@ -90,7 +90,10 @@ class AnchorProof:
         if not values.numel():
             return
         if name != self._name:
-            self._next_tensor(name)
+            self._name = name
+            if isinstance(self._hasher, TreeHasher):
+                self._flush()
+                self._hasher.next_tensor()
         if values.device.type == "cpu":
             self._flush()
             self._hasher.update(bytes_of(values))
@@ -108,12 +111,6 @@ class AnchorProof:
         """Of all blocks so far."""
         self._flush()
         return self._hasher.hexdigest()
-
-    def _next_tensor(self, name: str) -> None:
-        self._name = name
-        if isinstance(self._hasher, TreeHasher):
-            self._flush()
-            self._hasher.next_tensor()
 
     def _flush(self) -> None:
         if self._copies is not None:
@@ -221,7 +218,7 @@ class UpdateChain:
 
     @torch.no_grad()
     def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
-        if not self._is_begun:
+        if held.device.type == "cuda" and not self._is_begun:
             self._begin(held.device)
         extent = self._extents.get(name, ALL)
         theta = held
@@ -241,7 +238,7 @@ class UpdateChain:
     def _begin(self, device: torch.device) -> None:
         """Frames that are not large come to a GPU whole, while it still trains; of others each block by itself."""
         self._is_begun = True
-        if device.type == "cuda" and 0 < sum(map(len, self.frames)) <= STAGED_BYTES:
+        if 0 < sum(map(len, self.frames)) <= STAGED_BYTES:
             self._cutters = [_slicer(staged(frame, device)) for frame in self.frames]
 
     def _room(self, name: str, numel: int, device: torch.device) -> Tensor:
@@ -356,11 +353,8 @@ def read_update(
         raise ExchangeFailed(f"the server sent something else than this fragment: {error}") from error
     if "full" in kinds:
         return WholeAnchor(fp32_views(frames[0], layout.places, layout.data_begin), expected, frames=frames)
-    return UpdateChain([_cutter(frame) for frame in frames], layout, form.codecs, expected, frames=frames)
-
-
-def _cutter(frame: memoryview) -> Cutter:
-    return _slicer(torch.frombuffer(frame, dtype=torch.uint8))
+    cutters = [_slicer(torch.frombuffer(frame, dtype=torch.uint8)) for frame in frames]
+    return UpdateChain(cutters, layout, form.codecs, expected, frames=frames)
 
 
 def _slicer(data: Tensor) -> Cutter:

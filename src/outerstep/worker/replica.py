@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -46,7 +46,8 @@ NOTHING = torch.empty(0)
 
 @dataclass(eq=False)
 class Differences:
-    """Anchor − local, made block by block when it is asked for: the weights must not change meanwhile."""
+    """Anchor − local, made block by block when it is asked for: the weights must not change meanwhile. `_shuttle`: made
+    for the first anchor that is on another device than the weights."""
 
     _anchors: Mapping[str, Tensor]
     _locals: Mapping[str, Tensor]
@@ -54,18 +55,21 @@ class Differences:
     _anchor: Tensor = NOTHING
     _local: Tensor = NOTHING
     _scratch: Tensor = NOTHING
-    _shuttle: Shuttle = field(default_factory=Shuttle)
+    _shuttle: Shuttle | None = None
 
     def block(self, name: str, start: int, stop: int) -> Tensor:
         if name != self._name:  # flat views; of a tensor in another order of its dimensions (channels_last), a copy
             self._name = name
             self._anchor, self._local = self._anchors[name].view(-1), self._locals[name].detach().reshape(-1)
-        local = self._local[start:stop]
-        anchor = self._shuttle.bring(self._anchor[start:stop], local.device)
+        local, anchor = self._local[start:stop], self._anchor[start:stop]
+        if anchor.device != local.device:
+            self._shuttle = self._shuttle or Shuttle()
+            anchor = self._shuttle.bring(anchor, local.device)
         if self._scratch.numel() < stop - start or self._scratch.device != local.device:
             self._scratch = torch.empty(stop - start, device=local.device)
         delta = pseudo_gradient(anchor, local, self._scratch[: stop - start])
-        self._shuttle.dismiss(local.device)
+        if self._shuttle is not None:
+            self._shuttle.dismiss(local.device)
         return delta
 
     def device(self, name: str) -> torch.device:
@@ -189,17 +193,20 @@ class Replica:
         """One pass over the memory, in blocks; `in_place` if θ is not needed any more to move the local weights. (A
         statistic forgets by itself, and l + (θ′ − θ) of a variance may be negative, so it is never carried along but
         taken as it was agreed.)"""
+        is_apart = False  # is an anchor on another device than the weights?
         try:
             for name in update.names:
                 for block in self._blocks(name, update, in_place=in_place):
                     (move_statistic if name in self._statistics else move)(block)
                     anchor, theta = self._anchor(name)[block.start : block.stop], block.theta.view(-1)
                     if anchor.device != theta.device:
+                        is_apart = True
                         self._shuttle.take_back(theta, anchor)
                     elif anchor.data_ptr() != theta.data_ptr():
                         anchor.copy_(theta)
         finally:
-            self._shuttle.wait()
+            if is_apart:
+                self._shuttle.wait()
         self._reshard()  # no copy of what the weights were is used any more
         return update.is_proven
 
@@ -208,11 +215,13 @@ class Replica:
         if local.is_contiguous():
             flat = local.view(-1)
             for start, stop in cuts(local.numel(), local.device):
-                held = self._shuttle.bring(anchor[start:stop], local.device)
+                held = anchor[start:stop]
+                if held.device != local.device:
+                    held = self._shuttle.bring(held, local.device)
                 theta = update.apply(name, start, stop, held, in_place=in_place)
                 yield AnchorBlock(name, start, stop, flat[start:stop], held, theta)
         elif local.numel():  # in another order of its dimensions (channels_last): the whole tensor is one block
-            held = self._shuttle.bring(anchor, local.device)
+            held = anchor if anchor.device == local.device else self._shuttle.bring(anchor, local.device)
             theta = update.apply(name, 0, local.numel(), held, in_place=in_place)
             yield AnchorBlock(name, 0, local.numel(), local, held.view(local.shape), theta.view(local.shape))
 

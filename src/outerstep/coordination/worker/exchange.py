@@ -752,17 +752,14 @@ class Exchange:
             size = self._session.joined.plan.part_size_bytes
             counts = [part_count(payload.size_bytes, size) for payload in self.agreement.payloads]
             pieces = [Piece(i, part) for i, count in enumerate(counts) for part in range(count)]
+            fetch = Fetch(self.agreement, pieces)
+            if carried_hashes and fetch.carried(carried_hashes):
+                self.fetch, self.outcome = fetch, self.outbox.outcome(fetch.agreement)
+                return
             self._begin_fetch(Fetch(self.agreement, pieces))
-            if carried_hashes:
-                self._take_carried(Fetch(self.agreement, pieces), carried_hashes)
-
-    def _take_carried(self, fetch: Fetch, part_hashes: Sequence[str]) -> None:
-        """What came with the announcement; if it is not what was announced, it is fetched."""
-        if fetch.carried(part_hashes):
-            self.fetch, self.outcome = fetch, self.outbox.outcome(fetch.agreement)
-        else:
-            self._damaged += 1
-            self._check_damage()
+            if carried_hashes:  # what came along is not what was announced: fetch it
+                self._damaged += 1
+                self._check_damage()
 
     def _check_stuck(self, answer: PollAnswer, now: float) -> None:
         if not answer.stuck:

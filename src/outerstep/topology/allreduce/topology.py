@@ -368,7 +368,8 @@ class AllReduceTopology:
         """What became of an exchange that is over."""
         assert ticket.mean is not None
         self._landed = ticket.sequence
-        self._feedback.settle(ticket.fragment, ticket.sequence, counted=True)
+        if self._feedback.is_used:
+            self._feedback.settle(ticket.fragment, ticket.sequence, counted=True)
         mean, plan = ticket.mean, self._ranks[self._peers.rank].plan
         update: AnchorUpdate
         above, others = tuple[int, ...](), tuple[Agreed, ...]()

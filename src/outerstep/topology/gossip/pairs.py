@@ -251,7 +251,8 @@ class PairsTopology(PeerTopology):
         """The step that comes of a turn."""
         assert ticket.own is not None
         fragment, partner = ticket.fragment, ticket.partner or ticket.own
-        self._feedback.settle(fragment, ticket.sequence, counted=not ticket.refusal)
+        if self._feedback.is_used:
+            self._feedback.settle(fragment, ticket.sequence, counted=not ticket.refusal)
         if ticket.refusal and not reload:
             raise ExchangeFailed("this peer's own contribution cannot be used") from NotFinite(ticket.refusal)
         state = self._state.begin_to_move(fragment)

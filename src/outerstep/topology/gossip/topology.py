@@ -252,7 +252,8 @@ class GossipTopology(PeerTopology):
             version += 1
         if last is None:
             return self._take_whole(ticket, counted=self._is_counted_in_lost(ticket))
-        self._feedback.settle(fragment, ticket.sequence, counted=counted)
+        if self._feedback.is_used:
+            self._feedback.settle(fragment, ticket.sequence, counted=counted)
         return self._agreed(
             fragment,
             version,
@@ -273,7 +274,8 @@ class GossipTopology(PeerTopology):
         return any(signed.author == key for signed in taken.block.offers)
 
     def _take_whole(self, ticket: GossipTicket, *, counted: bool) -> Agreed:
-        self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
+        if self._feedback.is_used:
+            self._feedback.settle(ticket.fragment, ticket.sequence, counted=counted)
         whole = self._fetch(ticket.fragment, after=ticket.base_version)
         return self._as_agreed(ticket.fragment, whole, counted=counted, refused=self._reproach(ticket))
 

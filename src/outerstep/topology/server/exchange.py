@@ -234,10 +234,6 @@ class ServerTicket:
             return self._received[piece.payload][offset : offset + end - begin], None
         return None, None
 
-    def _begin_fetch(self, fetch: Fetch) -> None:
-        self._part_size_bytes = self._link.session.joined.plan.part_size_bytes
-        self._received, self._fetch = self._new_buffers(fetch), fetch
-
     def _keep(self, carried: tuple[memoryview, ...]) -> None:
         """The agreement came with the answer to a poll, whole and right."""
         assert self.exchange.fetch is not None
@@ -246,9 +242,10 @@ class ServerTicket:
             place[:] = data
             self.bytes_received += len(data)
 
-    def _new_buffers(self, fetch: Fetch) -> list[memoryview]:
-        """A fresh one per payload and attempt: late bytes of an abandoned attempt must not land in this one."""
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        """A fresh buffer per payload and attempt: late bytes of an abandoned attempt must not land in this one."""
         agreement, forms = fetch.agreement, self._link.forms
+        size = self._part_size_bytes = self._link.session.joined.plan.part_size_bytes
         limit = forms[self.fragment].full.size_bytes if forms else None  # not known before we have joined
         announced = sum(payload.size_bytes for payload in agreement.payloads)
         if limit is not None and announced > limit:
@@ -258,9 +255,9 @@ class ServerTicket:
             raise TransportError(f"the server announces payloads of versions {versions}; in a chain they ascend")
         sizes = [0] * len(agreement.payloads)
         for piece in fetch.pieces:
-            begin, end = part_range(piece.part, agreement.payloads[piece.payload].size_bytes, self._part_size_bytes)
+            begin, end = part_range(piece.part, agreement.payloads[piece.payload].size_bytes, size)
             sizes[piece.payload] += end - begin
-        return [self._memory.take(size, pinned=self._pinned) for size in sizes]
+        self._received, self._fetch = [self._memory.take(size, pinned=self._pinned) for size in sizes], fetch
 
     def _perform(self, call: Call, buffer: memoryview | None, source: OutgoingFrame | None) -> None:
         answer: Answer | None = None

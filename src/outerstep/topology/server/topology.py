@@ -247,7 +247,8 @@ class ServerTopology:
         run_id = self._link.session.joined.run_id
         if contribution.owes_nothing:
             self.owe_nothing(fragment)
-        self._feedback.begin(fragment, sequence)
+        if form.feeds_back or self._feedback.is_used:
+            self._feedback.begin(fragment, sequence)
         sender = Sender(
             fragment=fragment,
             deltas=as_deltas(contribution.deltas),
@@ -404,7 +405,8 @@ class ServerTopology:
         sent them again (coordination/worker/exchange.py). What became of the one before it is known too."""
         fragment = ticket.fragment
         if ticket.offer is not None:
-            self._feedback.settle(fragment, ticket.offer.sequence, counted=agreed.counted)
+            if self._feedback.is_used:
+                self._feedback.settle(fragment, ticket.offer.sequence, counted=agreed.counted)
         elif ticket.claim is not None and agreed.counted:
             self.owe_nothing(fragment)
         before = self._late.pop(fragment, None)

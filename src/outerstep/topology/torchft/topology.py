@@ -331,7 +331,8 @@ class TorchftTopology:
         *others, agreed = self._land(ticket)
         outcome, brought = ticket.outcome, ticket.brought
         assert outcome is not None
-        self._feedback.settle(ticket.fragment, brought.sequence, counted=outcome.counted)
+        if self._feedback.is_used:
+            self._feedback.settle(ticket.fragment, brought.sequence, counted=outcome.counted)
         if brought.refused and not reload:
             raise WorkerError(f"{brought.refused}; lower the learning rate, or clip the gradients")
         return replace(agreed, refused=brought.refused, also=tuple(others))
