@@ -31,10 +31,6 @@ Bring = Callable[[Tensor], Tensor]
 """Bytes in host memory → the same where they are decoded"""
 
 
-def _here(data: Tensor) -> Tensor:
-    return data
-
-
 @dataclass(frozen=True)
 class UpTensor:
     name: str
@@ -145,9 +141,9 @@ class Decoder:
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    def read(self, payload: Tensor, name: str, start: int, stop: int, out: Tensor, bring: Bring = _here) -> None:
+    def read(self, payload: Tensor, name: str, start: int, stop: int, out: Tensor, bring: Bring | None = None) -> None:
         """Values [start, stop) of a tensor, from a payload (uint8) that was checked, to fp32. `bring`: its bytes to
-        where `out` is."""
+        where `out` is, if that is not the host."""
         i = self._index[name]
         tensor = self._tensors[i]
         if self.sections == 1:
@@ -163,12 +159,14 @@ class Decoder:
 
 
 def _decode(
-    payload: Tensor, codec: Codec, at: int, count: int, start: int, stop: int, out: Tensor, bring: Bring
+    payload: Tensor, codec: Codec, at: int, count: int, start: int, stop: int, out: Tensor, bring: Bring | None
 ) -> None:
     """Values [start, stop) of `count` encoded ones that begin at byte `at`; what the codec cannot take apart is decoded
     with its neighbours."""
     first, last = start - start % codec.block_values, min(stop + -stop % codec.block_values, count)
-    encoded = bring(payload[at + codec.encoded_bytes(first) : at + codec.encoded_bytes(last)])
+    encoded = payload[at + codec.encoded_bytes(first) : at + codec.encoded_bytes(last)]
+    if bring is not None:
+        encoded = bring(encoded)
     if first == start and last == stop:
         codec.decode(encoded, out)
         return

@@ -77,21 +77,17 @@ class Frame:
         self.view = memory(of.size_bytes)
         self.view[: of.data_begin] = of.prefix
         self.lent: set[object] = set()
+        self.elsewhere: Tensor | None = None  # its values, all of them and flat; None: they are here
         self._data_begin = of.data_begin
         self._filling = threading.Lock()
-        self._elsewhere: Tensor | None = None
-
-    def comes_from(self, values: Tensor | None) -> None:
-        """Its values are these, all of them and flat. None: they are here."""
-        self._elsewhere = values
 
     def fill(self) -> None:
         """Thread-safe; whoever comes second waits."""
         with self._filling:
-            if self._elsewhere is not None and self._elsewhere.numel():
+            if self.elsewhere is not None and self.elsewhere.numel():
                 here = torch.frombuffer(self.view, dtype=torch.float32, offset=self._data_begin)
-                here.copy_(self._elsewhere)
-            self._elsewhere = None
+                here.copy_(self.elsewhere)
+            self.elsewhere = None
 
     def lend(self, begin: int, end: int) -> memoryview:
         ticket = object()
@@ -232,7 +228,7 @@ class NextVersion:
         it is θ."""
         self._ask()
         there, self._on_device = self._new, None
-        self.frame.comes_from(None)
+        self.frame.elsewhere = None
         self._old = self._new = self.frame.data(self._down.full, torch.float32)
         self._new.copy_(there)
         self.target = self._new if target is None else target
@@ -315,7 +311,8 @@ class NextVersion:
 
     def hash_parts(self, team: ThreadTeam) -> None:
         """Of the update, when all blocks have moved."""
-        self._ask()
+        if self._on_device is not None or self._squares:
+            self._ask()
         if self.update is not None:
             view, size = self.update.view, self._down.part_size_bytes
             ranges = [part_range(i, len(view), size) for i in range(part_count(len(view), size))]
@@ -354,6 +351,7 @@ class Downlink:
             recipe.name, [(s.name, s.shape, self.rules[s.name].codec.encoded_bytes(s.numel)) for s in specs]
         )
         self.part_size_bytes = part_size_bytes
+        self._most_ring_bytes = (self.full.size_bytes - self.full.data_begin) // 2
         self._lock = threading.Condition()
         self._moving: int | None = None  # the version whose memory is being moved to the next
         self._ring: deque[Update] = deque()
@@ -568,7 +566,7 @@ class Downlink:
             watched=made.watched(participants),
         )
         published = Published(agreement, made.frame, self.part_size_bytes)
-        made.frame.comes_from(self.on_device)
+        made.frame.elsewhere = self.on_device
         stays = made.in_place or self.on_device is not None
         theta = None if stays else self.by_name(made.frame.data(self.full, torch.float32))
         with self._lock:
@@ -595,7 +593,7 @@ class Downlink:
         theta = frame.data(self.full, torch.float32).to(device, copy=True)
         target = theta if self.is_exact else self._target.to(device, copy=True)
         if device.type == "cuda" and not self.is_exact:  # to pin it takes as long as a round
-            wanted = max(self._ring_bytes // self.update.size_bytes, 1) - len(self._ring)
+            wanted = max(self._most_ring_bytes // self.update.size_bytes, 1) - len(self._ring)
             self._ready = [Frame(self.update, self._memory) for _ in range(wanted)]
         self.on_device, self._target = theta, target
         self.state.arrive(self.state.version, self.state.anchor_hash, self.by_name(theta), self.by_name(target))
@@ -617,17 +615,13 @@ class Downlink:
         self._target = theta if target is None else target
         self.state.arrive(self.state.version, self.state.anchor_hash, self.by_name(theta), self.by_name(self._target))
 
-    @property
-    def _ring_bytes(self) -> int:
-        return (self.full.size_bytes - self.full.data_begin) // 2
-
     def _frame_for_update(self) -> Frame:
         return self._ready.pop() if self._ready else Frame(self.update, self._memory)
 
     def _make_way(self, now: float) -> Frame | None:
         """Take the oldest updates out of the ring, until one more fits. The memory of one that nobody reads is used for
         the next; one that somebody is in the middle of is served until another takes its place."""
-        limit, size = self._ring_bytes, self.update.size_bytes
+        limit, size = self._most_ring_bytes, self.update.size_bytes
         reused: Frame | None = None
         while self._ring and (len(self._ring) + 1) * size > limit:
             oldest = self._ring.popleft()

@@ -492,7 +492,7 @@ class ParameterService:
         most_bytes = min(request.takes_bytes or 0, self.coordinator.uploads.part_size_bytes)
         if agreement is None or not 0 < agreement.size_bytes <= most_bytes:
             return answer
-        pieces: list[memoryview] = []
+        pieces, store, now = list[memoryview](), self.run.stores[request.fragment], self.clock()
         for payload in agreement.payloads:
             part = GetPart(
                 run_id=request.run_id,
@@ -504,9 +504,11 @@ class ParameterService:
                 part=0,
             )
             try:
-                pieces.append(self.get_part(part)[1])
+                pieces.append(store.part(part, now)[1])
             except (Busy, Superseded):  # another version is on its way: the worker asks for the parts, and is told so
                 return answer
+        with self.changed:
+            self.bytes_sent += agreement.size_bytes
         return Carrying(replace(answer, carried_bytes=agreement.size_bytes), pieces)
 
     def get_part(self, request: GetPart) -> tuple[GetPartAnswer, memoryview]:

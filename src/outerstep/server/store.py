@@ -174,7 +174,8 @@ class FragmentStore:
         self.max_staleness = max_staleness
         self._sums: dict[int, _Sum] = {}
         self._blocks = list(cut(self.down.full, self.place.block_values))
-        self._keep_statistics(version)
+        if self.state.averaged:
+            self._keep_statistics(version)
         self._keeps_centre = keeps_centre
 
     @property
@@ -392,7 +393,8 @@ class FragmentStore:
 
     def publish(self, made: NextVersion, participants: tuple[Participant, ...], now: float = 0.0) -> Published:
         published = self.down.publish(made, participants, now)
-        self._keep_statistics(made.version)
+        if self.state.averaged:
+            self._keep_statistics(made.version)
         if made.mean is not None:
             self._shelf.give_back(made.mean)
             made.mean = None
@@ -569,11 +571,10 @@ class FragmentStore:
         return here
 
     def _keep_statistics(self, version: int) -> None:
-        if self.state.averaged:
-            theta = self.state.theta
-            self.statistics[version] = {n: theta[n].to("cpu", copy=True) for n in self.state.averaged}
-            for old in [v for v in self.statistics if v < version - self.max_staleness - 1]:
-                del self.statistics[old]
+        theta = self.state.theta
+        self.statistics[version] = {n: theta[n].to("cpu", copy=True) for n in self.state.averaged}
+        for old in [v for v in self.statistics if v < version - self.max_staleness - 1]:
+            del self.statistics[old]
 
 
 class _Reader:
@@ -588,7 +589,9 @@ class _Reader:
         self._used, self._bytes_per_value = addend.used, len(addend.payload) / max(store.numel, 1)
 
     def read(self, block: Block | TensorSpan, out: Tensor) -> None:
-        self._decoder.read(self._data, block.name, block.start, block.stop, out, self._store.place.bring)
+        place = self._store.place
+        bring = None if place.is_host else place.bring
+        self._decoder.read(self._data, block.name, block.start, block.stop, out, bring)
         if self._used is not None:
             self._used(int(self._bytes_per_value * (block.stop - block.start)))
         if self._late_base is not None and self._store.state.roles[block.name] == "average":

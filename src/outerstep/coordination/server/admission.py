@@ -77,7 +77,8 @@ def check_offer(
 ) -> None:
     """Does it report what the run weighs by, is it in the run's form, not too large, not too old, and its worker's
     only voice? `earlier_codecs`: of plans before this one. What was encoded as they say is the same Δ."""
-    reported(offer, rules.weight_by)
+    if rules.weight_by != "equal":
+        reported(offer, rules.weight_by)
     if offer.section_bytes:
         check_sections(offer.sections, fragment)
     if offer.codec != plan.codec and offer.codec not in earlier_codecs:

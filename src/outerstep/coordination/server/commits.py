@@ -409,7 +409,11 @@ class Commits:
             case WriteRecord():
                 self.written = task.number
                 self._last_record += 1
-                self._journal_bytes += max(size_bytes, self._least_bytes(task))
+                least_bytes = 0
+                if task.closing is not None:  # of a round, in what a start may have to replay
+                    mean_bytes = self.coordinator.fragments[task.closing.fragment].mean_bytes
+                    least_bytes = int(LEAST_OF_A_ROUND * mean_bytes)
+                self._journal_bytes += max(size_bytes, least_bytes)
                 if task.closing is None and self._is_long:
                     self._tasks.append(self._checkpoint(task.remembered, "the journal is long"))
             case AnnounceRound():
@@ -449,12 +453,6 @@ class Commits:
         if not self.journals:
             return False
         return (self._alone and sync_round > self._saved_round) or self._is_long
-
-    def _least_bytes(self, task: WriteRecord) -> int:
-        """Of a record, in what a start may have to replay."""
-        if task.closing is None:
-            return 0
-        return int(LEAST_OF_A_ROUND * self.coordinator.fragments[task.closing.fragment].mean_bytes)
 
     @property
     def _is_long(self) -> bool:

@@ -125,9 +125,9 @@ class Uploads:
         key = offer.key
         self._has_regulars = self._has_regulars or not is_newcomer
         if not self._turns.count and key not in self.by_key and self._has_room(offer, is_newcomer=is_newcomer):
-            upload = self._grant(offer, now, now, is_newcomer=is_newcomer)
-            upload.is_told = True
-            return upload
+            granted = self._grant(offer, now, now, is_newcomer=is_newcomer)
+            granted.is_told = True
+            return granted
         place = self._turns.find(key)
         if place is not None:
             place.asked_at = now
