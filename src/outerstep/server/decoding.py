@@ -1,4 +1,4 @@
-"""From the bytes of a contribution to its values: where they lie, whether they are fit, block by block.
+"""From the bytes of a contribution to its values: where they are, and whether they can be taken, block by block.
 
 payload   section 0: header, tensor 0, tensor 1, …;  section 1: header, tensor 0, …     (wire/frames.py)
 run       the encoded values of one tensor in one section
@@ -96,7 +96,7 @@ class Decoder:
         return math.sqrt(squares)
 
     def blocks_inside(self, begin: int, end: int) -> range:
-        """The blocks that lie between these bytes as a whole."""
+        """The blocks that are between these bytes as a whole."""
         first = self._blocks_before(begin, ends=False)
         return range(first, max(self._blocks_before(end, ends=True), first))
 

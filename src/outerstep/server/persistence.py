@@ -145,7 +145,7 @@ class RunWriter:
             fragment=stepped.store.index,
             version=stepped.made.version,
             participants=stepped.participants,
-            anchor_hash=stepped.made.result()[0],
+            anchor_hash=stepped.made.anchor_hash,
             pushes=pushes,
             seen=stepped.made.seen,
             outer_lr=stepped.outer_lr,

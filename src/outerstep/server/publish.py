@@ -70,7 +70,7 @@ class Frame:
     """A frame in memory. Bytes of it are lent to be sent; as long as a lent view or any slice of it lives, its ticket
     is in `lent`, and the memory must not change. Sending needs no lock, and nobody is told when it is done.
 
-    The values of one that was made on a GPU are still there until somebody needs them here: then `fill` it, while it is
+    The values of a frame that was made on a GPU stay there until they are needed here: then `fill` it, while it is
     lent."""
 
     def __init__(self, of: Layout, memory: Callable[[int], memoryview] = private_memory) -> None:
@@ -82,7 +82,7 @@ class Frame:
         self._filling = threading.Lock()
 
     def fill(self) -> None:
-        """Thread-safe; whoever comes second waits."""
+        """Thread-safe: a second caller waits for the first."""
         with self._filling:
             if self.elsewhere is not None and self.elsewhere.numel():
                 here = torch.frombuffer(self.view, dtype=torch.float32, offset=self._data_begin)
@@ -204,7 +204,8 @@ class NextVersion:
         self.pushes: Sequence[float] | None = None  # how much each counted, if it moved along one after the other
         self.squares = 0.0  # Σ g² of what T moved along at once
         self._squares: list[Tensor] = []  # of blocks on a device, not asked for yet
-        self._part_hashes: tuple[str, ...] = ()
+        self.anchor_hash = ""  # this and the hashes of the update's parts are known when all blocks have moved
+        self.part_hashes: tuple[str, ...] = ()
         self.seen: Watched | None = None  # how similar contributions were that another rule than the mean combined
         self._down, self.from_above = down, False  # True: an agreement of a layer above, without contributions
         self._first_leaf, leaves = down.first_leaf, down.leaf_count
@@ -310,21 +311,18 @@ class NextVersion:
         self._squares.clear()
 
     def hash_parts(self, team: ThreadTeam) -> None:
-        """Of the update, when all blocks have moved."""
+        """Of the update, when all blocks have moved; and the anchor's hash."""
         if self._on_device is not None or self._squares:
             self._ask()
+        self.anchor_hash = tree_root(self._leaves)
         if self.update is not None:
             view, size = self.update.view, self._down.part_size_bytes
             ranges = [part_range(i, len(view), size) for i in range(part_count(len(view), size))]
             pieces = [view[begin:end] for begin, end in ranges]
             if len(pieces) == 1:
-                self._part_hashes = (part_hash(pieces[0]),)
+                self.part_hashes = (part_hash(pieces[0]),)
             else:
-                self._part_hashes = tuple(one.result() for one in [team.submit(part_hash, piece) for piece in pieces])
-
-    def result(self) -> tuple[str, tuple[str, ...]]:
-        """The anchor's hash, and those of the update's parts."""
-        return tree_root(self._leaves), self._part_hashes
+                self.part_hashes = tuple(one.result() for one in [team.submit(part_hash, piece) for piece in pieces])
 
 
 class Downlink:
@@ -418,7 +416,7 @@ class Downlink:
         return {} if self.is_exact else {name: values.cpu() for name, values in self.state.target.items()}
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors that lie in flat memory as in a whole frame's data."""
+        """The tensors by name, in flat memory that is laid out as a whole frame's data."""
         return {e.name: flat[e.begin // 4 : e.end // 4].view(e.shape) for e in self.full.entries}
 
     # --- reading, from any thread ---------------------------------------------------------------------------------
@@ -514,7 +512,7 @@ class Downlink:
         )
 
     def forget_old(self, now: float) -> None:
-        """Hold the newest, and few older versions, while somebody is in the middle of them."""
+        """Hold the newest version, and a few older ones while workers are in the middle of fetching them."""
         with self._lock:
             newest = max(self._held)
             asked = {v: p.last_asked_at(now) for v, p in self._held.items() if v != newest}
@@ -557,11 +555,10 @@ class Downlink:
 
     def publish(self, made: NextVersion, participants: tuple[Participant, ...], now: float) -> Published:
         """From now on this is the newest. (After the context of `moving`.)"""
-        anchor_hash, part_hashes = made.result()
         agreement = Agreement(
             fragment=self.index,
             version=made.version,
-            anchor_hash=anchor_hash,
+            anchor_hash=made.anchor_hash,
             participants=participants,
             watched=made.watched(participants),
         )
@@ -571,13 +568,13 @@ class Downlink:
         theta = None if stays else self.by_name(made.frame.data(self.full, torch.float32))
         with self._lock:
             before = self.newest
-            self.state.arrive(made.version, anchor_hash, theta, None if self.is_exact else self.state.target)
+            self.state.arrive(made.version, made.anchor_hash, theta, None if self.is_exact else self.state.target)
             if made.in_place:
                 del self._held[before.version]
             self._held[made.version] = published
             if made.update is not None:
                 base_hash = before.agreement.anchor_hash
-                self._ring.append(Update(made.version, base_hash, made.update, part_hashes, self.part_size_bytes))
+                self._ring.append(Update(made.version, base_hash, made.update, made.part_hashes, self.part_size_bytes))
             self._target = made.target
             self._moving = None
             self.forget_old(now)

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class ReadyDeltas:
-    """Deltas that lie ready, by name."""
+    """Deltas that are ready, by name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -142,7 +142,7 @@ def sender_to_peers(
 
 
 def write_frame(payload: OutgoingFrame, layout: Layout, sender: Sender) -> None:
-    """Fill the payload, from front to back; what is encoded on a GPU arrives later, while training goes on. A block
+    """Fill the payload, from front to back; what is encoded on a GPU arrives later, beside the training. A block
     holds whole blocks of every codec, so that the bytes of one follow those of the other."""
     devices = {entry.name: sender.deltas.device(entry.name) for entry in layout.entries}
     ferry = None if all(device.type == "cpu" for device in devices.values()) else Ferry(payload)
@@ -194,7 +194,7 @@ Encoded = OutgoingFrame | OnDevice
 
 
 class Place(Protocol):
-    """Where a frame is to lie; `payload.Rooms`, or what bytes travel by (allreduce/peers.py)."""
+    """Where a frame is to be written; `payload.Rooms`, or what bytes travel by (allreduce/peers.py)."""
 
     device: torch.device
     memory: Memory

@@ -70,7 +70,7 @@ def seen(of: FragmentStore, made: NextVersion) -> dict[str, Any]:
     return {
         "squares": made.squares,
         "update": update,
-        "hashes": made.result(),
+        "hashes": (made.anchor_hash, made.part_hashes),
         "agreement": published.agreement,
         **{name: values.numpy().tobytes() for name, values in tensors.items()},
     }

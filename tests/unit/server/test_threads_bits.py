@@ -79,7 +79,7 @@ def seen(of: FragmentStore, made: NextVersion) -> dict[str, Any]:
         "mean": mean,
         "squares": squares,
         "update": update,
-        "part hashes": made.result(),
+        "part hashes": (made.anchor_hash, made.part_hashes),
         "agreement": published.agreement,
         **{name: values.numpy().tobytes() for name, values in tensors.items()},
     }

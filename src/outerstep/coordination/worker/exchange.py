@@ -14,8 +14,8 @@ The HTTP client and the simulator drive this same machine.
              └───────┴──────────┴──────────┘ └───────┘ superseded while fetching
 
 A contribution of one small part goes with its offer, and an agreement of that size comes with the answer to the poll:
-OFFER ──▶ POLL ──▶ done. That is tried once. Whatever comes of it but "accepted", the exchange goes on by the longer
-way, which asks before it sends.
+OFFER ──▶ POLL ──▶ done. That is tried once. On any answer but "accepted" the exchange takes the longer way, which asks
+before it sends.
 
 Anything lost is asked again under the same key after a back-off with jitter; anything confusing goes back to OFFER,
 whose answer tells what the server has. Without a contribution (a worker that just joined) it begins at POLL. With an
@@ -209,7 +209,7 @@ def _with(asked: Orders, command: Command) -> Orders:
 # agreement its exchange ended with; it is *unconfirmed*, and goes along with the next exchange of its fragment as
 # `earlier`:
 #
-#     offer the earlier again ──▶ accepted, still or anew ──▶ offer the new one ──▶ … ──▶ an agreement with the earlier
+#     offer the earlier again ──▶ accepted, still or again ──▶ offer the new one ──▶ … ──▶ an agreement with the earlier
 #
 # So at most one is kept beside the one under way, and no step is lost that was reported as counted.
 
@@ -270,7 +270,7 @@ class Outbox:
         """Wait for an agreement newer than this one.
 
         Newer than what we hold (`after`): on time that is the agreement we are in. A late contribution counts in a
-        later one; its worker takes the newest there is and goes on, for its steps will come back to it. It is the
+        later one; its worker takes the newest there is and continues, for its steps will come back to it. It is the
         `earlier` one of the next exchange, which waits for the agreement that holds it. `stays`: wait for our own."""
         for sending in self._all:
             if sending.counted_in and (stays or sending is self.earlier):
@@ -721,7 +721,7 @@ class Exchange:
 
     def _will_not_count(self, sending: Sending, error: Refused) -> None:
         """The round closed without it. Fetch what it agreed on; the worker rebases or discards. Or the server was
-        resumed from a state older than what we hold: what it has is what everybody goes on from, also its codec."""
+        resumed from a state older than what we hold: everybody continues from what it has, also with its codec."""
         sending.refused, sending.too_old = True, isinstance(error, TooOld)
         if isinstance(error, FutureRound | OtherCodec):
             self._newer_than = -1

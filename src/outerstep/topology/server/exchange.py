@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 QUIET_RETRIES = 2  # a lost packet is not news
 USELESS = (NotFinite, Absurd, Quarantined)
-"""What the server says to a contribution that it will never take. Sending it again changes nothing; going on from other
-weights does."""
+"""What the server says to a contribution that it will never take. To send it again changes nothing; to continue from
+other weights does."""
 
 
 class Home(Protocol):
