@@ -110,7 +110,7 @@ class _Reading:
 
 
 class Served:
-    """A frame that workers fetch, with those that are in the middle of it. (Under the lock of its downlink.)"""
+    """A frame that workers fetch, and the workers that are in the middle of it. (Guarded by its downlink's lock.)"""
 
     def __init__(self, frame: Frame, part_size_bytes: int) -> None:
         self.frame, self.size_bytes = frame, len(frame.view)
@@ -145,7 +145,7 @@ class Served:
 
 
 class Published(Served):
-    """One version of θ as a whole. The hashes of its parts are made when somebody first asks for it."""
+    """One version of θ as a whole. The hashes of its parts are computed when the first worker asks for it."""
 
     def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
         super().__init__(frame, part_size_bytes)
@@ -155,7 +155,7 @@ class Published(Served):
         self._part_hashes: tuple[str, ...] = ()
 
     def part_hashes(self) -> tuple[str, ...]:
-        """Computed once, for the first that asks; the others wait for it. Only while a part of the frame is lent."""
+        """Computed once, for the first worker that asks; others wait for it. Only while a part of the frame is lent."""
         self.frame.fill()
         with self._hashing:
             if not self._part_hashes:
@@ -225,8 +225,7 @@ class NextVersion:
         self._begins = {entry.name: entry.begin for entry in down.update.entries}
 
     def continue_on_host(self, target: Tensor | None) -> None:
-        """What has moved so far and what has not are copied there, and the rest moves there. `target`: T there, unless
-        it is θ."""
+        """Copy everything to the host, moved or not, and move the rest there. `target`: T there, unless it is θ."""
         self._ask()
         there, self._on_device = self._new, None
         self.frame.elsewhere = None
@@ -240,7 +239,7 @@ class NextVersion:
         return [flat[block.place : block.end] for flat in flats]
 
     def add_squares(self, squares: float | Tensor) -> None:
-        """Of the next block, in their order."""
+        """Add the squares of the next block; blocks come in their order."""
         if isinstance(squares, Tensor):
             self._squares.append(squares)
         else:
@@ -300,7 +299,7 @@ class NextVersion:
         self._leaves[first : first + len(leaves)] = leaves
 
     def _ask(self) -> None:
-        """What was seen of θ on a device."""
+        """Fetch what was seen of θ on a device."""
         for looked in self._on_device or ():
             self._check_finite(looked.block, math.isfinite(float(looked.largest)))
             self._put_leaves(looked.block, looked.leaves())
@@ -311,7 +310,7 @@ class NextVersion:
         self._squares.clear()
 
     def hash_parts(self, team: ThreadTeam) -> None:
-        """Of the update, when all blocks have moved; and the anchor's hash."""
+        """Hash the update's parts, and the anchor, when all blocks have moved."""
         if self._on_device is not None or self._squares:
             self._ask()
         self.anchor_hash = tree_root(self._leaves)
@@ -494,8 +493,8 @@ class Downlink:
         return published.part_hashes()[request.part], data
 
     def _wait_for_rest(self) -> None:
-        """Until the newest version is not being moved; then it is another one. Not for ever: what has moved is shown
-        to nobody before it is on the disk, and that may be full."""
+        """Wait until the newest version is not being moved; then another one is the newest. Not for ever: what has
+        moved is shown to nobody before it is on the disk, and the disk may be full."""
         if not self._lock.wait_for(lambda: self._moving is None, MOVING_PATIENCE_S):
             raise Busy(
                 f"fragment {self.index} is on its way from version {self._moving} to the next",
@@ -546,7 +545,7 @@ class Downlink:
             raise
 
     def abandon(self) -> None:
-        """What was being moved will not arrive, and is not what it was: nobody need wait for it."""
+        """What was being moved will not arrive, and cannot be served any more: nobody need wait for it."""
         with self._lock:
             if self._moving is not None:
                 del self._held[self._moving]

@@ -60,7 +60,7 @@ ALL = Excerpt()
 
 
 class Squares:
-    """Σ x² of values that pass by in blocks. On a GPU it is added up there: nobody waits for it before it is asked."""
+    """Σ x² of values that come in blocks. On a GPU it is added up there, and waited for only when it is needed."""
 
     def __init__(self) -> None:
         self._here = 0.0
@@ -73,13 +73,13 @@ class Squares:
             self._there.append(torch.dot(values, values))
 
     def total(self) -> float:
-        """When whatever made the values is known to be over."""
+        """To be asked when the values are known to be complete."""
         return self._here + sum(float(one) for one in self._there)
 
 
 @dataclass(frozen=True)
 class Sender:
-    """Encodes one contribution. `squares`: where its size is added up, if somebody wants to know."""
+    """Encodes one contribution. `squares`: adds up its size, if that is wanted."""
 
     fragment: int
     deltas: Deltas
@@ -90,7 +90,7 @@ class Sender:
     squares: Squares | None = None
 
     def encode(self, entry: Entry, start: int, stop: int, out: Tensor) -> None:
-        """Values [start, stop) of those sent, into `out` on the deltas' device."""
+        """Encode values [start, stop) of those sent into `out`, on the deltas' device."""
         name, excerpt = entry.name, self.excerpts.get(entry.name, ALL)
         rule = self.rules[name]
         delta = self.deltas.block(name, excerpt.held + start, excerpt.held + stop)
@@ -128,7 +128,7 @@ def sender_to_peers(
     worker_id: str,
     sequence: int,
 ) -> Sender:
-    """Where there is no server: all of each tensor, with noise that no other contribution has."""
+    """A sender where there is no server: it sends whole tensors, with noise that no other contribution has."""
     if form.feeds_back or feedback.is_used:
         feedback.begin(fragment, sequence)
     return Sender(
@@ -167,7 +167,7 @@ def write_frame(payload: OutgoingFrame, layout: Layout, sender: Sender) -> None:
 
 @dataclass
 class OnDevice:
-    """A frame that a GPU has written at that event; what a OutgoingFrame is where nothing leaves the GPU."""
+    """A frame that a GPU has written at that event: the counterpart of OutgoingFrame where nothing leaves the GPU."""
 
     data: Tensor
     encoded: torch.cuda.Event
@@ -180,7 +180,7 @@ class OnDevice:
 
 
 def write_on_device(layout: Layout, sender: Sender, device: torch.device) -> OnDevice:
-    """The frame of deltas that are on this GPU, there."""
+    """Encode deltas that are on this GPU into a frame there."""
     frame = torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
     for entry in layout.entries:
         codec, first = sender.rules[entry.name].codec, layout.data_begin + entry.begin
@@ -202,7 +202,7 @@ class Place(Protocol):
 
 
 def write_at(place: Place, layout: Layout, sender: Sender) -> Encoded:
-    """The frame, there or on its way there."""
+    """Encode a frame at this place; it may still be on its way there."""
     if place.device.type != "cpu":
         return write_on_device(layout, sender, place.device)
     payload = OutgoingFrame(layout, layout.size_bytes, memory=place.memory, pinned=place.pinned, hashed=False)

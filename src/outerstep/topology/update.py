@@ -52,13 +52,13 @@ class AnchorUpdate(Protocol):
         """The fragment's tensors, in its order."""
 
     def apply(self, name: str, start: int, stop: int, held: Tensor, *, in_place: bool = False) -> Tensor:
-        """Move a block on: θ′[start:stop] of a tensor, flat fp32 on the device of `held`, which is θ[start:stop] and,
-        `in_place`, may be overwritten by it. All tensors and blocks, each once and in order (a step moves its momentum
-        along). What comes back is not to be changed, and gone with the next call."""
+        """θ′[start:stop] of a tensor, flat fp32 on the device of `held`, which is θ[start:stop] and, `in_place`, may be
+        overwritten. To be called for all tensors and blocks, each once and in order (a step moves its momentum along).
+        The result must not be changed, and is valid until the next call."""
 
     @property
     def is_proven(self) -> bool:
-        """All blocks were applied, and they have the hash that was agreed, as far as one can tell alone."""
+        """Were all blocks applied, and do they have the agreed hash, as far as one member can tell alone?"""
 
     @property
     def digest(self) -> str:
@@ -66,27 +66,27 @@ class AnchorUpdate(Protocol):
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Of the frames."""
+        """The kinds of the frames."""
 
     @property
     def frames(self) -> Sequence[memoryview]:
-        """What it was read from."""
+        """The frames that it was read from."""
 
 
 class AnchorProof:
-    """The hash of an anchor, over its blocks as they come, by the rule that made the one that is expected."""
+    """The hash of an anchor, over its blocks as they come, by the same rule as the expected hash."""
 
     def __init__(self, expected: str = "") -> None:
-        """`expected`: "" = it is not known; then the hash is over the values as they follow each other, as it is among
-        members that compare theirs."""
+        """`expected`: "" = not known; then the hash is over the values one after the other, as it is among members that
+        compare theirs."""
         self.expected = expected
         self._hasher = TreeHasher() if expected and is_tree(expected) else xxhash.xxh3_128()
         self._name: str | None = None
-        self._copies: HostCopies | None = None  # from the first block that comes over from a GPU
-        self._on_device: DeviceLeaves | None = None  # or is hashed there
+        self._copies: HostCopies | None = None  # from the first block that is copied from a GPU
+        self._on_device: DeviceLeaves | None = None  # or that is hashed there
 
     def feed(self, name: str, values: Tensor) -> None:
-        """Values of this tensor; those of one tensor follow each other."""
+        """Values of this tensor; those of one tensor come one after the other."""
         if not values.numel():
             return
         if name != self._name:
@@ -108,7 +108,7 @@ class AnchorProof:
 
     @property
     def digest(self) -> str:
-        """Of all blocks so far."""
+        """The hash of all blocks so far."""
         self._flush()
         return self._hasher.hexdigest()
 
@@ -121,14 +121,14 @@ class AnchorProof:
 
 @dataclass(frozen=True)
 class Extent:
-    """What a process holds of a tensor: its values from number `first` on. `hashed`: which of those the hash is over;
+    """What a process holds of a tensor: its values from number `first` on. `hashed`: the ones that the hash is over;
     None = all of them."""
 
     first: int = 0
     hashed: range | None = None
 
     def feed(self, proof: AnchorProof, name: str, start: int, block: Tensor) -> None:
-        """`block` is of the values from number `start` of those held."""
+        """`block`: values from number `start` on of those held."""
         if self.hashed is not None:
             block = block[max(self.hashed.start - start, 0) : max(self.hashed.stop - start, 0)]
         proof.feed(name, block)
@@ -169,7 +169,7 @@ class WholeAnchor:
         return block
 
     def checked(self) -> Mapping[str, Tensor]:
-        """All of it, by name."""
+        """The whole anchor, by name; ExchangeFailed if its hash is another than the one announced."""
         if not self._is_checked:
             proof = AnchorProof(self._proof.expected)
             for name, theta in self._values.items():
@@ -185,7 +185,7 @@ Cutter = Callable[[int, int], Tensor]
 
 
 class UpdateChain:
-    """A chain of encoded differences, the oldest first; none at all if the anchor that is held is the agreed one."""
+    """A chain of encoded differences, the oldest first; an empty one if the held anchor is the agreed one."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class UpdateChain:
         return theta
 
     def _begin(self, device: torch.device) -> None:
-        """Frames that are not large come to a GPU whole, while it still trains; of others each block by itself."""
+        """Small frames are copied to the GPU whole, while it still trains; large ones block by block."""
         self._is_begun = True
         if 0 < sum(map(len, self.frames)) <= STAGED_BYTES:
             self._cutters = [_slicer(staged(frame, device)) for frame in self.frames]
@@ -249,7 +249,7 @@ class UpdateChain:
 
 
 class OwnStep(ABC):
-    """The update that comes of a step which everybody takes alone: `_move` says which."""
+    """The update that a step makes which every member takes by itself; `_move` is that step."""
 
     kinds: tuple[Kind, ...] = ("update",)
     frames: tuple[memoryview, ...] = ()
@@ -296,7 +296,7 @@ class MeanStep(OwnStep):
 
 
 class StepChain:
-    """Several steps, the oldest first, each with the hash of the anchor that the others took it from; or none."""
+    """Any number of steps, the oldest first, each with the hash of the anchor that the other members took it from."""
 
     frames: tuple[memoryview, ...] = ()
 
@@ -308,8 +308,8 @@ class StepChain:
 
     @property
     def is_proven(self) -> bool:
-        """Did each step but the first start where the one before it ended, for the others too? (Where the first starts
-        is known before.)"""
+        """Did each step but the first start where the one before it ended, on the other members too? (Where the first
+        starts is known before.)"""
         return all(base == before.digest for (_, before), (base, _) in pairwise(self._steps))
 
     @property
@@ -332,7 +332,7 @@ def covering(codec: Codec, start: int, stop: int, numel: int) -> tuple[int, int]
 
 
 def leads_on(agreement: Agreement, held: Held | None) -> bool:
-    """Is it the whole of this version, or what leads there from the anchor that is held?"""
+    """Is it this whole version, or what leads there from the held anchor?"""
     frames = [(payload.kind, payload.version) for payload in agreement.payloads]
     if frames == [("full", agreement.version)]:
         return True
@@ -362,7 +362,7 @@ def _slicer(data: Tensor) -> Cutter:
 
 
 def apply_to(update: AnchorUpdate, tensors: Mapping[str, Tensor]) -> None:
-    """The whole update, on these tensors, which hold θ and then θ′."""
+    """Apply the whole update to these tensors, which hold θ before and θ′ after."""
     for name in update.names:
         flat = tensors[name].view(-1)
         for start, stop in cuts(flat.numel(), flat.device):
@@ -370,13 +370,13 @@ def apply_to(update: AnchorUpdate, tensors: Mapping[str, Tensor]) -> None:
 
 
 def empty_anchor(form: Form) -> tuple[Tensor, dict[str, Tensor]]:
-    """A frame for a whole anchor, to be filled, and the tensors in it by name."""
+    """An empty frame for a whole anchor, and the tensors in it by name."""
     data = torch.empty(form.full.size_bytes, dtype=torch.uint8)
     return data, fp32_views(data.numpy().data, form.full.places, form.full.data_begin)
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In host memory of their own."""
+    """Copies in host memory."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
@@ -391,7 +391,7 @@ def anchor_tree(tensors: Iterable[Tensor]) -> str:
 
 
 def values_hash(tensors: Iterable[Tensor]) -> str:
-    """Of these tensors' values, in whatever dtype and wherever they are."""
+    """The hash of these tensors' values, in any dtype and on any device."""
     proof = AnchorProof()
     for tensor in tensors:
         flat = tensor.reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The local copy of the model, and the anchor it departed from. If the model is sharded (FSDP2), both are this
+"""The local copy of the model, and the anchor it started from. If the model is sharded (FSDP2), both are this
 process's rows of it."""
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ NOTHING = torch.empty(0)
 
 @dataclass(eq=False)
 class Differences:
-    """Anchor − local, made block by block when it is asked for: the weights must not change meanwhile. `_shuttle`: made
-    for the first anchor that is on another device than the weights."""
+    """Anchor − local, computed block by block on demand: the weights must not change meanwhile. `_shuttle`: made for
+    the first anchor that is on another device than the weights."""
 
     _anchors: Mapping[str, Tensor]
     _locals: Mapping[str, Tensor]
@@ -120,20 +120,20 @@ class Replica:
         self._statistics = {spec.name for spec in self.manifest.parameters if spec.role != "parameter"}
 
     def prepare(self, plan: Plan) -> None:
-        """Have compiled what this plan needs where the model is."""
+        """Compile what this plan needs on the model's devices."""
         warm_up((plan.codec, plan.down_codec), {tensor.device for tensor in self.tensors.values()})
 
     def parameters_among(self, ids: Container[int]) -> list[str]:
-        """The exchanged parameters that are one of those objects (`id`), by name."""
+        """The names of the exchanged parameters that are among these objects (`id`)."""
         return [name for name, held in self._ids.items() if held in ids and name not in self._statistics]
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What we learned since the anchor; all of it, kept where the anchor is."""
+        """What we learned since the anchor, as whole tensors on the anchor's device."""
         return {name: self._delta(name) for name in names}
 
     def moved_statistics_alone(self, names: Iterable[str]) -> bool:
-        """Is it only BatchNorm's running means and their like that changed? Of a model without any a norm says as much.
-        The smallest parameters come first, so that one that trains is found at once."""
+        """Have only statistics such as BatchNorm's running means changed? (Of a model without any, a norm says as
+        much.) The smallest parameters are looked at first, so that one that trains is found at once."""
         if not self._statistics or self.shards.sections > 1:
             return False
         learned = sorted(set(names) - self._statistics, key=lambda name: self.tensors[name].numel())
@@ -154,27 +154,27 @@ class Replica:
     def to_send(
         self, names: Iterable[str], *, keep: bool
     ) -> tuple[Deltas | dict[str, Tensor], dict[str, Tensor] | None]:
-        """What a contribution is made of; and, to `keep`, all of it."""
+        """What a contribution is made of; and, to `keep`, a copy of it."""
         kept = self.deltas(names) if keep else None
         return (Differences(self.anchors, self.tensors) if kept is None or self._on_host else kept), kept
 
-    # Each of these applies the update of an anchor: it moves the local weights, then the anchor, θ ← θ′. True: that
-    # made it the agreed one.
+    # Each of these applies the update of an anchor: it moves the local weights, then the anchor, θ ← θ′. True: the
+    # anchor is the agreed one now.
 
     def adopt(self, update: AnchorUpdate) -> bool:
         """Our steps are in it (or there were none): local = anchor = θ′."""
         return self._apply(update, _adopt, _adopt, in_place=True)
 
     def rebase(self, update: AnchorUpdate) -> bool:
-        """It came about without us: move along, keep our unsent steps."""
+        """The round closed without us: move along, keep our unsent steps."""
         return self._apply(update, lambda block: rebase(block.local, block.anchor, block.theta), _adopt)
 
     def carry(self, update: AnchorUpdate, sent: Mapping[str, Tensor]) -> bool:
-        """It holds what we sent; what we did since then stays ours."""
+        """Our contribution is in it; the steps since then stay ours."""
         return self._apply(update, lambda block: carry(block.local, block.anchor, block.theta, block.of(sent)), _adopt)
 
     def mix(self, update: AnchorUpdate, alpha: float) -> bool:
-        """It holds what we sent; of what we did since then, α stays."""
+        """Our contribution is in it; of the steps since then, α stays."""
 
         def moved(block: AnchorBlock) -> None:
             mix(block.local, block.theta, alpha)
@@ -182,7 +182,7 @@ class Replica:
         return self._apply(update, moved, moved, in_place=True)
 
     def prove(self, update: AnchorUpdate) -> bool:
-        """Nothing moves: is our anchor the agreed one?"""
+        """Is our anchor the agreed one? Nothing moves."""
         for name in update.names:
             anchor = self._anchor(name)
             for start, stop in cuts(anchor.numel(), anchor.device):
@@ -190,9 +190,8 @@ class Replica:
         return update.is_proven
 
     def _apply(self, update: AnchorUpdate, move: Move, move_statistic: Move, *, in_place: bool = False) -> bool:
-        """One pass over the memory, in blocks; `in_place` if θ is not needed any more to move the local weights. (A
-        statistic forgets by itself, and l + (θ′ − θ) of a variance may be negative, so it is never carried along but
-        taken as it was agreed.)"""
+        """One pass over the memory, in blocks; `in_place` if the local weights move without θ. (A statistic forgets by
+        itself, and l + (θ′ − θ) of a variance may be negative, so it is never carried along but taken as agreed.)"""
         is_apart = False  # is an anchor on another device than the weights?
         try:
             for name in update.names:
@@ -207,7 +206,7 @@ class Replica:
         finally:
             if is_apart:
                 self._shuttle.wait()
-        self._reshard()  # no copy of what the weights were is used any more
+        self._reshard()  # so that no copy of the earlier weights is used any more
         return update.is_proven
 
     def _blocks(self, name: str, update: AnchorUpdate, *, in_place: bool) -> Iterator[AnchorBlock]:
@@ -234,12 +233,12 @@ class Replica:
         return self.anchors[name].view(-1)
 
     def load_anchors(self, saved: Mapping[str, Tensor]) -> None:
-        """Copies, in fp32 as they were."""
+        """Copy the saved anchors, in fp32 as they were."""
         for name in self.tensors:
             self._anchor(name).copy_(saved[name].reshape(-1))
 
     def local_hash(self) -> str:
-        """Of the local weights, as they are."""
+        """The hash of the local weights, as they are."""
         return values_hash(local.detach() for local in self.tensors.values())
 
     def adopt_anchor(self) -> None:
@@ -250,7 +249,7 @@ class Replica:
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Inside, the model holds the anchor; afterwards its own weights again."""
+        """Inside, the model holds the anchor; afterwards, its own weights again."""
         own = {name: p.detach().clone() for name, p in self.tensors.items()}
         try:
             self.adopt_anchor()

@@ -1,4 +1,4 @@
-"""What follows a decision: the tasks of the server, their order, and when whom may be told.
+"""What follows a decision: the server's tasks, their order, and when their results may be told.
 
 The coordinator decides in microseconds. Adding contributions, stepping, writing and announcing take longer; one driver
 (the rounds thread of the server, or the simulator) carries them out, one task at a time:
@@ -9,7 +9,7 @@ The coordinator decides in microseconds. Adding contributions, stepping, writing
     a version  TakeStep → WriteRecord → AnnounceRound → WriteCheckpoint → CutJournal (these two if one is due)
     a note     WriteRecord: membership, an order or a quarantine changed, and no round closed. The first note is a
                checkpoint; so is one that makes the journal long (each holds the whole ledger)
-    a save     WriteCheckpoint → CutJournal: somebody asked for it
+    a save     WriteCheckpoint → CutJournal: an operator asked for it
     an end     WriteCheckpoint → CutJournal → ReportEnd: all workers have left. (No checkpoint if there is nothing new.)
 
 Jobs are carried out in the order of the decisions. So a sum never misses a contribution that was accepted before its
@@ -18,13 +18,13 @@ outlive the server is given, before the record is durable.
 
     durability "round"         each round is in the journal before anybody hears of it
                "checkpoint"    checkpoints only: a killed server resumes from the last one
-               "none"          nothing, unless somebody asks for a checkpoint
+               "none"          nothing, unless an operator asks for a checkpoint
 
-The journal is kept back to the checkpoint before the last: if the last one is damaged, nothing is lost. So that there
-are two, the first round after each start is followed by a checkpoint.
+The journal is kept back to the checkpoint before the last: if the last one is damaged, nothing is lost. The first round
+after each start is followed by a checkpoint, so that there are two.
 
-A record can be made of a round's contributions if the bytes of all of them are still there when it closes. Those that
-are added early stay until then, if they will be smaller than the mean and nobody needs their room.
+A record can be made of a round's contributions if the bytes of all of them are still held when it closes. Contributions
+that are added early are held until then, if they will be smaller than the mean and nobody needs their room.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Commits:
         self._saved_versions: tuple[int, ...] = ()
 
     def resume(self, base: int, sync_round: int, *, last_record: int = 0, journal_bytes: int = 0) -> None:
-        """From a checkpoint of this run that includes the records up to `base`, and `journal_bytes` of later ones."""
+        """Resume from a checkpoint that includes the records up to `base`; `journal_bytes`: of later records."""
         self.base, self._saved_round, self._journal_bytes = base, sync_round, journal_bytes
         self._last_record = max(self._last_record, last_record, base)
 
@@ -291,7 +291,7 @@ class Commits:
 
     @property
     def is_saved(self) -> bool:
-        """Need a server that stops write no checkpoint?"""
+        """May a server stop without writing a checkpoint?"""
         published = tuple(fragment.published.version for fragment in self.coordinator.fragments)
         return self.durability == "none" or self.gave_up or published == self._saved_versions
 
@@ -335,9 +335,9 @@ class Commits:
         return bool(self.coordinator.uploads.queued) and self.can_gather
 
     def gather(self) -> None:
-        """Nothing has come for a moment: add contributions before their round closes. Those of machines near each other
-        come almost together; added in one pass, the sum goes through the processor once for all of them. What comes
-        with the end of its round is added by the step itself."""
+        """Nothing has arrived for a moment: add contributions before their round closes. Contributions of machines near
+        each other arrive almost together; added in one pass, the sum passes through the processor once for all of them.
+        What arrives with the end of its round is added by the step itself."""
         if self._tasks or self._jobs or not self.can_gather:
             return
         for place, waiting in self._accepted.items():
@@ -352,8 +352,8 @@ class Commits:
                 waiting[:] = [one for one in waiting if one.keep]
 
     def _is_worth_keeping(self, fragment: int) -> bool:
-        """Will the contributions of the open round be smaller than its mean, and is there room for them all? Those that
-        are still to come are taken to be as large as those that are here."""
+        """Will the contributions of the open round be smaller than its mean, and is there room for all of them? Those
+        still to come are assumed to be as large as those that are here."""
         coordinator, uploads = self.coordinator, self.coordinator.uploads
         round_, mean_bytes = coordinator.fragments[fragment].round, coordinator.fragments[fragment].mean_bytes
         to_come = len(round_.expected - round_.contributors) * round_.size_bytes / max(len(round_.participants), 1)
@@ -383,7 +383,7 @@ class Commits:
         return []
 
     def _tasks_of_end(self, end: _End) -> list[Task]:
-        """Nobody trains on it now: what was agreed is to be found as a state, and not in the journal alone."""
+        """Nobody trains any more: save what was agreed as a state, and not in the journal alone."""
         report = ReportEnd(end.left, min(end.remembered.versions))
         if self.durability == "none" or end.remembered.versions == self._saved_versions:
             return [report]
@@ -410,7 +410,7 @@ class Commits:
                 self.written = task.number
                 self._last_record += 1
                 least_bytes = 0
-                if task.closing is not None:  # of a round, in what a start may have to replay
+                if task.closing is not None:  # a round counts for this much of what a restart may replay
                     mean_bytes = self.coordinator.fragments[task.closing.fragment].mean_bytes
                     least_bytes = int(LEAST_OF_A_ROUND * mean_bytes)
                 self._journal_bytes += max(size_bytes, least_bytes)
@@ -424,7 +424,7 @@ class Commits:
                 self._tasks.appendleft(self._include(task))
 
     def _include(self, made: WriteCheckpoint) -> CutJournal:
-        """Of two checkpoints the older one must be able to follow the journal up to now."""
+        """The older of two checkpoints must still be able to replay the journal up to now."""
         self.written = max(self.written, made.number)
         self._last_record = made.includes
         self._saved_round, self._saved_versions = min(made.remembered.versions), made.remembered.versions
@@ -433,8 +433,8 @@ class Commits:
         return CutJournal(made.includes if before is None else before)
 
     def failed(self) -> float | None:
-        """The disk refused the task at hand. Returns the pause before it is to be tried again; None = it is dropped:
-        the journal holds all that a checkpoint would, and may be longer than it need be."""
+        """The disk refused the task at hand. Returns the pause before the next attempt; None = it is dropped: the
+        journal holds all that a checkpoint would, and may be longer than necessary."""
         task = self._tasks[0]
         if isinstance(task, CutJournal) or (isinstance(task, WriteCheckpoint) and not task.required):
             self._tasks.popleft()
@@ -456,7 +456,7 @@ class Commits:
 
     @property
     def _is_long(self) -> bool:
-        """Would a start replay too much of the journal?"""
+        """Would a restart have to replay too much of the journal?"""
         if self.base is None:
             return False
         enough_bytes = max(MODELS_IN_JOURNAL * self.coordinator.model_bytes, LEAST_JOURNAL_BYTES)
@@ -482,10 +482,10 @@ T = TypeVar("T")
 
 
 def newest_first(serials: Mapping[T, int]) -> list[T]:
-    """The order in which a server that starts tries them: it resumes from the first that is whole."""
+    """The order in which a starting server tries them: it resumes from the first that is whole."""
     return sorted(serials, key=lambda one: serials[one], reverse=True)
 
 
 def superseded(serials: Mapping[T, int], keep: int) -> list[T]:
-    """Those that go when a newer one is written: all of these whole ones but the newest `keep`, oldest first."""
+    """Those to delete when a newer one is written: all of these whole ones but the newest `keep`, oldest first."""
     return newest_first(serials)[keep:][::-1]

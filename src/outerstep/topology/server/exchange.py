@@ -1,5 +1,5 @@
 """One exchange with the server. The machine (coordination/worker/exchange.py) says what to send, threads send it, and
-the answers go back to the machine. The training thread looks at it, and asks it what it came to."""
+the answers go back to the machine. The training thread watches it and asks for its result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ other weights does."""
 
 
 class Home(Protocol):
-    """The topology: it knows which anchors are held, and what is owed of earlier contributions."""
+    """The topology: it knows which anchors are held, and what earlier contributions still owe."""
 
     def settle(self, ticket: ServerTicket, *, reload: bool) -> Agreed: ...
 
@@ -51,7 +51,7 @@ class Home(Protocol):
 
 @dataclass(frozen=True)
 class Delivery:
-    """What came back for one call: an answer (and the hash of the bytes with it) or an error."""
+    """The result of one call: an answer (and the hash of the bytes with it) or an error."""
 
     call: Call
     answer: Answer | None
@@ -131,14 +131,14 @@ class ServerTicket:
         self._cancelled = True
         self._deliveries.put(None)
 
-    # --- what it came to ------------------------------------------------------------------------------------------
+    # --- its result -----------------------------------------------------------------------------------------------
 
     def join(self) -> None:
         while not self.over.wait(1.0):  # in slices, so that Ctrl-C gets through
             pass
 
     def outcome(self) -> Outcome:
-        """Of one that is over; whatever went wrong in the background is raised here, with its cause."""
+        """The outcome of an exchange that is over. An error from a background thread is raised here, with its cause."""
         failure = self._crash or self.exchange.failure
         if isinstance(failure, WorkerError):
             raise failure
@@ -150,7 +150,7 @@ class ServerTicket:
 
     @property
     def sending(self) -> Sending | None:
-        """The contribution, as far as the server has said what becomes of it."""
+        """The contribution, with what the server has said about it so far."""
         return self.exchange.outbox.own
 
     @property
@@ -159,7 +159,7 @@ class ServerTicket:
         return self._received if self._fetch is self.exchange.fetch else []
 
     def place(self, payload: int, offset: int) -> int:
-        """Where in `frames[payload]` its byte number `offset` is; its part must be one of those fetched."""
+        """Where byte number `offset` of a payload is in `frames[payload]`; its part must be among those fetched."""
         assert self._fetch is not None
         part, within = divmod(offset, self._part_size_bytes)
         parts = [piece.part for piece in self._fetch.pieces if piece.payload == payload]
@@ -168,7 +168,7 @@ class ServerTicket:
     # --- carrying it: a helper, and one per call ------------------------------------------------------------------
 
     def _carry(self) -> None:
-        """Until the exchange has an outcome or a failure, or is cancelled."""
+        """Run until the exchange has an outcome or a failure, or is cancelled."""
         exchange = self.exchange
         try:
             while not exchange.done and not self._cancelled:
@@ -213,7 +213,7 @@ class ServerTicket:
             log.warning("%s; trying again in %.1f s", error, max(self.exchange.wake_at - now, 0.0))
 
     def _buffer(self, request: Request) -> tuple[memoryview | None, OutgoingFrame | None]:
-        """The bytes to send, and whose they are; or the place for those to come."""
+        """The bytes to send, and the frame they are from; or memory for the bytes to come."""
         if isinstance(request, PutPart | CompleteOffer):
             earlier = self.exchange.outbox.earlier
             is_earlier = earlier is not None and earlier.offer.sequence == request.sequence
@@ -235,7 +235,7 @@ class ServerTicket:
         return None, None
 
     def _keep(self, carried: tuple[memoryview, ...]) -> None:
-        """The agreement came with the answer to a poll, whole and right."""
+        """Keep an agreement that came whole with the answer to a poll, and was checked."""
         assert self.exchange.fetch is not None
         self._begin_fetch(self.exchange.fetch)
         for place, data in zip(self._received, carried, strict=True):
@@ -243,7 +243,7 @@ class ServerTicket:
             self.bytes_received += len(data)
 
     def _begin_fetch(self, fetch: Fetch) -> None:
-        """A fresh buffer per payload and attempt: late bytes of an abandoned attempt must not land in this one."""
+        """Take a fresh buffer per payload and attempt: this one must not get late bytes of an abandoned attempt."""
         agreement, forms = fetch.agreement, self._link.forms
         size = self._part_size_bytes = self._link.session.joined.plan.part_size_bytes
         limit = forms[self.fragment].full.size_bytes if forms else None  # not known before we have joined

@@ -1,9 +1,9 @@
 """Contributions become agreements at a parameter server: the tensor side of the wire.
 
-    link.py        who we are there, the way there, and what the server asks of us
-    exchange.py    one exchange: what carries it, and what the training thread sees of it
+    link.py        the connection to the server, who we are there, and the server's orders
+    exchange.py    one exchange: the threads that carry it, and what the training thread sees of it
 
-Here they are put together: which exchange, what becomes of it, and what must not be forgotten.
+This file starts exchanges, settles them, and saves what a restart needs.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ FORGET_STATE = "the loaded state is of that run: resume its server, or start wit
 
 
 class ServerTopology:
-    """`sequences`: of each fragment, the last that was used; `overtaken`: the fragments of which the server has
-    accepted later contributions than a loaded state knows of."""
+    """`sequences`: the last one used, per fragment; `overtaken`: the fragments of which the server has accepted later
+    contributions than a loaded state knows of."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class ServerTopology:
         info: Mapping[str, InfoValue] | None = None,
         facts: Callable[[], MemberFacts] = MemberFacts,
     ) -> None:
-        """`memory`: where frames are kept; None = nothing is kept for the next one. `info` and `facts`: what the worker
-        tells of itself, when it joins and with each heartbeat."""
+        """`memory`: where frames are kept; None = no memory is reused. `info` and `facts`: what the worker reports of
+        itself when it joins and with each heartbeat."""
         self._link = ServerLink(transport, worker_id, facts)
         self.follow_plan, self.form_of = self._link.follow, self._link.form_of
         self.orders, self.leave, self.close = self._link.orders, self._link.leave, self._link.close
@@ -102,7 +102,7 @@ class ServerTopology:
 
     @property
     def plan(self) -> Plan | None:
-        """As it was when we joined; None = not yet."""
+        """The plan as it was when we joined; None = not joined yet."""
         introduced = self._link.introduced
         return None if introduced is None or introduced.answer is None else introduced.answer.plan
 
@@ -115,8 +115,8 @@ class ServerTopology:
         return Joined(self._link.worker_id, answer.plan, answer.manifest, self.overtaken, last)
 
     def introduce(self, manifest: Manifest | None, wishes: Wishes, share: Share | None = None) -> None:
-        """Join, and ask for the newest agreement of every fragment; with a `share`, ask only and fetch nothing. With a
-        loaded state it is only joined: what to ask for then depends on what is under way."""
+        """Join, and ask for the newest agreement of every fragment; with a `share`, only ask, and fetch nothing. With a
+        loaded state, only join: what to ask for then depends on what is under way."""
         restored = self._restored
         join = Join(
             protocol=PROTOCOL_VERSION,
@@ -161,8 +161,8 @@ class ServerTopology:
         self.sequences = [max(pair) for pair in zip(last, self._restored.sequences, strict=True)]
 
     def learn_plan(self) -> Plan:
-        """Ask again for the plan. A run that nobody has brought a manifest to settles its fragments when it knows what
-        is trained; what is under way here is of fragments that stay."""
+        """Ask for the plan again. A run without a manifest settles its fragments when it knows what is trained; what is
+        under way here belongs to fragments that stay."""
         answer = self._link.call(self.session.join_request)
         assert isinstance(answer, JoinAnswer)
         self.session.answer = answer
@@ -183,7 +183,7 @@ class ServerTopology:
 
     @property
     def tells_loss(self) -> bool:
-        """A server of release 0.2 hears of it by heartbeats alone."""
+        """Does a contribution carry its loss? A server of release 0.2 learns it from heartbeats alone."""
         return self._link.protocol >= fields_of(Offer)["loss"]
 
     # --- a contribution -------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class ServerTopology:
         return ticket
 
     def make_offer(self, contribution: Contribution, form: Form, section_bytes: tuple[int, ...]) -> Offer:
-        """The next one of its fragment: its key is fixed here, and how it is encoded."""
+        """The offer of the fragment's next contribution: its key and its codec are fixed here."""
         session, fragment = self._link.session, contribution.fragment
         if session.joined.plan.weight_by != "equal":
             check_reported(contribution, session.joined.plan.weight_by)
@@ -227,7 +227,7 @@ class ServerTopology:
     def new_payload(
         self, deltas: Deltas | Mapping[str, Tensor], layout: Layout | None, first_part: int = 0
     ) -> OutgoingFrame:
-        """Room for a frame, or for none; a GPU writes to pinned memory."""
+        """Memory for a frame (an empty one without a layout); pinned if a GPU writes to it."""
         blocks, entries = as_deltas(deltas), layout.entries if layout is not None else ()
         pinned = any(blocks.device(entry.name).type != "cpu" for entry in entries)
         size = self._link.session.joined.plan.part_size_bytes
@@ -284,7 +284,7 @@ class ServerTopology:
         )
 
     def catch_up(self, fragment: int, share: Share | None = None) -> ServerTicket:
-        """The newest anchor, which was asked for on joining. With a loaded state, what has been agreed since."""
+        """The newest anchor, which was requested on joining. With a loaded state, what has been agreed since."""
         asked = self._asked.pop(fragment, None)
         if asked is not None:
             return asked
@@ -337,8 +337,8 @@ class ServerTopology:
         offer: Offer | None = None,
         payload: OutgoingFrame | None = None,
     ) -> ServerTicket:
-        """As in `Exchange` and `ServerTicket`. A late contribution that is not confirmed goes along with the next one
-        of its fragment."""
+        """Start an exchange; the arguments are those of `Exchange` and `ServerTicket`. A late contribution that is not
+        confirmed yet is sent along with the next one of its fragment."""
         assert self._link.introduced is not None
         earlier = self._late.get(fragment) if offer is not None else None
         if (
@@ -378,7 +378,7 @@ class ServerTopology:
     # --- what comes of them ---------------------------------------------------------------------------------------
 
     def settle(self, ticket: ServerTicket, *, reload: bool) -> Agreed:
-        """What an exchange came to that is over."""
+        """The result of an exchange that is over."""
         failure = ticket.exchange.failure
         if reload and isinstance(failure, USELESS):
             return self._reload(ticket, failure)
@@ -400,9 +400,9 @@ class ServerTopology:
         return replace(agreed, steps_lost=steps_lost)
 
     def conclude(self, ticket: ServerTicket, agreed: Agreed) -> None:
-        """What became of a contribution is known. What its codec left out is owed from now on, or it is not. Its bytes
-        are not needed any more, unless it counts in a round to come: a server that is restarted before that has to be
-        sent them again (coordination/worker/exchange.py). What became of the one before it is known too."""
+        """The outcome of a contribution is known. If it counted, what its codec left out is owed from now on. Its bytes
+        are released, unless it counts in a later round: a server that is restarted before that round closes needs them
+        again (coordination/worker/exchange.py). The outcome of the contribution before it is known too."""
         fragment = ticket.fragment
         if ticket.offer is not None:
             if self._feedback.is_used:
@@ -418,11 +418,11 @@ class ServerTopology:
             ticket.payload.release()
 
     def owe_nothing(self, fragment: int) -> None:
-        """What was owed went with contributions of which nothing is known here."""
+        """Forget the residuals: they were sent with contributions that this process does not know of."""
         self._feedback.forget(fragment, self.forms[fragment].rules)
 
     def steps_lost(self, ticket: ServerTicket) -> int:
-        """In a late contribution that was said to count, and does not after all."""
+        """Steps in a late contribution that was announced to count, and does not after all."""
         late, outcome = self._late.get(ticket.fragment), ticket.outcome()
         if late is None or late.sending is None or ticket.sending is None:
             return 0
@@ -438,7 +438,7 @@ class ServerTopology:
         return replace(self._whole(ticket.fragment), refused=str(refusal), bytes_sent=ticket.bytes_sent)
 
     def told(self, fragment: int) -> Held | None:
-        """The anchor that the server was told of. What it is, is not known from here on until it is confirmed."""
+        """The anchor that the server was told of. From here on it is unknown until it is confirmed."""
         return self._held.pop(fragment, None)
 
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
@@ -448,7 +448,7 @@ class ServerTopology:
         return None if intact else self._whole(agreed.fragment)
 
     def _whole(self, fragment: int) -> Agreed:
-        """The newest anchor, all of it."""
+        """The newest anchor, as a whole."""
         ticket = self.ask(fragment)
         ticket.join()
         agreed = self._agreed(ticket)
@@ -457,7 +457,7 @@ class ServerTopology:
         return agreed
 
     def _agreed(self, ticket: ServerTicket) -> Agreed | None:
-        """What the exchange brought; None if that does not lead on from the anchor that we hold."""
+        """The agreement that the exchange brought; None if it does not continue from the anchor that we hold."""
         outcome, fragment = ticket.outcome(), ticket.fragment
         agreement, held = outcome.agreement, self._held.pop(fragment, None)
         if not leads_on(agreement, ticket.held if ticket.held == held else None):
@@ -510,7 +510,7 @@ class ServerTopology:
         return ticket
 
     def put_off(self, ticket: ServerTicket) -> None:
-        """A late one, from a loaded state: the next exchange of its fragment asks for it first, so it need not."""
+        """Set aside a late contribution from a loaded state: the next exchange of its fragment asks about it first."""
         ticket.cancel()
         sending, payload = ticket.sending, ticket.payload
         assert sending is not None
