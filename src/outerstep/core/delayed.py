@@ -11,7 +11,7 @@ own N-th; the momentum moves them with every N-th push only. N pushes are one st
 rounding. Momentum on every push instead adds it N times for the same work, and diverges.
 
 A push with a weight or an age is scaled by the caller, before it comes here: g ← (w / running mean of w)·g, and times
-`coordination.pacing.staleness_factor`.
+`coordination.weights.staleness_factor`.
 
 Products and sums are rounded one after the other (no fused multiply-add), so that the bits depend neither on how a
 parameter is cut into blocks nor on the machine.

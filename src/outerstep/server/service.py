@@ -300,12 +300,12 @@ class ParameterService:
             self._release()
 
     def wake_polls(self) -> None:
-        """With the lock held: there is something that polls wait for."""
+        """Wake the polls: there is something that they wait for. With the lock held."""
         self._news += 1
         self.changed.notify_all()
 
     def _release(self) -> None:
-        """With the lock held: let everybody that waits look again."""
+        """Let everything that waits look again. With the lock held."""
         self.wake_polls()
         for turn in self._turns.values():
             turn.set()
@@ -363,7 +363,7 @@ class ParameterService:
         }
 
     def _decode_offer(self, data: bytes | bytearray) -> Offer:
-        """A worker that offers something on top of a version that cannot be is told where the run stands."""
+        """A worker that offers something on top of an impossible version is told which round the run has completed."""
         try:
             return decode_json(data, Offer)
         except BadRequest as error:
@@ -379,12 +379,12 @@ class ParameterService:
             self.coordinator.members.check_session(message, shown.session)
 
     def transport_of(self, worker_id: str) -> MemoryTransport:
-        """For a worker that comes in through another port of this process, and has no key: this server has one for it.
-        So its id is nobody's who comes in here, and who comes in there can take nobody's."""
+        """A transport for a worker that connects through another port of this process and has no key: this server has a
+        key for it. So nobody who connects here can take its id, and nobody who connects there can take another's."""
         return MemoryTransport(self, key=derive_key(self._secret, worker_id))
 
     def is_own(self, worker: KnownWorker) -> bool:
-        """Did it come in through such a port, of this process or of the one before it?"""
+        """Did it connect through such a port, of this process or of the one before it?"""
         return derive_key(self._secret, worker.worker_id).public in worker.keys
 
     def nonce(self, request: AskNonce) -> NonceAnswer:
@@ -458,7 +458,7 @@ class ParameterService:
             raise
 
     def offer(self, request: Offer, shown: Presented = FROM_HERE) -> OfferAnswer:
-        """While there is no room the answer waits for the worker's turn, if the worker has said for how long it may."""
+        """While there is no room, the answer waits for the worker's turn, for as long as the worker allows."""
         began_at = self.clock()
         until = began_at + min(request.wait_s or 0.0, LONGEST_POLL_S)
         while True:
@@ -479,13 +479,13 @@ class ParameterService:
                     del self._turns[request.key]
 
     def turn_away(self, worker_id: str, fragments: Sequence[int], refusal: Refused) -> None:
-        """What a worker brought by another way than these messages was refused."""
+        """Refuse what a worker brought by another way than these messages."""
         with self.changed:
             self.coordinator.turn_away(worker_id, fragments, refusal, self.clock())
             self._flush()
 
     def poll(self, request: Poll, shown: Presented = FROM_HERE) -> PollAnswer | Carrying:
-        """With what leads to the agreement, if its worker takes so much along with the answer."""
+        """The answer; and with it the bytes that lead to the agreement, if the worker takes so many along."""
         answer = self.answer(request, shown)
         assert isinstance(answer, PollAnswer)
         agreement = answer.agreement
@@ -673,7 +673,8 @@ class ParameterService:
                 self._rounds.work.notify()
 
     def _between_tasks(self) -> None:
-        """With the lock held: until the rounds thread has nothing to do. What it does next sees what changes now."""
+        """Wait until the rounds thread has nothing to do, with the lock held. What it does next sees what changes
+        now."""
         self._rounds.catch_up()
         if not self._rounds.progress.wait_for(lambda: self._commits.is_idle, NOTE_PATIENCE_S):
             raise Busy(
@@ -684,7 +685,7 @@ class ParameterService:
         self._check_health()
 
     def _wait_for(self, record: int) -> None:
-        """Not for ever: the worker is told why it takes so long, and asks again."""
+        """Wait until this record is durable. Not for ever: the worker is told why it takes so long, and asks again."""
         self._rounds.catch_up()
         with self._rounds.progress:
             if self._rounds.progress.wait_for(lambda: self._commits.written >= record, NOTE_PATIENCE_S):
@@ -746,7 +747,7 @@ class ParameterService:
                 return replace(answer, agreement=told)
 
     def _wait_for_news(self, request: Poll, until: float, shown: Presented) -> PollAnswer:
-        """Answer when there is something new to say, or when it is time."""
+        """Answer when there is news, or when time is up."""
         while True:
             with self.changed:
                 now, news = self.clock(), self._news

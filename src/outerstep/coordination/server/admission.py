@@ -30,7 +30,7 @@ NEXT_SEQUENCE = "a key is fixed when its contribution is begun; use the next seq
 
 
 def check_identity(message: Join, *, vouched: bool) -> None:
-    """Of a server that takes nobody without one."""
+    """Refuse a worker without a key on a server that requires one."""
     if message.proof is UNSET and not vouched:
         raise NoIdentity(
             f"this server takes workers with a key only (require_identity), and {message.worker_id!r} brings none",
@@ -75,8 +75,8 @@ def check_received(message: Commit, received: str) -> None:
 def check_offer(
     offer: Offer, fragment: Fragment, plan: Plan, rules: RoundRules, earlier_codecs: Collection[str] = ()
 ) -> None:
-    """Does it report what the run weighs by, is it in the run's form, not too large, not too old, and its worker's
-    only voice? `earlier_codecs`: of plans before this one. What was encoded as they say is the same Δ."""
+    """Does it report what the run weighs by, is it in the run's form, not too large, not too old, and its worker's only
+    voice? `earlier_codecs`: those of earlier plans; a contribution that was encoded with one is the same Δ."""
     if rules.weight_by != "equal":
         reported(offer, rules.weight_by)
     if offer.section_bytes:

@@ -157,7 +157,7 @@ class Coordinator:
         self._trained: dict[tuple[int, int], list[events.Event]] = {}  # of rounds that closed, until they are told
 
     def take_effects(self) -> list[Effect]:
-        """What there is to do; room that was freed meanwhile is given to those that wait for it."""
+        """What there is to do. Room that was freed meanwhile goes to the workers that wait for it."""
         if self.uploads.queued:
             self.uploads.call_up(self.now)
         effects, self._effects = [*self._effects, *map(AskAgain, self.uploads.take_to_ask())], []
@@ -165,7 +165,7 @@ class Coordinator:
         return [*effects, *self.lives.heard(effects, self.fragments, waits_above=waits_above)]
 
     def tell(self, event: events.Event) -> None:
-        """Let whoever listens know."""
+        """Pass an event on to the listeners."""
         self._effects.append(event)
 
     @property
@@ -176,7 +176,7 @@ class Coordinator:
     # --- joining and leaving --------------------------------------------------------------------------------------
 
     def check_join(self, message: Join, *, vouched: bool = False) -> None:
-        """Everything about a join that does not depend on who is here."""
+        """Check everything about a join that does not depend on who is here."""
         check_spoken(message.protocol, "this worker")
         if self.require_identity:
             check_identity(message, vouched=vouched)
@@ -200,8 +200,8 @@ class Coordinator:
         fragments: Sequence[Fragment],
         naming: Naming | None = None,
     ) -> None:
-        """The first accepted manifest and the plan made from it hold for the rest of the run. `naming`: nobody has
-        brought one; what is not named yet may still change."""
+        """The first accepted manifest and the plan made from it hold for the rest of the run. `naming`: no worker has
+        brought a manifest; what is not named yet may still change."""
         self.settled, self.manifest, self.naming = settled, manifest, naming
         self._follow(plan)
         self.model_bytes = 4 * sum(spec.numel for spec in manifest.parameters)
@@ -209,8 +209,9 @@ class Coordinator:
         self.budget.fix(len(self.fragments))
 
     def _follow(self, plan: Plan) -> None:
-        """From now on this is the plan. Contributions of another codec may be of another size: a sparse one sends a
-        small part of what there is, and what it owes goes with the first after it. So what was usual is forgotten."""
+        """Follow this plan from now on. Contributions of another codec may have another size: a sparse one sends a
+        small part of the difference, and what it owes goes with the first contribution after it. So what was usual is
+        forgotten."""
         if self.plan is not None and plan.codec != self.plan.codec:
             for fragment in self.fragments:
                 fragment.screen.forget()
@@ -240,8 +241,8 @@ class Coordinator:
         self.fix(plan=plan, settled=settled, manifest=manifest, fragments=everything, naming=naming)
 
     def join(self, message: Join, now: float, *, vouched: bool = False, token: str = "") -> JoinAnswer:
-        """`vouched`: whose id it is, is proven by something else than a key (membership.py). `token`: the name of the
-        one that came with it."""
+        """`vouched`: something other than a key proves that the id is the sender's (membership.py). `token`: the name
+        of the token that came with it."""
         self.check_join(message, vouched=vouched)
         self.now = now
         self._check_joins(message, now, vouched, token)
@@ -280,7 +281,7 @@ class Coordinator:
         )
 
     def _check_joins(self, message: Join, now: float, vouched: bool, token: str) -> None:
-        """A join that is repeated costs nothing; and nobody pays for what another says under its id."""
+        """A repeated join costs nothing, and no worker pays for what another one sends under its id."""
         worker = self.members.find(message.worker_id)
         if worker is not None:
             self.members.check_owner(worker, message, vouched)
@@ -292,13 +293,13 @@ class Coordinator:
         self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
 
     def charge_record(self, worker_id: str, now: float) -> None:
-        """Its coming or going was written down, or what it was leased."""
+        """Charge the worker for a record: of its joining or leaving, or of a lease."""
         worker = self.members.find(worker_id)
         if worker is not None:
             self.quotas.charge("records", worker.token, worker_id, now, is_newcomer=worker.is_newcomer)
 
     def revoke(self, valid: Collection[str], now: float) -> None:
-        """Remove the workers that joined with a token which is none of these any more."""
+        """Remove the workers whose token is no longer among these."""
         for worker in [one for one in self.members if one.live and one.token and one.token not in valid]:
             gone = events.WorkerLeft(worker.worker_id, f"its token {worker.token!r} was revoked, or has expired")
             self.remove(worker, gone, now)
@@ -316,13 +317,13 @@ class Coordinator:
 
     @property
     def num_workers(self) -> int:
-        """How many the run reckons with: those that the operator announced until it starts, and then those that are
+        """How many workers the run counts on: until it starts, those that the operator announced; then those that are
         live, but no fewer than a round needs."""
         live = len(self.members.live_ids)
         return max(live, self.rules.floor if self.started else self.rules.num_workers)
 
     def local_steps(self, worker: KnownWorker) -> int | None:
-        """Dynamic local updates: H for this worker, by its speed beside the fastest. None = as the plan says."""
+        """Dynamic local updates: H for this worker, by its speed relative to the fastest. None = as the plan says."""
         if not self.rules.dylu or self.plan is None or worker.steps_per_second <= 0.0:
             return None
         base = max(self.rules.dylu_base or self.plan.sync_every, len(self.fragments))
@@ -386,7 +387,8 @@ class Coordinator:
         return OfferAnswer(state="send", missing=upload.missing)
 
     def _drop_lapsed(self, now: float) -> bool:
-        """Of those that hold room which others wait for, and do not use it. They will offer again when they wake up."""
+        """Drop uploads that hold room which others wait for, and do not use it. Their workers offer again when they
+        wake up."""
         lapsed = self.uploads.take_lapsed(now)
         for other in lapsed:
             self._effects.append(events.UploadDropped(other.offer.worker_id, other.offer.fragment))
@@ -394,7 +396,8 @@ class Coordinator:
         return bool(lapsed)
 
     def _settle_names(self, worker: KnownWorker) -> None:
-        """A contribution by the plan's own names. From now on they stay; unless others were named since it joined."""
+        """A contribution names the plan's own tensors: from now on those names stay, unless others were named since its
+        worker joined."""
         if worker.plan_revision < self._unfit_before:
             raise PlanMismatch(
                 f"what the run trains was settled after {worker.worker_id!r} had joined without a manifest",
@@ -404,7 +407,7 @@ class Coordinator:
             self.naming = replace_fields(self.naming, named=len(self.fragments), whole=True)
 
     def _check_costs(self, worker: KnownWorker, message: Offer, now: float) -> None:
-        """May it send something more?"""
+        """May this worker send another contribution?"""
         token, worker_id, quotas, is_newcomer = worker.token, worker.worker_id, self.quotas, worker.is_newcomer
         if worker.was_refused:  # else nothing was charged
             quotas.check("refused", token, worker_id, now, is_newcomer=is_newcomer)
@@ -514,7 +517,7 @@ class Coordinator:
         return answer
 
     def _plausible(self, worker: KnownWorker, offer: Offer, fragment: Fragment, now: float) -> Offer:
-        """With the steps, samples and tokens that may be true, as far as closed rounds tell."""
+        """The offer with plausible numbers of steps, samples and tokens, as far as closed rounds tell."""
         elapsed_s, most_per_s = now - worker.claimant(offer.fragment).last_at, self.rules.max_tokens_per_s
         bounded = {
             unit: int(
@@ -525,7 +528,7 @@ class Coordinator:
         return replace(offer, **bounded)
 
     def _settle_claims(self, fragment: Fragment, now: float) -> None:
-        """A round closes: so many of the tokens that its contributions claim count."""
+        """A round closes: decide how many of the tokens that its contributions claim count."""
         index, round_ = fragment.published.fragment, fragment.round
         for worker in filter(None, map(self.members.find, round_.contributors)):
             worker.claims[index] = worker.claimant(index)
@@ -556,15 +559,14 @@ class Coordinator:
         self.turn_away(key.worker_id, [key.fragment], refusal, now)
 
     def turn_away(self, worker_id: str, fragments: Sequence[int], refusal: Refused, now: float) -> None:
-        """The driver refused what this worker brought to the rounds of these fragments, all in one: that is one
-        offence."""
+        """The driver refused what this worker brought to the rounds of these fragments. All of it is one offence."""
         worker = self.members.find(worker_id)
         if worker is not None:
             for i, fragment in enumerate(fragments):
                 self._note_refusal(worker, self.fragments[fragment], refusal, now, is_offence=i == 0)
 
     def _refuse(self, key: ContributionKey, refusal: Refused) -> None:
-        """A contribution that is here in whole is not taken, for what it is."""
+        """Refuse a complete contribution for its content."""
         self.drop(key)
         self._effects.append(events.ContributionRefused(key.worker_id, key.fragment, refusal.message))
 
@@ -633,7 +635,7 @@ class Coordinator:
         self.close_if_ready(fragment, now)
 
     def _note_offence(self, worker: KnownWorker, refusal: Refused, now: float) -> None:
-        """A worker that offends too often is in quarantine: nothing unfinished of it is kept, and nobody waits for
+        """A worker that offends too often is quarantined: nothing unfinished of it is kept, and no round waits for
         it."""
         one_too_many = worker.conduct.offend(refusal, now)
         self._effects.append(events.OffenceNoted(worker.worker_id, refusal.code, worker.conduct.total))
@@ -693,8 +695,8 @@ class Coordinator:
             self._move_if_free(fragment)
 
     def move_from_above(self, index: int, upper_version: int) -> None:
-        """A layer above has agreed on a version of this fragment: it becomes one of our own. At once, if the open round
-        has accepted nothing; else directly after it closes."""
+        """A layer above has agreed on a version of this fragment, which becomes one of our own: at once if the open
+        round has accepted nothing, else directly after it closes."""
         self._fragment(index).moves_next = upper_version
         self._move_if_free(self.fragments[index])
 
@@ -709,14 +711,14 @@ class Coordinator:
             self.close_if_ready(fragment, now)
 
     def verdict(self, fragment: Fragment, now: float) -> RoundVerdict:
-        """May the fragment's open round close; if not, for what does it wait?"""
+        """May the fragment's open round close? If not, what does it wait for?"""
         turned_away = 0 if self.rules.aggregation.is_plain else len(self._turned_away(fragment, now))
         live = self.members.awaited_ids(now)
         return fragment.round.verdict(self.rules, now, started=self.started, live=live, turned_away=turned_away)
 
     def waiting_for(self, fragment: Fragment, now: float, verdict: RoundVerdict | None = None) -> str:
-        """For whom or what the open round waits, for people; and if one of those may be dead, until when. `verdict`: on
-        the round, if it is known."""
+        """Whom or what the open round waits for, in words; and if one of those workers may be dead, until when.
+        `verdict`: on the round, if it is known already."""
         verdict, open_round = verdict or self.verdict(fragment, now), fragment.round
         silent = "" if verdict.stuck else self.members.perhaps_dead(open_round.expected - open_round.contributors, now)
         return f"{verdict.waiting_for}; {silent}" if verdict.waiting_for and silent else verdict.waiting_for
@@ -735,7 +737,7 @@ class Coordinator:
         return frozenset(found - fragment.round.contributors)
 
     def _left_out(self, fragment: int, closed: Closed) -> frozenset[ContributionKey]:
-        """A round closed without these of its contributions; if too few had trained, without any."""
+        """The contributions that a round closed without; all of them if too few had trained."""
         if closed.too_few:
             self.total_too_few += 1
             rule = self.rules.aggregation
@@ -853,7 +855,7 @@ class Coordinator:
     # --- an operator's orders, and the end ------------------------------------------------------------------------
 
     def control(self, message: Control, now: float) -> ControlAnswer:
-        """Everything but `save`, which is the driver's own business."""
+        """Every order but `save`, which the driver carries out."""
         match message.kind:
             case "kick":
                 [worker] = self._named(message)
@@ -931,8 +933,8 @@ class Coordinator:
         return ControlAnswer(done=f"{cluster.worker_id} will be led by {leader} after its next round, if {leader} can")
 
     def _named(self, message: Control) -> list[KnownWorker]:
-        """The worker that is named; all live ones for an order that names none. A pardon or a release may name a worker
-        that is not here."""
+        """The worker that an order names; all live ones if it names none. A pardon or a release may name a worker that
+        is not here."""
         live = sorted((worker for worker in self.members if worker.live), key=lambda worker: worker.worker_id)
         names = ", ".join(worker.worker_id for worker in live) or "none"
         if message.worker_id is None:
@@ -956,7 +958,7 @@ class Coordinator:
         self._effects.append(ordered(list(worker_ids), reason))
 
     def _finish(self, reason: str, now: float) -> None:
-        """Take nobody new, let everybody contribute and leave, then stop."""
+        """Admit no new worker, let everybody contribute and leave, then stop."""
         self.closing = self.closing or reason
         self.stop_at = now + self.drain_timeout_s
         self.order(sorted(self.members.live_ids), "drain", reason)
@@ -980,7 +982,7 @@ class Coordinator:
     # --- over a restart of the server -----------------------------------------------------------------------------
 
     def remember(self) -> Remembered:
-        """What is to survive, as of the last decision."""
+        """What must survive a restart, as of the last decision."""
         assert self.plan is not None, "nobody has joined yet"
         assert self.settled is not None
         plan = self.next_plan or self.plan
@@ -1117,6 +1119,6 @@ class Coordinator:
             fragment.round.expected.discard(worker.worker_id)
 
     def drop(self, key: ContributionKey) -> None:
-        """It will never be accepted."""
+        """Drop a contribution that will never be accepted."""
         self.uploads.drop(key)
         self._effects.append(DropUpload(key))
