@@ -74,6 +74,11 @@ ROOMS = {
         files=("src/outerstep/coordination/worker/*",),
         tests=("tests/unit/coordination/worker",),
     ),
+    "leases": Room(
+        modules=("outerstep.coordination.leases.*",),
+        files=("src/outerstep/coordination/leases.py",),
+        tests=("tests/unit/coordination/test_leases.py", "tests/unit/coordination/test_lease_accounts.py"),
+    ),
     "gossip": Room(
         modules=("outerstep.coordination.gossip.*",),
         files=("src/outerstep/coordination/gossip/*",),
