@@ -124,16 +124,16 @@ class Replica:
         warm_up((plan.codec, plan.down_codec), {tensor.device for tensor in self.tensors.values()})
 
     def parameters_among(self, ids: Container[int]) -> list[str]:
-        """The names of the exchanged parameters that are among these objects (`id`)."""
+        """The exchanged parameters that are one of those objects (`id`), by name."""
         return [name for name, held in self._ids.items() if held in ids and name not in self._statistics]
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What we learned since the anchor, as whole tensors on the anchor's device."""
+        """What we learned since the anchor; all of it, kept where the anchor is."""
         return {name: self._delta(name) for name in names}
 
     def moved_statistics_alone(self, names: Iterable[str]) -> bool:
-        """Have only statistics such as BatchNorm's running means changed? (Of a model without any, a norm says as
-        much.) The smallest parameters are looked at first, so that one that trains is found at once."""
+        """Is it only BatchNorm's running means and their like that changed? Of a model without any a norm says as much.
+        The smallest parameters come first, so that one that trains is found at once."""
         if not self._statistics or self.shards.sections > 1:
             return False
         learned = sorted(set(names) - self._statistics, key=lambda name: self.tensors[name].numel())

@@ -75,12 +75,10 @@ def check_received(message: Commit, received: str) -> None:
 def check_offer(
     offer: Offer, fragment: Fragment, plan: Plan, rules: RoundRules, earlier_codecs: Collection[str] = ()
 ) -> None:
-    """Does it report what the run weighs by, is it in the run's form, not too large, not too old, and its worker's only
-    voice? `earlier_codecs`: those of earlier plans; a contribution that was encoded with one is the same Δ."""
-    if rules.weight_by != "equal":
-        reported(offer, rules.weight_by)
-    if offer.section_bytes:
-        check_sections(offer.sections, fragment)
+    """Does it report what the run weighs by, is it in the run's form, not too large, not too old, and its worker's
+    only voice? `earlier_codecs`: of plans before this one. What was encoded as they say is the same Δ."""
+    reported(offer, rules.weight_by)
+    check_sections(offer.sections, fragment)
     if offer.codec != plan.codec and offer.codec not in earlier_codecs:
         raise OtherCodec(
             f"contribution is encoded as {offer.codec!r}; the run uses {plan.codec!r}",

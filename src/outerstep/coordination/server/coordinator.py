@@ -789,8 +789,7 @@ class Coordinator:
     def poll(self, message: Poll, now: float) -> PollAnswer:
         worker = self._heard(message, now)
         fragment = self._fragment(message.fragment)
-        if message.sections > 1:
-            check_sections(message.sections, fragment)
+        check_sections(message.sections, fragment)
         last_sequence, plan = worker.last_sequence(message.fragment), self.plan
         # A worker that waits for something newer than the open round holds an agreement from before a resume.
         is_new = fragment.published.version > message.after or message.after >= fragment.round.version
