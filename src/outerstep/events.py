@@ -571,7 +571,8 @@ class RoundReport(Event):
     into the next ("rebased") or were too old for that ("discarded"); nobody had any use for them ("reloaded").
 
     `counted`: this worker's contribution is in the agreement, or in a round still open. `waited_s`: how long training
-    stood still for it. `step`: the worker's optimizer steps so far. `metrics`: docs/concepts/what-to-watch.md."""
+    stood still for it. `step`: the worker's optimizer steps so far. `metrics`: docs/concepts/what-to-watch.md.
+    `from_above`: the recent versions, up to this one, that a layer above made."""
 
     kind = "report"
     worker: str
@@ -587,6 +588,7 @@ class RoundReport(Event):
     bytes_received: int
     waited_s: float
     metrics: Mapping[str, float | None]
+    from_above: tuple[int, ...] = ()
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -29,9 +29,10 @@ from outerstep.coordination.layers.lifecycle import (
 from outerstep.coordination.layers.machine import ClusterMachine, RecordFacts
 from outerstep.coordination.layers.replica_life import ReplicaLife
 from outerstep.coordination.layers.tasks import ClusterTask, LetGo, MoveBelow, ReleaseMembers
+from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.rounds import RoundRules
 from outerstep.simulate.hierarchy import run_hierarchy
-from outerstep.simulate.hierarchy_scenario import KINDS, ClusterPlan, HierarchyScenario
+from outerstep.simulate.hierarchy_scenario import KINDS, ClusterPlan, HierarchyScenario, LayerFault
 from outerstep.simulate.leader import SimLeader, SimUpward
 from outerstep.simulate.worker import SimSaved
 
@@ -118,6 +119,30 @@ def test_without_faults_all_end_with_the_same_steps(kind: str, sites: int) -> No
     models = {name: layer.model(0) for name, layer in history.layers.items()}
     assert len(models["top"]) > 50
     assert models["top"] in (models["c0"], models["c1"]), "the last one to leave has it all"
+
+
+def who_wait_for_each_other() -> list[str]:
+    """A member of one cluster returns while the others wait for the layer above, which waits for another cluster: what
+    the newcomer sends is accepted first. Drawn schedules seldom come to that."""
+    seen: list[str] = []
+    for i in range(12, 22):
+        clusters = ClusterPlan("server", 2, 60.0), ClusterPlan("server", 1, 60.0)
+        faults = LayerFault("member_crash", 10.0, 30.0, 0, 1), LayerFault("cut_up", 33.0 + 0.2 * i, 14.0, 1)
+        rules = RoundRules(num_workers=1)
+        scenario = HierarchyScenario(clusters=clusters, across=rules, inside=rules, faults=faults)
+        seen += run_hierarchy(scenario, i).violations
+    return seen
+
+
+def test_members_and_what_comes_from_above_never_wait_for_each_other() -> None:
+    assert not who_wait_for_each_other()
+
+
+def test_members_that_are_held_back_from_a_round_that_waits_for_them_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Coordinator, "_holds_back", lambda self, fragment, now: now < self.withheld_until)
+    assert "waits for a version from above, which waits for a round that waits for it" in who_wait_for_each_other()[0]
 
 
 # --- planted bugs: the schedules must notice -------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_two_clusters_of_two_end_with_the_same_weights(tmp_path: Path) -> None:
     assert ended["loss"] < ended["loss_before"]
     assert 0 < ended["across_bytes"] < ended["inside_bytes"]
     assert (folder / "hierarchy.png").read_bytes().startswith(b"\x89PNG")
-    assert "ended with the same weights" in done.stdout
+    assert "All servers and groups ended with the same weights." in done.stdout
     check_networks(ended, done.stdout)
     token = Credentials(folder / "credentials").tokens.load().run
     logs = "".join(file.read_text() for file in folder.glob("*.log"))

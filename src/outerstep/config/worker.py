@@ -13,7 +13,7 @@ import msgspec
 from ..defaults import JOIN_TIMEOUT_S, OUTER_LR, OUTER_MOMENTUM, PEER_HEARTBEAT_TIMEOUT_S
 from ..errors import ConfigError
 from ..lanes import FEWEST, MOST
-from ..security import redact
+from ..security import redact, shown_address
 from ..types import Count, Positive, Wishes, WorkerId
 from .checks import Checked, check_label, check_loggers, check_mixing, wishes_of
 from .effects import TOPOLOGIES, WITHOUT_SERVER, Needs, with_topology
@@ -321,7 +321,7 @@ class WorkerConfig(Checked):
     @property
     def place(self) -> str:
         """Where this worker joins, for people: the server's address, or the topology. It holds no token."""
-        return redact(self.server_addr) if self.server_addr is not None else self.topology
+        return shown_address(self.server_addr) if self.server_addr is not None else self.topology
 
     @property
     def wishes(self) -> Wishes:

@@ -25,6 +25,7 @@ from outerstep.demo.corpus import evaluation_batches, load_corpus
 from outerstep.demo.model import GPTConfig, build_model
 from outerstep.demo.training import TrainSettings, evaluate, make_optimizer, make_stream, train
 from outerstep.digest import data_hash
+from outerstep.events import Event, RoundReport
 
 SMALL = GPTConfig(context=64, d_model=64, num_layers=2)  # 119,104 parameters
 LEARNING_RATE = 3e-3
@@ -62,18 +63,18 @@ def main() -> None:
         def report(**facts: Any) -> None:
             progress.write(json.dumps({"time": round(time.time(), 3), **facts}) + "\n")
 
-        with outerstep.attach(model, optimizer) as worker:
+        from_above = AgreementsFromAbove()
+        with outerstep.attach(model, optimizer, event_sink=from_above) as worker:
             while not (options.go.exists() or worker.should_stop):
                 time.sleep(LOOK_S)
             worker.count(samples=settings.batch_size)  # of the step that comes: it is weighed by them
             worker.on_recommendation(lambda advice: report(recommended=advice.settings.batch_size))
-            from_above, began_at = AgreementsFromAbove(), time.monotonic()
+            began_at = time.monotonic()
             for done in train(model, optimizer, [stream], settings):
                 worker.last_loss = done.loss
                 step, metrics = done.step + 1, cast(dict[str, Any], worker.sync_metrics)
                 if step % REPORT_EVERY == 0:
                     report(step=step, loss=done.loss, waited_s=metrics["seconds_waiting"])
-                from_above.see(metrics["versions"][0])
                 if worker.should_stop or is_over(options, from_above):
                     break
                 worker.count(samples=settings.batch_size)
@@ -83,17 +84,15 @@ def main() -> None:
 
 
 class AgreementsFromAbove:
-    """The versions with which an agreement of the layer above came. Members are told of it together with the round
-    before it, so their version moves by two at once."""
+    """The versions that the layer above has made, as this member was told. (An event sink.) Its own version says
+    nothing about them: it also jumps when a round closes without this member."""
 
     def __init__(self) -> None:
-        self.versions: list[int] = []
-        self._last = 0
+        self.versions: set[int] = set()
 
-    def see(self, version: int) -> None:
-        if version >= self._last + 2:
-            self.versions.append(version)
-        self._last = version
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RoundReport):
+            self.versions.update(event.from_above)
 
 
 def is_over(options: argparse.Namespace, from_above: AgreementsFromAbove) -> bool:

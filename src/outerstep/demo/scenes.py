@@ -20,6 +20,7 @@ from rich.table import Table
 
 from ..installing import install_line
 from ..model_folder import load_state_dict
+from .ends import End, verdict
 from .link import Link
 from .member import BATCH_SIZE, held_out_loss
 from .processes import Process
@@ -68,9 +69,9 @@ def run_scene(word: str, settings: StageSettings, quick: bool, console: Console)
     )
     with Stage(settings, console) as stage:
         moments = scene.play(stage, quick)
-        hashes = stage.finish()
-        ended = _ended(word, stage, hashes, moments)
-    _tell(ended, stage, console)
+        ends = stage.finish()
+        ended = _ended(word, stage, ends, moments)
+    _tell(ended, ends, stage, console)
     return ended
 
 
@@ -197,7 +198,7 @@ SCENES = {
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
-def _ended(word: str, stage: Stage, hashes: dict[str, str], moments: list[tuple[float, str]]) -> SceneResults:
+def _ended(word: str, stage: Stage, ends: dict[str, End], moments: list[tuple[float, str]]) -> SceneResults:
     told = stage.told()
     ended = SceneResults(
         word=word,
@@ -206,7 +207,7 @@ def _ended(word: str, stage: Stage, hashes: dict[str, str], moments: list[tuple[
         rounds=len(shares(told, "top")),
         inside_bytes=stage.inside_bytes,
         across_bytes=stage.across_bytes,
-        hashes=hashes,
+        hashes={name: end.weights for name, end in ends.items()},
         changes=what_changed(told, ["top", *stage.clusters], stage.ended_at - stage.began_at),
         moments=moments,
         decisions=decisions(told),
@@ -293,11 +294,11 @@ def _utilization(process: Process, stage: Stage) -> list[tuple[float, float]]:
     return found
 
 
-def _tell(ended: SceneResults, stage: Stage, console: Console) -> None:
+def _tell(ended: SceneResults, ends: dict[str, End], stage: Stage, console: Console) -> None:
     if ended.changes:
         print_changes(ended.changes, console)
     groups = max(len(cluster.groups) for cluster in stage.clusters.values())
-    table = Table(title=f"after {ended.rounds} rounds across")
+    table = Table(title=f"after {ended.rounds} rounds across", show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
     table.add_row("held-out loss, nats per byte", f"{ended.loss_before:.3f} → {ended.loss:.3f}")
@@ -311,13 +312,7 @@ def _tell(ended: SceneResults, stage: Stage, console: Console) -> None:
     for name, value in ended.hashes.items():
         table.add_row(f"weights of {name}", value)
     console.print(table)
-    servers = {ended.hashes[name] for name in ("top", *stage.clusters)}
-    console.print(
-        "The top server and all clusters ended with the same weights."
-        if len(servers) == 1
-        else "The servers ended with different weights: this must not happen.",
-        highlight=False,
-    )
+    console.print(verdict(ends), highlight=False)
     picture = f"plot: {ended.picture}" if ended.picture else f"plot: {escape(install_line('demo'))} to get one"
     console.print(f"{picture}  logs: {stage.folder}", highlight=False)
 

@@ -27,6 +27,7 @@ from ..errors import TransportError
 from ..model_folder import load_state_dict, save_model
 from ..security import Credentials
 from ..wire.http_transport import HttpTransport
+from .ends import End
 from .link import EmulatedLink, Link
 from .member import SMALL, weights_hash
 from .model import build_model
@@ -382,9 +383,9 @@ class Stage:
     def inside_bytes(self) -> int:
         return sum(c.status.get("bytes_received", 0) + c.status.get("bytes_sent", 0) for c in self.clusters.values())
 
-    def finish(self) -> dict[str, str]:
-        """Everybody ends in order: groups, then clusters, which contribute what is left, then the top. Returns the
-        hashes of the weights that each ended with, by name."""
+    def finish(self) -> dict[str, End]:
+        """Everybody ends in order: groups, then clusters, which contribute what is left, then the top. Returns what
+        each ended with, by name."""
         self._say_when()
         self.ended_at = time.time()
         for process in self._groups:
@@ -399,11 +400,23 @@ class Stage:
         self.top.stop()
         self.top.is_running()
         self._progress.stop()
-        return {
-            "top": weights_hash(self.weights()),
-            **{name: weights_hash(load_state_dict(self.folder / f"{name}-run" / "latest")) for name in self.clusters},
-            **{process.name: process.reports()[-1]["hash"] for process in self._groups},
+        return self._ends()
+
+    def _ends(self) -> dict[str, End]:
+        agreed = {
+            (one.place, one.facts["version"]): one.facts["hash"] for one in self.told() if one.kind == "round"
+        }  # every demo has one fragment
+        newest = {place: max(version for at, version in agreed if at == place) for place in ("top", *self.clusters)}
+        found = {
+            place: End(weights_hash(self.weights(place)), place, version, agreed[place, version])
+            for place, version in newest.items()
         }
+        for name, cluster in self.clusters.items():
+            for process in cluster.groups.values():
+                last = process.reports()[-1]
+                (version,) = last["metrics"]["versions"]
+                found[process.name] = End(last["hash"], name, version, agreed[name, version])
+        return found
 
     def _say_when(self) -> None:
         """Every group ends with the second agreement across after the newest one that all clusters hold: then all of
@@ -418,9 +431,9 @@ class Stage:
         unfinished.write_text(json.dumps(until))
         unfinished.replace(self._until)
 
-    def weights(self) -> dict[str, Any]:
-        """The top server's, at the end."""
-        return load_state_dict(self.folder / "top-run" / "latest")
+    def weights(self, place: str = "top") -> dict[str, Any]:
+        """Those of the server there, at the end."""
+        return load_state_dict(self.folder / f"{place}-run" / "latest")
 
     def _event_log(self, name: str) -> Path:
         return self.folder / f"{name}-events.jsonl"

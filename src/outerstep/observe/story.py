@@ -40,6 +40,7 @@ from .quantities import duration, size
 Meaning = Literal["", "name", "good", "bad", "warning", "aside"]
 Piece = tuple[str, Meaning]
 BETWEEN: Piece = (" · ", "aside")
+FROM_ABOVE = ["from the layer above"]  # in place of the participants that such a version does not have
 SHOWN_NAMES = 4
 SAME = 1e-3  # relative: a loss that moved less has not moved
 
@@ -79,7 +80,7 @@ class Story:
             case VersionPublished(agreement, summary):
                 who = _unique([p.worker_id for p in agreement.participants])
                 if summary is None or not who:
-                    return self._round(agreement.fragment, agreement.version, who or ["from the layer above"], None)
+                    return self._round(agreement.fragment, agreement.version, who or FROM_ABOVE, None)
                 rest = [*_waited(summary.waited_s), (size(summary.size_bytes), ""), *_end(summary)]
                 return self._round(agreement.fragment, agreement.version, who, summary.loss, rest)
             case RoundReport():
@@ -90,6 +91,8 @@ class Story:
                 if event.steps_discarded:
                     rest.append((f"{event.steps_discarded} steps lost", "bad"))
                 rest += self._progress(event.step)
+                if not who and event.version in event.from_above:
+                    who = FROM_ABOVE
                 return self._round(event.fragment, event.version, who, event.metrics.get("inner_loss"), rest)
             case RoundDecided(fragment, version, workers):
                 return self._round(fragment, version, _unique(workers), None)
@@ -102,7 +105,8 @@ class Story:
         parts: list[list[Piece]] = [[(f"round {version}", "name")]]
         if self._streams:
             parts.append([(f"fragment {fragment}", "")])
-        parts.append([(joined(who, " + "), "")])
+        if who:
+            parts.append([(joined(who, " + "), "")])
         if loss is not None:
             parts.append([(f"loss {loss:.4g}", ""), *self._direction(loss)])
         parts += [[piece] for piece in rest]

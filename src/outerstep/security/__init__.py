@@ -8,7 +8,17 @@ Credentials().find("192.168.1.100:8512")           # what a worker does: address
 What this protects, and what it does not: docs/operating/security.md.
 """
 
-from .access import DEFAULT_PORT, Access, is_join_string, is_loopback, mended, parse_address, parse_join_string, redact
+from .access import (
+    DEFAULT_PORT,
+    Access,
+    is_join_string,
+    is_loopback,
+    mended,
+    parse_address,
+    parse_join_string,
+    redact,
+    shown_address,
+)
 from .credentials import JOIN_VARIABLE, Credentials
 from .guard import Caller, Guard, TokenGuard
 from .identity import ServerIdentity
@@ -31,4 +41,5 @@ __all__ = [
     "parse_address",
     "parse_join_string",
     "redact",
+    "shown_address",
 ]

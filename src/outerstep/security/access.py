@@ -183,6 +183,11 @@ def is_here(host: str) -> bool:
     return not ip.is_unspecified
 
 
+def shown_address(text: str) -> str:
+    """Of an address or a join string what people need to see: host and port, neither token nor fingerprint."""
+    return redact(text).partition("@")[2].partition("#")[0] if is_join_string(text) else redact(text)
+
+
 def redact(text: str) -> str:
     """The text without secrets: tokens by their form, and everything before @ in an address."""
     text = re.sub(r"[^\s/@'\"]+@", "…@", text)

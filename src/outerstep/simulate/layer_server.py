@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..coordination.server.commits import AnnounceRound
+from ..coordination.server.coordinator import THE_LAYER_ABOVE
 from ..events import Event, VersionPublished, WorkerDied, WorkerLeft
-from ..types import ContributionKey, Control
+from ..types import Answer, Commit, ContributionKey, Control, GetPart, Poll, PollAnswer, PutPart
 from .agenda import Agenda
 from .disk import SimDisk
-from .history import Contents
+from .history import Contents, StepName
 from .layer_history import TAKEN_BACK, LayerHistory, Model
 from .leader import Change, SimAbove, SimLeader, SimLeaderRecord, copied
 from .scenario import Scenario
@@ -120,6 +121,17 @@ class LayerServer(SimServer):
             self.leader.round_closed(event.agreement.fragment)
         elif isinstance(event, WorkerLeft | WorkerDied) and not self.coordinator.members.live_ids:
             self.leader.emptied()
+
+    def _answer(self, request: PutPart | Commit | Poll | GetPart, body: list[StepName], *, damaged: bool) -> Answer:
+        answer = super()._answer(request, body, damaged=damaged)
+        if isinstance(request, Poll) and isinstance(answer, PollAnswer) and answer.waiting_for == THE_LAYER_ABOVE:
+            self._layer.faults["held_back"] += 1
+            fragment = self.coordinator.fragments[request.fragment]
+            if fragment.moves_next is not None and request.worker_id in fragment.round.expected:
+                self._layer.violated(
+                    f"{request.worker_id} waits for a version from above, which waits for a round that waits for it"
+                )
+        return answer
 
     # --- what its leader asks for -------------------------------------------------------------------------------------
 

@@ -420,6 +420,7 @@ class Synchronizer:
                     bytes_sent=agreed.bytes_sent,
                     bytes_received=agreed.bytes_received,
                     waited_s=time.monotonic() - self._driven_at,
+                    from_above=agreed.above,
                 )
             )
 

@@ -263,18 +263,18 @@ class DiLoCoWorker:
         loss = "" if self._last_loss is None else f", last loss {self._last_loss:.4g}"
         moved = size(metrics.bytes_sent + metrics.bytes_received)
         waited = duration(metrics.seconds_waiting)
+        place, at = self.config.place, ""
+        if self.config.server_addr is not None:  # the leader of a cluster brings a topology of its own
+            at = f". The agreed model is in this process and on the server at {place}: `outerstep export` saves it"
         log.info(
-            "%s after %d steps and round %d%s; waited %s in all, %s moved. The agreed model is in this process, and at "
-            "%s: `outerstep export` fetches it",
-            *(
-                "done" if reason == "done" else f"ended ({reason})",
-                sync.machine.state.work.steps,
-                rounds,
-                loss,
-                waited,
-                moved,
-            ),
-            self.config.place,
+            "%s after %d steps and round %d%s; waited %s in all, %s moved%s",
+            "done" if reason == "done" else f"ended ({reason})",
+            sync.machine.state.work.steps,
+            rounds,
+            loss,
+            waited,
+            moved,
+            at,
         )
 
     def abandon(self, reason: str) -> None:

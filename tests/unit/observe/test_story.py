@@ -57,6 +57,13 @@ def report(step: int, loss: float | None, **changes: object) -> RoundReport:
     return RoundReport(**{**facts, **changes})  # type: ignore[arg-type]
 
 
+def test_a_worker_is_told_where_a_version_without_participants_came_from() -> None:
+    assert "round 5 · from the layer above · loss 1.2" in str(
+        StoryLine(Story(), report(25, 1.2, version=5, from_above=(5,)))
+    )
+    assert "round 6 · loss 1.2" in str(StoryLine(Story(), report(30, 1.2, version=6, from_above=(5,))))
+
+
 def test_a_round_is_told_as_the_documentation_shows_it() -> None:
     story = Story()
     str(StoryLine(story, published(7, losses=(1.4, 1.36))))

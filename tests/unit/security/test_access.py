@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from outerstep.config import WorkerConfig
 from outerstep.errors import ConfigError
-from outerstep.security import Access, is_join_string, is_loopback, parse_address, parse_join_string, redact
+from outerstep.security import (
+    Access,
+    is_join_string,
+    is_loopback,
+    parse_address,
+    parse_join_string,
+    redact,
+    shown_address,
+)
 from outerstep.security.tokens import new_token
 
 TOKEN = "run-oNfkJmq154F_c0V-paJpdyoOM8mV40fxFct0gfsnxrI"  # drawn once: names of tests contain it
@@ -95,6 +103,12 @@ def test_a_plain_address_is_read_like_any_other() -> None:
 @pytest.mark.parametrize("text", [GOOD, f"'{GOOD}'", f"at {TOKEN}", TOKEN[:30], f"http://user:{TOKEN}@host"])
 def test_nothing_of_a_token_is_left_in_what_is_shown(text: str) -> None:
     assert TOKEN[5:25] not in redact(text)
+
+
+def test_people_are_shown_host_and_port_of_a_join_string() -> None:
+    assert shown_address(GOOD) == parse_join_string(GOOD).address
+    assert shown_address("http://192.168.1.100:8512") == "http://192.168.1.100:8512"
+    assert shown_address(f"http://user:{TOKEN}@host") == "http://…@host"
 
 
 def test_what_holds_a_join_string_does_not_show_its_token() -> None:

@@ -98,6 +98,7 @@ from .turns import ASK_AGAIN_S, ASK_AGAIN_SOON_S
 from .uploads import Upload, Uploads
 
 BUDGET_SPENT = "the token budget is spent"
+THE_LAYER_ABOVE = "the layer above"  # for which members wait, at most until `withheld_until`
 
 
 class Coordinator:
@@ -161,7 +162,7 @@ class Coordinator:
         if self.uploads.queued:
             self.uploads.call_up(self.now)
         effects, self._effects = [*self._effects, *map(AskAgain, self.uploads.take_to_ask())], []
-        waits_above = self.now < self.withheld_until
+        waits_above = any(self._holds_back(fragment, self.now) for fragment in self.fragments)
         return [*effects, *self.lives.heard(effects, self.fragments, waits_above=waits_above)]
 
     def tell(self, event: events.Event) -> None:
@@ -793,10 +794,12 @@ class Coordinator:
         last_sequence, plan = worker.last_sequence(message.fragment), self.plan
         # A worker that waits for something newer than the open round holds an agreement from before a resume.
         is_new = fragment.published.version > message.after or message.after >= fragment.round.version
-        if now < self.withheld_until and message.after == fragment.published.version - 1:
-            waits = "the layer above"
+        if self._holds_back(fragment, now) and message.after == fragment.published.version - 1:
             return PollAnswer(
-                agreement=None, last_sequence=last_sequence, waiting_for=waits, retry_after_s=ASK_AGAIN_SOON_S
+                agreement=None,
+                last_sequence=last_sequence,
+                waiting_for=THE_LAYER_ABOVE,
+                retry_after_s=ASK_AGAIN_SOON_S,
             )
         if is_new:
             newer = plan if plan is not None and plan.revision != message.plan_revision else None
@@ -819,6 +822,12 @@ class Coordinator:
             wanted=wanted,
             retry_after_s=ASK_AGAIN_SOON_S if wanted else ASK_AGAIN_S,
         )
+
+    def _holds_back(self, fragment: Fragment, now: float) -> bool:
+        """Do members wait for a version from above before they take their next steps? Not once the open round has
+        accepted something (a newcomer's contribution, or a late one): what comes from above can enter only after that
+        round closes, and the round waits for the very members that would be held back."""
+        return now < self.withheld_until and not fragment.round.participants
 
     def get_part(self, message: GetPart, now: float) -> None:
         """May this worker fetch? (The driver has the bytes, and knows how long it keeps them.)"""

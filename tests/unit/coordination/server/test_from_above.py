@@ -147,6 +147,18 @@ class TestHoldingBack:
         assert answer.agreement is None
         assert answer.waiting_for == "contributions of a"
 
+    def test_nobody_is_held_back_from_a_round_that_has_accepted_something(self) -> None:
+        """A newcomer is not held back and may contribute. The version from above can enter only after that round, which
+        waits for those who were held back: each would wait for the other until the time is over."""
+        desk = self.held_back()
+        desk.join("b")
+        desk.contribute("b", base_version=2)
+        move(desk, 7)
+        assert not [made for made in desk.closings if made.from_above], "it waits for the open round to close"
+        assert desk.poll("a", after=1).agreement is not None
+        desk.contribute("a", 3, base_version=2)
+        assert [(made.version, made.from_above) for made in desk.closings[-2:]] == [(3, False), (4, True)]
+
     def test_when_the_time_is_over_it_is_told(self) -> None:
         desk = self.held_back()
         desk.now = desk.coordinator.withheld_until
