@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..errors import OuterstepError, Refused
+from ..errors import OuterstepError, Refused, TransportError
 from ..printable import printable
 from .catalogue import CODES, CatalogueGroup
+
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # typer has its own; older releases have click's
 
 app = typer.Typer(
     name="outerstep",
@@ -57,11 +59,28 @@ def _spelled_out(words: list[str]) -> list[str]:
 def main() -> None:
     """Expected errors are one line and a hint, exit code 2; `outerstep --debug …` shows the traceback."""
     try:
-        app(args=_spelled_out(sys.argv[1:]))
+        code = app(args=_spelled_out(sys.argv[1:]), standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except USAGE_ERROR as error:
+        said = error.format_message()
+        if not said or "\n" in said:  # a group without a command: its help, which may have been printed
+            typer.echo(said, err=True, nl=bool(said))
+        else:
+            from .usage import usage_line
+
+            typer.secho(f"error: {printable(usage_line(error, sys.argv[1:]))}", fg="red", err=True)
+        sys.exit(2)
+    except typer.Abort:
+        typer.echo("aborted", err=True)
+        sys.exit(1)
     except OuterstepError as error:
         if "--debug" in sys.argv[1:2]:
             raise
         message, hint = (printable(error.message), error.hint) if isinstance(error, Refused) else (str(error), "")
+        if isinstance(error, TransportError):
+            from .usage import unreachable_line
+
+            message = unreachable_line(message)
         typer.secho(f"error: {message}", fg="red", err=True)
         if hint:
             typer.echo(f"hint: {printable(hint)}", err=True)

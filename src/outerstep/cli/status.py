@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -34,11 +35,12 @@ from ..wire.http_transport import HttpTransport
 from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
 WATCH_S = 1.0
+SHORTEST_S = 0.1
 
 
 def status(
-    seconds: Annotated[
-        float | None, typer.Argument(metavar="[SECONDS]", min=0.1, help="With --watch: the interval, if not 1.")
+    interval: Annotated[
+        str | None, typer.Argument(metavar="[SECONDS]", help="With --watch: the interval, if not 1.")
     ] = None,
     server: ServerAddress = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")] = False,
@@ -46,6 +48,7 @@ def status(
     credentials: CredentialsFolder = None,
 ) -> None:
     """Show rounds, workers and what the server waits for."""
+    seconds = None if interval is None else _seconds(interval)
     if seconds is not None and not watch:
         raise ConfigError(f"SECONDS needs --watch, got {seconds:g} without it; add --watch")
     if watch and as_json:
@@ -67,6 +70,17 @@ def status(
                 live.update(shown, refresh=True)
             except TransportError as error:
                 live.update(Group(shown, f"[red]{_escaped(str(error))}[/red]"), refresh=True)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        remedy = f"; an address goes behind --server: outerstep status --server {text}" if ":" in text else ""
+        raise ConfigError(f"SECONDS must be a number, got {text!r}{remedy}") from None
+    if not SHORTEST_S <= seconds < math.inf:
+        raise ConfigError(f"SECONDS must be ≥ {SHORTEST_S:g}, got {text}")
+    return seconds
 
 
 def render(said: Mapping[str, Any], address: str) -> RenderableType:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..errors import ConfigError
 from ..installing import install_line
+from .script_file import PYTHON
 from .worker import find_program
 
-PYTHON = re.compile(r"(python|pythonw|pypy)[0-9.]*(\.exe)?\Z")
 TRY_S = 60.0
 HAS_US = "import importlib.util, sys; sys.exit(importlib.util.find_spec('outerstep') is None)"
 
@@ -31,20 +28,8 @@ def check_command(words: Sequence[str]) -> str:
     typed = list(words)
     program = find_program(typed, typed)
     if PYTHON.match(os.path.basename(first)):
-        _check_script(words)
         _check_python(program, words)
     return program
-
-
-def _check_script(words: Sequence[str]) -> None:
-    script = next((word for word in words[1:] if not word.startswith("-")), None)
-    before = words[1] if len(words) > 1 else ""
-    if script is None or before in ("-m", "-c", "-") or not script.endswith(".py") or Path(script).exists():
-        return
-    there = sorted(path.name for path in Path(script).parent.glob("*.py")) if Path(script).parent.is_dir() else []
-    near = difflib.get_close_matches(Path(script).name, there, n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else "copy it here, or start this command in its folder"
-    raise ConfigError(f"there is no {script!r} in {os.getcwd()}: {remedy}")
 
 
 def _check_python(program: str, words: Sequence[str]) -> None:

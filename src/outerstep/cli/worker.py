@@ -25,6 +25,7 @@ from ..printable import json_line
 from .last_word import promise
 from .options import ConfigFile, Found, takes_settings
 from .reaching import check_server, is_old_port
+from .script_file import check_script
 
 TRAINER = "forgather"
 NEVER_ATTACHED = (
@@ -66,7 +67,7 @@ def worker(
     """
     config: WorkerConfig = make_config(WORKER, found)
     words = training_command(command, project, template)
-    program, environ = find_program(words, command), script_environment(found, config_file)
+    environ, program = script_environment(found, config_file), find_program(words, command)
     if config.server_addr is not None:
         is_old = words is not command and is_old_port(config.server_addr)
         if words is not command and not is_old:
@@ -130,6 +131,7 @@ def find_program(words: list[str], typed: list[str]) -> str:
     program = shutil.which(words[0])
     if program is None:
         raise ConfigError(_not_found(words, typed))
+    check_script(words)
     return program
 
 

@@ -46,4 +46,5 @@ def open_port(config: ServerConfig, listen: Callable[[int], T]) -> T:
 
 def _reason(error: OSError) -> str:
     """Without the address, which the message has already. (Name look-ups have error numbers of their own.)"""
-    return str(error.strerror) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+    number = error.errno or 0
+    return str(error.strerror) if isinstance(error, socket.gaierror) or number < 0 else os.strerror(number)

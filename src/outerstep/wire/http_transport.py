@@ -429,7 +429,7 @@ class HttpTransport:
     def _no_answer(self, error: Exception, method: str, target: str) -> OuterstepError:
         if isinstance(error, ssl.SSLError) and (untrusted := explain(error, self.address)) is not None:
             return untrusted
-        what = str(error) or type(error).__name__
+        what = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
         return TransportError(f"no answer from {self.address} to {method} {target.split('?')[0]}: {what}")
 
     def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, bool]:

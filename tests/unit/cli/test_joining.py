@@ -27,6 +27,7 @@ GPU = Access("gpu", 8512, TOKEN, PIN)
 @pytest.fixture(autouse=True)
 def _nothing_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     for name in os.environ:
         if name.startswith(("DILOCO_", "OUTERSTEP_")):
             monkeypatch.delenv(name)
