@@ -91,7 +91,7 @@ class LeaseTable:
         holds = Ranges(message.holds)
         self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) | Ranges(message.dropped))
         self._settle_dropped(worker_id)
-        self._reconcile(worker_id, holds, now)
+        self._reconcile(worker_id, holds)
         self.shares.told(worker_id, message.untrained, message.pace, now)
         # (Of what is under way it has nothing left to draw, unless it is a later start that does not know of it.)
         void = (holds - self.held.get(worker_id, NONE)) | (holds & self._under_way(worker_id))
@@ -111,7 +111,7 @@ class LeaseTable:
         self._answered[worker_id] = message.number, answer
         return answer
 
-    def _reconcile(self, worker_id: str, holds: Ranges, now: float) -> None:
+    def _reconcile(self, worker_id: str, holds: Ranges) -> None:
         """What it was leased and does not hold goes back: the answer was lost, or it has lost its memory. What it holds
         and was taken from it is its own again, if nobody has it. (What it claims beyond the mark was never leased: the
         answer to a lease beyond it waits for the record of a new mark.)"""

@@ -9,6 +9,7 @@ import pytest
 from msgspec import UNSET
 
 from outerstep.coordination.leases import ASK_AGAIN_S, NO_END, RESERVE, Leases, LeaseTable
+from outerstep.coordination.shares import FEW
 from outerstep.errors import BadRequest, Superseded
 from outerstep.events import UnitsDone, UnitsReturned
 from outerstep.ranges import NONE, Ranges
@@ -459,3 +460,168 @@ def test_who_forgets_a_dataset_is_told_which_there_are() -> None:
     with pytest.raises(BadRequest) as refusal:
         leases.forget("train")
     assert refusal.value.hint == "it leases: one, two"
+
+
+# --- what two workers were leased -------------------------------------------------------------------------------------
+
+
+def taken_over(fragments: int = 1, units: int = 4) -> Run:
+    """The worker a has its units back too late: b was leased them meanwhile, and one more."""
+    run = Run(fragments)
+    run.table.repeated = 10
+    run.ask("a", units - 1)
+    run.table.gone("a")
+    assert run.ask("b", units).granted == ((0, units),)
+    return run
+
+
+def test_what_another_has_finished_counts_once_more_when_it_is_brought() -> None:
+    run = taken_over(units=5)
+    run.bring("a", (0, 4), version=1)
+    run.bring("b", (0, 2), version=2)
+    run.close(1)
+    assert run.table.held == {"b": Ranges([(4, 5)])}
+    assert run.table.overtaken == {"b": Ranges([(0, 4)])}
+    run.close(2)
+    assert run.table.repeated == 12
+    assert run.table.overtaken == {"b": Ranges([(2, 4)])}
+    run.bring("b", (0, 3), version=3)
+    assert run.table.overtaken == {"b": Ranges([(3, 4)])}
+    run.close(3)
+    assert run.table.repeated == 13, "the first two were counted before"
+    assert run.table.done_by == {"a": 4}
+
+
+def test_what_another_has_finished_is_looked_at_in_one_fragment_alone() -> None:
+    run = taken_over(fragments=2)
+    for fragment in (0, 1):
+        run.bring("a", (0, 3), version=1, fragment=fragment)
+        run.close(1, fragment=fragment)
+    assert run.table.overtaken == {"b": Ranges([(0, 3)])}
+    run.bring("b", (0, 3), version=2, fragment=1)
+    run.close(2, fragment=1)
+    assert (run.table.repeated, run.table.overtaken) == (10, {"b": Ranges([(0, 3)])})
+    run.bring("b", (0, 3), version=2)
+    run.close(2)
+    assert (run.table.repeated, run.table.overtaken) == (13, {})
+
+
+def test_what_another_has_in_part_of_the_model_is_repeated_when_this_one_is_done() -> None:
+    run = taken_over(fragments=2)
+    run.bring("a", (0, 3), fragment=1)
+    run.bring("b", (0, 1), fragment=1)
+    run.close(fragment=1)
+    run.bring("a", (0, 2), version=2)
+    run.close(2)
+    assert run.table.repeated == 11, "place 0 alone was in the model twice"
+    assert run.table.overtaken == {"b": Ranges([(1, 2)])}
+    assert run.table.held == {"b": Ranges([(2, 4)])}
+    run.bring("a", (2, 3), version=3)
+    run.close(3)
+    assert run.table.overtaken == {"b": Ranges([(1, 3)])}
+    assert run.table.held == {"b": Ranges([(3, 4)])}
+    assert (run.table.repeated, run.table.covered) == (11, {})
+
+
+# --- what is under way ------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_need_not_train_what_some_fragments_have() -> None:
+    run = Run(fragments=3)
+    run.ask("a", 4)
+    for fragment, place in enumerate((0, 2)):
+        run.bring("a", (place, place + 1), fragment=fragment)
+        run.close(fragment=fragment)
+    assert run.ask("a", 0).void == ((0, 1), (2, 3))
+    assert run.table.held == {"a": Ranges([(0, 4)])}
+
+
+def test_steps_that_are_in_one_fragment_and_given_up_in_another_are_spent() -> None:
+    run = Run(fragments=2)
+    run.ask("a", 2)
+    run.bring("a", (0, 2))
+    run.close()
+    run.ask("a", 0, dropped=((0, 1),))
+    assert run.table.spent == Ranges([(0, 1)])
+    assert run.table.covered == {"a": {0: Ranges([(1, 2)])}}
+    assert run.table.held == {"a": Ranges([(1, 2)])}
+
+
+def test_of_a_worker_that_is_gone_a_round_that_closes_makes_its_units_free_and_repeated() -> None:
+    run = Run(fragments=2)
+    run.table.repeated = 5
+    run.ask("a", 2)
+    run.bring("a", (0, 1))
+    run.table.gone("a")
+    run.close()
+    assert (run.table.free, run.table.held, run.table.covered) == (Ranges([(0, 2)]), {}, {})
+    assert run.table.repeated == 6
+    assert run.table.lapsed == {"a": Ranges([(0, 2)])}
+
+
+@pytest.mark.parametrize("come_back", ["ask", "bring"])
+def test_a_worker_that_is_back_in_time_keeps_its_units(come_back: str) -> None:
+    run = Run(fragments=2)
+    run.ask("a", 2)
+    run.bring("a", (0, 1))
+    run.table.gone("a")
+    if come_back == "ask":
+        run.ask("a", 0)
+    else:
+        run.bring("a", (1, 2), version=2)
+    run.close()
+    assert run.table.covered == {"a": {0: Ranges([(0, 1)])}}
+    assert run.table.repeated == 0
+
+
+def test_after_a_restart_a_contribution_claims_its_units() -> None:
+    run = Run()
+    run.table.next, run.table.reserved = 4, 7
+    run.restart()
+    run.bring("a", (4, 5))
+    assert run.table.held == {"a": Ranges([(4, 5)])}
+    assert run.table.unclaimed == Ranges([(5, 7)])
+
+
+def test_one_way_a_worker_claims_what_was_lost_and_what_nobody_has_claimed() -> None:
+    run = Run(again=False)
+    run.ask("a", 2)
+    run.table.gone("a")
+    run.table.next, run.table.reserved = 4, 7
+    run.restart()
+    run.ask("a", 0, holds=((0, 1), (4, 5)))
+    assert run.table.held == {"a": Ranges([(0, 1), (4, 5)])}
+
+
+def test_data_is_not_over_while_something_may_still_come_back() -> None:
+    run = Run()
+    run.table.next = run.table.reserved = run.table.end
+    run.table.free, run.table.unclaimed, run.table.claimable_until = Ranges([(0, 1)]), Ranges([(1, 2)]), 99.0
+    assert run.ask("a", 0).state == "more"
+
+
+def test_all_epochs_are_leased() -> None:
+    run = Run(epochs=3)
+    assert run.ask("a", 100).granted == ((0, 30),)
+
+
+# --- speeds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paces", [(0.25,), (0.25, 0.25), (4.0,)])
+def test_a_worker_of_unknown_speed_is_taken_to_be_as_fast_as_the_others(paces: tuple[float, ...]) -> None:
+    units = FEW  # which each of them may hold at once
+    run = Run(samples=units, unit_samples=1)
+    names = tuple("abc"[: len(paces)])
+    for name, pace in zip(names, paces, strict=True):
+        run.ask(name, 0, pace=pace, live=names)
+    granted = Ranges(run.ask("new", units, live=names).granted)
+    assert granted.total == int(units / (len(paces) + 1) + 0.5)
+
+
+def test_a_worker_that_is_gone_has_no_speed() -> None:
+    run = Run()
+    run.ask("a", 1, pace=2.0)
+    assert run.table.pace({"a"}, 0.0) > 0.0
+    run.table.gone("a")
+    assert run.table.pace({"a"}, 0.0) == 0.0
