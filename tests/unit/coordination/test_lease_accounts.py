@@ -625,3 +625,58 @@ def test_a_worker_that_is_gone_has_no_speed() -> None:
     assert run.table.pace({"a"}, 0.0) > 0.0
     run.table.gone("a")
     assert run.table.pace({"a"}, 0.0) == 0.0
+
+
+# --- the end of an epoch ----------------------------------------------------------------------------------------------
+
+
+def hoard(units: int) -> Run:
+    """The worker a has asked for all the units of an epoch while it was alone."""
+    run = Run(samples=units, unit_samples=1)
+    assert run.ask("a", units).granted == ((0, units),)
+    run.ask("a", 0, untrained=units)
+    return run
+
+
+@pytest.mark.parametrize("excess", [1, 8])
+def test_what_a_worker_holds_beyond_its_part_goes_to_one_that_has_none(excess: int) -> None:
+    run = hoard(FEW + excess)
+    assert run.ask("b", FEW, live=("a",)).granted == ((FEW, FEW + excess),)
+    assert run.table.held == {"a": Ranges([(0, FEW)]), "b": Ranges([(FEW, FEW + excess)])}
+
+
+def test_what_a_worker_has_sent_is_not_taken_from_it() -> None:
+    run = hoard(2 * FEW)
+    run.bring("a", (2 * FEW - 2, 2 * FEW))
+    run.ask("b", FEW, live=("a",))
+    assert run.table.held["a"] == Ranges([(0, FEW), (2 * FEW - 2, 2 * FEW)])
+    assert run.table.held["b"] | run.table.free == Ranges([(FEW, 2 * FEW - 2)])
+
+
+def test_a_worker_that_asks_for_more_than_there_is_keeps_what_it_has() -> None:
+    run = hoard(2 * FEW)
+    run.ask("b", 0, live=("a",))
+    assert run.ask("a", 1, live=("b",), untrained=2 * FEW).granted == ()
+    assert run.table.held == {"a": Ranges([(0, 2 * FEW)])}
+
+
+def test_steps_that_are_dropped_do_not_wait_for_rounds_of_others() -> None:
+    run = Run()
+    run.ask("a", 1)
+    run.ask("b", 1)
+    run.bring("b", (1, 2))
+    run.ask("a", 0, dropped=((0, 1),))
+    assert run.table.spent == Ranges([(0, 1)])
+
+
+def test_what_was_counted_twice_in_part_is_not_counted_by_the_other_fragment_again() -> None:
+    run = taken_over(fragments=2)
+    for name in "ab":
+        run.bring(name, (0, 2), fragment=1)
+    run.close(fragment=1)
+    run.bring("b", (0, 2), version=4)
+    for version in (2, 3):
+        run.bring("a", (version - 2, version - 1), version=version)
+        run.close(version)
+    run.close(4)
+    assert (run.table.repeated, run.table.covered) == (12, {})
