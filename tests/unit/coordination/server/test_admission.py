@@ -82,3 +82,16 @@ class TestItsAge:
         with pytest.raises(StaleRound):
             check(closing=True, base_version=NEWEST - 1)
         check(closing=True, quorum=1, base_version=NEWEST - 1)
+
+
+@pytest.mark.parametrize(("codec", "limit"), [("fp32", 100), ("int8", 25)])
+def test_how_large_it_may_be_depends_on_its_codec_and_not_on_the_plans(codec: str, limit: int) -> None:
+    """One that was encoded by an earlier plan is as large as that codec makes it."""
+    bytes_of = {"fp32": 100, "int8": 25}
+    fragment = Fragment.at(make_agreement(NEWEST), lambda sections, codec: bytes_of[codec])
+    fragment.round = OpenRound(NEWEST + 1, set())
+    plan, rules = make_plan(), RoundRules(2)
+    offers = [make_offer(base_version=NEWEST, size_bytes=size, codec=codec) for size in (limit, limit + 1)]
+    check_offer(offers[0], fragment, plan, rules, ["int8"])
+    with pytest.raises(TooLarge, match=f"as {codec} takes at most {limit}"):
+        check_offer(offers[1], fragment, plan, rules, ["int8"])
