@@ -146,7 +146,7 @@ def prepare(room: str) -> Path:
     """The folder in which mutmut works on this room: links to the project, and a configuration of its own."""
     folder, what = WORK / room, ROOMS[room]
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("src", "tests", "docs", "examples", "README.md", "Makefile", "CONTRIBUTING.md"):
+    for name in ("src", "tests", "docs", "examples", "bench", "README.md", "Makefile", "CONTRIBUTING.md"):
         # A relative link: in a tree that was copied or moved, an absolute one would lead into the old tree.
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(Path("..", "..", name))
@@ -154,7 +154,7 @@ def prepare(room: str) -> Path:
     settings = {
         "source_paths": ["src/outerstep"],
         "only_mutate": list(what.files),
-        "also_copy": ["src", "tests", "docs", "examples", "README.md", "pyproject.toml"],
+        "also_copy": ["src", "tests", "docs", "examples", "bench", "README.md", "pyproject.toml"],
         "process_isolation": "forkserver",  # torch and hypothesis do not bear a fork of a process that has run tests
         "pytest_add_cli_args_test_selection": list(what.tests),
         "pytest_add_cli_args": ["--hypothesis-profile", "quick", *skipped],
