@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from selenium.webdriver.common.keys import Keys
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ from outerstep.security import Credentials
 from outerstep.server import DiLoCoServer
 from outerstep.types import Dataset, Lease
 from peers import start_peers, stop_peers
-from support import tiny_model, wait_until
+from support import memory_worker, tiny_model, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -203,6 +204,15 @@ def test_where_the_chart_library_could_not_be_fetched_the_page_shows_tables(
         browser.read_logs()
         assert browser.console, "what the page could not load is all that is said"
         assert all("/page/uplot." in line for line in browser.console), browser.console
+
+
+def test_before_the_first_round_those_who_have_not_joined_are_counted_as_missing(browser: Browser) -> None:
+    with DiLoCoServer(tiny_model().state_dict(), num_workers=2, port=0) as server:
+        model = tiny_model()
+        with memory_worker(server, "first", model, torch.optim.SGD(model.parameters(), lr=0.1)) as worker:
+            open_page(browser, server.page_link())
+            wait_until(lambda: "0 of 2 have contributed" in browser.text("#fragments"))
+            worker.abandon("it has been seen")
 
 
 def see_the_map(browser: Browser, run: Cluster, *names: str) -> None:

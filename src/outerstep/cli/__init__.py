@@ -17,11 +17,11 @@ app = typer.Typer(
     name="outerstep",
     cls=CatalogueGroup,
     help="Train one PyTorch model on machines that are far apart.\n\n"
-    "On one PC: [bold]outerstep run -n 2 -- python train.py[/bold]; on the second, the line that it prints. Or a "
-    "server by itself: [bold]outerstep server -m MODEL_DIR -n 2[/bold]; on each other machine, once, "
-    "[bold]outerstep join[/bold] with the line that it printed; then "
+    "With two PCs: type [bold]outerstep run -n 2 -- python train.py[/bold] on the first, and the line that it prints "
+    "on the second. With a server of its own: start [bold]outerstep server -m MODEL_DIR -n 2[/bold]; on each other "
+    "machine, type [bold]outerstep join[/bold] once with the line that the server printed, then "
     "[bold]outerstep worker --server HOST:PORT -- python train.py[/bold]. "
-    "To see it work: [bold]outerstep demo[/bold].",
+    "To see it work on one machine: [bold]outerstep demo[/bold].",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 # The end of each --help; docs/reference/exit-codes.md says more.
-MISTAKE = "2 = a mistake in the arguments or settings, or the server said no; 130 = Ctrl-C"
+MISTAKE = "2 = a mistake in the arguments or settings, or the server refused; 130 = Ctrl-C"
 CODES = f"Exit codes: 0 = done; {MISTAKE}."
 SERVER_CODES = (
     "Exit codes: 0 = stopped as it was told to (SIGTERM, Ctrl-C, shutdown, the budget's end), and saved; 1 = it had "
@@ -28,7 +28,7 @@ WORKER_CODES = (
     "itself; 2 = it was not started: a mistake in the arguments or settings, or the server does not let it in."
 )
 RUN_CODES = (
-    "Exit codes: the script's own, whatever they are; 1 = it ended well, and the server could not save; 2 = it was not "
+    "Exit codes: the script's own; 1 = it ended well, but the server could not save; 2 = it was not "
     "started: a mistake in the arguments or settings, or the server does not let it in; 130 = a second Ctrl-C."
 )
 DOCTOR_CODES = f"Exit codes: 0 = nothing failed; 1 = something did; {MISTAKE}."

@@ -126,7 +126,7 @@ def plan(
 def budget(
     context: typer.Context,
     tokens: Annotated[
-        int, typer.Argument(min=0, help="The run ends when so many tokens are in the model; 0 = no end.")
+        int, typer.Argument(min=0, help="The run ends when the model has been trained on this many tokens; 0 = no end.")
     ],
 ) -> None:
     """Change where the run ends."""

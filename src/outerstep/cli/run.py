@@ -88,10 +88,10 @@ def run(
 
     Example: [bold]outerstep run -n 2 -- python SCRIPT[/bold]
 
-    On the first PC it starts a server, and the script as its first worker. The script's own model, as it is when it
-    comes to [bold]with outerstep.attach(model, optimizer):[/bold], is what everybody starts from. It prints one line:
-    paste that on the second PC, in a folder with the same script. Ctrl-C ends the run on both, saves it and says where
-    the model is; the same command resumes it.
+    On the first PC this starts a server, and the script beside it as the first worker. All workers start from the
+    weights that the script's model has when it reaches [bold]with outerstep.attach(model, optimizer):[/bold]. The
+    command prints one line: paste it on the second PC, in a folder with the same script. Ctrl-C on the first PC ends
+    the run on both, saves it and says where the model is; the same command resumes it.
     """
     program = check_command(command)
     if join is not None or discover:

@@ -51,10 +51,10 @@ RESUME_HERE = "save_dir"  # what --resume means by itself
 def server(found: Found) -> None:
     """Hold the global model and take the workers' contributions.
 
-    It needs no GPU. Start it on a machine that all workers can reach, then start the workers. Ctrl-C or SIGTERM stop it
-    when what was decided is finished and saved (exit code 0); a second Ctrl-C at once (130).
+    It needs no GPU. Start it on a machine that all workers can reach, then start the workers. Ctrl-C or SIGTERM
+    stops it once every decided round is finished and saved (exit code 0); a second Ctrl-C stops it at once (130).
     Every flag can also be an environment variable or a line in outerstep.toml:
-    [bold]outerstep config show server[/bold] says what holds and why.
+    [bold]outerstep config show server[/bold] shows the value in force and where it comes from.
     """
     found = with_run_folder(found)
     command: ServerCommand = make_command(SERVER, found)

@@ -123,10 +123,10 @@ class ServerConfig(Checked):
     grace_s: NotNegative = setting(RoundRules.grace_s, ROUNDS,
         "Seconds to wait for more once the quorum is in.", flags="--grace --grace-period", needs=QUORUM)
     round_deadline_s: NotNegative | None = setting(None, ROUNDS,
-        "Close a round so many seconds after its first contribution.", "wait for all that are alive",
+        "Close a round this many seconds after its first contribution.", "wait for all that are alive",
         needs=Needs("rounds that wait: no async_mode, or grace_s", lambda c: not c.async_mode or c.grace_s))
     start_deadline_s: NotNegative | None = setting(None, ROUNDS,
-        "Start without the missing workers after so many seconds.", "wait for num_workers",
+        "Start without the missing workers after this many seconds.", "wait for num_workers",
         needs=Needs("a start that waits: no async_mode", lambda c: not c.async_mode))
     heartbeat_timeout_s: NotNegative = setting(120.0, ROUNDS,
         "Seconds of silence until a worker counts as dead; 0 = never.")
@@ -143,7 +143,7 @@ class ServerConfig(Checked):
     norm_screen: NotNegative = setting(FACTOR, ROUNDS,
         "Leave out contributions that are so many times as large as usual; 0 = none.")
     token_budget: Positive | None = setting(None, ROUNDS,
-        "When so many tokens are in the model, the workers are told to finish.", "no end")
+        "Tokens after which the workers are told to finish.", "no end")
     aggregation: RuleName = setting("mean", AGGREGATION,
         "How the contributions of a round become one: mean, or to withstand bad ones trimmed_mean, median, krum, "
         "multi_krum, geometric_median or centered_clipping.")
@@ -176,7 +176,7 @@ class ServerConfig(Checked):
     max_staleness: Count | None = setting(None, ASYNC,
         "Refuse contributions that are more rounds old.", "4, asynchronous: 16 per worker")
     num_fragments: Positive | None = setting(None, STREAMING,
-        "Exchange the model in so many pieces.", f"{FIRST_WORKER} 1", flags="--num-fragments --fragments")
+        "Number of pieces in which the model is exchanged.", f"{FIRST_WORKER} 1", flags="--num-fragments --fragments")
     fragment_strategy: Literal["contiguous", "strided", "counted"] = setting("contiguous", STREAMING,
         "contiguous: neighbouring layers together; strided: layer i in fragment i mod P; counted: as many tensors "
         "in each, as clients of the older protocol cut.", needs=SEVERAL)

@@ -61,7 +61,7 @@ class ServerLinkConfig(Checked):
         f"as bandwidth × round trip needs, {FEWEST} to {MOST}",
         needs=SERVER_ONLY)
     offline_after_s: NotNegative = setting(30.0, PATIENCE,
-        "After so many seconds without an answer: train on, and contribute when the server is back.",
+        "Seconds without an answer after which to train on alone, and contribute when the server is back.",
         needs=Needs(f"{SERVER_OR_REPLICAS.text}, and no max_sync_retries",
             lambda c: SERVER_OR_REPLICAS.holds(c) and c.max_sync_retries is None))
     offline_rounds: Count = setting(4, PATIENCE, "How many exchanges may stay open like that.",
@@ -185,7 +185,7 @@ class GossipConfig(Checked):
         "How many peers may lie; a run withstands fewer than a third.",
         "as the run has it, founder: 1", flags="--attackers --liars")
     round_deadline_s: NotNegative | None = setting(None, PEERS,
-        "A round waits so many seconds after its first contribution.", "as the run has it, founder: for all alive")
+        "Seconds that a round waits after its first contribution.", "as the run has it, founder: for all alive")
     heartbeat_timeout_s: NotNegative | None = setting(None, PEERS,
         "Seconds of silence until a peer counts as dead.", f"{AS_THE_RUN}, founder: {PEER_HEARTBEAT_TIMEOUT_S:g}")
     pattern: Literal["all", "pairs", "exponential"] | None = setting(None, PEERS,
@@ -221,9 +221,9 @@ class WorkerConfig(Checked):
     }
 
     topology: str = setting("server", JOINING,
-        "With whom to agree: server = through a server; allreduce = the ranks of the job among themselves; gossip "
-        "= peers that join and leave; torchft = replicas that meet at a lighthouse; or the name of a topology "
-        "that the script registers.")
+        "Who takes part in an exchange: server = workers of one server; allreduce = the ranks of the job among "
+        "themselves; gossip = peers that join and leave; torchft = replicas that meet at a lighthouse; or the "
+        "name of a topology that the script registers.")
     server_addr: str | None = field(metadata=row(JOINING,
         "The server's host:port, or its whole join string; http://host:port for a server started with --insecure.",
         "none; topology server needs it", flags="--server"))
@@ -236,10 +236,10 @@ class WorkerConfig(Checked):
         "Seconds to wait for a server that does not answer yet.", needs=with_topology("server", "gossip", "torchft"))
     sync_every: Positive | None = setting(None, EXCHANGES, "H: local steps between two exchanges.", AS_THE_RUN)
     num_fragments: Positive | None = setting(None, EXCHANGES,
-        "Exchange the model in so many pieces.", AS_THE_RUN, flags="--num-fragments --fragments")
+        "Number of pieces in which the model is exchanged.", AS_THE_RUN, flags="--num-fragments --fragments")
     bf16_comm: bool | None = setting(None, EXCHANGES, "Send bf16, or with --no-bf16 fp32.", AS_THE_RUN, flags="--bf16")
     codec: str | None = setting(None, EXCHANGES,
-        "How contributions travel; says more than --bf16 can.", AS_THE_RUN)
+        "Encoding of contributions, in place of --bf16.", AS_THE_RUN)
     down_codec: str | None = setting(None, EXCHANGES, "How agreements travel.", AS_THE_RUN,
         needs=with_topology("server", "allreduce", "torchft"))
     fragment_delay: Count | None = setting(None, EXCHANGES,
@@ -265,7 +265,7 @@ class WorkerConfig(Checked):
     log_json: bool = setting(False, OBSERVING,
         "Write outerstep's log as JSON, one object per line, instead of text for people.")
     total_steps: Positive | None = setting(None, OBSERVING,
-        "Optimizer steps that the script will take in all: the log then says how far it is, and how long still.",
+        "Optimizer steps that the script will take in all: the log then shows progress and time left.",
         "not said")
     log_to: str | None = setting(None, OBSERVING,
         "Write metrics there, too, with commas between: tensorboard, wandb, mlflow, trackio, otel; each is an extra.",
@@ -274,16 +274,16 @@ class WorkerConfig(Checked):
         "Folder for metrics.jsonl, and for what --log-to writes.",
         "peer_dir, else `outerstep worker`: outerstep-metrics; from Python: none is written")
     give_up_after_s: NotNegative = setting(7200.0, PATIENCE,
-        "End with an error after so many seconds without an answer.", needs=SERVER_OR_REPLICAS)
+        "Seconds without an answer after which to end with an error.", needs=SERVER_OR_REPLICAS)
     stalled_after_s: NotNegative = setting(900.0, PATIENCE,
-        "Without an optimizer step for so many seconds: stop the heartbeats, so that the others continue; 0 = never.",
+        "Seconds without an optimizer step after which heartbeats stop, so that the others continue; 0 = never.",
         needs=SERVER_OR_PEERS)
     exit_patience_s: NotNegative = setting(60.0, PATIENCE,
         "Seconds that a clean exit waits for a round that cannot close.")
     handle_signals: bool = setting(True, PATIENCE,
         "On SIGTERM, SIGUSR1 or Ctrl-C: contribute what is left at the next step, and leave.")
     preempt_patience_s: NotNegative = setting(20.0, PATIENCE,
-        "Be gone within so many seconds of such a signal, or at the next step if that is later.")
+        "Leave within this many seconds of such a signal, or at the next step if that is later.")
     # fmt: on
     server: ServerLinkConfig = ServerLinkConfig()
     serverless: ServerlessConfig = ServerlessConfig()

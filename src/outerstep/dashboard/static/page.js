@@ -2,7 +2,7 @@
 
 import { Chart, Looks, hasCharts } from "./charts.js";
 import { drawMap } from "./map.js";
-import { SPOKEN, brief, clock, count, duration, list, make, named, parse, percent, rate, sentence, short, size, write } from "./words.js";
+import { SPOKEN, brief, clock, count, duration, list, make, named, parse, percent, rate, sentence, short, size, whole, write } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const MOST_ROUNDS = 400, MOST_TOLD = 200, POLL_MS = 5000, RETRY_MS = 3000, TICK_MS = 1000, UNLOCKED_MS = 15 * 60 * 1000;
@@ -285,7 +285,8 @@ function showRounds() {
     { name: "similarity", look: "c0", points: of("peer_grad_similarity") },
     { name: "divergence", look: "c1", points: of("weight_divergence") },
   ]);
-  const first = rounds.filter((each) => each.fragment === 0), gaps = first.slice(1).map((each, i) => [each.version, each.time - first[i].time]);
+  // The first round waits for workers to join: that says nothing of the others, and would flatten them.
+  const first = rounds.filter((each) => each.fragment === 0 && each.version > 1), gaps = first.slice(1).map((each, i) => [each.version, each.time - first[i].time]);
   charts.wait.draw([
     { name: "round", look: "c0", points: gaps },
     { name: "first waits for last", look: "c4", points: first.filter((each) => each.waited_s !== undefined).map((each) => [each.version, each.waited_s]) },
@@ -301,9 +302,9 @@ function showRounds() {
 const roundLine = (each) => [
   `version ${each.version}${data.status.fragments.length > 1 ? ` of fragment ${each.fragment}` : ""}`,
   each.count > 2 ? `${each.count} workers` : each.workers.join(" + "),
-  each.loss === undefined ? "" : `loss ${short(each.loss)}`,
-  each.waited_s === undefined ? "" : `waited ${short(each.waited_s, 2)} s`,
-  each.bytes === undefined ? "" : size(each.bytes),
+  each.loss === undefined ? "" : whole(`loss ${short(each.loss)}`),
+  each.waited_s === undefined ? "" : whole(`waited ${short(each.waited_s, 2)} s`),
+  each.bytes === undefined ? "" : whole(size(each.bytes)),
 ].filter(Boolean).join(" · ");
 
 function showBytes() {
@@ -443,10 +444,12 @@ function showFragments() {
     }
     const { title, who, bar } = fragments[i], done = fragment.contributed || [], expected = [...new Set([...(fragment.expected || []), ...done])];
     write(title, `${shown.length > 1 ? `Fragment ${i}, v` : "V"}ersion ${fragment.version + 1} is open`);
-    bar.hidden = !expected.length;
-    bar.max = Math.max(expected.length, 1);
+    // Before the first round has begun, it waits for workers that have not joined, too.
+    const most = data.status.started === false ? Math.max(expected.length, data.status.num_workers || 0) : expected.length;
+    bar.hidden = !most;
+    bar.max = Math.max(most, 1);
     bar.value = done.length;
-    write(who, expected.length ? `${done.length} of ${expected.length} have contributed${done.length ? `: ${list(done)}` : ""}` : "");
+    write(who, most ? `${done.length} of ${most} have contributed${done.length ? `: ${list(done)}` : ""}` : "");
     showWaiting(i, fragment);
   });
 }

@@ -35,6 +35,9 @@ export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("e
 export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`);
 export const list = (names, most = 6) => (names.length > most ? `${names.slice(0, most).join(", ")} and ${names.length - most} more` : names.join(", "));
 
+// A number and its unit stay on one line.
+export const whole = (text) => text.replaceAll(" ", "\u00a0");
+
 const plain = (value) => (typeof value === "object" ? JSON.stringify(value) : value);
 const why = (reason) => (reason ? `: ${reason}` : "");
 const changes = (made) => Object.entries(made || {}).map(([name, text]) => `${name} ${plain(text)}`).join(", ");
