@@ -497,7 +497,7 @@ class Coordinator:
         more = ClaimedWork(plausible.steps, plausible.samples, plausible.tokens)
         fragment.done = ClaimedWork(*map(sum, zip(fragment.done, more, strict=True)))
         self.total_accepted += 1
-        del self.uploads.by_key[begun.key]  # no more parts are taken; its room is held until its bytes are gone
+        self.uploads.complete(begun.key)
         scale = fragment.usual.relative(weight, rules.weight_by)
         first = len(round_.participants) == 1
         self._effects.append(
@@ -641,6 +641,7 @@ class Coordinator:
         one_too_many = worker.conduct.offend(refusal, now)
         self._effects.append(events.OffenceNoted(worker.worker_id, refusal.code, worker.conduct.total))
         if one_too_many:
+            self.members.quarantined(worker)
             left_s = round(worker.conduct.until - now)
             self._effects.append(events.WorkerQuarantined(worker.worker_id, left_s, worker.conduct.reason))
             self._forget(worker)
@@ -650,7 +651,7 @@ class Coordinator:
 
     def close_if_ready(self, fragment: Fragment, now: float) -> None:
         """The one place where a round ends."""
-        verdict = self.verdict(fragment, now)
+        verdict = self.verdict(fragment, now, says_why=False)
         if not verdict.close:
             self.wakes_sooner |= verdict.wake_at is not None and verdict.wake_at < self._wakes_at
             return
@@ -711,11 +712,13 @@ class Coordinator:
         for fragment in self.fragments:
             self.close_if_ready(fragment, now)
 
-    def verdict(self, fragment: Fragment, now: float) -> RoundVerdict:
+    def verdict(self, fragment: Fragment, now: float, *, says_why: bool = True) -> RoundVerdict:
         """May the fragment's open round close? If not, what does it wait for?"""
         turned_away = 0 if self.rules.aggregation.is_plain else len(self._turned_away(fragment, now))
         live = self.members.awaited_ids(now)
-        return fragment.round.verdict(self.rules, now, started=self.started, live=live, turned_away=turned_away)
+        return fragment.round.verdict(
+            self.rules, now, started=self.started, live=live, turned_away=turned_away, says_why=says_why
+        )
 
     def waiting_for(self, fragment: Fragment, now: float, verdict: RoundVerdict | None = None) -> str:
         """Whom or what the open round waits for, in words; and if one of those workers may be dead, until when.

@@ -310,6 +310,8 @@ class Membership:
     def __init__(self, *, heartbeat_timeout_s: float, session_secret: bytes = b"") -> None:
         self._timeout_s, self._session_secret = heartbeat_timeout_s, session_secret
         self._workers: OrderedDict[str, KnownWorker] = OrderedDict()
+        self._live_ids: frozenset[str] | None = None  # asked for with every message; None = somebody came or went
+        self._clear_at = 0.0  # from then on nobody is in quarantine, unless somebody offends again
         self.total_deaths = 0
         self.first_incarnation = 1  # the lowest that is given; higher where others may have been given and forgotten
         self.last_command = 0  # saved with the run: a resumed server must not give an old number to a new order
@@ -327,10 +329,18 @@ class Membership:
 
     @property
     def live_ids(self) -> frozenset[str]:
-        return frozenset(w.worker_id for w in self._workers.values() if w.live)
+        if self._live_ids is None:
+            self._live_ids = frozenset(w.worker_id for w in self._workers.values() if w.live)
+        return self._live_ids
+
+    def quarantined(self, worker: KnownWorker) -> None:
+        """This one is, for as long as its conduct says."""
+        self._clear_at = max(self._clear_at, worker.conduct.until)
 
     def awaited_ids(self, now: float) -> frozenset[str]:
         """The live workers that are not in quarantine."""
+        if now >= self._clear_at:
+            return self.live_ids
         return frozenset(w.worker_id for w in self._workers.values() if w.live and not w.conduct.is_quarantined(now))
 
     @property
@@ -357,6 +367,8 @@ class Membership:
         else:
             self.check_owner(worker, message, vouched)
             arrived = self._join_again(worker, message, now)
+        if arrived:
+            self._live_ids = None
         if message.proof is not UNSET and message.proof.key not in worker.keys:
             worker.keys = (*worker.keys, message.proof.key)[-MOST_KEYS:]
         if message.info is not UNSET:
@@ -473,6 +485,7 @@ class Membership:
     def gone(self, worker: KnownWorker) -> None:
         """It left, died or was removed: the orders on their way to it are void."""
         worker.live, worker.info, worker.facts = False, {}, None
+        self._live_ids = None
         worker.commands.clear()
         self._workers.move_to_end(worker.worker_id)
 
@@ -555,6 +568,8 @@ class Membership:
         worker.expected_back = worker.live
         worker.session = self._session_of(worker)
         self._workers[worker.worker_id] = worker
+        self._live_ids = None
+        self.quarantined(worker)
 
 
 def _removed(worker: KnownWorker) -> Kicked:

@@ -20,7 +20,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from functools import cached_property
+from heapq import nsmallest
 from typing import Literal
 
 from msgspec.structs import replace
@@ -256,6 +258,8 @@ class OpenRound:
 
     def voices(self, worker_id: str) -> list[Participant]:
         """What it has of this worker."""
+        if worker_id not in self.contributors:  # nearly always: a round of thousands is not searched for each
+            return []
         return [p for p in self.participants if p.worker_id == worker_id]
 
     def refuse(self, worker_id: str) -> bool:
@@ -314,12 +318,22 @@ class OpenRound:
         return worker_id in self.expected or len(contributors | self.expected) < rules.floor
 
     def verdict(
-        self, rules: RoundRules, now: float, *, started: bool, live: frozenset[str], turned_away: int
+        self,
+        rules: RoundRules,
+        now: float,
+        *,
+        started: bool,
+        live: frozenset[str],
+        turned_away: int,
+        says_why: bool = True,
     ) -> RoundVerdict:
-        """`live`: from whom something would be taken. `turned_away`: how many were here, and were refused."""
+        """`live`: from whom something would be taken. `turned_away`: how many were here, and were refused. `says_why`:
+        somebody wants to know what it waits for. (Nobody does at each contribution, and thousands have names.)"""
         counted_out = self.counted_out if self.refusals else set()
-        live -= counted_out
+        live = live - counted_out if counted_out else live
         contributors = self.contributors
+        if started and not says_why and rules.aggregation.is_plain and len(contributors) >= max(rules.min_workers, 1):
+            return self._timed(rules, now, self._misses_any(counted_out))
         missing = self.expected - contributors - counted_out  # a run that starts late expects all that are there
         least = rules.aggregation.needed(turned_away)
         floor = max(rules.min_workers, least)
@@ -338,7 +352,23 @@ class OpenRound:
             return RoundVerdict(
                 False, waiting_for=f"{rules.num_workers} workers to join ({len(live)} here)", stuck=True
             )
-        if not missing:
+        timed = self._timed(rules, now, bool(missing))
+        if timed.close:
+            return timed
+        awaited = f"contributions of {_names(missing)}"
+        if self.quorum_at is not None:
+            awaited = f"{rules.grace_s:g} s of grace, for {awaited}"
+        return replace_fields(timed, waiting_for=awaited)
+
+    def _misses_any(self, counted_out: AbstractSet[str]) -> bool:
+        """Has somebody expected not contributed? Of two sets the larger one is not within the smaller: no names are
+        looked at until the round is nearly complete."""
+        present = len(self.contributors) + len(counted_out)
+        return len(self.expected) > present or not self.expected <= self.contributors | counted_out
+
+    def _timed(self, rules: RoundRules, now: float, misses_any: bool) -> RoundVerdict:
+        """Of a round with enough contributions: does it wait for the others?"""
+        if not misses_any:
             return RoundVerdict(True)
         wake_at: list[float] = []
         if rules.round_deadline_s is not None and self.first_at is not None:
@@ -347,10 +377,7 @@ class OpenRound:
             wake_at.append(self.quorum_at + rules.grace_s)
         if any(moment <= now for moment in wake_at):
             return RoundVerdict(True)
-        awaited = f"contributions of {_names(missing)}"
-        if self.quorum_at is not None:
-            awaited = f"{rules.grace_s:g} s of grace, for {awaited}"
-        return RoundVerdict(False, min(wake_at, default=None), awaited)
+        return RoundVerdict(False, min(wake_at, default=None))
 
 
 @dataclass(frozen=True)
@@ -467,8 +494,8 @@ def _left_out(closing: OpenRound, i: int, facts: Mapping[str, object]) -> Outlie
 
 
 def _names(workers: AbstractSet[str]) -> str:
-    shown = sorted(workers)
-    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+    shown = ", ".join(nsmallest(4, workers))
+    return shown + (f" and {len(workers) - 4} more" if len(workers) > 4 else "")
 
 
 @dataclass

@@ -97,6 +97,7 @@ class Uploads:
         self.capacity_bytes = capacity_bytes
         self.part_size_bytes = part_size_bytes
         self.by_key: dict[ContributionKey, Upload] = {}  # parts are taken for these
+        self._by_worker: dict[str, dict[ContributionKey, Upload]] = {}  # the same
         self.held_bytes = 0
         self._newcomers_bytes = 0  # of these
         self._held: dict[ContributionKey, HeldRoom] = {}
@@ -114,11 +115,8 @@ class Uploads:
 
     def of(self, worker_id: str | None = None, fragment: int | None = None) -> list[Upload]:
         """The uploads of this worker, for this fragment. None = any."""
-        return [
-            upload
-            for key, upload in self.by_key.items()
-            if worker_id in (None, key.worker_id) and fragment in (None, key.fragment)
-        ]
+        uploads = self.by_key if worker_id is None else self._by_worker.get(worker_id, {})
+        return [upload for key, upload in uploads.items() if fragment in (None, key.fragment)]
 
     def request(self, offer: Offer, now: float, *, is_newcomer: bool = False) -> Upload | None:
         """Room for this offer, or None: it is in the queue."""
@@ -168,9 +166,17 @@ class Uploads:
         self._looked_at = now
         return [upload for upload in self.by_key.values() if _has_lapsed(upload, now)]
 
+    def complete(self, key: ContributionKey) -> None:
+        """No more parts are taken; its room is held until its bytes are gone."""
+        if self.by_key.pop(key, None) is not None:
+            of_worker = self._by_worker[key.worker_id]
+            del of_worker[key]
+            if not of_worker:
+                del self._by_worker[key.worker_id]
+
     def drop(self, key: ContributionKey) -> None:
         """It will never be accepted, or its bytes are gone from memory."""
-        self.by_key.pop(key, None)
+        self.complete(key)
         held = self._held.pop(key, None)
         if held is not None:
             self.held_bytes -= held.size_bytes
@@ -214,11 +220,12 @@ class Uploads:
 
     def _grant(self, offer: Offer, now: float, asked_at: float, *, is_newcomer: bool) -> Upload:
         key = offer.key
-        self.by_key[key] = Upload(offer, self.part_size_bytes, granted_at=now, heard_at=asked_at)
+        upload = Upload(offer, self.part_size_bytes, granted_at=now, heard_at=asked_at)
+        self.by_key[key] = self._by_worker.setdefault(key.worker_id, {})[key] = upload
         self._held[key] = HeldRoom(offer.size_bytes, is_newcomer)
         self.held_bytes += offer.size_bytes
         self._newcomers_bytes += offer.size_bytes * is_newcomer
-        return self.by_key[key]
+        return upload
 
     def _first(self, now: float, *, is_newcomer: bool) -> PlaceInLine | None:
         """Of those that still ask."""

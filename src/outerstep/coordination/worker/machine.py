@@ -143,6 +143,10 @@ class Cycle:
     sync_every: int
     assigned: int | None = None
 
+    def steps_to_due(self, plan: Plan) -> int:
+        """Until one after which a fragment is due. (The last one is, after the last step of the cycle.)"""
+        return min(step for step in due_by_step(self.sync_every, len(plan.fragments)) if step > self.step) - self.step
+
     def advance(self, plan: Plan) -> int | None:
         """One step more, and after the last a new cycle. The fragment that is due now, if one is."""
         self.step += 1
@@ -257,6 +261,13 @@ class WorkerMachine:
         due = due_fragment(cycle.step + 1, cycle.sync_every, len(self.plan.fragments))
         return due is not None or any(not f.deferred and step >= f.land_at for f in self.in_flight.values())
 
+    @property
+    def quiet_steps(self) -> int:
+        """So many steps can be taken from here of which none sends or adopts anything."""
+        steps = self.state.work.steps
+        lands = (flight.land_at - steps for flight in self.in_flight.values() if not flight.deferred)
+        return max(min((self.state.cycle.steps_to_due(self.plan), *lands)) - 1, 0)
+
     def _open_fragments(self) -> list[int]:
         """Those with steps that no agreement holds, or with an exchange still open."""
         return [i for i, p in enumerate(self.state.fragments) if p.in_flight is not None or self.unsent(i).steps > 0]
@@ -322,6 +333,13 @@ class WorkerMachine:
 
     def count(self, samples: int, tokens: int, units: Units = ()) -> None:
         self.state.work += Work(0, samples, tokens, units)
+
+    def trained(self, steps: int) -> None:
+        """So many quiet steps were taken: the same as `stepped` for each, for a driver whose steps take no time."""
+        assert 0 <= steps <= self.quiet_steps, "a step that sends or adopts is told by itself"
+        work = self.state.work
+        self.state.work = Work(work.steps + steps, work.samples, work.tokens, work.units)
+        self.state.cycle.step += steps
 
     def stepped(self, *, changed: bool = False) -> list[Effect]:
         """One optimizer step was taken: adopt what is to be adopted now, then send what is due. `changed`: on weights

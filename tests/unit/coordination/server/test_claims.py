@@ -263,7 +263,10 @@ def test_and_waits_for_nobody_that_will_not_speak(why: str) -> None:
         case "it has been here for long":
             desk.later(PATIENCE_S)
         case "it is in quarantine":
-            desk.coordinator.members.find("a").conduct.until = math.inf  # type: ignore[union-attr]
+            member = desk.coordinator.members.find("a")
+            assert member is not None
+            member.conduct.until = math.inf
+            desk.coordinator.members.quarantined(member)
         case "it has spoken":  # and does not report tokens
             a_round(desk, a={})
     a_round(desk, after_s=0.0, z={"tokens": 70})

@@ -68,6 +68,7 @@ class TestRefitting:
         conduct = worker.conduct
         while not conduct.is_quarantined(desk.now):
             conduct.offend(Conflict("two faces"), desk.now)
+        desk.coordinator.members.quarantined(worker)
         refit(desk, kept=1)
         assert desk.expected(1) == {"b"}
 
