@@ -39,12 +39,11 @@ from .capacity import (
     worker_needs,
 )
 from .guide import loss_ratio
-from .situation import Choice, PlannedSite, Situation, layer_of
+from .situation import Choice, Engine, PlannedSite, Situation, layer_of
 
 Topology = Literal["server", "hierarchy", "all-reduce", "gossip"]
-Engine = Literal["server", "allreduce"]
 
-INNER_INTERVALS: Final = (10, 25, 50, 100)  # steps between two rounds inside a site
+INNER_INTERVALS: Final = (10, 25, 50, 100, 250)  # steps between two rounds inside a site
 INNER_CODEC: Final = "bf16"
 MOST_PEERS: Final = 16  # without a server everybody needs a line to everybody
 ALLREDUCE_ROUND_TRIPS: Final = 1.0
@@ -258,9 +257,11 @@ def _among_peers(
 
 def _hierarchies(situation: Situation) -> Iterator[Option]:
     """Both levels together are to meet the target, so each gets its root of it. Inside: a server per site, on the local
-    network. Between the sites: blocking, as the members wait for what comes from above."""
+    network. Between the sites the members wait for what comes from above; or, with a delay of some of their rounds, go
+    on meanwhile."""
     part = split_target(situation.target_utilization, 2)
-    for inner in INNER_INTERVALS:
+    fixed = situation.choice.inside_every
+    for inner in INNER_INTERVALS if fixed is None else (fixed,):
         engine, cost = _inside(situation, inner)
         unit_s = cost.wall_s
         units = tuple(
@@ -268,13 +269,15 @@ def _hierarchies(situation: Situation) -> Iterator[Option]:
         )
         said, usual = situation.choice, situation.bounds(len(units))
         least, most = usual.least_sync_every, usual.most_sync_every
-        if most < 2 * inner or (said.sync_every is not None and said.sync_every % inner):
+        fewest = 2 if fixed is None else 1  # rounds inside between two exchanges: with one, a level gains little
+        if said.sync_every is not None:
+            least = most = said.sync_every
+        if most < fewest * inner or (said.sync_every is not None and said.sync_every % inner):
             continue
         bounds = replace(
             usual,
-            least_sync_every=max(-(-least // inner), 2),
+            least_sync_every=max(-(-least // inner), fewest),
             most_sync_every=most // inner,
-            most_delay=0,
             fragments=(1,),
         )
         layer = replace(_layer(situation, units, bounds, grouped=True), target_utilization=part)
@@ -284,11 +287,16 @@ def _hierarchies(situation: Situation) -> Iterator[Option]:
                 "hierarchy",
                 search,
                 core,
-                inside=Inside(inner, core.sync_every, INNER_CODEC, engine, cost.utilization),
+                inside=Inside(inner, core.sync_every, inner_codec(situation), engine, cost.utilization),
             )
             for search, core in _settings(situation, layer)
         ]
         yield _gentlest(situation, made)
+
+
+def inner_codec(situation: Situation) -> str:
+    """Inside the sites: the one that was fixed, or the usual one."""
+    return situation.choice.codec or INNER_CODEC
 
 
 def _inside(situation: Situation, inner: int) -> tuple[Engine, RoundCost]:
@@ -302,20 +310,21 @@ def _inside(situation: Situation, inner: int) -> tuple[Engine, RoundCost]:
         round_trip_s=2 * local.latency_s,
         step_s=situation.middle_step_s,
     )
-    bounds = LayerBounds(least_sync_every=inner, most_sync_every=inner, codecs=(INNER_CODEC,), most_delay=0)
-    inside = replace_core(
-        situation, server_in_bytes_per_s=local.bytes_per_s, server_out_bytes_per_s=local.bytes_per_s, choice=Choice()
-    )
+    codecs = (inner_codec(situation),)
+    bounds = LayerBounds(least_sync_every=inner, most_sync_every=inner, codecs=codecs, most_delay=0)
+    server = situation.server_local_bytes_per_s or local.bytes_per_s
+    inside = replace_core(situation, server_in_bytes_per_s=server, server_out_bytes_per_s=server, choice=Choice())
     layer = _layer(inside, (here,), bounds, grouped=False)
     ((search, core),) = _settings(inside, layer)
     made: tuple[Engine, RoundCost] = "server", search.cost(core)
-    if count > 1:
+    said = situation.choice.engine
+    if count > 1 and said != "server":
         route = allreduce_route(count, local.bytes_per_s, local.bytes_per_s, 2 * local.latency_s)
         parents = star((cluster.name for cluster in layer.clusters), layer.centre)
         overheads = _of_a_peer(situation.overheads, "all-reduce", count, ALLREDUCE_ROUND_TRIPS)
         ((search, core),) = _settings(inside, layer, OnlyRoute(parents, route), overheads)
         cost = search.cost(core)
-        if cost.wall_s < made[1].wall_s:
+        if cost.wall_s < made[1].wall_s or said == "allreduce":
             made = "allreduce", cost
     return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median_high
-from typing import Final
+from typing import Final, Literal
 
 from ...errors import ConfigError
 from ..autoconfig.state import ClusterState, LayerBounds, LayerState, LinkReport, usual_bounds
@@ -19,6 +19,7 @@ from ..cost import NOMINAL, Line, Overheads
 from .capacity import WEIGHT_BYTES
 
 CENTRE: Final = "the server"
+Engine = Literal["server", "allreduce"]
 FRAGMENTS: Final = (1, 2, 4, 8, 16)
 MOST_WORKERS: Final = 20_000
 LOCAL_NETWORK: Final = Line(10e9 / 8, 0.0001)  # 10 Gbit/s, 0.2 ms there and back
@@ -39,17 +40,21 @@ class PlannedSite:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the planner may choose from; None = as the controller would. One value fixes a setting."""
+    """What the planner may choose from; None = as the controller would. One value fixes a setting. `engine`,
+    `inside_every`: of the rounds inside a site, by what and every how many steps."""
 
     sync_every: int | None = None
     codec: str | None = None
     num_fragments: int | None = None
     delay: int | None = None
+    engine: Engine | None = None
+    inside_every: int | None = None
 
 
 @dataclass(frozen=True)
 class Situation:
-    """`server_…`: what the server's own access carries in all; 0 = as much as all sites together send it. `overheads`:
+    """`server_…`: what the server's own access carries in all; 0 = as much as all sites together send it.
+    `server_local_bytes_per_s`: the same of a site's own server, on the local network; 0 = as a worker's. `overheads`:
     NOMINAL with rates that lines are said to have, MEASURED with those that were measured."""
 
     parameters: int
@@ -57,6 +62,7 @@ class Situation:
     server_in_bytes_per_s: float = 0.0
     server_out_bytes_per_s: float = 0.0
     local: Line = LOCAL_NETWORK  # between the workers of a site
+    server_local_bytes_per_s: float = 0.0
     weights: str = "bf16"
     target_utilization: float = 0.95
     choice: Choice = Choice()
@@ -76,6 +82,11 @@ class Situation:
         must(self.weights in WEIGHT_BYTES, f"the dtype must be one of {', '.join(WEIGHT_BYTES)}", repr(self.weights))
         must(0.0 < self.target_utilization < 1.0, "the target must lie between 0 and 1", self.target_utilization)
         said = self.choice
+        must(
+            said.inside_every is None or said.sync_every is None or said.sync_every % said.inside_every == 0,
+            "the interval must be a multiple of the one inside the sites",
+            f"{said.sync_every} and {said.inside_every}",
+        )
         if said.sync_every is not None and said.delay is not None:
             must(said.delay < said.sync_every, "the delay must be shorter than the interval", said.delay)
         for site in self.sites:
