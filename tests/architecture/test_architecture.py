@@ -86,6 +86,7 @@ MAY_IMPORT = {
         "observe",
         "security",
         "server",
+        "simulate",
     }
     | {"threads", "topology", "wire"},
     "integrations": PLAIN

@@ -80,6 +80,7 @@ CATALOGUE = (
     CommandEntry("page", "Print a link that shows a run in a browser. It logs in one browser, once."),
     CommandEntry("export", "Write the newest agreed model as a folder that from_pretrained loads."),
     CommandEntry("plan", "Choose settings before a run: what will it cost, and what do I type?"),
+    CommandEntry("simulate", "Play a run of thousands of workers in virtual time, before there is one."),
     CommandEntry("doctor", "Look for anything that would keep a server or a worker from working here.", DOCTOR_CODES),
     CommandEntry(
         "demo", "Train one small GPT with workers, and by default a server, as real processes, and compare.", None
