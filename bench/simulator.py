@@ -8,8 +8,8 @@
 
 `real` compares the simulator with a run: a server and eight workers, all processes, each worker over an emulated link
 of its own (bench/links.py), killed with SIGKILL at random moments and started again a while later. It is the scenario
-of examples/simulate/eight.toml fifty times as fast: a step takes 0.1 s, asleep, as if an accelerator computed it. What is
-counted begins with the first round, when codecs are compiled and everybody is warm. The simulator plays the same
+of examples/simulate/eight.toml fifty times as fast: a step takes 0.1 s, asleep, as if an accelerator computed it. What
+is counted begins with the first round, when codecs are compiled and everybody is warm. The simulator plays the same
 clusters, link, settings and rates of failure, with twenty seeds. Compared is the useful work: steps that rounds
 took in, as a share of what eight workers could have taken.
 

@@ -18,7 +18,7 @@ from ..coordination.cost import MEASURED, NOMINAL, NONE, Line
 from ..coordination.planning import Choice, Option, Proposal, Situation, propose
 from ..coordination.planning.guide import MEASURED_ON
 from ..coordination.planning.planner import NEARLY_EQUAL, utilization_by_interval
-from ..coordination.planning.situation import LOCAL_NETWORK, MOST_WORKERS
+from ..coordination.planning.situation import LOCAL_NETWORK, MOST_WORKERS, Engine
 from ..errors import ConfigError
 from ..installing import install_line
 from ..observe.quantities import duration, size
@@ -74,6 +74,14 @@ def plan(
         str | None,
         typer.Option(rich_help_panel=LINKS, help="Between the workers of a site. [dim]Default: 10gbit.[/dim]"),
     ] = None,
+    server_lan: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=LINKS, help="Of a site's own server. [dim]Default: as --lan.[/dim]"),
+    ] = None,
+    server_speed: Annotated[
+        float,
+        typer.Option(min=0.01, max=1000.0, help="How often as fast as two processor cores each server is."),
+    ] = 1.0,
     dtype: Annotated[
         str | None,
         typer.Option(help="Of the workers' weights: bf16, fp16 or fp32; for memory. [dim]Default: bf16.[/dim]"),
@@ -86,6 +94,13 @@ def plan(
     fragments: Annotated[int | None, typer.Option(min=1, rich_help_panel=FIXED, help="So many fragments.")] = None,
     delay: Annotated[
         int | None, typer.Option(min=0, rich_help_panel=FIXED, help="τ: this delay; 0 = blocking.")
+    ] = None,
+    inside: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=FIXED, help="Inside a site, in a hierarchy: server or allreduce."),
+    ] = None,
+    inside_every: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=FIXED, help="And every so many steps there.")
     ] = None,
     ideal: Annotated[
         bool, typer.Option("--ideal", rich_help_panel=FIXED, help="Count bytes and lines alone, no work of ours.")
@@ -123,8 +138,10 @@ def plan(
         target=target,
         server_link=server_link,
         lan=lan,
-        choice=Choice(sync_every, codec, fragments, delay),
+        server_lan=server_lan,
+        choice=Choice(sync_every, codec, fragments, delay, _engine(inside), inside_every),
         ideal=ideal,
+        server_speed=server_speed,
     )
     proposal = propose(situation)
     now = None if source.now is None else _as_it_is(situation, source.now)
@@ -153,7 +170,15 @@ def _ask(address: str, credentials: str | None) -> Source:
     return from_status(read_status(transport.status()), transport.address)
 
 
-def _situation(source: Source, *, choice: Choice, ideal: bool, **flags: str | None) -> Situation:
+def _engine(said: str | None) -> Engine | None:
+    match said:
+        case None | "server" | "allreduce":
+            return said
+        case _:
+            raise ConfigError(f"--inside must be server or allreduce, got {said!r}")
+
+
+def _situation(source: Source, *, choice: Choice, ideal: bool, server_speed: float, **flags: str | None) -> Situation:
     """What the command line says goes before what a file or a server says."""
     parameters = units.count(flags["params"], "--params") if flags["params"] else source.parameters
     if parameters is None:
@@ -161,16 +186,19 @@ def _situation(source: Source, *, choice: Choice, ideal: bool, **flags: str | No
     target = units.share(flags["target"], "--target") if flags["target"] else source.target
     server = units.rate(flags["server_link"], "--server-link") if flags["server_link"] else source.server_bytes_per_s
     local = units.rate(flags["lan"], "--lan") if flags["lan"] else source.local_bytes_per_s
+    site_server = units.rate(flags["server_lan"], "--server-lan") if flags["server_lan"] else 0.0
+    usual = NONE if ideal else MEASURED if source.is_measured else NOMINAL
     return Situation(
         parameters=parameters,
         sites=source.sites,
         server_in_bytes_per_s=server or 0.0,
         server_out_bytes_per_s=server or 0.0,
         local=LOCAL_NETWORK if local is None else Line(local, LOCAL_NETWORK.latency_s),
+        server_local_bytes_per_s=site_server,
         weights=flags["dtype"] or source.dtype or "bf16",
         target_utilization=0.95 if target is None else target,
         choice=choice,
-        overheads=NONE if ideal else MEASURED if source.is_measured else NOMINAL,
+        overheads=usual.with_servers(server_speed),
     )
 
 
@@ -222,6 +250,8 @@ def commands(situation: Situation, option: Option) -> list[tuple[str, str]]:
         "the top",
         f"{model} -n {option.members} --sync-every {inside.above_every} --codec {option.codec} {outer}",
     )
+    if option.delay:
+        top = top[0], f"{top[1]} --fragments 1 --fragment-delay {option.delay}"
     workers = max(each.workers for each in situation.sites)
     if inside.engine == "allreduce":
         below = [

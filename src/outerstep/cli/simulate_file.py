@@ -19,7 +19,6 @@ from ..simulate.fleet.scenario import (
     FleetScenario,
     LayerSetting,
     Liars,
-    faster,
     recommended,
 )
 from . import units
@@ -72,7 +71,7 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
             plan.whole("delay", None),
             inside_every=inside.whole("sync_every", None),
         ),
-        faster(overheads, speed),
+        overheads.with_servers(speed),
         server_in_bytes_per_s=into,
         server_out_bytes_per_s=out,
         target=given.read("target", units.share) or 0.95,

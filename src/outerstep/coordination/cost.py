@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ..errors import ConfigError
@@ -72,6 +72,14 @@ class Overheads:
     server_s_per_byte: float = 0.6e-9
     round_trips: float = 5.0
     connections: float = 0.0
+
+    def with_servers(self, speed: float) -> Overheads:
+        """With servers that are so many times as fast as the one that was measured."""
+        return replace(
+            self,
+            server_s_per_parameter=self.server_s_per_parameter / speed,
+            server_s_per_byte=self.server_s_per_byte / speed,
+        )
 
 
 MEASURED: Final = Overheads()  # with rates that were measured: slow starts are in them

@@ -23,7 +23,6 @@ from outerstep.simulate.fleet.scenario import (
     FleetClusters,
     LayerSetting,
     Liars,
-    faster,
     recommended,
 )
 from outerstep.simulate.fleet.server import FleetServer
@@ -159,7 +158,7 @@ def test_the_time_of_an_exchange_is_that_of_the_planner() -> None:
 def test_faster_servers_wait_less() -> None:
     slow, fast = (run_fleet(fleet(server_speed=speed, parameters=10**9, hours=2.0)) for speed in (0.2, 20.0))
     assert slow.seconds["waiting"] > fast.seconds["waiting"]
-    assert faster(fleet().overheads, 2.0).worker_s_per_byte == fleet().overheads.worker_s_per_byte
+    assert fleet().overheads.with_servers(2.0).worker_s_per_byte == fleet().overheads.worker_s_per_byte
 
 
 # --- planted bugs: the ledger must catch each ------------------------------------------------------------------------
@@ -271,7 +270,10 @@ def assert_broken(broken: list[str], rule: str) -> None:
         ({"heartbeat_timeout_s": 31.0}, "heartbeat_timeout must be at least twice the heartbeat"),
         ({"clusters": ()}, "at least one table"),
         ({"clusters": (WORKERS, WORKERS)}, "different names"),
-        ({"across": LayerSetting(3, "int4")}, "at least 5 s, got 3 s; raise sync_every, or use fewer fragments"),
+        (
+            {"clusters": (replace(WORKERS, count=1000),), "hours": 500.0, "across": LayerSetting(30, "int4")},
+            "may exchange 5e",
+        ),
         ({"across": LayerSetting(200, "int5")}, "codec 'int5' is not known"),
         ({"across": LayerSetting(200, "int4", delay=200)}, "delay must be below sync_every"),
         ({"topology": "ring"}, "topology must be server or hierarchy, got 'ring'"),

@@ -396,7 +396,9 @@ def _reasons(situation: Situation, best: Option, found: list[Option]) -> Iterato
         first = min(exact, key=lambda each: (not each.meets_target, each.sync_every))
         needs = f"needs H = {first.sync_every}" if first.meets_target else f"reaches {100 * first.utilization:.0f} %"
         yield f"{best.codec}: {first.codec} {needs}, and a smaller codec costs less loss than a longer interval"
-    if best.delay:
+    if best.delay and best.inside:
+        yield f"τ = {best.delay}: the workers of a site go on for {best.delay} of its rounds while what it sent travels"
+    elif best.delay:
         yield (
             f"{best.num_fragments} fragment(s), τ = {best.delay}: training goes on for {best.delay} steps while each "
             "piece travels"

@@ -23,7 +23,7 @@ MOST_HOURS = 24.0 * 31
 MOST_KINDS = 1000
 MOST_WORKER_STEPS = 2e9  # workers · hours · 3600 / step: a month of a thousand workers
 LEAST_PARAMETERS = 1_000_000
-LEAST_INTERVAL_S = 5.0  # between two exchanges of a worker: below, a run of many workers would never end
+MOST_EXCHANGES = 5e7  # of all workers: some hours of processor time
 MOST_POOL_BYTES = 1 << 50
 DEFAULT_POOL_BYTES = (128 << 20) + (16 << 30)  # what a server has in memory and on its disk for contributions
 
@@ -188,17 +188,15 @@ class FleetScenario:
                 "a hierarchy is simulated with one fragment in each layer",
                 f"{self.across.num_fragments} and {self.inside.num_fragments}",
             )
-        leaf = self.leaf
-        for each in self.clusters:
-            interval_s = leaf.sync_every * each.step_s * (1.0 - each.spread) / leaf.num_fragments
-            must(
-                interval_s >= LEAST_INTERVAL_S,
-                f"clusters {each.name!r}: between two exchanges of a worker must lie at least {LEAST_INTERVAL_S:g} s",
-                f"{interval_s:g} s",
-                "raise sync_every, or use fewer fragments",
-            )
         total = sum(each.count * each.workers / each.step_s for each in self.clusters) * self.hours * 3600.0
         must(total <= MOST_WORKER_STEPS, f"all workers together may take {MOST_WORKER_STEPS:g} steps", f"{total:.3g}")
+        exchanges = total / self.leaf.sync_every * self.leaf.num_fragments
+        must(
+            exchanges <= MOST_EXCHANGES,
+            f"all workers together may exchange {MOST_EXCHANGES:g} times",
+            f"{exchanges:.3g}",
+            "raise sync_every, or use fewer fragments, workers or hours",
+        )
 
     @property
     def workers(self) -> int:
@@ -216,16 +214,7 @@ class FleetScenario:
     @property
     def at_the_servers(self) -> Overheads:
         """What the ends add, with servers as fast as they are here."""
-        return faster(self.overheads, self.server_speed)
-
-
-def faster(overheads: Overheads, speed: float) -> Overheads:
-    """With a server that is so many times as fast as the one that was measured."""
-    return replace(
-        overheads,
-        server_s_per_parameter=overheads.server_s_per_parameter / speed,
-        server_s_per_byte=overheads.server_s_per_byte / speed,
-    )
+        return self.overheads.with_servers(self.server_speed)
 
 
 @dataclass(frozen=True)
