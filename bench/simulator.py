@@ -39,11 +39,11 @@ from provenance import provenance
 # --- a scenario, played -----------------------------------------------------------------------------------------------
 
 
-def play(file: str, seed: int | None) -> dict[str, Any]:
+def play(file: str, seed: int | None, hours: float | None) -> dict[str, Any]:
     from outerstep.cli.simulate_file import read_scenario
     from outerstep.simulate.fleet import run_fleet
 
-    scenario = read_scenario(file, seed=seed)
+    scenario = read_scenario(file, seed=seed, hours=hours)
     began_s = time.process_time()
     report = run_fleet(scenario).as_plain()
     report.pop("moments")
@@ -248,6 +248,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="what", required=True)
     playing = commands.add_parser("play", help="a scenario file")
     playing.add_argument("file")
+    playing.add_argument("--hours", type=float, default=None, help="instead of the file's")
     running = commands.add_parser("real", help="eight real workers beside eight simulated ones")
     running.add_argument("--seconds", type=float, default=300.0)
     for each in (playing, running):
@@ -256,7 +257,7 @@ def main() -> None:
     given = parser.parse_args()
     machine = provenance(*(("torch",) if given.what == "real" else ()))
     if given.what == "play":
-        found, key = play(given.file, given.seed), Path(given.file).stem
+        found, key = play(given.file, given.seed, given.hours), Path(given.file).stem
         shown = {name: found[name] for name in ("useful_share", "shares", "lost_share", "cpu_s", "peak_bytes")}
         print(json.dumps({**shown, "broken": found["broken_count"], "layers": found["layers"]}, indent=2))
     else:

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from ...coordination.cost import Overheads, bytes_per_value
 from ...coordination.planning.capacity import RING_SHARE
-from ...coordination.server import complete
 from ...coordination.server.commits import AddContributions, AnnounceRound, Commits, TakeStep, Task
 from ...coordination.server.coordinator import Coordinator
 from ...coordination.server.effects import Accumulate, AskAgain, DropUpload
 from ...coordination.server.plan import CARRY_BEYOND, settle
 from ...coordination.server.rounds import Fragment, RoundRules
+from ...coordination.server.uploads import take_complete
 from ...digest import part_hash, payload_hash
 from ...errors import NotFinite, Refused, Superseded
 from ...events import Event, GroupStateUnclear, VersionPublished, WorkerDied, WorkerLeft, WorkerQuarantined
@@ -197,9 +197,9 @@ class FleetServer:
         answer: Answer | Refused
         try:
             if isinstance(request, CompleteOffer):
-                answer = complete.take(
+                answer = take_complete(
                     request,
-                    lambda offer: self.commits.answer(offer, now)[0],  # type: ignore[arg-type, return-value]
+                    lambda offer: self.commits.answer(offer, now)[0],
                     lambda part: self._answer(part, parcel, lie),
                     lambda commit: self._answer(commit, parcel, lie),  # type: ignore[arg-type, return-value]
                 )
@@ -339,7 +339,8 @@ class FleetServer:
                 if ask_again is not None:
                     self._agenda.after(0.0, ask_again)
             elif isinstance(effect, Accumulate):
-                if effect.first and len(self.coordinator.fragments) > 1:  # others may be wanted there
+                # Others may be wanted there; and who was held back for a layer above is so no more.
+                if effect.first and (len(self.coordinator.fragments) > 1 or self._withheld):
                     for fragment in list(self._polls):
                         self._wake(fragment)
             elif isinstance(effect, Event):
