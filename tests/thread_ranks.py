@@ -25,6 +25,12 @@ class ThreadRanks(Ranks):
             values = self._exchange(tensor.clone())
             tensor.copy_(values[0])
 
+    def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        everybodys = self._exchange([tensor.clone() for tensor in outgoing])
+        arrived = [theirs[self.rank] for theirs in everybodys]
+        assert [tensor.numel() for tensor in arrived] == list(sizes)
+        return arrived
+
     def _broadcast(self, said: bytes) -> bytes:
         return bytes(self._exchange(said)[0])
 

@@ -16,6 +16,10 @@ from .versions import OLDEST_PROTOCOL, Since2
 from .versions import PROTOCOL_VERSION as PROTOCOL_VERSION  # a message says it
 
 MOST_SECTIONS = 4096
+MOST_HELD = 1 << 19  # boxes that the sections of a job hold, all tensors together
+MOST_BOXES = 1 << 16  # in all patterns of a tiling
+MOST_DIMENSIONS = 8  # of a tensor that is held in boxes
+MOST_CUT_DIMENSIONS = 4  # of those, in which it is cut
 MOST_FROM_ABOVE = 64  # versions from a layer above that are known as such; older ones count as rounds
 MOST_CARRIED_BYTES = 1 << 20  # that travel with an offer, or with the answer to a poll
 MOST_PAYLOADS = 64  # in one agreement: the longest chain of updates the server sends
@@ -61,6 +65,7 @@ CarriedBytes = Annotated[int, Meta(ge=1, le=MOST_CARRIED_BYTES)]
 PartHash = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 AnchorHash = Annotated[str, Meta(pattern=r"^t?[0-9a-f]{32}\Z")]  # with the t, a tree's root (digest.py)
+Section = Annotated[int, Meta(ge=0, lt=MOST_SECTIONS)]
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # an Ed25519 public key
 Nonce = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Signature = Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]  # Ed25519
@@ -212,11 +217,36 @@ class JoinProof(Plain, frozen=True):
     signature: Signature
 
 
+class Box(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A rectangle of a tensor: indices [begin, begin + size) of each dimension. `holders`: the sections that hold it;
+    the first sends it."""
+
+    SINCE: ClassVar[int] = 2
+
+    begin: Annotated[tuple[Count, ...], Meta(max_length=MOST_DIMENSIONS)]
+    size: Annotated[tuple[Positive, ...], Meta(max_length=MOST_DIMENSIONS)]
+    holders: Annotated[tuple[Section, ...], Meta(min_length=1, max_length=MOST_SECTIONS)]
+
+
+class Tiling(Plain, frozen=True):
+    """What the sections of a job hold of its model (tiling.py). A pattern is the boxes of one tensor; `tensors` has the
+    number of each tensor's pattern, in the manifest's order."""
+
+    SINCE: ClassVar[int] = 2
+
+    sections: Annotated[int, Meta(ge=1, le=MOST_SECTIONS)]
+    patterns: Annotated[
+        tuple[Annotated[tuple[Box, ...], Meta(max_length=MOST_SECTIONS)], ...], Meta(max_length=MOST_BOXES)
+    ]
+    tensors: Annotated[tuple[Count, ...], Meta(max_length=10**6)]
+
+
 class Join(Plain, frozen=True):
     """A worker introduces itself. `instance` is random at each start of the process; a rejoin names its `run_id`.
     `continues`: it resumes from its own saved state, with the steps it had taken; so rounds that waited for the
     previous process wait for this one. `proof`: of the key that the worker id belongs to; a worker of protocol 1 has
-    none. `info`: what it tells of itself, for people."""
+    none. `info`: what it tells of itself, for people. `tiling`: what each section of its contributions holds, if they
+    are not cut by rows."""
 
     protocol: Count
     worker_id: WorkerId
@@ -228,6 +258,7 @@ class Join(Plain, frozen=True):
     continues: bool = False
     proof: Since2[JoinProof] = UNSET
     info: Since2[Info] = UNSET
+    tiling: Since2[Tiling] = UNSET
 
 
 class JoinedFragment(Plain, frozen=True):
@@ -450,7 +481,7 @@ class Offer(OfContribution, frozen=True):
     earlier contribution that no agreement held by this worker includes (0 = none). A restarted server that has
     forgotten it must get it first, because it accepts no older sequence afterwards. `loss`: the worker's last, if it
     knows one; shown with the round. `data`: leased units whose last step is in it. `wait_s`: so long the answer may
-    take while there is no room."""
+    take while there is no room. `tiled`: the sections are those of the worker's tiling, and not by rows."""
 
     base_version: Count
     oldest_base: Count
@@ -464,6 +495,7 @@ class Offer(OfContribution, frozen=True):
     loss: Since2[float] = UNSET
     data: Since2[Annotated[tuple[Trained, ...], Meta(max_length=MOST_DATASETS)]] = UNSET
     wait_s: Since2[Seconds] = UNSET
+    tiled: Since2[bool] = UNSET
 
     @property
     def sections(self) -> int:
@@ -580,7 +612,7 @@ class Poll(FromMember, frozen=True):
     `held_hash` are the version and the hash of the anchor we hold: the server may send the updates from there instead
     of a snapshot. `sections` > 1 also asks for the hash of each section's rows; `plan_revision` is that of the plan we
     follow. `takes_bytes`: payloads of at most so many bytes may come with the answer. `trees`: hashes of anchors may be
-    trees."""
+    trees. `tiled`: the hashes are of what each section of the worker's tiling holds."""
 
     fragment: Count
     after: Annotated[int, Meta(ge=-1, le=2**53)]
@@ -591,6 +623,7 @@ class Poll(FromMember, frozen=True):
     plan_revision: Count = 0
     takes_bytes: Since2[CarriedBytes] = UNSET
     trees: Since2[bool] = UNSET
+    tiled: Since2[bool] = UNSET
 
 
 class PollAnswer(Plain, frozen=True):

@@ -25,6 +25,7 @@ PLAIN = {
     "schedule",
     "screens",
     "statements",
+    "tiling",
     "versions",
 }
 
@@ -43,6 +44,7 @@ MAY_IMPORT = {
     "events": {"printable", "types"},
     "printable": set(),
     "statements": {"types", "versions"},
+    "tiling": {"errors", "types"},
     "defaults": set(),
     "pool": set(),
     "threads": set(),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 from outerstep import DiLoCoWorker
 from outerstep.errors import ModelError
@@ -162,10 +162,11 @@ def load(file: Path, worker: DiLoCoWorker, source: torch.Generator) -> int:
 def refuse(address: str, folder: Path) -> None:
     """Everything that cannot be exchanged is refused by name, on every rank, before anything is sent."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    sharded, by_columns = shard(make_model(0), mesh), make_model(0)
-    fully_shard(by_columns.layers[0], mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    sharded, unsummed = shard(make_model(0), mesh), make_model(0)
+    bias = unsummed.layers[0].bias.detach()
+    unsummed.layers[0].bias = nn.Parameter(DTensor.from_local(bias, mesh, [Partial()]))
     cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-        "columns": (by_columns, {}),
+        "partial": (unsummed, {}),
         "fsdp1": (FullyShardedDataParallel(make_model(0), device_id=torch.device("cpu")), {}),
         "off": (sharded, {"group": "off"}),
         "pipeline": (make_model(0).layers[dist.get_rank()], {}),

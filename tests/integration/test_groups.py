@@ -46,20 +46,21 @@ class Job:
         steps: int = STEPS,
         dies_at: int = 0,
         torchrun: bool = False,
+        script: Path = JOB,
     ) -> None:
         self.folder, self.kind, self.ranks = folder, kind, ranks
         self._end = signal.SIGTERM if torchrun else signal.SIGKILL  # torchrun passes it on
-        script = [str(JOB), kind, address, str(folder), str(steps), str(dies_at)]
+        arguments = [str(script), kind, address, str(folder), str(steps), str(dies_at)]
         if torchrun:
             runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
             self._logs = [folder / f"{kind}.log"]
             with self._logs[0].open("wb") as log:
-                process = subprocess.Popen([*runner, *script], stdout=log, stderr=subprocess.STDOUT, env=environ)
+                process = subprocess.Popen([*runner, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environ)
             self._processes: Sequence[Child | subprocess.Popen[bytes]] = [process]
         else:
             self._logs = [folder / f"{kind}-{rank}.log" for rank in range(ranks)]
-            self._started = Ranks(script, self._logs)
+            self._started = Ranks(arguments, self._logs)
             self._processes = self._started.processes
 
     def ended(self) -> list[int]:
@@ -287,7 +288,8 @@ def test_what_cannot_be_exchanged_is_refused_by_name_on_every_rank(tmp_path: Pat
     with make_server(num_workers=1) as server:
         jobs.append(Job(tmp_path, "refuse", server.address))
         for said in jobs[0].results():
-            assert "'layers.0.weight' is placed as (Shard(dim=1),)" in said["columns"]
+            assert "'layers.0.bias' is placed as (Partial(sum),)" in said["partial"]
+            assert "only Shard and Replicate are exchanged" in said["partial"]
             assert "FSDP1" in said["fsdp1"]
             assert "fully_shard" in said["fsdp1"]
             assert "sharded over 2 processes" in said["off"]

@@ -1,7 +1,7 @@
 """From the bytes of a contribution to its values: where they are, and whether they can be taken, block by block.
 
 payload   section 0: header, tensor 0, tensor 1, …;  section 1: header, tensor 0, …     (wire/frames.py)
-run       the encoded values of one tensor in one section
+run       the encoded values of one tensor in one section: rows of it, or a box (tiling.py)
 block     up to BLOCK_VALUES values of a run: what is checked at once; numbered in the order of the payload
 """
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from ..core.codecs import Codec
 from ..core.codecs.cast import CastCodec
 from ..errors import BadFrame, NotFinite, Refused
-from ..wire.frames import check_frame, rows_of, section_layout
+from ..tiling import Cutout, Cutting, FragmentTiling, sections_of
+from ..wire.frames import Layout, check_frame, rows_of, section_layout, tiled_layout
 from .blocks import BLOCK_VALUES
 
 KEPT_LAYOUTS = 8  # of sections
@@ -52,27 +53,41 @@ class Findings:
 
 
 class Decoder:
-    """For contributions to one fragment that come in the same number of sections."""
+    """For contributions to one fragment that are cut into sections in the same way."""
 
-    def __init__(self, codec_name: str, tensors: Sequence[UpTensor], sections: int = 1) -> None:
-        self.sections = sections
+    def __init__(self, codec_name: str, tensors: Sequence[UpTensor], cutting: Cutting = 1) -> None:
+        self.sections = sections_of(cutting)
+        self._cutting = cutting
         self._tensors = list(tensors)
         shares = [(tensor.name, tensor.shape, tensor.codec.encoded_bytes) for tensor in tensors]
-        # Not all of them are kept: a strange worker may name thousands of sections, of thousands of tensors.
-        self._layout = lru_cache(KEPT_LAYOUTS)(lambda section: section_layout(codec_name, shares, sections, section))
         self._index = {tensor.name: i for i, tensor in enumerate(self._tensors)}
+
+        def layout(section: int) -> Layout:
+            if isinstance(cutting, int):
+                return section_layout(codec_name, shares, cutting, section)
+            return tiled_layout(codec_name, {name: size for name, _, size in shares}, cutting, section)
+
+        # Not all of them are kept: a strange worker may name thousands of sections, of thousands of tensors.
+        self._layout = lru_cache(KEPT_LAYOUTS)(layout)
         self._begins, self._first_blocks = array("q"), array("q")  # per run: its first byte, its first block
         self._counts = array("q")  # and how many values are in it
+        self._whose, self._places = array("q"), array("q")  # and of which tensor, and section
+        self._boxes: dict[str, list[tuple[int, Cutout]]] = {}  # if it is of a tiling: each tensor's, with their runs
         begin, blocks = 0, 0
-        for section in range(sections):
+        for section in range(self.sections):
             up = self._layout(section)
-            for tensor, entry in zip(self._tensors, up.entries, strict=True):
+            for entry in up.entries:
                 self._begins.append(begin + up.data_begin + entry.begin)
                 self._first_blocks.append(blocks)
-                self._counts.append(rows_of(tensor.shape, sections, section).numel)
+                self._counts.append(math.prod(entry.shape))
+                self._whose.append(self._index[entry.name])
+                self._places.append(section)
                 blocks += -(-self._counts[-1] // BLOCK_VALUES)
             begin += up.size_bytes
         self.block_count = blocks
+        if isinstance(cutting, FragmentTiling):
+            for run, (name, box) in enumerate(box for boxes in cutting.sent for box in boxes):
+                self._boxes.setdefault(name, []).append((run, box))
 
     # --- checking -------------------------------------------------------------------------------------------------
 
@@ -105,7 +120,7 @@ class Decoder:
         run = bisect_right(self._begins, byte) - 1
         if run < 0:
             return 0
-        codec, count = self._tensors[run % len(self._tensors)].codec, self._counts[run]
+        codec, count = self._tensors[self._whose[run]].codec, self._counts[run]
         per_block = codec.encoded_bytes(min(BLOCK_VALUES, count)) or 1
         inside = byte - self._begins[run]
         blocks = -(-count // BLOCK_VALUES)
@@ -121,7 +136,7 @@ class Decoder:
         while block < blocks.stop:
             while run + 1 < len(self._first_blocks) and self._first_blocks[run + 1] <= block:
                 run += 1
-            codec = self._tensors[run % len(self._tensors)].codec
+            codec = self._tensors[self._whose[run]].codec
             start = (block - self._first_blocks[run]) * BLOCK_VALUES
             at_once = blocks.stop - block if isinstance(codec, CastCodec) else 1
             stop = min(start + at_once * BLOCK_VALUES, self._counts[run])
@@ -135,9 +150,10 @@ class Decoder:
         return Findings(blocks, squares)
 
     def _named(self, refusal: Refused, run: int) -> Refused:
-        section, i = divmod(run, len(self._tensors))
-        where = f" in section {section} of {self.sections}" if self.sections > 1 else ""
-        return type(refusal)(f"tensor {self._tensors[i].name!r} {refusal.message}{where}", hint=refusal.hint)
+        where = f" in section {self._places[run]} of {self.sections}" if self.sections > 1 else ""
+        return type(refusal)(
+            f"tensor {self._tensors[self._whose[run]].name!r} {refusal.message}{where}", hint=refusal.hint
+        )
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -146,6 +162,9 @@ class Decoder:
         where `out` is, if that is not the host."""
         i = self._index[name]
         tensor = self._tensors[i]
+        if not isinstance(self._cutting, int):
+            self._read_boxes(payload, name, start, stop, out, bring)
+            return
         if self.sections == 1:
             _decode(payload, tensor.codec, self._begins[i], tensor.numel, start, stop, out, bring)
             return
@@ -156,6 +175,25 @@ class Decoder:
             begin, end = max(start - first, 0), min(stop - first, count)
             place = out[first + begin - start : first + end - start]
             _decode(payload, tensor.codec, self._begins[run], count, begin, end, place, bring)
+
+    def _read_boxes(self, payload: Tensor, name: str, start: int, stop: int, out: Tensor, bring: Bring) -> None:
+        """In the order of the tensor's values those of a box are in the box's own order: so of each box it is one range
+        that is decoded, and then laid out in stretches."""
+        codec = self._tensors[self._index[name]].codec
+        for run, box in self._boxes.get(name, ()):
+            if box.last < start or box.first >= stop:
+                continue
+            first, last = box.before(start), box.before(stop)
+            if first == last:
+                continue
+            values = torch.empty(last - first, device=out.device)
+            _decode(payload, codec, self._begins[run], box.numel, first, last, values, bring)
+            for part in box.stretches(first, last):
+                here = values[part.at - first : part.at - first + part.count * part.length]
+                there = out.as_strided(
+                    (part.count, part.length), (part.stride, 1), out.storage_offset() + part.place - start
+                )
+                there.copy_(here.view(part.count, part.length))
 
 
 def _decode(

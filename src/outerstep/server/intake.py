@@ -20,14 +20,15 @@ from ..digest import new_part_hash, part_hash
 from ..errors import BadRequest, HashMismatch, MissingParts
 from ..pool import Pool, Room, private_memory
 from ..threads import ThreadTeam
+from ..tiling import Cutting
 from ..types import THE_SERVER, ContributionKey, PutPart, PutPartAnswer
 from ..wire.routes import UnreadBody
 from .decoding import Decoder, Findings
 
 PIECE_BYTES = 1 << 20  # of a part that goes to a file
 
-FindDecoder = Callable[[int, int, str], Decoder]
-"""(fragment, number of sections, codec) → how such a contribution is read."""
+FindDecoder = Callable[[int, Cutting, str], Decoder]
+"""(fragment, how it is cut into sections, codec) → how such a contribution is read."""
 
 
 @dataclass
@@ -90,7 +91,8 @@ class Intake:
         """With the lock held, all parts being in: what checks the rest, outside of it. That returns ‖Δ‖ or refuses."""
         incoming = self._incoming[upload.key]
         payload, seen = self.room(upload.key).view, [incoming.seen[part] for part in sorted(incoming.seen)]
-        decoder = self._find_decoder(upload.offer.fragment, upload.sections, upload.offer.codec)
+        cutting = self._coordinator.cutting(upload.offer)
+        decoder = self._find_decoder(upload.offer.fragment, cutting, upload.offer.codec)
         return lambda: self._lookers.submit(decoder.check, payload, seen).result()
 
     def put(self, request: PutPart, body: UnreadBody) -> PutPartAnswer:
@@ -109,6 +111,7 @@ class Intake:
                 place = (begun.key, request.part)
                 earlier = self.writing.get(place)
                 if earlier is None:
+                    cutting = self._coordinator.cutting(begun.offer)
                     incoming = self._incoming.setdefault(begun.key, _Incoming())
                     writing = self.writing[place] = _Writing(body)
                     begun.under_way += 1
@@ -119,7 +122,7 @@ class Intake:
         findings: Findings | None = None
         try:
             room = self._room(begun.key, incoming, begun.offer.size_bytes)
-            decoder = self._find_decoder(request.fragment, begun.sections, begun.offer.codec)
+            decoder = self._find_decoder(request.fragment, cutting, begun.offer.codec)
             findings = self._read(room, begin, end, request, body, decoder)
         finally:
             with self._lock:

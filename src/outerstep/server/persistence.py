@@ -39,7 +39,19 @@ from ..durable.run_folder import JOURNAL, RunFolder, has_journal
 from ..errors import ModelError, ServerError
 from ..events import EventSink, RunEnded, SaveFailed, StateSaved
 from ..pool import private_memory
-from ..types import AnchorHash, Count, Label, LearningRate, Participant, Plain, Positive, Watched
+from ..tiling import Cutting, FragmentTiling, ModelTiling, sections_of
+from ..types import (
+    AnchorHash,
+    Count,
+    Label,
+    LearningRate,
+    ParameterSpec,
+    Participant,
+    Plain,
+    Positive,
+    Tiling,
+    Watched,
+)
 from .outer_state import rule_told
 from .publish import NextVersion
 from .run import Run
@@ -61,6 +73,7 @@ class RecordedPush(Plain, frozen=True):
     base: Count | None
     sections: Positive
     codec: Label = ""  # of the run, while that could not change
+    tiling: Tiling | None = None  # None = by rows
 
 
 RoundKind = Literal["mean", "pushes", "nothing", "above"]
@@ -134,7 +147,12 @@ class RunWriter:
             kind, payload = "pushes", [addend.payload for addend in counted]
             pushes = tuple(
                 RecordedPush(
-                    size_bytes=len(one.payload), scale=one.weight, base=one.base, sections=one.sections, codec=one.codec
+                    size_bytes=len(one.payload),
+                    scale=one.weight,
+                    base=one.base,
+                    sections=sections_of(one.sections),
+                    codec=one.codec,
+                    tiling=one.sections.as_said() if isinstance(one.sections, FragmentTiling) else None,
                 )
                 for one in counted
             )
@@ -258,13 +276,17 @@ def read_record(record: Record) -> RecordHead:
         ) from error
 
 
-def recorded_addends(round_: RoundRecord, payload: memoryview) -> list[Addend]:
-    """The contributions of a record, in memory that may be written to, as it was when they came."""
+def recorded_addends(round_: RoundRecord, payload: memoryview, specs: Sequence[ParameterSpec]) -> list[Addend]:
+    """The contributions of a record, in memory that may be written to, as it was when they came. `specs`: of the
+    fragment's tensors."""
     memory, made, begin = private_memory(max(len(payload), 1)), [], 0
     memory[: len(payload)] = payload
     for push in round_.pushes:
         data = memory[begin : begin + push.size_bytes]
-        made.append(Addend(data, push.scale, push.base, push.sections, push.codec))
+        cutting: Cutting = push.sections
+        if push.tiling is not None:
+            cutting = ModelTiling(push.tiling, specs).fragment([spec.name for spec in specs])
+        made.append(Addend(data, push.scale, push.base, cutting, push.codec))
         begin += push.size_bytes
     if begin != len(payload):
         raise ModelError(f"the pushes of a record must be as long as its payload, {len(payload)} bytes, got {begin}")

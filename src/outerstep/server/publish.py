@@ -55,6 +55,7 @@ from ..digest import (
 from ..errors import BadRequest, Busy, ServerFailed, Superseded
 from ..pool import private_memory, watched
 from ..threads import ThreadTeam
+from ..tiling import Cutting
 from ..types import MOST_PAYLOADS, Agreement, GetPart, ParameterSpec, Participant, Payload, Watched
 from ..wire.frames import Layout, layout
 from .blocks import Block
@@ -150,7 +151,7 @@ class Published(Served):
     def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
         super().__init__(frame, part_size_bytes)
         self.agreement, self.version = agreement, agreement.version
-        self.range_hashes: dict[tuple[int, bool], tuple[str, ...]] = {}  # by sections and whether trees, as asked for
+        self.range_hashes: dict[tuple[Cutting, bool], tuple[str, ...]] = {}  # and whether trees, as asked for
         self._hashing = threading.Lock()
         self._part_hashes: tuple[str, ...] = ()
 

@@ -322,7 +322,7 @@ def _replay_round(round_: RoundRecord, record: Record, stores: list[FragmentStor
     else:
         if round_.kind == "mean":
             store.recall_mean(round_.version, record.payload)
-        pushes = recorded_addends(round_, record.payload) if round_.kind == "pushes" else ()
+        pushes = recorded_addends(round_, record.payload, store.specs) if round_.kind == "pushes" else ()
         made = store.close(round_.version, optimizer, pushes)
         made.seen = round_.seen
     published = store.publish(made, round_.participants)

@@ -25,9 +25,11 @@ from ..core.watch import sum_of_squares
 from ..digest import data_hash, tree_hash
 from ..errors import ModelError
 from ..threads import ThreadTeam, process_team
+from ..tiling import Cutting
 from ..types import ParameterSpec, Participant
-from ..wire.frames import Layout, layout, most_bytes, row_pieces
+from ..wire.frames import Layout, layout, most_bytes, row_pieces, tiled_layout
 from .blocks import Block, cut, pieces_of
+from .boxes import box_hashes
 from .decoding import Decoder, UpTensor
 from .places import (
     DEVICE_BLOCK_VALUES,
@@ -54,7 +56,7 @@ class Addend:
     payload: memoryview
     weight: float
     base: int | None = None
-    sections: int = 1
+    sections: Cutting = 1
     codec: str = ""
     used: Callable[[int], None] | None = None
 
@@ -70,7 +72,10 @@ class Uplink:
     def layout(self) -> Layout:
         return layout(self.codec, [(t.name, t.shape, t.codec.encoded_bytes(t.numel)) for t in self.tensors])
 
-    def most_bytes(self, sections: int) -> int:
+    def most_bytes(self, sections: Cutting) -> int:
+        sizes = {t.name: t.codec.encoded_bytes for t in self.tensors}
+        if not isinstance(sections, int):
+            return sum(tiled_layout(self.codec, sizes, sections, i).size_bytes for i in range(sections.sections))
         return most_bytes(self.layout, [(t.name, t.shape, t.codec.encoded_bytes) for t in self.tensors], sections)
 
 
@@ -163,7 +168,7 @@ class FragmentStore:
         self.state: FragmentState = self.down.state
         self.payloads, self.part = self.down.payloads, self.down.part  # how workers get it
         self.numel = (self.down.full.size_bytes - self.down.full.data_begin) // 4  # of the flat memory, gaps included
-        self._specs, self._first_codec = specs, up.name
+        self.specs, self._first_codec = specs, up.name
         # The coordinator says which codecs a contribution may have: they are few.
         self._uplinks, self._decoders = lru_cache(maxsize=8)(self._uplink), lru_cache(maxsize=8)(self._decoder)
         self.max_payload_bytes = lru_cache(maxsize=64)(self._max_payload_bytes)
@@ -186,24 +191,24 @@ class FragmentStore:
     @property
     def max_sections(self) -> int:
         """As many as there are rows; a few more may be empty."""
-        return max([FEW_SECTIONS, *(spec.shape[0] for spec in self._specs if spec.shape)])
+        return max([FEW_SECTIONS, *(spec.shape[0] for spec in self.specs if spec.shape)])
 
     def uplink(self, codec: str = "") -> Uplink:
         """How contributions of this codec come; "" = the one that the store was made with."""
         return self._uplinks(codec or self._first_codec)
 
-    def decoder(self, sections: int, codec: str = "") -> Decoder:
+    def decoder(self, sections: Cutting, codec: str = "") -> Decoder:
         return self._decoders(sections, codec or self._first_codec)
 
-    def _max_payload_bytes(self, sections: int, codec: str = "") -> int:
+    def _max_payload_bytes(self, sections: Cutting, codec: str = "") -> int:
         """Of a contribution that comes in so many sections."""
         return self.uplink(codec).most_bytes(sections) + SLACK_BYTES
 
     def _uplink(self, codec: str) -> Uplink:
         recipe = Recipe.parse(codec)
-        return Uplink(codec, [UpTensor(spec.name, spec.shape, recipe.codec(spec)) for spec in self._specs])
+        return Uplink(codec, [UpTensor(spec.name, spec.shape, recipe.codec(spec)) for spec in self.specs])
 
-    def _decoder(self, sections: int, codec: str) -> Decoder:
+    def _decoder(self, sections: Cutting, codec: str) -> Decoder:
         return Decoder(codec, self.uplink(codec).tensors, sections)
 
     @property
@@ -223,9 +228,10 @@ class FragmentStore:
         """T by name, for the thread that closes rounds; copies, if it is elsewhere."""
         return {name: target.cpu() for name, target in self.state.target.items()}
 
-    def range_hashes(self, version: int, sections: int, *, trees: bool = True) -> tuple[str, ...] | None:
-        """Per section the hash of its rows, by the rule of the anchor's; None if the version is not held any more. Two
-        threads that ask at once compute the same. `trees`: or as protocol 1 has them?"""
+    def range_hashes(self, version: int, sections: Cutting, *, trees: bool = True) -> tuple[str, ...] | None:
+        """Per section the hash of its rows, or of the boxes that it holds, by the rule of the anchor's; None if the
+        version is not held any more. Two threads that ask at once compute the same. `trees`: or as protocol 1 has them?
+        """
         with self.down.reading(version) as published:
             if published is None:
                 return None
@@ -234,10 +240,13 @@ class FragmentStore:
                 full = self.down.full
                 data = published.frame.view[full.data_begin :]
                 rule = tree_hash if trees else data_hash
-                known = tuple(
-                    rule(data[begin:end] for begin, end in row_pieces(full.entries, sections, r, 4))
-                    for r in range(sections)
-                )
+                if isinstance(sections, int):
+                    known = tuple(
+                        rule(data[begin:end] for begin, end in row_pieces(full.entries, sections, r, 4))
+                        for r in range(sections)
+                    )
+                else:
+                    known = box_hashes(self.down.params(published), sections)
                 if len(published.range_hashes) < GROUP_SIZES:
                     published.range_hashes[sections, trees] = known
             return known

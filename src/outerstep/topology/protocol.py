@@ -190,6 +190,13 @@ class Lessor(Protocol):
 
 
 @runtime_checkable
+class Divided(Protocol):
+    """A topology whose processes hold different tensors, or boxes of them."""
+
+    holders: Mapping[str, int]  # by tensor that is here: how many processes hold the same of it
+
+
+@runtime_checkable
 class Parting(Protocol):
     """Those who end together have something left to agree on. A topology may be one of these too; the worker asks."""
 

@@ -22,13 +22,16 @@ of the fragment, the rows that torch's Shard(0) gives rank r:
 A tensor without dimensions counts as one row. Each section is a frame of its own, and the payload is the frames one
 after the other; so both ends derive every place from the plan, n and r alone, and no row numbers travel. With n = 1 the
 only section is the frame of the whole fragment.
+
+A job of another shape (tensor-parallel, pipeline stages) says in its `Join` which boxes its sections hold (tiling.py).
+The frame of a section then has the tensors of which it sends a box, each in the box's shape.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -36,6 +39,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from ..errors import BadFrame, BadRequest, BadTensors, UnsupportedMedia
+from ..tiling import FragmentTiling
 from ..types import Count, Label, TensorName
 from .messages import decode_json, encode_json
 
@@ -216,6 +220,14 @@ def section_layout(
     """The frame of one section of these (name, shape, encoded bytes of so many values)."""
     shares = [(name, rows_of(shape, sections, section), encoded_bytes) for name, shape, encoded_bytes in tensors]
     return layout(codec, [(name, rows.shape, encoded_bytes(rows.numel)) for name, rows, encoded_bytes in shares])
+
+
+def tiled_layout(
+    codec: str, encoded_bytes: Mapping[str, Callable[[int], int]], tiling: FragmentTiling, section: int
+) -> Layout:
+    """The same for a job that holds boxes. `encoded_bytes`: by tensor, of so many values."""
+    boxes = tiling.sent[section]
+    return layout(codec, [(name, box.size, encoded_bytes[name](box.numel)) for name, box in boxes])
 
 
 def most_bytes(whole: Layout, tensors: Sequence[tuple[str, Shape, Callable[[int], int]]], sections: int) -> int:

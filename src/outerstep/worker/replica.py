@@ -123,20 +123,26 @@ class Replica:
         """Compile what this plan needs on the model's devices."""
         warm_up((plan.codec, plan.down_codec), {tensor.device for tensor in self.tensors.values()})
 
+    def by_id(self, facts: Mapping[str, int]) -> dict[int, int]:
+        """What is told of each tensor, by the `id` of the object in the model."""
+        return {held: facts[name] for name, held in self._ids.items() if name in facts}
+
     def parameters_among(self, ids: Container[int]) -> list[str]:
         """The exchanged parameters that are one of those objects (`id`), by name."""
         return [name for name, held in self._ids.items() if held in ids and name not in self._statistics]
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
         """What we learned since the anchor; all of it, kept where the anchor is."""
-        return {name: self._delta(name) for name in names}
+        return {name: self._delta(name) for name in names if name in self.tensors}
 
     def moved_statistics_alone(self, names: Iterable[str]) -> bool:
         """Is it only BatchNorm's running means and their like that changed? Of a model without any a norm says as much.
         The smallest parameters come first, so that one that trains is found at once."""
-        if not self._statistics or self.shards.sections > 1:
+        if not self._statistics or self.shards.sections > 1 or not self.shards.by_rows:
             return False
-        learned = sorted(set(names) - self._statistics, key=lambda name: self.tensors[name].numel())
+        learned = sorted(
+            set(names) & self.tensors.keys() - self._statistics, key=lambda name: self.tensors[name].numel()
+        )
         return not any(bool(self._delta(name).any()) for name in learned)
 
     def _delta(self, name: str) -> Tensor:

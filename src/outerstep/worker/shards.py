@@ -1,20 +1,24 @@
 """Models whose parameters are spread over the processes of a job: what of each one is here.
 
-A parameter is whole on every rank (DDP, or plain), or a DTensor that FSDP2 (`fully_shard`) has split by rows. The
-exchange works on the local rows; the manifest speaks of whole tensors. (Imported only inside a job of several
+A parameter is whole (DDP, plain, a stage of a pipeline), or a DTensor: split by rows as FSDP2 (`fully_shard`) does, or
+in any other way that leaves each process one box of it. The exchange works on what is local; the manifest speaks of
+whole tensors. (Imported only inside a job of several
 processes: torch's DTensor takes a second or two to load.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import ModelError
+from ..tiling import Place, ShardOf, box_at, place_of
 from ..topology.group.sharded import Shards
 from ..wire.frames import rows_of
 
@@ -38,39 +42,81 @@ class Locals(Mapping[str, Tensor]):
 
 
 def find_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> Shards:
-    """Which rows of which tensors this process holds; refuses every way of splitting that is not by rows."""
+    """What of each tensor this process holds; refuses what is no box of it."""
     _refuse_fsdp1(model)
-    held = {name: _rows_here(name, t) for name, t in tensors.items() if isinstance(t, DTensor)}
-    sharded = {name: place for name, place in held.items() if place is not None}
-    if len(set(sharded.values())) > 1:
-        odd = {place: name for name, place in sharded.items()}
-        raise ModelError(
-            "all parameters must be sharded over the same ranks; got "
-            + " and ".join(f"{name!r} as shard {r} of {n}" for (n, r), name in sorted(odd.items())[:2])
-        )
+    places = {name: place_held(name, tensor) for name, tensor in tensors.items()}
+    cut = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    rows = {name: _rows_here(tensor) for name, tensor in cut.items()}
+    sharded = {name: place for name, place in rows.items() if place is not None}
+    if NOT_BY_ROWS in sharded.values() or len(set(sharded.values())) > 1:
+        sections = max(_shards_of(tensor) for tensor in cut.values())
+        return Shards(sections, 0, frozenset(sharded), by_rows=False, places=places)
     sections, section = next(iter(sharded.values()), (1, 0))
-    return Shards(sections, section, frozenset(sharded))
+    return Shards(sections, section, frozenset(sharded), places=places)
 
 
-def _rows_here(name: str, tensor: DTensor) -> tuple[int, int] | None:
-    """(n, r): we hold shard r of n. None: all of it."""
+NOT_BY_ROWS = (0, 0)
+
+
+def _rows_here(tensor: DTensor) -> tuple[int, int] | None:
+    """(n, r): we hold shard r of n, by rows. None: all of it."""
     mesh, found = tensor.device_mesh, None
     coordinate = mesh.get_coordinate()
     for dim, placement in enumerate(tensor.placements):
         if type(placement) is Shard and placement.dim == 0 and found is None and coordinate is not None:
             found = (mesh.size(dim), coordinate[dim])
         elif not isinstance(placement, Replicate):
-            raise ModelError(
-                f"parameter {name!r} is placed as {tuple(tensor.placements)} on a mesh of {tuple(mesh.shape)}: only "
-                "Shard(0) over one mesh dimension and Replicate are exchanged (fully_shard's default)"
-            )
+            return NOT_BY_ROWS
     if found is not None:
-        expected = rows_of(tuple(tensor.shape), *found).shape
         with torch.no_grad():
             here = tuple(tensor.to_local().shape)
-        if here != expected:
-            raise ModelError(f"parameter {name!r}: shard {found[1]} of {found[0]} is {here}, by rows it is {expected}")
+        if here != rows_of(tuple(tensor.shape), *found).shape:
+            return NOT_BY_ROWS
     return found
+
+
+def _shards_of(tensor: DTensor) -> int:
+    """Into how many pieces it is cut."""
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(n for n, placement in sizes if not isinstance(placement, Replicate))
+
+
+def place_held(name: str, tensor: Tensor) -> Place:
+    """(begin, size) of what is here."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return (0,) * len(shape), shape
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    where = f"parameter {name!r} is placed as {tuple(tensor.placements)} on a mesh of {tuple(mesh.shape)}"
+    if coordinate is None:
+        raise ModelError(f"{where}, and this process is not in it: give each process the model that it trains")
+    spans = place_of(shape, tuple(mesh.shape), coordinate, [_read(where, each) for each in tensor.placements])
+    box = box_at(spans)
+    if box is None:
+        raise ModelError(
+            f"{where}: this process holds {spans}, which is not one box. Shard each dimension in one piece per process"
+        )
+    with torch.no_grad():
+        here = tuple(tensor.to_local().shape)
+    if here != box[1] and not 0 == math.prod(here) == math.prod(box[1]):
+        raise ModelError(
+            f"{where}: {here} of it is here, and by its placements {box[1]}. Choose sizes that the mesh divides"
+        )
+    return box
+
+
+def _read(where: str, placement: Placement) -> ShardOf | None:
+    match placement:
+        case Replicate():
+            return None
+        case _StridedShard():
+            return ShardOf(placement.dim, int(placement.split_factor))
+        case Shard():
+            return ShardOf(placement.dim)
+    raise ModelError(
+        f"{where}: only Shard and Replicate are exchanged. Redistribute it (a Partial: to Replicate) before the "
+        "worker is made"
+    )
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ agreement comes in, and the gradients are looked at only then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from msgspec.structs import asdict, replace
@@ -68,10 +68,11 @@ class Watching:
         work: Work,
         gather: Callable[[float], list[float]] | None = None,
         sections: int = 1,
+        holders: Mapping[int, int] | None = None,
     ) -> None:
-        """After a step that exchanged something: its gradients are still there. `gather`, `sections`: as in
-        `gradient_norm`."""
-        self.inner_grad_norm = gradient_norm(optimizer, gather, sections)
+        """After a step that exchanged something: its gradients are still there. `gather`, `sections` and `holders`: as
+        in `gradient_norm`."""
+        self.inner_grad_norm = gradient_norm(optimizer, gather, sections, holders)
         steps, samples = work.steps - self._counted[0], work.samples - self._counted[1]
         if steps > 0:
             self.batch_size, self._counted = round(samples / steps), (work.steps, work.samples)
@@ -89,12 +90,18 @@ class Watching:
 
 
 def gradient_norm(
-    optimizer: torch.optim.Optimizer, gather: Callable[[float], list[float]] | None = None, sections: int = 1
+    optimizer: torch.optim.Optimizer,
+    gather: Callable[[float], list[float]] | None = None,
+    sections: int = 1,
+    holders: Mapping[int, int] | None = None,
 ) -> float | None:
     """‖∇‖ of the gradients that the optimizer has just used. None: there are none any more, or they are not finite.
 
     `gather`: tells every rank of a job what all say; where `sections` of each tensor are spread over them (FSDP2), of
-    the ranks that hold the same rows each counts its share."""
+    the ranks that hold the same rows each counts its share. `holders`: of a job of another shape, how many ranks hold
+    the same of a parameter (by its id)."""
+    if holders is not None and gather is not None:
+        return _norm_of_all(optimizer, gather, holders)
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     parts = [grad.to_local() for grad in grads if hasattr(grad, "to_local")]
     squares, of_parts = _squares([grad for grad in grads if not hasattr(grad, "to_local")]), _squares(parts)
@@ -102,6 +109,21 @@ def gradient_norm(
         said = gather(of_parts)
         of_parts = sum(said) * sections / len(said)
     norm = math.sqrt(squares + of_parts)
+    return norm if norm > 0.0 and math.isfinite(norm) else None
+
+
+def _norm_of_all(
+    optimizer: torch.optim.Optimizer, gather: Callable[[float], list[float]], holders: Mapping[int, int]
+) -> float | None:
+    """Σ over ranks and parameters of ‖∇‖² / how many ranks hold the same."""
+    alike: dict[int, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                grad = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+                alike.setdefault(holders.get(id(p), 1), []).append(grad)
+    total = sum(gather(sum(_squares(grads) / count for count, grads in alike.items())))
+    norm = math.sqrt(total) if total > 0.0 else 0.0
     return norm if norm > 0.0 and math.isfinite(norm) else None
 
 

@@ -39,7 +39,7 @@ from ..observe.quantities import duration, size
 from ..observe.sinks import METRICS_FILE, MetricsFile
 from ..observe.story import Story
 from ..schedule import due_fragment
-from ..topology.protocol import LossTeller, Orders, Topology, Tracked, WorkerControl
+from ..topology.protocol import Divided, LossTeller, Orders, Topology, Tracked, WorkerControl
 from ..types import MemberFacts, Plan
 from . import saved
 from .advice import Advice, AdviceObserver
@@ -541,8 +541,11 @@ class DiLoCoWorker:
             if self._data is not None:
                 self._data.exchanged(sync.machine.state)
             ranks, sections = self._ranks, self._replica.shards.sections
-            gather = None if ranks is None or sections == 1 else lambda own: ranks.gather(lambda: own, float)
-            sync.watching.exchanged(self.optimizer, sync.machine.state.work, gather, sections)
+            divided = self._topology.holders if isinstance(self._topology, Divided) else None
+            holders = self._replica.by_id(divided) if divided is not None else None
+            alone = ranks is None or (sections == 1 and divided is None)
+            gather = None if alone or ranks is None else lambda own: ranks.gather(lambda: own, float)
+            sync.watching.exchanged(self.optimizer, sync.machine.state.work, gather, sections, holders)
             sync.report()
             if sync.machine.plan.revision != self._advice.revision:
                 self._pass_on_advice(sync)

@@ -22,6 +22,7 @@ from ...errors import (
     TooLarge,
     TooOld,
 )
+from ...tiling import Cutting, FragmentTiling
 from ...types import Commit, Join, Offer, Plan, PutPart
 from ..weights import reported
 from .rounds import Fragment, RoundRules
@@ -73,12 +74,18 @@ def check_received(message: Commit, received: str) -> None:
 
 
 def check_offer(
-    offer: Offer, fragment: Fragment, plan: Plan, rules: RoundRules, earlier_codecs: Collection[str] = ()
+    offer: Offer,
+    fragment: Fragment,
+    plan: Plan,
+    rules: RoundRules,
+    earlier_codecs: Collection[str] = (),
+    cutting: Cutting | None = None,
 ) -> None:
     """Does it report what the run weighs by, is it in the run's form, not too large, not too old, and its worker's
-    only voice? `earlier_codecs`: of plans before this one. What was encoded as they say is the same Δ."""
+    only voice? `earlier_codecs`: of plans before this one. What was encoded as they say is the same Δ.
+    `cutting`: how it is cut into sections (None = by rows)."""
     reported(offer, rules.weight_by)
-    check_sections(offer.sections, fragment)
+    check_sections(offer.sections, fragment, cutting)
     if offer.codec != plan.codec and offer.codec not in earlier_codecs:
         raise OtherCodec(
             f"contribution is encoded as {offer.codec!r}; the run uses {plan.codec!r}",
@@ -86,7 +93,8 @@ def check_offer(
         )
     if offer.section_bytes and sum(offer.section_bytes) != offer.size_bytes:
         raise BadRequest(f"sections of {sum(offer.section_bytes)} bytes in a contribution of {offer.size_bytes}")
-    max_payload_bytes = fragment.max_payload_bytes(offer.sections, offer.codec)
+    cutting = offer.sections if cutting is None else cutting
+    max_payload_bytes = fragment.max_payload_bytes(cutting, offer.codec)
     if offer.size_bytes > max_payload_bytes:
         raise TooLarge(
             f"contribution of {offer.size_bytes} bytes; fragment {offer.fragment} as {offer.codec} "
@@ -96,8 +104,11 @@ def check_offer(
     check_voice(offer, fragment, rules)
 
 
-def check_sections(sections: int, fragment: Fragment) -> None:
-    if sections > fragment.max_sections:
+def check_sections(sections: int, fragment: Fragment, cutting: Cutting | None = None) -> None:
+    if isinstance(cutting, FragmentTiling):
+        if sections != cutting.sections:
+            raise BadRequest(f"got {sections} sections; the worker's tiling has {cutting.sections}")
+    elif sections > fragment.max_sections:
         raise BadRequest(f"{sections} sections are too many: fragment {fragment.published.fragment} has fewer rows")
 
 

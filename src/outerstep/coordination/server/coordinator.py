@@ -41,6 +41,7 @@ from ...errors import (
     UnknownWorker,
 )
 from ...screens import LEAST_CONTRIBUTORS, NormScreen, Size
+from ...tiling import Cutting, ModelTiling
 from ...types import (
     Agreement,
     Commit,
@@ -249,9 +250,10 @@ class Coordinator:
         self._check_joins(message, now, vouched, token)
         assert self.plan is not None, "fix() comes before the first join"
         assert self.manifest is not None
-        before = self.members.live_ids
+        before, tiling = self.members.live_ids, self._tiling_of(message)
         worker, arrived = self.members.join(message, now, vouched=vouched)
         worker.protocol, worker.token, worker.plan_revision = message.protocol, token, self.plan.revision
+        worker.tiling = tiling
         if arrived:
             if worker.worker_id in before:
                 # The old process is fenced; what it had in hand or was told is lost. Nobody waits for it now, unless
@@ -292,6 +294,29 @@ class Coordinator:
         self.quotas.check("records", token, message.worker_id, now, is_newcomer=is_newcomer)
         self.quotas.check("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
         self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
+
+    def _tiling_of(self, message: Join) -> ModelTiling | None:
+        """What its sections hold, checked. A start of a worker has one: what was sent by it is under way."""
+        worker, told = self.members.find(message.worker_id), message.tiling
+        known = worker.tiling if worker is not None and worker.instance == message.instance else None
+        if known is not None:
+            if told is UNSET or told != known.tiling:
+                raise BadRequest(f"worker {message.worker_id!r} joined before with another tiling", hint="restart it")
+            return known
+        if told is UNSET:
+            return None
+        if message.manifest is None:
+            raise BadRequest("a tiling is of the manifest that comes with it, and there is none")
+        return ModelTiling(told, message.manifest.parameters)
+
+    def cutting(self, message: Offer | Poll) -> Cutting:
+        """How the sections that it speaks of are cut."""
+        if message.tiled is not True:
+            return message.sections
+        worker = self.members.find(message.worker_id)
+        if worker is None or worker.tiling is None or self.plan is None:
+            raise BadRequest(f"worker {message.worker_id!r} has joined without a tiling", hint="join again, with it")
+        return worker.tiling.fragment(self.plan.fragments[message.fragment])
 
     def charge_record(self, worker_id: str, now: float) -> None:
         """Charge the worker for a record: of its joining or leaving, or of a lease."""
@@ -366,7 +391,7 @@ class Coordinator:
         with self._refusals_noted(worker, fragment, now):
             try:
                 worker.conduct.check(worker.worker_id, now)
-                check_offer(message, fragment, self.plan, self.rules, self.codecs)
+                check_offer(message, fragment, self.plan, self.rules, self.codecs, self.cutting(message))
             except Refused:
                 self.uploads.unqueue(worker.worker_id, message.fragment)  # it will not come back under this key
                 raise
@@ -460,7 +485,7 @@ class Coordinator:
             upload = self._sending(worker, message, now)
             upload.heard_at = now
             check_received(message, upload.payload_hash())
-            check_offer(upload.offer, fragment, self.plan, self.rules, self.codecs)
+            check_offer(upload.offer, fragment, self.plan, self.rules, self.codecs, self.cutting(upload.offer))
             return upload
 
     def accept(self, message: Commit, now: float, norm: float | None = None) -> CommitAnswer:
@@ -508,7 +533,7 @@ class Coordinator:
                 scale,
                 offer.base_version,
                 offer.codec,
-                begun.sections,
+                self.cutting(offer),
                 first=first,
                 keep=keep,
             )
@@ -793,7 +818,7 @@ class Coordinator:
     def poll(self, message: Poll, now: float) -> PollAnswer:
         worker = self._heard(message, now)
         fragment = self._fragment(message.fragment)
-        check_sections(message.sections, fragment)
+        check_sections(message.sections, fragment, self.cutting(message))
         last_sequence, plan = worker.last_sequence(message.fragment), self.plan
         # A worker that waits for something newer than the open round holds an agreement from before a resume.
         is_new = fragment.published.version > message.after or message.after >= fragment.round.version

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...events import Event
+from ...tiling import Cutting
 from ...types import ContributionKey, Participant
 from .remembered import Remembered
 
@@ -25,7 +26,7 @@ class Accumulate:
     scale: float
     base_version: int
     codec: str
-    sections: int = 1
+    sections: Cutting = 1
     first: bool = False
     keep: bool = False
 

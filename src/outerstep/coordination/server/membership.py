@@ -58,6 +58,7 @@ from ...errors import (
     UnknownWorker,
     UnsupportedMedia,
 )
+from ...tiling import ModelTiling
 from ...types import Command, FromMember, Heartbeat, InfoValue, Join, JoinedFragment, MemberFacts, OfContribution, Offer
 from ..backoff import Backoff
 from ..layers.lifecycle import Lifecycle
@@ -219,6 +220,7 @@ class KnownWorker:
     life: Lifecycle | None = None  # what it is doing (lives.py); None = not known: it was here before a restart
     unpublished: dict[int, int] = field(default_factory=dict)  # per fragment: the version that takes it in, until told
     info: dict[str, InfoValue] = field(default_factory=dict)  # what it tells of itself, while it is live
+    tiling: ModelTiling | None = None  # what its processes hold, if its contributions are not cut by rows
     facts: MemberFacts | None = None  # what it told last that may change
     facts_at: float = 0.0
 

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from ...errors import ConfigError
 from ...screens import FACTOR, LEAST_FOR_COSINES, NormScreen, Size
+from ...tiling import Cutting
 from ...types import MOST_FROM_ABOVE, Agreement, Mode, Participant, WeightBy
 from ..weights import MAX_WEIGHT_RATIO, UsualWeight
 from .claims import NOTHING, Claim, ClaimedWork, UsualRates
@@ -405,7 +406,7 @@ class Fragment:
 
     published: Agreement
     round: OpenRound
-    max_payload_bytes: Callable[[int, str], int]  # of a contribution in so many sections, by its codec
+    max_payload_bytes: Callable[[Cutting, str], int]  # of a contribution in so many sections, by its codec
     max_sections: int = 1  # more would be empty
     mean_bytes: int = 0  # of a round's mean in a journal record
     usual: UsualWeight = field(default_factory=UsualWeight)
@@ -421,7 +422,7 @@ class Fragment:
     def at(
         cls,
         published: Agreement,
-        max_payload_bytes: int | Callable[[int, str], int],
+        max_payload_bytes: int | Callable[[Cutting, str], int],
         max_sections: int = 1,
         mean_bytes: int = 0,
     ) -> Fragment:

@@ -312,11 +312,13 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Share:
-    """What one process of a group does of an exchange: its own `parts`; and, if it `speaks`, the commit."""
+    """What one process of a group does of an exchange: its own `parts`; and, if it `speaks`, the commit. `tiled`: the
+    sections are those of the worker's tiling."""
 
     sections: int
     parts: range
     speaks: bool
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -584,6 +586,7 @@ class Exchange:
                     plan_revision=self._session.joined.plan.revision,
                     takes_bytes=MOST_CARRIED_BYTES if self._share is None and not self._damaged else UNSET,
                     trees=True,
+                    tiled=True if self._share is not None and self._share.tiled else UNSET,
                 )
             case Step.FETCH:
                 return self.fetch.next(self._fragment, self._session) if self.fetch else None

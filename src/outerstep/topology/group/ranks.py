@@ -9,7 +9,7 @@ A process group of its own on gloo carries them: it works beside NCCL, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ T = TypeVar("T")
 # A rank that dies closes its connections, which the others see at once. This is only for one that hangs: long enough
 # for rank 0 to wait for a server out of reach, or for the slowest download of a large model.
 MEETING_TIMEOUT = timedelta(hours=12)
+LARGEST_MESSAGE = 1 << 30  # bytes
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -86,6 +87,21 @@ class Ranks:
         for tensor in tensors:
             if tensor.numel():
                 dist.broadcast(tensor, src=0, group=self._group)
+
+    def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Bytes for each rank, of which we expect so many from each. What we have for ourselves is handed over."""
+        arrived = [_room(size) for size in sizes]
+        arrived[self.rank] = outgoing[self.rank]
+        calls = []
+        for other in range(self.size):
+            if other != self.rank and sizes[other]:
+                calls += [dist.irecv(part, src=other, group=self._group) for part in _messages(arrived[other])]
+            if other != self.rank and outgoing[other].numel():
+                calls += [dist.isend(part, dst=other, group=self._group) for part in _messages(outgoing[other])]
+        for call in calls:
+            assert call is not None
+            call.wait()
+        return arrived
 
     def _broadcast(self, said: bytes) -> bytes:
         length = torch.tensor([len(said)])
@@ -149,6 +165,10 @@ def _family(of: type[OuterstepError]) -> dict[str, type[OuterstepError]]:
     for child in of.__subclasses__():
         found |= _family(child)
     return found
+
+
+def _messages(data: Tensor) -> list[Tensor]:
+    return [data[begin : begin + LARGEST_MESSAGE] for begin in range(0, data.numel(), LARGEST_MESSAGE)]
 
 
 def _room(size_bytes: int) -> Tensor:

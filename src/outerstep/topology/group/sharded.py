@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from ...core.codecs import FP32, Codec
 from ...core.watch import as_seen_by
 from ...digest import Parts
 from ...errors import ExchangeFailed, ModelError, Superseded
+from ...tiling import Place
 from ...types import Agreement, Join, JoinAnswer, LeaseAnswer, Manifest, Offer, Plan, Wishes
 from ...wire.frames import Entry, Layout, rows_of, section_layout
 from ..encode import Excerpt
@@ -46,11 +47,14 @@ VERSIONS_TRIED = 8  # a group that is overtaken so often is too slow to ever cat
 
 @dataclass(frozen=True)
 class Shards:
-    """What this rank holds: section `section` of `sections` of the tensors in `names`, and all of every other one."""
+    """What this rank holds: section `section` of `sections` of the tensors in `names`, and all of every other one. Not
+    `by_rows`: it is cut in another way, into so many. `places`: the same as boxes, of all tensors."""
 
     sections: int
     section: int
     names: frozenset[str]
+    by_rows: bool = True
+    places: Mapping[str, Place] = field(default_factory=dict)
 
 
 class Entered(msgspec.Struct, frozen=True):
@@ -214,7 +218,7 @@ class ShardedTopology:
         if offer is None or payload is None:
             self.ranks.gather(tuple, tuple[str, ...])
             return ShardedTicket(self, fragment, None)
-        share = Share(self._shards.sections, self._ours(offer), speaks=self.ranks.rank == 0)
+        share = self._share(self._ours(offer), speaks=self.ranks.rank == 0)
         own = self._inner.carry(offer, payload, stuck_after_s if share.speaks else None, share)
         try:
             told = self.ranks.gather(lambda: _hashes(payload, share.parts, write), tuple[str, ...])
@@ -295,6 +299,8 @@ class ShardedTopology:
             fetched = self.ranks.check(lambda: self._fetch(agreement) if fits else None)  # noqa: B023 - at once
             if all(self.ranks.gather(lambda: fetched is not None, bool)):  # noqa: B023
                 assert fetched is not None
+                fetched = self._pass_on(agreement, fetched)
+                assert fetched.update is not None
                 return AgreedFacts(
                     agreement.fragment,
                     agreement.version,
@@ -315,12 +321,16 @@ class ShardedTopology:
             "theirs; exchange less often, or in more fragments"
         )
 
+    def _pass_on(self, agreement: Agreement, fetched: Fetched) -> Fetched:
+        """All have fetched theirs: here, all that they need."""
+        return fetched
+
     def _newest(self, fragment: int) -> Agreement:
         ticket = self._inner.ask(fragment, self._listening)
         ticket.join()
         return ticket.outcome().agreement
 
-    def _fetch(self, agreement: Agreement) -> _Fetched | None:
+    def _fetch(self, agreement: Agreement) -> Fetched | None:
         """Our rows of this version, or of what leads there; None if the server holds that no longer."""
         form, count = self._inner.forms[agreement.fragment], len(agreement.payloads)
         is_whole = any(payload.kind == "full" for payload in agreement.payloads)
@@ -338,15 +348,15 @@ class ShardedTopology:
         got = self._get(agreement, pieces) if pieces else None
         if pieces and got is None:
             return None
-        cutters = [_cutter(got, i) for i in range(count)]
+        cutters = [cutter_of(got, i) for i in range(count)]
         frames = got.frames if got is not None else ()
         extents = {entry.name: self._extent(entry) for entry in layout.entries}
         proof = agreement.range_hashes[self._shards.section]
         if not is_whole:
-            return _Fetched(UpdateChain(cutters, layout, codecs, proof, extents, frames), got)
+            return Fetched(UpdateChain(cutters, layout, codecs, proof, extents, frames), got)
         values = {name: cutters[0](*place).view(torch.float32) for name, place in places.items()}
         shaped = {name: values[name].view(self._shape(name)) for name in values}
-        return _Fetched(WholeAnchor(shaped, proof, extents, frames), got)
+        return Fetched(WholeAnchor(shaped, proof, extents, frames), got)
 
     def _get(self, agreement: Agreement, pieces: tuple[Piece, ...]) -> ServerTicket | None:
         ticket = self._inner.fetch(agreement, pieces)
@@ -392,12 +402,17 @@ class ShardedTopology:
 
     @property
     def _listening(self) -> Share:
-        return Share(self._shards.sections, range(0), speaks=True)
+        return self._share(range(0), speaks=True)
+
+    def _share(self, parts: range, *, speaks: bool) -> Share:
+        return Share(self._shards.sections, parts, speaks)
 
 
 @dataclass(frozen=True)
-class _Fetched:
-    update: AnchorUpdate
+class Fetched:
+    """None: not before all have passed on what they fetched (tiled.py)."""
+
+    update: AnchorUpdate | None
     got: ServerTicket | None
 
     @property
@@ -405,7 +420,7 @@ class _Fetched:
         return self.got.bytes_received if self.got is not None else 0
 
 
-def _cutter(got: ServerTicket | None, payload: int) -> Cutter:
+def cutter_of(got: ServerTicket | None, payload: int) -> Cutter:
     """Bytes of a frame of which only some parts were fetched."""
     if got is None:
         return lambda begin, end: torch.empty(0, dtype=torch.uint8)

@@ -9,6 +9,7 @@ from ...errors import ModelError
 from ...lanes import MOST
 from ...wire.http_transport import HttpTransport
 from ..group.sharded import ShardedTopology
+from ..group.tiled import TiledTopology, is_tiled
 from ..group.topology import GroupTopology
 from ..local_worker import LocalWorker
 from ..payload import KEPT, Memory
@@ -39,6 +40,8 @@ def build(worker: LocalWorker, settings: ServerLinkSettings) -> Topology:
                 "leave group='auto', and give every rank its DiLoCoWorker"
             )
         return _connect(worker, settings)
+    if is_tiled(ranks, worker.shards):
+        return TiledTopology(ranks, _connect(worker, settings), worker.shards.places)
     if sections > 1:
         return ShardedTopology(ranks, _connect(worker, settings), worker.shards)
     return GroupTopology(ranks, _connect(worker, settings) if ranks.rank == 0 else None)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from ...coordination.weights import check_reported
@@ -37,6 +37,7 @@ from ...types import (
     MemberFacts,
     Offer,
     Plan,
+    Tiling,
     Wishes,
 )
 from ...versions import fields_of
@@ -89,6 +90,7 @@ class ServerTopology:
         self._asked: dict[int, ServerTicket] = {}  # for the newest anchors, on joining
         self._held: dict[int, Held] = {}  # per fragment, the anchor as it is now, if it was proven
         self._late: dict[int, ServerTicket] = {}  # per fragment, the contribution that counts in a round to come
+        self.tiling: Tiling | UnsetType = UNSET  # what the processes of our group hold, if not rows (group/tiled.py)
         self.sequences: list[int] = []
         self.overtaken: frozenset[int] = frozenset()
 
@@ -128,6 +130,7 @@ class ServerTopology:
             run_id=restored.run_id if restored is not None else None,
             continues=restored is not None,
             info=self._info,
+            tiling=self.tiling,
         )
         self._link.introduce(join)
         # The first fetch does the joining; only then is it known how many fragments there are.
@@ -182,6 +185,11 @@ class ServerTopology:
         self._link.heartbeat(step, steps_per_second, loss)
 
     @property
+    def takes_tilings(self) -> bool:
+        """A server of release 0.2 knows sections by rows only."""
+        return self._link.protocol >= fields_of(Join)["tiling"]
+
+    @property
     def tells_loss(self) -> bool:
         """Does a contribution carry its loss? A server of release 0.2 learns it from heartbeats alone."""
         return self._link.protocol >= fields_of(Offer)["loss"]
@@ -222,6 +230,7 @@ class ServerTopology:
             size_bytes=sum(section_bytes),
             section_bytes=section_bytes if len(section_bytes) > 1 else (),
             data=contribution.data or UNSET,
+            tiled=True if self.tiling is not UNSET else UNSET,
         )
 
     def new_payload(

@@ -22,6 +22,11 @@ def build(worker: LocalWorker, settings: TorchftSettings, cluster: ClusterSettin
             f"this model is sharded over {worker.shards.sections} processes, which can only be one replica together: "
             "leave group='auto', and give every rank its DiLoCoWorker"
         )
+    if not worker.shards.by_rows:
+        raise ModelError(
+            f"this model is cut into {worker.shards.sections} pieces that are not rows (TP, or FSDP2 and TP together); "
+            "replicas that meet at a lighthouse are whole or cut by rows: use a server, or FSDP2 alone"
+        )
     return TorchftTopology(
         worker_id=worker.worker_id,
         hostname=worker.hostname,

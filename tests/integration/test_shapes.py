@@ -1,0 +1,115 @@
+"""Real jobs on gloo of every shape, each of them one worker, some by torchrun: tensor-parallel, FSDP2 and TP,
+pipeline stages, stages of FSDP2, beside a plain worker of one server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from integration.shape_job import RANKS, SYNC_EVERY, make_model, train_step
+from integration.test_groups import Job, Versions, jobs, versions  # noqa: F401 - fixtures
+from outerstep import DiLoCoWorker
+from outerstep.server import DiLoCoServer
+from support import in_threads
+
+pytestmark = pytest.mark.slow
+
+JOB = Path(__file__).with_name("shape_job.py")
+STEPS = 3 * SYNC_EVERY + 1
+MODEL_BYTES = 4 * sum(p.numel() for p in make_model().parameters())
+STREAMED = {"num_fragments": 2, "fragment_delay": 1, "fragment_carry": True}
+
+
+def start(folder: Path, kind: str, server: DiLoCoServer, *, torchrun: bool = False, dies_at: int = 0) -> Job:
+    facts: dict[str, Any] = {"ranks": RANKS[kind], "steps": STEPS, "dies_at": dies_at, "torchrun": torchrun}
+    return Job(folder, kind, server.address, script=JOB, **facts)
+
+
+def make_server(**settings: Any) -> DiLoCoServer:
+    facts = {"part_size_bytes": 64, "sync_every": SYNC_EVERY, "outer_lr": 1.0, "outer_momentum": 0.0, **settings}
+    return DiLoCoServer(make_model().state_dict(), port=0, **facts)
+
+
+def plain_worker(address: str, name: str = "plain") -> dict[str, Any]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with DiLoCoWorker(model, optimizer, address, worker_id=name) as worker:
+        for step in range(STEPS):
+            train_step(model, optimizer, name, step)
+    return worker.sync_metrics
+
+
+def assert_agrees(result: dict[str, Any], versions: Versions) -> None:  # noqa: F811
+    """Every anchor that this rank ever held is the server's, bit for bit; and it ends with the newest."""
+    assert result["history"]
+    for fragment, version, here in result["history"]:
+        for name, values in here.items():
+            assert values == cut(versions[fragment, version][name], result["places"][name]), (name, version)
+
+
+def cut(whole: Tensor, place: list[list[int]]) -> list[float]:
+    values: list[float] = whole[tuple(slice(b, b + n) for b, n in zip(*place, strict=True))].flatten().tolist()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_torchrun"),
+    [
+        ({"codec": "bf16"}, {"tp"}),
+        ({"codec": "int4+feedback", "down_codec": "int4", **STREAMED}, {"pp_fsdp"}),
+    ],
+    ids=["bf16", "int4-with-feedback-streamed"],
+)
+def test_jobs_of_all_shapes_and_a_plain_worker_agree_bit_for_bit(
+    tmp_path: Path,
+    versions: Versions,  # noqa: F811
+    jobs: list[Job],  # noqa: F811
+    settings: dict[str, Any],
+    by_torchrun: set[str],
+) -> None:
+    shapes = ["tp", "fsdp_tp", "pp", "pp_fsdp"]
+    with make_server(num_workers=5, **settings) as server:
+        jobs += [start(tmp_path, kind, server, torchrun=kind in by_torchrun) for kind in shapes]
+        (alone,) = in_threads(lambda: plain_worker(server.address), timeout_s=200)
+        results = {job.kind: job.results() for job in jobs}
+        workers = {p.worker_id for store in server.service.stores for p in store.newest.agreement.participants}
+        assert server.status()["total_worker_deaths"] == 0
+    assert workers == {"plain", *shapes}
+    for ranks in results.values():
+        for result in ranks:
+            assert result["is_tiled"]
+            assert_agrees(result, versions)
+            assert result["versions"] == alone["versions"]
+            assert result["local_step"] == STEPS
+        for name in ("peer_grad_similarity", "inner_grad_norm", "pseudo_grad_norm"):
+            assert len({result[name] for result in ranks}) == 1, name
+            assert ranks[0][name] is not None
+
+
+def test_whatever_its_shape_a_job_makes_the_history_of_a_single_process(
+    tmp_path: Path,
+    jobs: list[Job],  # noqa: F811
+) -> None:
+    """Weights and gradients are whole numbers, so every sum is exact. And all its ranks together send the model once in
+    each round, and fetch it once."""
+    histories = dict[str, dict[str, list[Any]]]()
+    for kind in ("tp", "fsdp_tp", "pp_fsdp"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        with make_server(num_workers=1, codec="fp32", down_codec="fp32") as server:
+            jobs.append(start(folder, kind, server))
+            results = jobs[-1].results()
+            newest, rounds = server.get_global_params(), server.sync_round
+        histories[kind] = {name: theta.tolist() for name, theta in newest.items()}
+        sent, received = (sum(result[name] for result in results) for name in ("bytes_sent", "bytes_received"))
+        headers = 1500 * len(results)  # beside the values of a model of 2.4 KB
+        assert MODEL_BYTES * rounds <= sent <= (MODEL_BYTES + headers) * rounds
+        assert MODEL_BYTES * rounds <= received <= (MODEL_BYTES + 512) * rounds
+        with make_server(num_workers=1, codec="fp32", down_codec="fp32") as server:
+            plain_worker(server.address, kind)
+            assert server.sync_round == rounds
+            assert {name: theta.tolist() for name, theta in server.get_global_params().items()} == histories[kind]
