@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -111,14 +113,43 @@ def wrap(kind: str) -> nn.Module:
     return model
 
 
+def save(worker: DiLoCoWorker, model: nn.Module, folder: Path) -> None:
+    """The weights as torch saves them for any mesh; of the worker each rank's own."""
+    dcp.save(model.state_dict(), checkpoint_id=folder / "weights")
+    for old in folder.glob("state-*.pt") if rank_here() == 0 else ():
+        old.unlink()
+    dist.barrier()
+    torch.save(worker.state_dict(), folder / f"state-{rank_here()}.pt")
+    dist.barrier()
+
+
+def load(worker: DiLoCoWorker, model: nn.Module, folder: Path) -> int:
+    """Whatever the shape was in which it was saved. Says how many steps were taken."""
+    files = sorted(folder.glob("state-*.pt"))
+    if not files:
+        return 0
+    weights = model.state_dict()
+    dcp.load(weights, checkpoint_id=folder / "weights")
+    model.load_state_dict(weights)
+    states = [torch.load(file, weights_only=True, mmap=True) for file in files]
+    worker.load_state_dicts(states)
+    return int(states[0]["work"]["steps"])
+
+
+def rank_here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, name = rank_here(), kind
+    if (folder / "name").exists():
+        name = (folder / "name").read_text()
     (folder / f"{kind}-{rank}.pid").write_text(str(os.getpid()))
     model = wrap(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     history: list[tuple[int, int, dict[str, list[float]]]] = []
-    worker = DiLoCoWorker(model, optimizer, address, worker_id=kind)
-    first = 0
+    worker = DiLoCoWorker(model, optimizer, address, worker_id=name)
+    first = load(worker, model, folder)
     with worker:
         plan, anchors = worker.plan, worker._replica.anchors
         known = [-1] * len(plan.fragments)
@@ -133,12 +164,16 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
         note()
         for step in range(first, steps):
             worker.count(samples=8)
-            train_step(model, optimizer, kind, step)
+            train_step(model, optimizer, name, step)
             note()
             if (folder / "slowly").exists():
                 time.sleep(0.02)
             if worker.should_stop:
                 break
+            if step + 1 == dies_at:
+                save(worker, model, folder)
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
     note()
     places = {n: place_held(n, p) for n, p in model.named_parameters()}
     final = {n: worker._replica.tensors[n].flatten().tolist() for n in places}

@@ -14,7 +14,7 @@ from integration.shape_job import RANKS, SYNC_EVERY, make_model, train_step
 from integration.test_groups import Job, Versions, jobs, versions  # noqa: F401 - fixtures
 from outerstep import DiLoCoWorker
 from outerstep.server import DiLoCoServer
-from support import in_threads
+from support import assert_same, in_threads
 
 pytestmark = pytest.mark.slow
 
@@ -113,3 +113,28 @@ def test_whatever_its_shape_a_job_makes_the_history_of_a_single_process(
             plain_worker(server.address, kind)
             assert server.sync_round == rounds
             assert {name: theta.tolist() for name, theta in server.get_global_params().items()} == histories[kind]
+
+
+@pytest.mark.row("F29")
+def test_a_job_whose_rank_was_killed_goes_on_in_another_shape_and_every_step_counts_once(
+    tmp_path: Path,
+    jobs: list[Job],  # noqa: F811
+) -> None:
+    """From FSDP2 and TP to pipeline stages to a single process, each time with contributions under way."""
+    (tmp_path / "name").write_text("job")
+    settings: dict[str, Any] = {"codec": "fp32", "down_codec": "fp32", **STREAMED}
+    with make_server(num_workers=1, **settings) as server:
+        for kind, dies_at in (("fsdp_tp", 4), ("pp", 7)):
+            jobs.append(start(tmp_path, kind, server, torchrun=True, dies_at=dies_at))
+            assert any(jobs[-1].ended())
+            states = [torch.load(file, weights_only=True) for file in sorted(tmp_path.glob("state-*.pt"))]
+            assert len(states) == RANKS[kind]
+            assert all(any(fragment["contributions"] for fragment in state["fragments"]) for state in states)
+        jobs.append(start(tmp_path, "plain", server))
+        (result,) = jobs[-1].results()
+        found, samples = server.get_global_params(), result["samples"]
+        assert result["steps_discarded"] == 0
+    with make_server(num_workers=1, **settings) as server:
+        plain_worker(server.address, "job")
+        assert_same(found, server.get_global_params())
+    assert samples == 8 * (4 * 4 + 2 * 3 + 3)  # of each step on each rank that took it

@@ -137,6 +137,21 @@ class ErrorFeedback:
         for name in names:
             self._residuals.pop(name, None)
 
+    def is_pending(self, fragment: int, sequence: int) -> bool:
+        """Is this its contribution whose outcome is not known?"""
+        pending = self._pending.get(fragment)
+        return pending is not None and pending.sequence == sequence
+
+    def keep(self, sent: Mapping[str, range]) -> None:
+        """Of a state that was cut for another shape: of each tensor the values that are sent here (where there are
+        others, too), and nothing of those that are not named."""
+        for held in (self._residuals, *(pending.left_over for pending in self._pending.values())):
+            for name in list(held):
+                if name not in sent:
+                    del held[name]
+                elif held[name].numel() > len(sent[name]):
+                    held[name] = held[name][sent[name].start : sent[name].stop].clone()
+
     def owes(self, name: str) -> bool:
         """Is something left of a tensor that is to be sent?"""
         return name in self._residuals

@@ -32,6 +32,7 @@ from ..coordination.worker.machine import Cycle, InFlight, Metrics, Progress, Un
 from ..digest import data_hash
 from ..errors import ConfigError, ModelError
 from ..types import Count, Hash, Plain, Plan, Positive, TensorName
+from .recut import describe_places
 
 if TYPE_CHECKING:
     from ..topology.protocol import Ticket, Topology
@@ -99,7 +100,8 @@ class SavedCycle(Plain, frozen=True):
 
 class SavedWorker(Plain, frozen=True):
     """All of it. `local_hash`: of the weights that the model had; `changed`: somebody else had moved those, and nothing
-    had been done about it. `dropped`: as in `WorkerState`; `data`: what is leased (data/leased.py)."""
+    had been done about it. `dropped`: as in `WorkerState`; `data`: what is leased (data/leased.py); `places`: which
+    part of each tensor was here, for a start in another shape (recut.py)."""
 
     format: Literal[2]
     worker_id: str
@@ -113,6 +115,7 @@ class SavedWorker(Plain, frozen=True):
     changed: bool = False
     dropped: Units = ()
     data: dict[str, Any] = msgspec.field(default_factory=dict)
+    places: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def forgotten(self, last_sequences: Sequence[int]) -> frozenset[int]:
         """The fragments whose late contribution the server has lost. `last_sequences`: by fragment, as it knows them;
@@ -168,6 +171,7 @@ def write(
         "metrics": asdict(machine.state.metrics),
         **({"dropped": [list(each) for each in machine.state.dropped]} if machine.state.dropped else {}),
         "topology": topology.state_dict(machine.in_flight.keys() & under_way.tickets.keys()),
+        **describe_places(replica),
     }
 
 

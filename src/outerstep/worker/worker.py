@@ -48,6 +48,7 @@ from .ending import report_end
 from .initial import hand_over_initial
 from .inner import InnerState, Stateful
 from .outside import OutsideWatch
+from .recut import recut
 from .reload import forget_non_finite
 from .replica import Replica
 from .saved import SavedWorker
@@ -388,7 +389,18 @@ class DiLoCoWorker:
         the state), whose model and optimizer have been loaded from the same checkpoint."""
         if self._sync is not None:
             raise WorkerError("load_state_dict comes before the worker is started: build, load, then start it")
-        loaded = saved.read(state, self._replica)
+        self._load(saved.read(state, self._replica))
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """The same from the states of all processes of a job of another shape, in the order of their ranks: this one
+        takes what it holds. Its model and optimizer have been loaded from the same checkpoint, too; nobody can compare
+        them with the states."""
+        if self._sync is not None:
+            raise WorkerError("load_state_dicts comes before the worker is started: build, load, then start it")
+        rank = self._ranks.rank if self._ranks is not None else 0
+        self._load(saved.read(recut(states, self._replica, rank), self._replica))
+
+    def _load(self, loaded: SavedWorker) -> None:
         if self.config.worker_id not in (None, loaded.worker_id):
             raise ConfigError(
                 f"the state is of worker {loaded.worker_id!r}, this is {self.config.worker_id!r}, of whom the server "

@@ -36,7 +36,7 @@ from ..forms import Form
 from ..payload import OutgoingFrame
 from ..protocol import Agreed, Contribution, Joined, Orders, Sight
 from ..server.exchange import ServerTicket
-from ..server.saved import unpack_offer
+from ..server.saved import is_without_bytes, unpack_offer
 from ..server.topology import ServerTopology
 from ..update import AnchorUpdate, Cutter, Extent, UpdateChain, WholeAnchor, covering, leads_on
 from .ranks import Ranks
@@ -85,9 +85,17 @@ class ShardedTicket:
     start of the group made."""
 
     def __init__(
-        self, group: ShardedTopology, fragment: int, own: ServerTicket | None, *, claims: bool = False
+        self,
+        group: ShardedTopology,
+        fragment: int,
+        own: ServerTicket | None,
+        *,
+        claims: bool = False,
+        sequence: int = 0,
     ) -> None:
+        """`sequence`: of that contribution, if the state knows it (0 = it does not)."""
         self.fragment = fragment
+        self.sequence = sequence
         self.own = own
         self.claims = claims
         self.failed = False
@@ -107,10 +115,12 @@ class ShardedTicket:
 
     def resume(self, *, stuck_after_s: float | None = None) -> ShardedTicket:
         again = self.own.resume(stuck_after_s=stuck_after_s) if self.own is not None else None
-        return ShardedTicket(self._group, self.fragment, again, claims=self.claims)
+        return ShardedTicket(self._group, self.fragment, again, claims=self.claims, sequence=self.sequence)
 
     def pack(self) -> dict[str, Any]:
         """What this rank sends of it; a rank that sends nothing remembers nothing."""
+        if self.own is None and self.sequence:
+            return {"sequence": self.sequence}
         return self.own.pack() if self.own is not None else {}
 
     def cancel(self) -> None:
@@ -135,6 +145,7 @@ class ShardedTopology:
         assert manifest is not None
         check_same_model(self.ranks, manifest)
         self._shapes = {spec.name: spec.shape for spec in manifest.parameters}
+        self._inner.keep_owed({name: self._sent_of(name) for name in self._shapes} if self._owns else {})
         entered = self.ranks.tell(lambda: self._enter(manifest, wishes), Entered)
         if self.ranks.rank != 0:
             self._inner.follow(entered.join, entered.answer)
@@ -167,13 +178,25 @@ class ShardedTopology:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
 
-    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ShardedTicket:
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ShardedTicket | None:
+        if self.ranks.tell(lambda: is_without_bytes(packed), bool):
+            return None if late else self._reclaim(fragment, packed["sequence"])
         made = self.ranks.check(lambda: self._unpack(fragment, packed) if self._takes_part else None)
         offer, payload = made or (None, None)
         ticket = self._carry(fragment, offer, payload, None, lambda payload: None)
         if late and ticket.own is not None:
             self._inner.put_off(ticket.own)
         return ticket
+
+    def _reclaim(self, fragment: int, sequence: int) -> ShardedTicket | None:
+        """Rank 0 asks for it; each settles what it owes."""
+        speaks, inner = self.ranks.rank == 0, self._inner
+        own = self.ranks.check(lambda: inner.reclaim(fragment, sequence, self._listening) if speaks else None)
+        if self.ranks.tell(lambda: own is not None, bool):
+            return ShardedTicket(self, fragment, own, claims=True, sequence=sequence)
+        if not speaks:
+            inner.give_up(fragment, sequence)
+        return None
 
     def _unpack(self, fragment: int, packed: Mapping[str, Any]) -> tuple[Offer, OutgoingFrame]:
         offer = unpack_offer(packed, self._inner.session.head, fragment)
@@ -262,7 +285,7 @@ class ShardedTopology:
         agreed, own = self._take(settled), ticket.own
         if own is None:
             if ticket.claims and agreed.counted:
-                self._inner.owe_nothing(ticket.fragment)
+                self._inner.claimed(ticket.fragment, ticket.sequence)
             return agreed
         self._inner.conclude(own, agreed)
         return replace(agreed, bytes_sent=own.bytes_sent, retries=own.exchange.retries, rejoins=own.exchange.rejoins)
@@ -383,6 +406,12 @@ class ShardedTopology:
         whole = self._shapes[name]
         is_cut = name in self._shards.names
         return rows_of(whole, self._shards.sections, self._shards.section).shape if is_cut else whole
+
+    def _sent_of(self, name: str) -> range:
+        """Which of the values that we hold."""
+        rows = rows_of(self._shapes[name], self._shards.sections, self._shards.section)
+        first = 0 if name in self._shards.names else rows.first_value
+        return range(first, first + rows.numel)
 
     def _extent(self, entry: Entry) -> Extent:
         """The hash is over our section's rows, also of the tensors that we hold whole."""

@@ -75,6 +75,8 @@ class TiledTopology(ShardedTopology):
         self.holders = {name: sum(places.get(name) == mine for places in each) for name, mine in self._places.items()}
         self._shards = Shards(len(held), self._sections[self.ranks.rank], frozenset(self._places))
         self._owners = [self._sections.index(section) for section in range(len(held))]
+        sent = self._tiling.fragment(tuple(shapes)).sent[self._shards.section] if self._owns else ()
+        self._inner.keep_owed({name: range(box.numel) for name, box in sent})
         self._inner.tiling = tiling
         entered = self.ranks.tell(lambda: self._enter(whole, wishes), Entered)
         if self.ranks.rank != 0:

@@ -152,8 +152,10 @@ class GroupTopology:
         whole = of_all(contribution, amounts)
         return self._ticket(lambda speaker: speaker.begin(whole, stuck_after_s=stuck_after_s))
 
-    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> GroupTicket:
-        return self._ticket(lambda speaker: speaker.reopen(fragment, packed, late=late))
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> GroupTicket | None:
+        speaker = self._speaker
+        own = self.ranks.check(lambda: speaker.reopen(fragment, packed, late=late) if speaker is not None else None)
+        return GroupTicket(self, own) if self.ranks.tell(lambda: own is not None, bool) else None
 
     def _ticket(self, make: Callable[[Topology], Ticket | None]) -> GroupTicket:
         speaker = self._speaker

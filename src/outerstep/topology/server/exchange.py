@@ -123,6 +123,8 @@ class ServerTicket:
         return self._again(stuck_after_s)
 
     def pack(self) -> dict[str, Any]:
+        if self.offer is None and self.claim is not None:  # its bytes are with the server
+            return {"sequence": self.claim}
         assert self.offer is not None, "only a contribution can be carried on elsewhere"
         assert self.payload is not None
         return pack(self.offer, self.payload)

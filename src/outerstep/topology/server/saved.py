@@ -83,6 +83,11 @@ def pack(offer: Offer, payload: OutgoingFrame) -> dict[str, Any]:
     return {**facts, **data, "section_bytes": list(offer.section_bytes), "bytes": payload.data}
 
 
+def is_without_bytes(packed: Mapping[str, Any]) -> bool:
+    """Was it cut for another shape? (A process that sends nothing packs nothing at all.)"""
+    return "sequence" in packed and "bytes" not in packed
+
+
 def unpack_offer(packed: Mapping[str, Any], head: MemberFields, fragment: int) -> Offer:
     """As it was made, by the incarnation that made it. (The exchange that sends it now says so itself.)"""
     facts = {name: packed[name] for name in (*FACTS, "section_bytes", "data") if name in packed}

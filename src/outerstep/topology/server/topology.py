@@ -50,7 +50,7 @@ from ..protocol import Agreed, Contribution, Deltas, Joined
 from ..update import leads_on, read_update
 from .exchange import USELESS, ServerTicket
 from .link import ServerLink
-from .saved import SavedTopology, unpack_offer, unpack_payload, write_fragments
+from .saved import SavedTopology, is_without_bytes, unpack_offer, unpack_payload, write_fragments
 
 HEAR = Share(1, range(0), speaks=True)  # of an agreement, and fetch nothing
 EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worker waits for a silent server
@@ -417,7 +417,7 @@ class ServerTopology:
             if self._feedback.is_used:
                 self._feedback.settle(fragment, ticket.offer.sequence, counted=agreed.counted)
         elif ticket.claim is not None and agreed.counted:
-            self.owe_nothing(fragment)
+            self.claimed(fragment, ticket.claim)
         before = self._late.pop(fragment, None)
         if before is not None and before.payload is not None and before.payload is not ticket.payload:
             before.payload.release()
@@ -425,6 +425,17 @@ class ServerTopology:
             self._late[fragment] = ticket
         elif ticket.payload is not None:
             ticket.payload.release()
+
+    def claimed(self, fragment: int, sequence: int) -> None:
+        """This contribution of an earlier start counts. Is it the one whose left over values the state knows?"""
+        if self._feedback.is_pending(fragment, sequence):
+            self._feedback.settle(fragment, sequence, counted=True)
+        else:
+            self.owe_nothing(fragment)
+
+    def keep_owed(self, sent: Mapping[str, range]) -> None:
+        """Of a loaded state: of what we hold of each tensor we owe at most the values that we send."""
+        self._feedback.keep(sent)
 
     def owe_nothing(self, fragment: int) -> None:
         """Forget the residuals: they were sent with contributions that this process does not know of."""
@@ -511,12 +522,35 @@ class ServerTopology:
         self._feedback.load_state_dict(saved.feedback)
         self._restored = saved
 
-    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ServerTicket:
+    def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> ServerTicket | None:
+        if is_without_bytes(packed):
+            return None if late else self.reclaim(fragment, packed["sequence"])
         offer = unpack_offer(packed, self.session.head, fragment)
         ticket = self.carry(offer, self.unpack_payload(packed, self._link.form_of(fragment, offer.codec).up), None)
         if late:
             self.put_off(ticket)
         return ticket
+
+    def reclaim(self, fragment: int, sequence: int, share: Share | None = None) -> ServerTicket | None:
+        """A contribution under way whose bytes are not here, because the job had another shape: the agreement that
+        holds it, if the server has it. None: it does not, and its steps come again."""
+        known = self.session.joined.fragments[fragment]
+        if known.last_sequence < sequence:
+            self.give_up(fragment, sequence)
+            return None
+        return self._start(
+            fragment,
+            after=known.counted_in - 1,
+            patience=self._patience,
+            again=lambda _: _known(self.reclaim(fragment, sequence, share)),
+            share=share,
+            held=self._held.get(fragment),
+            claim=sequence,
+        )
+
+    def give_up(self, fragment: int, sequence: int) -> None:
+        """It did not arrive."""
+        self._feedback.settle(fragment, sequence, counted=False)
 
     def put_off(self, ticket: ServerTicket) -> None:
         """Set aside a late contribution from a loaded state: the next exchange of its fragment asks about it first."""
@@ -529,3 +563,8 @@ class ServerTopology:
 
     def unpack_payload(self, packed: Mapping[str, Any], layout: Layout | None, first_part: int = 0) -> OutgoingFrame:
         return unpack_payload(packed, layout, self.session.joined.plan.part_size_bytes, first_part, self._memory)
+
+
+def _known(ticket: ServerTicket | None) -> ServerTicket:
+    assert ticket is not None, "the server had it when the exchange began"
+    return ticket
