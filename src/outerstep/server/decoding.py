@@ -176,7 +176,7 @@ class Decoder:
             place = out[first + begin - start : first + end - start]
             _decode(payload, tensor.codec, self._begins[run], count, begin, end, place, bring)
 
-    def _read_boxes(self, payload: Tensor, name: str, start: int, stop: int, out: Tensor, bring: Bring) -> None:
+    def _read_boxes(self, payload: Tensor, name: str, start: int, stop: int, out: Tensor, bring: Bring | None) -> None:
         """In the order of the tensor's values those of a box are in the box's own order: so of each box it is one range
         that is decoded, and then laid out in stretches."""
         codec = self._tensors[self._index[name]].codec

@@ -47,6 +47,7 @@ from .connect import connect, find_ranks, make_identity
 from .ending import report_end
 from .initial import hand_over_initial
 from .inner import InnerState, Stateful
+from .optimizers import check_optimizer, steps_in_backward
 from .outside import OutsideWatch
 from .recut import recut
 from .reload import forget_non_finite
@@ -111,10 +112,11 @@ class DiLoCoWorker:
         }
         stated = {name: value for name, value in stated.items() if value is not None}
         self.config = build(WorkerConfig, {**stated, **settings})
-        if not hasattr(optimizer, "register_step_post_hook"):
-            raise ModelError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        check_optimizer(optimizer)
         self.model = model
         self.optimizer = _innermost(optimizer)
+        in_backward = steps_in_backward(model, self.optimizer)  # then weights move between two calls of step()
+        self._watches = self.config.outside_changes == "adopt" and not in_backward
         self._ranks = ranks = find_ranks(self.config) if given is None else None
         make_replica = partial(Replica, model, self.config.buffers, anchor=self.config.anchor)
         self._replica = make_replica() if ranks is None else ranks.check(make_replica)
@@ -182,7 +184,7 @@ class DiLoCoWorker:
             if self._saved is not None and self._saved.data:
                 self._data.load_state(self._saved.data)
             self._data.start(self._topology, self._sync.machine.state)
-        if self.config.outside_changes == "adopt":
+        if self._watches:
             changed = self._saved is not None and self._saved.changed
             self._watch = OutsideWatch(self._replica, self.optimizer, changed=changed)
             self._hooks.append(self.optimizer.register_step_pre_hook(self._before_step))
