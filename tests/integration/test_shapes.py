@@ -3,6 +3,9 @@ pipeline stages, stages of FSDP2, beside a plain worker of one server."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from integration.shape_job import RANKS, SYNC_EVERY, make_model, train_step
 from integration.test_groups import Job, Versions, jobs, versions  # noqa: F401 - fixtures
 from outerstep import DiLoCoWorker
 from outerstep.server import DiLoCoServer
-from support import assert_same, in_threads
+from support import assert_same, in_threads, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +27,10 @@ MODEL_BYTES = 4 * sum(p.numel() for p in make_model().parameters())
 STREAMED = {"num_fragments": 2, "fragment_delay": 1, "fragment_carry": True}
 
 
-def start(folder: Path, kind: str, server: DiLoCoServer, *, torchrun: bool = False, dies_at: int = 0) -> Job:
-    facts: dict[str, Any] = {"ranks": RANKS[kind], "steps": STEPS, "dies_at": dies_at, "torchrun": torchrun}
+def start(
+    folder: Path, kind: str, server: DiLoCoServer, *, torchrun: bool = False, dies_at: int = 0, steps: int = STEPS
+) -> Job:
+    facts: dict[str, Any] = {"ranks": RANKS[kind], "steps": steps, "dies_at": dies_at, "torchrun": torchrun}
     return Job(folder, kind, server.address, script=JOB, **facts)
 
 
@@ -138,3 +143,41 @@ def test_a_job_whose_rank_was_killed_goes_on_in_another_shape_and_every_step_cou
         plain_worker(server.address, "job")
         assert_same(found, server.get_global_params())
     assert samples == 8 * (4 * 4 + 2 * 3 + 3)  # of each step on each rank that took it
+
+
+def test_if_a_rank_is_killed_its_job_ends_and_a_plain_worker_goes_on(
+    tmp_path: Path,
+    jobs: list[Job],  # noqa: F811
+) -> None:
+    (tmp_path / "slowly").touch()
+    with make_server(num_workers=2, codec="fp32", heartbeat_timeout=4.0) as server:
+        jobs.append(start(tmp_path, "tp", server, steps=10**6))
+
+        def kill_and_look() -> None:
+            wait_until(lambda: server.sync_round >= 2, timeout_s=100)
+            os.kill(jobs[0].pid(1), signal.SIGKILL)
+            assert all(jobs[0].ended())
+            wait_until(lambda: "tp" not in server.status()["workers"], timeout_s=100)  # type: ignore[operator]
+            at = server.sync_round
+            wait_until(lambda: server.sync_round >= at + 2, timeout_s=100)
+
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ended = threading.Event()
+
+        def train() -> None:
+            with DiLoCoWorker(model, optimizer, server.address, worker_id="plain") as worker:
+                step = 0
+                while not ended.is_set() and not worker.should_stop:
+                    train_step(model, optimizer, "plain", step)
+                    step += 1
+
+        def look() -> None:
+            try:
+                kill_and_look()
+            finally:
+                ended.set()
+
+        in_threads(train, look, timeout_s=200)
+        last = server.service.stores[0].newest.agreement
+        assert [p.worker_id for p in last.participants] == ["plain"]
