@@ -113,17 +113,18 @@ def wrap(kind: str) -> nn.Module:
     return model
 
 
-def save(worker: DiLoCoWorker, model: nn.Module, folder: Path) -> None:
+def save(worker: DiLoCoWorker, model: nn.Module, folder: Path, kind: str) -> None:
     """The weights as torch saves them for any mesh; of the worker each rank's own."""
     dcp.save(model.state_dict(), checkpoint_id=folder / "weights")
     for old in folder.glob("state-*.pt") if rank_here() == 0 else ():
         old.unlink()
+    (folder / "shape").write_text(kind)
     dist.barrier()
     torch.save(worker.state_dict(), folder / f"state-{rank_here()}.pt")
     dist.barrier()
 
 
-def load(worker: DiLoCoWorker, model: nn.Module, folder: Path) -> int:
+def load(worker: DiLoCoWorker, model: nn.Module, folder: Path, kind: str) -> int:
     """Whatever the shape was in which it was saved. Says how many steps were taken."""
     files = sorted(folder.glob("state-*.pt"))
     if not files:
@@ -132,7 +133,10 @@ def load(worker: DiLoCoWorker, model: nn.Module, folder: Path) -> int:
     dcp.load(weights, checkpoint_id=folder / "weights")
     model.load_state_dict(weights)
     states = [torch.load(file, weights_only=True, mmap=True) for file in files]
-    worker.load_state_dicts(states)
+    if (folder / "shape").read_text() == kind:
+        worker.load_state_dict(states[rank_here()])
+    else:
+        worker.load_state_dicts(states)
     return int(states[0]["work"]["steps"])
 
 
@@ -149,7 +153,7 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     history: list[tuple[int, int, dict[str, list[float]]]] = []
     worker = DiLoCoWorker(model, optimizer, address, worker_id=name)
-    first = load(worker, model, folder)
+    first = load(worker, model, folder, kind)
     with worker:
         plan, anchors = worker.plan, worker._replica.anchors
         known = [-1] * len(plan.fragments)
@@ -171,7 +175,7 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
             if worker.should_stop:
                 break
             if step + 1 == dies_at:
-                save(worker, model, folder)
+                save(worker, model, folder, kind)
                 if rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
     note()

@@ -39,11 +39,11 @@ def make_server(**settings: Any) -> DiLoCoServer:
     return DiLoCoServer(make_model().state_dict(), port=0, **facts)
 
 
-def plain_worker(address: str, name: str = "plain") -> dict[str, Any]:
+def plain_worker(address: str, name: str = "plain", steps: int = STEPS) -> dict[str, Any]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with DiLoCoWorker(model, optimizer, address, worker_id=name) as worker:
-        for step in range(STEPS):
+        for step in range(steps):
             train_step(model, optimizer, name, step)
     return worker.sync_metrics
 
@@ -125,24 +125,26 @@ def test_a_job_whose_rank_was_killed_goes_on_in_another_shape_and_every_step_cou
     tmp_path: Path,
     jobs: list[Job],  # noqa: F811
 ) -> None:
-    """From FSDP2 and TP to pipeline stages to a single process, each time with contributions under way."""
+    """From FSDP2 and TP to pipeline stages, once more in these, and to a single process; each time with contributions
+    under way."""
     (tmp_path / "name").write_text("job")
     settings: dict[str, Any] = {"codec": "fp32", "down_codec": "fp32", **STREAMED}
+    steps = 4 * SYNC_EVERY + 1
     with make_server(num_workers=1, **settings) as server:
-        for kind, dies_at in (("fsdp_tp", 4), ("pp", 7)):
-            jobs.append(start(tmp_path, kind, server, torchrun=True, dies_at=dies_at))
+        for kind, dies_at in (("fsdp_tp", 4), ("pp", 7), ("pp", 10)):
+            jobs.append(start(tmp_path, kind, server, torchrun=True, dies_at=dies_at, steps=steps))
             assert any(jobs[-1].ended())
             states = [torch.load(file, weights_only=True) for file in sorted(tmp_path.glob("state-*.pt"))]
             assert len(states) == RANKS[kind]
             assert all(any(fragment["contributions"] for fragment in state["fragments"]) for state in states)
-        jobs.append(start(tmp_path, "plain", server))
+        jobs.append(start(tmp_path, "plain", server, steps=steps))
         (result,) = jobs[-1].results()
         found, samples = server.get_global_params(), result["samples"]
         assert result["steps_discarded"] == 0
     with make_server(num_workers=1, **settings) as server:
-        plain_worker(server.address, "job")
+        plain_worker(server.address, "job", steps)
         assert_same(found, server.get_global_params())
-    assert samples == 8 * (4 * 4 + 2 * 3 + 3)  # of each step on each rank that took it
+    assert samples == 8 * (4 * 4 + 2 * 3 + 2 * 3 + 3)  # of each step on each rank that took it
 
 
 def test_if_a_rank_is_killed_its_job_ends_and_a_plain_worker_goes_on(

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from integration.groups_in_threads import Wire, finish
-from outerstep.errors import BadRequest, ModelError
+from outerstep.errors import BadRequest, ModelError, TransportError
 from outerstep.server import DiLoCoServer
 from outerstep.server.persistence import RecordedPush, RoundRecord, recorded_addends
 from outerstep.server.store import Addend
@@ -274,3 +274,73 @@ def test_a_start_of_a_worker_has_one_tiling_and_as_many_sections_as_it_says() ->
             transport.call(Poll(**who, fragment=0, after=-1, sections=3, tiled=True))
         with pytest.raises(BadRequest, match="the manifest that comes with it"):
             transport.call(replace(join, worker_id="other", manifest=None))
+
+
+def test_a_server_that_knows_no_tilings_is_left_with_words_that_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerTopology, "takes_tilings", False)
+    with server_of(codec="fp32") as server:
+
+        def run(ranks: Ranks) -> None:
+            held = JOBS["columns, unevenly"][ranks.rank]
+            tiled(server, ranks, held).join(manifest_of(held), Wishes())
+
+        for error in failures(2, run):
+            assert isinstance(error, ModelError)
+            assert "update the server, or give this job one of those shapes" in str(error)
+        assert server.status()["workers"] == {}
+
+
+def test_what_a_worker_holds_is_forgotten_when_it_has_left() -> None:
+    with server_of(codec="fp32") as server:
+
+        def run(ranks: Ranks) -> None:
+            held = JOBS["columns, unevenly"][ranks.rank]
+            topology = tiled(server, ranks, held)
+            topology.join(manifest_of(held), Wishes())
+            worker = server.service.coordinator.members.find("job")
+            assert worker is not None
+            assert worker.tiling is not None
+            ranks.check(lambda: None)
+            topology.leave("done")
+            ranks.check(lambda: None)
+            assert worker.tiling is None
+
+        in_ranks(2, run)
+
+
+def test_a_contribution_that_never_arrived_is_sent_again_as_it_was_after_a_start_in_the_same_shape() -> None:
+    job = JOBS["rows and columns"]
+    with server_of(codec="int4+feedback") as server, server_of(codec="int4+feedback") as straight:
+
+        def cut_off(rank: int, request: Request) -> None:
+            if isinstance(request, Offer):
+                raise TransportError("the line is cut")
+
+        def contribute(ranks: Ranks) -> Agreed:
+            held = job[ranks.rank]
+            topology = tiled(straight, ranks, held)
+            ((_, agreed),) = anchors_of(topology, topology.join(manifest_of(held), Wishes()))
+            return finish(topology.begin(contribution(agreed, cut(deltas(1, exact=False), held))))
+
+        def send_in_vain(ranks: Ranks) -> tuple[dict[str, Any], dict[str, Any]]:
+            held = job[ranks.rank]
+            topology = tiled(server, ranks, held, cut_off)
+            ((_, agreed),) = anchors_of(topology, topology.join(manifest_of(held), Wishes()))
+            ticket = topology.begin(contribution(agreed, cut(deltas(1, exact=False), held)))
+            packed, state = ticket.pack(), topology.state_dict([0])
+            ticket.cancel()
+            return packed, state
+
+        def go_on(ranks: Ranks) -> Agreed:
+            held, (packed, state) = job[ranks.rank], saved[ranks.rank]
+            topology = tiled(server, ranks, held)
+            topology.load_state_dict(state)
+            topology.join(manifest_of(held), Wishes())
+            ticket = topology.reopen(0, packed)
+            assert ticket is not None
+            return finish(ticket)
+
+        (expected, *_), saved = in_ranks(4, contribute), in_ranks(4, send_in_vain)
+        for agreed in in_ranks(4, go_on):
+            assert agreed.counted
+            assert agreed.anchor_hash == expected.anchor_hash

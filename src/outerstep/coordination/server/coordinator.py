@@ -253,7 +253,6 @@ class Coordinator:
         before, tiling = self.members.live_ids, self._tiling_of(message)
         worker, arrived = self.members.join(message, now, vouched=vouched)
         worker.protocol, worker.token, worker.plan_revision = message.protocol, token, self.plan.revision
-        worker.tiling = tiling
         if arrived:
             if worker.worker_id in before:
                 # The old process is fenced; what it had in hand or was told is lost. Nobody waits for it now, unless
@@ -273,6 +272,7 @@ class Coordinator:
                 self.members.order(worker.worker_id, "drain", self.closing)
             self._start_if_ready(now)
             self._close_rounds(now)
+        worker.tiling = tiling
         return JoinAnswer(
             run_id=self.run_id,
             incarnation=worker.incarnation,
@@ -1148,6 +1148,7 @@ class Coordinator:
 
     def _forget(self, worker: KnownWorker, *, still_expected: bool = False) -> None:
         """Keep nothing unfinished of this worker, and let no open round wait for it. What was accepted stays."""
+        worker.tiling = None  # it says it again when it joins
         for upload in self.uploads.of(worker.worker_id):
             self.drop(upload.key)
         self.uploads.unqueue(worker.worker_id)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 import torch
@@ -25,10 +26,11 @@ from ...core.codecs.recipe import Recipe
 from ...digest import data_hash, part_count
 from ...errors import BadRequest, ExchangeFailed, ModelError
 from ...tiling import ModelTiling, Place, make_tiling
-from ...types import Agreement, Manifest, ParameterSpec, Tiling, Wishes
+from ...types import Agreement, Manifest, Offer, ParameterSpec, Tiling, Wishes
 from ...wire.frames import Layout, tiled_layout
 from ..encode import Excerpt
 from ..forms import Form
+from ..payload import OutgoingFrame
 from ..protocol import Joined
 from ..server.topology import ServerTopology
 from ..update import AnchorProof, Kind, WholeAnchor
@@ -104,6 +106,10 @@ class TiledTopology(ShardedTopology):
         recipe = Recipe.parse(codec)
         sizes = {name: recipe.codec(self._specs[name]).encoded_bytes for name in names}
         return tiled_layout(codec, sizes, self._tiling.fragment(names), section)
+
+    def _unpack(self, fragment: int, packed: Mapping[str, Any]) -> tuple[Offer, OutgoingFrame]:
+        offer, payload = super()._unpack(fragment, packed)
+        return msgspec.structs.replace(offer, tiled=True), payload
 
     def _excerpts(self, form: Form) -> dict[str, Excerpt]:
         """`whole` makes the noise of each box its own: so many values of the tensor are in boxes before it."""

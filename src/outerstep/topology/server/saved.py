@@ -15,12 +15,13 @@ from msgspec import UNSET, Meta
 
 from ...coordination.worker.exchange import Held, MemberFields
 from ...errors import ConfigError
-from ...types import AnchorHash, Count, Offer, Plain, RunId, WorkerId
+from ...types import Count, Offer, Plain, RunId, WorkerId
 from ...wire.frames import Layout
 from ..payload import Memory, OutgoingFrame
 
 FACTS = ("incarnation", "sequence", "base_version", "oldest_base", "steps", "samples", "tokens", "codec", "size_bytes")
 NOT_PROVEN = Held(0, "")
+ProvenHash = Annotated[str, Meta(pattern=r"^(t?[0-9a-f]{32})?\Z")]  # as an AnchorHash, or nothing
 
 
 class SavedSequence(Plain, frozen=True):
@@ -28,7 +29,7 @@ class SavedSequence(Plain, frozen=True):
 
     sequence: Count
     version: Count
-    anchor_hash: AnchorHash | str
+    anchor_hash: ProvenHash
 
 
 class SavedTopology(Plain, frozen=True):
