@@ -317,7 +317,9 @@ def test_behind_a_peer_that_reads_one_request_of_a_connection_every_part_arrives
         talk.read()
         talk.is_quiet()
         talk.answer()
-        talk.sock.shutdown(socket.SHUT_RDWR)
+        talk.sock.shutdown(socket.SHUT_WR)
+        while talk.sock.recv(1 << 16):  # a close with unread bytes is a reset, which may overtake the answer
+            pass
 
     peer, worker = begin(*[drops] * 200)
     for start in range(0, 12, 3):
