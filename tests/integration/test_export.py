@@ -367,4 +367,4 @@ def test_a_trainer_among_peers_says_where_the_model_is(caplog: pytest.LogCapture
     model = tiny_model()
     with DiLoCoTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=2):
         pass
-    assert "finished after 0 agreement(s) with the peers; the model in this process holds the agreed" in caplog.text
+    assert "finished after 0 agreements with the peers; the model in this process holds the agreed" in caplog.text

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigError
-from ..observe.quantities import duration
+from ..observe.quantities import counted, duration
 from ..observe.status import DataStatus, ServerStatus, read_status
 from ..printable import printable
 from ..ranges import Ranges
@@ -69,7 +69,8 @@ def render(found: Sequence[DataStatus]) -> RenderableType:
         parts.append(f"[bold]{_escaped(one.name)}[/bold]: {one.done}{of} done{end}")
         parts.append(
             f"  {one.samples} samples in units of {one.unit_samples}, "
-            f"{one.epochs or 'any number of'} epoch(s); leased {one.leased}, given back {one.free}"
+            f"{counted(one.epochs, 'epoch') if one.epochs else 'any number of epochs'}; "
+            f"leased {one.leased}, given back {one.free}"
         )
         odd = {"lost": one.lost, "spent without counting": one.spent, "trained more than once": one.repeated}
         told = ", ".join(f"{what} {count}" for what, count in odd.items() if count)

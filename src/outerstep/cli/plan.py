@@ -21,7 +21,7 @@ from ..coordination.planning.planner import NEARLY_EQUAL, utilization_by_interva
 from ..coordination.planning.situation import LOCAL_NETWORK, MOST_WORKERS, Engine
 from ..errors import ConfigError
 from ..installing import install_line
-from ..observe.quantities import duration, size
+from ..observe.quantities import counted, duration, size
 from ..observe.status import read_status
 from ..printable import printable
 from ..wire.http_transport import HttpTransport
@@ -304,7 +304,8 @@ def show(proposal: Proposal, now: Option | None, assumed: tuple[str, ...], conso
 
 def _heading(situation: Situation) -> str:
     first, alike = situation.sites[0], len({dataclasses.replace(s, name="") for s in situation.sites}) == 1
-    what = f"{count(situation.parameters)} parameters, {len(situation.sites)} site(s), {situation.workers} worker(s)"
+    sites, workers = counted(len(situation.sites), "site"), counted(situation.workers, "worker")
+    what = f"{count(situation.parameters)} parameters, {sites}, {workers}"
     if not alike:
         return what
     rates = f"{_mbit(first.up_bytes_per_s)} up, {_mbit(first.down_bytes_per_s)} down"

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..installing import install_line
-from ..observe.quantities import duration, size
+from ..observe.quantities import counted, duration, size
 from ..printable import printable
 from ..simulate.fleet.report import FleetReport, LayerReport
 from ..simulate.fleet.scenario import FleetScenario, LayerSetting
@@ -77,7 +77,8 @@ def _played(scenario: FleetScenario) -> FleetReport:
 
 def show(scenario: FleetScenario, report: FleetReport, console: Console) -> None:
     console.print(
-        f"{report.workers} worker(s) in {report.clusters} place(s), {scenario.parameters / 1e9:.3g} B parameters, "
+        f"{counted(report.workers, 'worker')} in {counted(report.clusters, 'place')}, "
+        f"{scenario.parameters / 1e9:.3g} B parameters, "
         f"{duration(report.duration_s)}, seed {report.seed}"
     )
     if scenario.topology == "hierarchy":
@@ -92,7 +93,7 @@ def show(scenario: FleetScenario, report: FleetReport, console: Console) -> None
     console.print(_layer_table(report.layers))
     console.print(
         f"To and from the top: {size(report.up_bytes)} up, {size(report.down_bytes)} down. "
-        f"{report.failures} process(es) failed, {report.leaves} worker(s) left and were replaced."
+        f"Failed and restarted: {report.failures}; left and replaced: {report.leaves}."
     )
     if not report.broken_count:
         console.print("[green]Every promise was kept[/green]: each step is in the model once, or it is known why not.")

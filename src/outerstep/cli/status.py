@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigError, TransportError
-from ..observe.quantities import duration, size, sparkline
+from ..observe.quantities import counted, duration, size, sparkline
 from ..observe.status import (
     AboveStatus,
     ClusterStatus,
@@ -92,7 +92,7 @@ def render(said: Mapping[str, Any], address: str) -> RenderableType:
         f"[bold]{_escaped(address)}[/bold]  run {_escaped(status.run_id)}  {_escaped(status.mode)}  "
         f"up {duration(status.uptime_s)}",
         *_troubles(status),
-        f"round [bold]{status.sync_round}[/bold]  {status.total_submissions} contribution(s)  "
+        f"round [bold]{status.sync_round}[/bold]  {counted(status.total_submissions, 'contribution')}  "
         f"received {size(status.bytes_received)}, sent {size(status.bytes_sent)}  deaths {status.total_worker_deaths}",
         f"plan: {_escaped(_plan(status.plan))}",
     ]
@@ -142,7 +142,9 @@ def _losses(losses: Sequence[float]) -> list[str]:
     """The newest, and a curve of the last rounds."""
     if not losses:
         return []
-    reach = f"[dim]{len(losses)} round(s), {max(losses):.4g} to {min(losses):.4g}[/dim]" if len(losses) > 1 else ""
+    reach = (
+        f"[dim]{counted(len(losses), 'round')}, {max(losses):.4g} to {min(losses):.4g}[/dim]" if len(losses) > 1 else ""
+    )
     return [f"loss [bold]{losses[-1]:.4g}[/bold]  {sparkline(losses)}  {reach}"]
 
 
@@ -208,20 +210,20 @@ def _above(above: AboveStatus | None) -> str:
         return f"{where}: not joined yet"
     versions = ", ".join(map(str, above.versions))
     return (
-        f"{where}: {above.state}{', ' if above.state else ''}version {versions} there, {above.exchanges} exchange(s), "
-        f"sent {size(above.bytes_sent)}, received {size(above.bytes_received)}"
+        f"{where}: {above.state}{', ' if above.state else ''}version {versions} there, "
+        f"{counted(above.exchanges, 'exchange')}, sent {size(above.bytes_sent)}, received {size(above.bytes_received)}"
     )
 
 
 def _plan(plan: PlanStatus | None) -> str:
     if plan is None:
         return "open until the first worker joins"
-    text = f"sync_every {plan.sync_every}, {plan.codec}, {plan.num_fragments} fragment(s)"
+    text = f"sync_every {plan.sync_every}, {plan.codec}, {counted(plan.num_fragments, 'fragment')}"
     if plan.fragment_delay:
         alpha = plan.fragment_alpha
         taken = "carried" if plan.fragment_carry else f"mixed with α {alpha:g}" if alpha else "overwritten"
-        text += f", adopted {plan.fragment_delay} step(s) later and {taken}"
-    return text + (f", changed {plan.revision} time(s) (revision {plan.revision})" if plan.revision else "")
+        text += f", adopted {counted(plan.fragment_delay, 'step')} later and {taken}"
+    return text + (f", changed {counted(plan.revision, 'time')} (revision {plan.revision})" if plan.revision else "")
 
 
 def _asynchronous(status: ServerStatus) -> str:
@@ -241,7 +243,7 @@ def _aggregation(status: ServerStatus) -> str:
         return ""
     needs = f"aggregation: {status.aggregation}, at least {status.min_workers} contributions"
     too_few = status.rounds_too_few
-    return needs + (f", {too_few} round(s) moved nothing because too few had trained" if too_few else "")
+    return needs + (f", {counted(too_few, 'round')} moved nothing because too few had trained" if too_few else "")
 
 
 def _layer(layer: LayerStatus | None) -> list[str]:
@@ -346,8 +348,8 @@ def _facts(info: Mapping[str, bool | int | float | str]) -> str:
 def _trouble(worker: WorkerStatus) -> str:
     if worker.quarantine is not None:
         return f"quarantine, {duration(worker.quarantine.left_s)} left"
-    counts = ((worker.offences, "offence(s)"), (worker.left_out, "left out"))
-    return ", ".join(f"{number} {what}" for number, what in counts if number)
+    counts = ((worker.offences, counted(worker.offences, "offence")), (worker.left_out, f"{worker.left_out} left out"))
+    return ", ".join(text for number, text in counts if number)
 
 
 def _workers(workers: Mapping[str, WorkerStatus], clusters: Mapping[str, ClusterStatus]) -> Table:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Literal
 
 from ..errors import NotFound, OuterstepError, Refused, TlsRequired, Unauthorized, UntrustedServer
-from ..observe.quantities import duration, size
+from ..observe.quantities import counted, duration, size
 from ..security import is_loopback
 from ..security.access import write_address
 from ..versions import PROTOCOL_VERSION
@@ -113,17 +113,17 @@ def threads(cores: int, seen: int, omp: str | None) -> Finding:
     if omp is None and cores < seen:
         return warn(
             "CPU",
-            f"{cores} core(s) may be used, {seen} are seen, and OMP_NUM_THREADS is not set",
+            f"{counted(cores, 'core')} may be used, {seen} are seen, and OMP_NUM_THREADS is not set",
             f"set OMP_NUM_THREADS={cores}: more threads than cores stall each other",
         )
     if omp is None:
         several = (
             f"with several workers on this machine give each its share: OMP_NUM_THREADS={max(cores // 2, 1)} for two"
         )
-        return ok("CPU", f"{cores} core(s); OMP_NUM_THREADS is not set, so each process uses all", several)
+        return ok("CPU", f"{counted(cores, 'core')}; OMP_NUM_THREADS is not set, so each process uses all", several)
     if omp.isdecimal() and int(omp) > cores:
-        return warn("CPU", f"OMP_NUM_THREADS={omp}, but {cores} core(s)", f"set it to {cores} or less")
-    return ok("CPU", f"{cores} core(s), OMP_NUM_THREADS={omp}")
+        return warn("CPU", f"OMP_NUM_THREADS={omp}, but {counted(cores, 'core')}", f"set it to {cores} or less")
+    return ok("CPU", f"{counted(cores, 'core')}, OMP_NUM_THREADS={omp}")
 
 
 def open_files(soft: int, hard: int) -> Finding:
@@ -319,7 +319,7 @@ def server(status: Mapping[str, Any], outerstep: str, protocol: int | None) -> F
     if differs:
         remedy = "the versions are compatible; update when you can"
         return warn("server", f"{found}; here {' and '.join(differs)}", remedy)
-    return ok("server", f"{found}, {len(status.get('workers') or {})} worker(s)")
+    return ok("server", f"{found}, {counted(len(status.get('workers') or {}), 'worker')}")
 
 
 def clock(ahead_s: float) -> Finding:
@@ -343,7 +343,7 @@ def latency(samples_s: Sequence[float]) -> Finding:
 
 
 def bandwidth(up_bytes_per_s: float, down_bytes_per_s: float, connections: int) -> Finding:
-    lanes = f"over {connections} connection(s)"
+    lanes = f"over {counted(connections, 'connection')}"
     return ok("bandwidth", f"up {_rate(up_bytes_per_s)}, down {_rate(down_bytes_per_s)}, {lanes}")
 
 

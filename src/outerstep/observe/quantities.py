@@ -15,6 +15,11 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(BARS[round((len(BARS) - 1) * ((value - least) / span))] for value in shown)
 
 
+def counted(number: int, noun: str) -> str:
+    """1 round, 2 rounds. Of nouns that take an s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def size(count: int) -> str:
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):

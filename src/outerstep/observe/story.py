@@ -35,7 +35,7 @@ from ..events import (
     WorkerLeft,
 )
 from ..printable import printable
-from .quantities import duration, size
+from .quantities import counted, duration, size
 
 Meaning = Literal["", "name", "good", "bad", "warning", "aside"]
 Piece = tuple[str, Meaning]
@@ -151,7 +151,7 @@ def _sentence(event: Event) -> list[Piece]:
         case PlanDecided(_, revision, from_round, _, reason):
             return [(f"plan {revision}", "name"), (f" from round {from_round}: {reason}", "")]
         case ExchangeDeferred(worker, exchanges):
-            return [(worker, "name"), (f" trains on alone, {exchanges} exchange(s) deferred", "warning")]
+            return [(worker, "name"), (f" trains on alone, {counted(exchanges, 'exchange')} deferred", "warning")]
         case RunEnded():
             return [(event.said, "good" if event.reason in DONE else "warning")]
     return []

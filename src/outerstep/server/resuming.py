@@ -29,6 +29,7 @@ from ..durable.journal import Journal, Record
 from ..durable.run_folder import RunFolder, has_journal
 from ..errors import ConfigError, ModelError, PlanMismatch
 from ..model_folder import STATE
+from ..observe.quantities import counted
 from ..types import Manifest, Plan, Watched, Wishes
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer, check_kind, recall, state_of
@@ -304,7 +305,7 @@ def _replay(saved: ServerState, replayed: _Replayed, records: Iterable[Record]) 
             rounds += 1
         remembered, count = head.remembered, count + 1
     if count:
-        log.info("replayed %d journal record(s), %d of them rounds", count, rounds)
+        log.info("replayed %s, %d of them rounds", counted(count, "journal record"), rounds)
     if remembered.versions != tuple(store.newest.version for store in replayed.stores):
         raise ModelError(f"the journal's last record is about rounds {remembered.versions}, which it does not hold")
     return remembered

@@ -27,6 +27,7 @@ from ..core.robust import RobustAggregator
 from ..core.state import FragmentState
 from ..core.watch import norm_of, watched
 from ..errors import ConfigError, ModelError, NotFinite, WorkerError
+from ..observe.quantities import counted
 from ..types import Watched
 from .outside import OutsideWatch
 from .peer_exchange import Gossip, Peer, collect
@@ -103,10 +104,10 @@ class AmongPeers:
     def stop(self) -> None:
         """Nor to leave: the steps of the last cycle stay in the model."""
         log.info(
-            "finished after %d agreement(s) with the peers; the model in this process holds the agreed weights and %d "
-            "step(s) of its own since: outerstep.save_model(model, …) keeps it",
-            self._sync_count,
-            self.step_count,
+            "finished after %s with the peers; the model in this process holds the agreed weights and %s of its own "
+            "since: outerstep.save_model(model, …) keeps it",
+            counted(self._sync_count, "agreement"),
+            counted(self.step_count, "step"),
         )
 
     def abandon(self, reason: str) -> None:

@@ -6,6 +6,8 @@ import logging
 
 import torch
 
+from ..observe.quantities import counted
+
 log = logging.getLogger(__name__)
 
 
@@ -16,7 +18,9 @@ def forget_non_finite(optimizer: torch.optim.Optimizer) -> None:
     for parameter in spoiled:
         optimizer.state[parameter].clear()
     if spoiled:
-        log.warning("the optimizer's state of %d parameter(s) held NaN or Inf, and was forgotten", len(spoiled))
+        log.warning(
+            "the optimizer's state of %s held NaN or Inf, and was forgotten", counted(len(spoiled), "parameter")
+        )
 
 
 def _is_finite(value: object) -> bool:

@@ -35,7 +35,7 @@ from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..events import EventSink, RoundReport, WorkerLeft, WorkerStarted
 from ..observe import FanOut
 from ..observe.loggers import Loggers, check_installed
-from ..observe.quantities import duration, size
+from ..observe.quantities import counted, duration, size
 from ..observe.sinks import METRICS_FILE, MetricsFile
 from ..observe.story import Story
 from ..schedule import due_fragment
@@ -653,4 +653,4 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _describe(plan: Plan) -> str:
-    return f"sync_every={plan.sync_every}, {len(plan.fragments)} fragment(s), {plan.codec}"
+    return f"sync_every={plan.sync_every}, {counted(len(plan.fragments), 'fragment')}, {plan.codec}"

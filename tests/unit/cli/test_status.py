@@ -68,11 +68,11 @@ def test_an_older_server_that_says_less_is_shown_as_well() -> None:
     for words in (
         "sync",
         "round 4",
-        "8 contribution(s)",
+        "8 contributions",
         "2.5 MB",
         "999 B",
         "1m15s",
-        "sync_every 500, bf16, 1 fragment(s)",
+        "sync_every 500, bf16, 1 fragment",
     ):
         assert words in shown
     for absent in ("Nesterov", "dynamic", "tokens", "staleness"):
@@ -104,7 +104,7 @@ def test_a_robust_run_shows_its_rule_and_the_rounds_that_moved_nothing() -> None
     assert "aggregation" not in text({**SYNC, "aggregation": "mean", "min_workers": 1})
     robust = {**SYNC, "aggregation": "krum", "min_workers": 5, "rounds_too_few": 0}
     assert "aggregation: krum, at least 5 contributions\n" in text(robust).replace(" \n", "\n")
-    assert "2 round(s) moved nothing because too few had trained" in text({**robust, "rounds_too_few": 2})
+    assert "2 rounds moved nothing because too few had trained" in text({**robust, "rounds_too_few": 2})
 
 
 def test_a_column_that_is_empty_for_all_is_left_out() -> None:
@@ -118,7 +118,7 @@ def test_a_column_that_is_empty_for_all_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"fragment_delay": 5}, "adopted 5 step(s) later and overwritten"),
+        ({"fragment_delay": 5}, "adopted 5 steps later and overwritten"),
         ({"fragment_delay": 5, "fragment_alpha": 0.5}, "later and mixed with α 0.5"),
         ({"fragment_delay": 5, "fragment_carry": True}, "later and carried"),
         ({"revision": 2}, "revision 2"),
@@ -215,7 +215,7 @@ def test_what_wants_a_look_comes_first_and_the_loss_is_drawn() -> None:
         "left has been silent for 70 s; in 50 s it counts as dead",
         "left is in quarantine, 1m01s left: it sent [red]NaN[/red]",
     ]
-    assert "loss 1  █▅▁  3 round(s), 3 to 1" in lines
+    assert "loss 1  █▅▁  3 rounds, 3 to 1" in lines
 
 
 def test_a_peers_troubles_come_first_and_its_loss_is_drawn() -> None:
@@ -243,9 +243,9 @@ def test_a_peers_troubles_come_first_and_its_loss_is_drawn() -> None:
         "expelled (proven to lie, or no longer invited): [red]mallory",
         "said, answered or sent what cannot be: mallory 2",
     ]
-    assert "loss 1  █▅▁  3 round(s), 3 to 1" in lines
+    assert "loss 1  █▅▁  3 rounds, 3 to 1" in lines
     table = next(i for i, line in enumerate(lines) if "steps/s" in line)
-    assert lines.index("loss 1  █▅▁  3 round(s), 3 to 1") < table
+    assert lines.index("loss 1  █▅▁  3 rounds, 3 to 1") < table
     waiting = text({**peer, "begun": False}).splitlines()
     assert "has not joined a run yet" in waiting[0]
     assert "the disk is full" in waiting

@@ -207,7 +207,7 @@ class TestServer:
     @pytest.mark.parametrize(
         ("changes", "protocol", "level", "said"),
         [
-            ({}, 2, "ok", "outerstep 0.1.0, protocol 2, run r, round 7, 1 worker(s)"),
+            ({}, 2, "ok", "outerstep 0.1.0, protocol 2, run r, round 7, 1 worker"),
             ({}, 1, "warn", "here the newest is protocol 2"),
             ({"outerstep": "0.2.0"}, 1, "warn", "here it is 0.1.0 and the newest is protocol 2"),
             ({}, None, "ok", "outerstep 0.1.0, run r, round 7"),
@@ -233,7 +233,7 @@ class TestServer:
         assert verdicts.latency(samples).level == level
 
     def test_bandwidth_is_said_in_bits(self) -> None:
-        assert verdicts.bandwidth(1.25e6, 2.5e8, 4).found == "up 10.0 Mbit/s, down 2.0 Gbit/s, over 4 connection(s)"
+        assert verdicts.bandwidth(1.25e6, 2.5e8, 4).found == "up 10.0 Mbit/s, down 2.0 Gbit/s, over 4 connections"
 
     @pytest.mark.parametrize(("error", "level"), [(NotFound("?"), "warn"), (TransportError("reset"), "fail")])
     def test_what_cannot_be_measured_is_said(self, error: OuterstepError, level: str) -> None:

@@ -400,8 +400,8 @@ def _reasons(situation: Situation, best: Option, found: list[Option]) -> Iterato
         yield f"τ = {best.delay}: the workers of a site go on for {best.delay} of its rounds while what it sent travels"
     elif best.delay:
         yield (
-            f"{best.num_fragments} fragment(s), τ = {best.delay}: training goes on for {best.delay} steps while each "
-            "piece travels"
+            f"{best.num_fragments} fragment{'s' * (best.num_fragments > 1)}, τ = {best.delay}: training goes on for "
+            f"{best.delay} steps while each piece travels"
         )
     if best.topology == "hierarchy":
         most = max(each.utilization for each in found if each.topology == "server")

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from ...events import Event
 from ..points import Point, point_of
+from ..quantities import counted
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class LoggerSink:
         if self._thread.is_alive():
             log.warning("the logger %s did not end within %g s; the run ends without it", self.name, self._close_s)
         if self.lost:
-            log.warning("the logger %s has lost %d point(s)", self.name, self.lost)
+            log.warning("the logger %s has lost %s", self.name, counted(self.lost, "point"))
 
     def _run(self) -> None:
         writer: MetricWriter | None = None

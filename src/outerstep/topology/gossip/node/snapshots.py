@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ....coordination.gossip.chain import witnesses
 from ....errors import NotFound, OuterstepError, ServerUnreachable
+from ....observe.quantities import counted
 from ....pool import Room, private_memory
 from ....wire.peers import SNAPSHOT_PART_BYTES, AskSnapshot, OfferedSnapshot, about_snapshot
 from .calls import ask_member
@@ -105,7 +106,7 @@ class SnapshotExchange:
                 why = check(version, arrival.room.view) if is_here else "it broke off"
                 if is_here and not why:
                     return version, arrival.room.view
-                why = f"version {version} of {len(named_by)} peer(s): {why}"
+                why = f"version {version} of {counted(len(named_by), 'peer')}: {why}"
                 self._blame([key for key, _ in named_by] if is_here else [], fragment, why)
                 doubted = doubted.union(key for key, _ in named_by)
             with self._shared.lock:
@@ -155,7 +156,7 @@ class SnapshotExchange:
             (version, digest), by = next(iter(named.items()))
             return version, digest, by, ""
         if heard:
-            why = f"{heard} peer(s) named {len(named)} different states, {needed} must name the same"
+            why = f"{counted(heard, 'peer')} named {len(named)} different states, {needed} must name the same"
         return 0, "", [], why
 
     def _ask(self, key: str, request: AskSnapshot) -> OfferedSnapshot | str:
@@ -168,7 +169,7 @@ class SnapshotExchange:
         is_cut_right = parts.part_size_bytes == SNAPSHOT_PART_BYTES and parts.digest("")
         if is_cut_right and parts.size_bytes <= most:
             return answer
-        why = f"{parts.size_bytes} bytes in {len(parts.digests)} part(s), where it has at most {most}"
+        why = f"{parts.size_bytes} bytes in {counted(len(parts.digests), 'part')}, where it has at most {most}"
         self._blame([key], request.fragment, why)
         return f"what was named cannot be: {why}"
 
