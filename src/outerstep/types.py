@@ -144,6 +144,10 @@ class Assignment(Plain, frozen=True):
     def samples(self) -> int:
         return self.local_steps * self.batch_size + self.larger_batches
 
+    def batch_of(self, step: int) -> int:
+        """Of one step of a round, from 0."""
+        return self.batch_size + (step < self.larger_batches)
+
 
 Assignments = Annotated[tuple[Assignment, ...], Meta(max_length=MOST_ASSIGNED)]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import outerstep
+from outerstep.data import LeasedLoader, LeasedSampler
 from outerstep.errors import ConfigError
 from outerstep.server import DiLoCoServer
 from support import Books, Ledger
@@ -89,3 +90,26 @@ def test_what_it_cannot_do_is_refused_and_a_disabled_one_does_nothing() -> None:
             pass
         with pytest.raises(ConfigError, match="sync_steps is another name of sync_every, got both"):
             Loop(server, sync_every=4, local_sgd_steps=5).outer.__enter__()
+
+
+def test_leased_data_comes_from_a_loader_that_is_not_prepared() -> None:
+    with DiLoCoServer(Ledger(24).state_dict(), num_workers=1, port=0, insecure=True, **RUN) as server:
+
+        def train(prepares: bool) -> None:
+            accelerator = accelerate.Accelerator(cpu=True)
+            model = Ledger(24)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            data = LeasedSampler(24, name=f"prepared-{prepares}", unit_samples=2)
+            loader: Any = LeasedLoader(list(range(24)), data, batch_size=2)  # type: ignore[arg-type]
+            with outerstep.accelerate.OuterStep(
+                accelerator, model, server_addr=f"http://{server.address}", worker_id="w", data=data
+            ):
+                for batch in accelerator.prepare(loader) if prepares else loader:
+                    accelerator.backward(-model.cells[batch].sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        train(prepares=False)
+        assert server.get_global_params()["cells"].tolist() == [1.0] * 24
+        with pytest.raises(ConfigError, match="no loader said which leased samples came out of it"):
+            train(prepares=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 import time
 from pathlib import Path
@@ -16,11 +17,21 @@ from typer.testing import CliRunner
 
 from nursery import start
 from outerstep.cli import app
-from outerstep.data import ElasticSampler, LeasedLoader, LeasedSampler, LeasedShards, LeasedStream
+from outerstep.coordination.server.plan import changed
+from outerstep.data import (
+    DatasetShards,
+    ElasticSampler,
+    LeasedLoader,
+    LeasedSampler,
+    LeasedShards,
+    LeasedStream,
+    MixedLoader,
+)
 from outerstep.data.order import part_of
 from outerstep.errors import ConfigError, PlanMismatch, WorkerError
 from outerstep.events import Event, UnitsDone
 from outerstep.server import DiLoCoServer
+from outerstep.types import Assignment, Wishes
 from outerstep.worker import DiLoCoWorker
 from ranks import Ranks
 from support import Relocatable, in_threads, kill, memory_topology, memory_worker
@@ -71,7 +82,7 @@ class Run:
 def test_two_workers_share_an_epoch_and_every_sample_is_done_once() -> None:
     run = Run(2)
     in_threads(lambda: run.train("a"), lambda: run.train("b"))
-    assert sorted(run.drawn["a"] + run.drawn["b"]) == list(range(SAMPLES))
+    assert sorted(itertools.chain(*run.drawn.values())) == list(range(SAMPLES))
     assert run.table.done.total == SAMPLES // 4
     assert run.table.repeated == 0
     told = [event for event in run.told if isinstance(event, UnitsDone)]
@@ -265,7 +276,7 @@ def test_shards_of_unknown_size_are_trained_once_each(loaders: int) -> None:
 def test_two_workers_share_the_shards() -> None:
     run = Run(2)
     in_threads(lambda: train_shards(run, "a"), lambda: train_shards(run, "b"))
-    assert sorted(run.drawn["a"] + run.drawn["b"]) == list(range(SAMPLES))
+    assert sorted(itertools.chain(*run.drawn.values())) == list(range(SAMPLES))
     assert (run.table.done.total, run.table.repeated) == (len(SHARDS), 0)
 
 
@@ -314,6 +325,115 @@ def test_a_dataset_of_rows_like_hugging_faces_is_leased_as_it_stands() -> None:
             optimizer.step()
     assert torch.equal(run.server.get_global_params()["cells"], torch.ones(SAMPLES))
     assert [len(asked) for asked in rows.asked] == [8] * 6, "many at once"
+
+
+def test_a_hugging_face_dataset_is_leased_by_its_index() -> None:
+    datasets = pytest.importorskip("datasets")
+    run, rows = Run(1), datasets.Dataset.from_dict({"row": list(range(SAMPLES))}).with_format("torch")
+    model = cells()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = LeasedSampler(rows, unit_samples=4)
+    with memory_worker(run.server, "a", model, optimizer, data=data):
+        for batch in LeasedLoader(rows, data, batch_size=8):
+            add(model, optimizer, batch["row"])
+    assert torch.equal(run.server.get_global_params()["cells"], torch.ones(SAMPLES))
+
+
+@pytest.mark.parametrize("loaders", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("buffer", [0, 16])
+def test_a_streamed_hugging_face_dataset_is_leased_by_its_shards(loaders: int, buffer: int) -> None:
+    """In the order of a shuffle with a fixed seed, too; and a loop that is left early goes on with the next row."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"row": list(range(SAMPLES))}).to_iterable_dataset(num_shards=7)
+    shards = DatasetShards(rows.shuffle(seed=1, buffer_size=buffer) if buffer else rows)
+    run, model, drawn = Run(1), cells(), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = LeasedShards(shards)
+    stream = LeasedStream(shards, data, batch_size=5, num_workers=loaders)
+    with memory_worker(run.server, "a", model, optimizer, data=data):
+        for most in (3, None):
+            for step, batch in enumerate(stream):
+                drawn.extend(batch["row"].tolist())
+                add(model, optimizer, batch["row"])
+                if step + 1 == most:
+                    break
+    assert sorted(drawn) == list(range(SAMPLES))
+    assert torch.equal(run.server.get_global_params()["cells"], torch.ones(SAMPLES))
+    assert (run.table.done.total, run.table.repeated) == (7, 0)
+
+
+def test_what_has_no_shards_is_refused() -> None:
+    with pytest.raises(ConfigError, match="IterableDataset, got Rows"):
+        DatasetShards(Rows(4))  # type: ignore[arg-type]
+
+
+def add(model: Any, optimizer: torch.optim.Optimizer, samples: torch.Tensor) -> None:
+    """A step that adds one to the cells of these."""
+    grad = torch.zeros(len(model["cells"]))
+    grad[samples] = -1.0
+    model["cells"].grad = grad
+    optimizer.step()
+
+
+@pytest.mark.parametrize("loaders", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_batches_follow_each_workers_share_of_the_global_batch(loaders: int) -> None:
+    """20 samples in a round of 4 steps: 14 for the fast one, 6 for the other. (Who decides that: test_controller.py.)
+    The script counts none; they are counted as they come, and weigh when their round is agreed."""
+    run, sizes, rounds = Run(2, samples=400, weight_by="samples"), dict[str, list[int]](), list[dict[str, float]]()
+    samples: dict[str, Any] = {}
+    shares = [
+        Assignment(cluster="a", leader="", sends_to="", local_steps=4, batch_size=3, larger_batches=2),
+        Assignment(cluster="b", leader="", sends_to="", local_steps=4, batch_size=1, larger_batches=2),
+    ]
+
+    def train(worker_id: str) -> None:
+        model = cells(400)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        data = LeasedSampler(400, unit_samples=1)
+        loader = LeasedLoader(list(range(400)), data, batch_size=2, shared=True, num_workers=loaders)  # type: ignore[arg-type]
+        mine = sizes.setdefault(worker_id, [])
+        with memory_worker(run.server, worker_id, model, optimizer, data=data) as worker:
+            if worker_id == "a":
+                worker.on_round(lambda report: rounds.append({p.worker_id: p.weight for p in report.participants}))
+                coordinator = run.server.service.coordinator
+                coordinator.next_plan = changed(coordinator.plan, Wishes(sync_every=4), shares)
+            for batch in itertools.islice(loader, 3 + 4 * 5):
+                mine.append(len(batch))
+                add(model, optimizer, batch)
+            samples[worker_id] = worker.sync_metrics["samples"]
+
+    in_threads(lambda: train("a"), lambda: train("b"))
+    drawn_ahead = 2 * loaders  # by the loader's processes, before the run had said anything
+    for worker_id, shared in (("a", 2 * [4, 4, 3, 3]), ("b", 2 * [2, 2, 1, 1])):
+        assert sizes[worker_id][: 3 + drawn_ahead] == [2] * (3 + drawn_ahead), "as the script says, until the run does"
+        assert sizes[worker_id][15:23] == shared
+    weights = [one["a"] / one["b"] for one in rounds]
+    assert weights[0] == 1.0
+    assert weights[4:6] == pytest.approx([14 / 6, 14 / 6])
+    assert samples == {name: sum(drawn) for name, drawn in sizes.items()}
+
+
+def test_two_datasets_are_mixed_by_weight_and_each_is_trained_once() -> None:
+    run = Run(1)
+    model, mixed = cells(), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    books, code = LeasedSampler(36, name="books", unit_samples=4), LeasedSampler(12, name="code", unit_samples=4)
+    loader = MixedLoader([
+        (LeasedLoader(list(range(36)), books, batch_size=4), 3.0),  # type: ignore[arg-type]
+        (LeasedLoader(list(range(36, 48)), code, batch_size=4), 1.0),  # type: ignore[arg-type]
+    ])  # fmt: skip
+    with memory_worker(run.server, "a", model, optimizer, data=[books, code]):
+        for batch in loader:
+            mixed.append(int(batch[0] >= 36))
+            add(model, optimizer, batch)
+    assert [sum(mixed[i : i + 4]) for i in range(0, 12, 4)] == [1, 1, 1], "one in four"
+    assert torch.equal(run.server.get_global_params()["cells"], torch.ones(SAMPLES))
+    assert list(MixedLoader([([1, 1], 1.0), ([2, 2, 2], 1.0)], until="first")) == [1, 2, 1, 2]
+    assert list(MixedLoader([([1, 1], 1.0), ([2, 2, 2], 1.0)])) == [1, 2, 1, 2, 2]
+    with pytest.raises(ConfigError, match="the weight of loader 0 must be above 0"):
+        MixedLoader([([1], 0.0)])
+    with pytest.raises(ConfigError, match="got none"):
+        MixedLoader([])
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import outerstep
+from outerstep.data import LeasedLoader, LeasedSampler
 from outerstep.errors import ConfigError
 from outerstep.server import DiLoCoServer
 from support import Books
@@ -125,3 +126,53 @@ def test_a_preempted_worker_contributes_and_the_trainer_stops(server: DiLoCoServ
 def test_several_optimizers_are_refused(server: DiLoCoServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs one optimizer, got 2"):
         Fit(server, tmp_path, Counter(optimizers=2))
+
+
+class Cells(Counter):
+    """Adds one to the cells of a batch's samples."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.cells = torch.nn.Parameter(torch.zeros(samples))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return -self.cells[batch].sum()
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_leased_data_is_trained_once_though_a_checkpoint_is_resumed_in_the_middle(tmp_path: Path, loaders: int) -> None:
+    """Lightning makes the loader's iterator before the worker is there, and its processes draw ahead."""
+
+    def fit(server: DiLoCoServer, resumed: str | None) -> None:
+        data = LeasedSampler(40, unit_samples=4)
+        trainer = pl.Trainer(
+            max_epochs=1, callbacks=[outerstep.lightning.OuterstepCallback(
+                server_addr=f"http://{server.address}", worker_id="w", on_exit="local", data=data)],
+            logger=False, enable_checkpointing=False, accelerator="cpu", default_root_dir=tmp_path,
+            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        loader = LeasedLoader(range(40), data, batch_size=3, num_workers=loaders)  # type: ignore[arg-type]
+        saver = Saves(str(tmp_path / "last.ckpt"), at=5)
+        trainer.callbacks.append(saver)
+        trainer.fit(Cells(40), loader, ckpt_path=resumed)
+
+    with DiLoCoServer({"cells": torch.zeros(40)}, num_workers=1, port=0, insecure=True, **RUN) as server:
+        with pytest.raises(RuntimeError, match="the script fails"):
+            fit(server, None)
+        fit(server, str(tmp_path / "last.ckpt"))
+        assert server.get_global_params()["cells"].tolist() == [1.0] * 40
+        (table,) = server.service.coordinator.leases.tables.values()
+        assert (table.done.total, table.repeated) == (10, 0)
+
+
+class Saves(pl.Callback):  # type: ignore[misc]
+    """Saves after so many steps, and fails in the first fit."""
+
+    def __init__(self, file: str, at: int) -> None:
+        self._file, self._at = file, at
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_step == self._at and not Path(self._file).exists():
+            trainer.save_checkpoint(self._file)
+        elif trainer.global_step == self._at + 1 and trainer.ckpt_path is None:
+            raise RuntimeError("the script fails")

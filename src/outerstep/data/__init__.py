@@ -7,18 +7,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .elastic import ElasticSampler
+    from .hugging_face import DatasetShards
+    from .mixed import MixedLoader
     from .sampler import LeasedLoader, LeasedSampler
     from .shards import LeasedShards, LeasedStream
 
 _FILES = {
+    "DatasetShards": "hugging_face",
     "ElasticSampler": "elastic",
     "LeasedLoader": "sampler",
     "LeasedSampler": "sampler",
     "LeasedShards": "shards",
     "LeasedStream": "shards",
+    "MixedLoader": "mixed",
 }
 
-__all__ = ["ElasticSampler", "LeasedLoader", "LeasedSampler", "LeasedShards", "LeasedStream"]
+__all__ = [
+    "DatasetShards",
+    "ElasticSampler",
+    "LeasedLoader",
+    "LeasedSampler",
+    "LeasedShards",
+    "LeasedStream",
+    "MixedLoader",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -75,9 +75,12 @@ class ElasticSampler(LeasedSampler):
             return self._shard_size(self._shard[1])
         return self.spec.samples
 
-    def delivered(self, samples: int) -> None:
+    def delivered(self, samples: int, *, trained: bool = True) -> None:
         if not self._is_fixed:
-            super().delivered(samples)
+            super().delivered(samples, trained=trained)
+
+    def share(self, ahead: int) -> int | None:
+        return None if self._is_fixed else super().share(ahead)
 
     def _shard_size(self, num_replicas: int) -> int:
         """The same for all: some samples are left out, or drawn twice."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 RETRY_S = 2.0
+UNHEARD_STEPS = 4
 SAY_SO_S = 5.0  # a loop that waits longer than this for data is told why
 PASSING = (Busy, ServerError, Superseded, UnknownWorker)  # the next request may be answered
 
@@ -59,14 +60,20 @@ class LeasedData:
         self._lessor: Lessor | None = None
         self._failure: OuterstepError | None = None
         self._ended = False
+        self._samples = 0  # delivered since the last step
+        self._heard_of, self._unheard = False, 0  # was anything delivered? And steps without, though it was drawn
+        self._share: Callable[[int], int | None] = lambda ahead: None
         self._loops = {dataset.name: 0 for dataset in datasets}
 
     # --- life -----------------------------------------------------------------------------------------------------
 
-    def start(self, lessor: object, state: WorkerState) -> None:
+    def start(
+        self, lessor: object, state: WorkerState, share: Callable[[int], int | None] = lambda ahead: None
+    ) -> None:
+        """`share`: as the method of this name."""
         if not isinstance(lessor, Lessor):
             raise ConfigError(f"{type(lessor).__name__} leases no data; leased data needs a run with a server")
-        self._lessor = lessor
+        self._lessor, self._share = lessor, share
         self.exchanged(state)
         if self._ranks is not None and self._ranks.rank != 0:
             return
@@ -141,20 +148,36 @@ class LeasedData:
                     log.info("waiting for data: no unit of %r is leased to this worker", name)
             return self._work.draw(name, epoch, measured=measured)
 
-    def delivered(self, name: str, samples: int) -> None:
-        """So many more came out of the loader, and are in the next optimizer step."""
+    def delivered(self, name: str, samples: int, *, trained: bool = True) -> None:
+        """So many more came out of the loader, and are in the next optimizer step. Not `trained`: they are passed
+        over."""
         with self._changed:
-            self._work.deliver(name, samples)
+            new = self._work.deliver(name, samples)
+            self._samples += new if trained else 0
+
+    def share(self, ahead: int) -> int | None:
+        """How many samples this process is to train in a step: so many lie between it and the one that comes next.
+        None: the run has no global batch."""
+        return self._share(ahead)
 
     # --- from the worker, in the training thread ------------------------------------------------------------------
 
-    def stepped(self) -> Units:
-        """The optimizer has stepped: the numbers of the units that are trained now."""
+    def stepped(self) -> tuple[int, Units]:
+        """The optimizer has stepped: how many samples came out of the loaders since the step before, and the numbers of
+        the units that are trained now."""
         with self._changed:
+            samples, self._samples = self._samples, 0
+            self._heard_of = self._heard_of or samples > 0
+            self._unheard += not self._heard_of and self._work.draws
+            if self._unheard == UNHEARD_STEPS:
+                raise ConfigError(
+                    f"{UNHEARD_STEPS} optimizer steps, and no loader said which leased samples came out of it: use a "
+                    "LeasedLoader as it is (not prepared or wrapped), or call sampler.delivered(samples) for each batch"
+                )
             finished = self._work.stepped(time.monotonic())
             if finished:
                 self._changed.notify_all()
-            return finished
+            return samples, finished
 
     def describe(self, units: Units) -> tuple[Trained, ...]:
         with self._changed:

@@ -14,7 +14,8 @@ lease; the next `for` begins the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -80,10 +81,14 @@ class LeasedSampler(Sampler[int]):
         """Of a whole epoch: nobody knows beforehand how much of it this worker will train."""
         return self.spec.samples
 
-    def delivered(self, samples: int) -> None:
+    def delivered(self, samples: int, *, trained: bool = True) -> None:
         """So many samples more have come out of the loader, and are in the optimizer's next step. `LeasedLoader` calls
-        it; a loader of your own must."""
-        self._worker_data.delivered(self.spec.name, samples)
+        it; a loader of your own must. Not `trained`: they were too few for a batch, and are passed over."""
+        self._worker_data.delivered(self.spec.name, samples, trained=trained)
+
+    def share(self, ahead: int) -> int | None:
+        """This worker's batch of a step: so many lie between it and the one that comes next. None: nobody says."""
+        return self._worker_data.share(ahead)
 
     @property
     def _worker_data(self) -> LeasedData:
@@ -96,7 +101,11 @@ class LeasedSampler(Sampler[int]):
 
 class LeasedLoader(DataLoader[Any]):
     """A DataLoader that tells its sampler which batches have come out of it. (The sampler may be given by either
-    name.)"""
+    name.)
+
+    `shared`: each batch is this worker's share of the run's global batch, where the run has one: samples of all workers
+    in a round = `--global-batch`, divided by speed. Until the run says so, and where it says nothing, it is
+    `batch_size`. One batch is one optimizer step then."""
 
     def __init__(
         self,
@@ -105,6 +114,7 @@ class LeasedLoader(DataLoader[Any]):
         batch_size: int = 1,
         *,
         sampler: LeasedSampler | None = None,
+        shared: bool = False,
         **settings: Any,
     ) -> None:
         if (data is None) == (sampler is None):
@@ -115,11 +125,61 @@ class LeasedLoader(DataLoader[Any]):
         for name in ("batch_sampler", "shuffle"):
             if settings.pop(name, None):
                 raise ConfigError(f"{name} is decided by the leased data; leave it out")
-        super().__init__(dataset, batch_size=batch_size, sampler=data, **settings)
-        self._data = data
+        self._data, self._shares = data, None
+        if shared:
+            self._shares = SharedBatches(data, batch_size, drop_last=settings.pop("drop_last", False))
+            super().__init__(dataset, batch_sampler=self._shares, **settings)
+        else:
+            super().__init__(dataset, batch_size=batch_size, sampler=data, **settings)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return delivering(super().__iter__(), self._data, self.batch_size or 1, drop_last=self.drop_last)
+        """(Nothing is drawn before the first batch is asked for: trainers make the iterator before they start.)"""
+        batches = _begun_late(super().__iter__)
+        if self._shares is not None:
+            return self._shares.delivering(batches)
+        return delivering(batches, self._data, self.batch_size or 1, drop_last=self.drop_last)
+
+
+def _begun_late(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    yield from begin()
+
+
+class SharedBatches(Sampler[list[int]]):
+    """The numbers of the samples of one batch after the other, each as large as this worker's share of it. The loader's
+    processes draw ahead: what they have drawn when the shares change keeps its size."""
+
+    def __init__(self, data: LeasedSampler, batch_size: int, *, drop_last: bool) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be ≥ 1, got {batch_size}")
+        self._data, self._batch_size, self._drop_last = data, batch_size, drop_last
+        self._drawn: deque[int] = deque()  # sizes of the batches that have not come out of the loader yet
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._drawn.clear()
+        batch: list[int] = []
+        for index in self._data:
+            batch.append(index)
+            if len(batch) >= (self._data.share(len(self._drawn)) or self._batch_size):
+                self._drawn.append(len(batch))
+                yield batch
+                batch = []
+        if batch:
+            self._drawn.append(len(batch))
+            if not self._drop_last:
+                yield batch
+
+    def __len__(self) -> int:
+        """Of a whole epoch, as `LeasedSampler`, in batches of the size that was given."""
+        samples = len(self._data)
+        return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
+
+    def delivering(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Batches, in the order in which they were drawn, as they come out of the loader."""
+        for batch in batches:
+            self._data.delivered(self._drawn.popleft())
+            yield batch
+        if self._drawn:
+            self._data.delivered(self._drawn.popleft(), trained=False)
 
 
 def delivering(batches: Iterable[Any], data: LeasedSampler, size: int, *, drop_last: bool = False) -> Iterator[Any]:
@@ -128,4 +188,4 @@ def delivering(batches: Iterable[Any], data: LeasedSampler, size: int, *, drop_l
         data.delivered(size)
         yield batch
     if drop_last:  # what was too little for a batch is passed over: it goes with the next step
-        data.delivered(size)
+        data.delivered(size, trained=False)

@@ -10,7 +10,8 @@
     shards ──leased──▶ loader processes read them whole ──▶ samples, shard after shard ──▶ batches
 
 `read(shard)` yields the samples of one shard; it runs in a loader process. A shard is whatever `read` understands: a
-path, an address, or (path, begin, end) where files are too large to be held whole. A resumed worker reads the shard it
+path, an address, or (path, begin, end) where files are too large to be held whole. Without `read` a shard is itself an
+iterable of samples (hugging_face.py). A resumed worker reads the shard it
 was in once more, and leaves out the samples that it has trained; so `read` must yield the same each time.
 """
 
@@ -66,7 +67,7 @@ class LeasedStream:
         shards: Sequence[Any],
         data: LeasedShards,
         *,
-        read: Read,
+        read: Read = iter,
         batch_size: int = 1,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
@@ -97,7 +98,7 @@ class LeasedStream:
                     yield self._collate(batch)
                     batch = []
         if batch:
-            self._data.delivered(len(batch))
+            self._data.delivered(len(batch), trained=not self._drop_last)
             if not self._drop_last:  # else what was too little for a batch is passed over: it goes with the next step
                 yield self._collate(batch)
 

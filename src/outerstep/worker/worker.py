@@ -40,7 +40,7 @@ from ..observe.sinks import METRICS_FILE, MetricsFile
 from ..observe.story import Story
 from ..schedule import due_fragment
 from ..topology.protocol import Divided, LossTeller, Orders, Topology, Tracked, WorkerControl
-from ..types import MemberFacts, Plan
+from ..types import MemberFacts, Plan, assignment_of
 from . import saved
 from .advice import Advice, AdviceObserver
 from .connect import connect, find_ranks, make_identity
@@ -140,6 +140,7 @@ class DiLoCoWorker:
         self._data = LeasedData([one.spec for one in leased], ranks) if leased else None
         for one in leased:
             one.belongs_to(self._data)
+        self._counts_samples = False  # the script does; else those of leased data are counted as they come
         self._has_met = False  # whether the processes of a group have compared what they saw since the start
         self._hooks: list[RemovableHandle] = []
         self._heart: threading.Thread | None = None
@@ -183,7 +184,7 @@ class DiLoCoWorker:
         if self._data is not None:
             if self._saved is not None and self._saved.data:
                 self._data.load_state(self._saved.data)
-            self._data.start(self._topology, self._sync.machine.state)
+            self._data.start(self._topology, self._sync.machine.state, self._share)
         if self._watches:
             changed = self._saved is not None and self._saved.changed
             self._watch = OutsideWatch(self._replica, self.optimizer, changed=changed)
@@ -350,6 +351,7 @@ class DiLoCoWorker:
         Any number of calls per step; they add up."""
         if samples < 0 or tokens < 0:
             raise WorkerError(f"samples and tokens must be ≥ 0, got {samples} and {tokens}")
+        self._counts_samples = self._counts_samples or samples > 0
         self._started.machine.count(int(samples), int(tokens))
 
     def global_weights(self) -> AbstractContextManager[None]:
@@ -543,7 +545,8 @@ class DiLoCoWorker:
         compares = self._ranks is None or not self._has_met or sync.machine.exchanges_next
         exchanged = True
         if self._data is not None:
-            sync.machine.count(0, 0, self._data.stepped())
+            samples, units = self._data.stepped()
+            sync.machine.count(0 if self._counts_samples else samples, 0, units)
         try:
             exchanged = sync.stepped(changed=compares and self._is_changed(closely=False))
         finally:
@@ -595,6 +598,14 @@ class DiLoCoWorker:
         size = 1 if self._ranks is None else self._ranks.size
         batch_size = 0 if self._sync is None else self._sync.watching.batch_size
         return MemberFacts(batch_size=max(size * batch_size, 0), size=size)
+
+    def _share(self, ahead: int) -> int | None:
+        """Of the run's global batch: the samples of a step of this process. So many lie between it and the next one."""
+        mine = assignment_of(self._started.machine.plan, self.worker_id)
+        if mine is None:
+            return None
+        cycle, ranks = self._started.machine.state.cycle, 1 if self._ranks is None else self._ranks.size
+        return -(-mine.batch_of((cycle.step + ahead) % cycle.sync_every) // ranks)
 
     def _asked_to_leave(self, exchanged: bool) -> str:
         """Has a signal said so? The processes of a group leave at the same step, so there it is asked where all of them

@@ -171,6 +171,11 @@ class LeasedWork:
         one.size = samples - one.skipped
         return one.skipped
 
+    @property
+    def draws(self) -> bool:
+        """Is anything drawn, and not trained?"""
+        return bool(self._drawn)
+
     def draw_again(self, name: str) -> None:
         """The loop was left early: what was drawn and not trained is drawn again, from the sample that comes next."""
         holding, again = self.holdings[name], [one for one in self._drawn if one.name == name]
@@ -182,12 +187,13 @@ class LeasedWork:
         self._put_back |= Ranges((one.number, one.number + 1) for one in again)
         holding.queue, holding.drawn = holding.queue | holding.drawn, NONE
 
-    def deliver(self, name: str, samples: int) -> None:
+    def deliver(self, name: str, samples: int) -> int:
         """So many more are in the next optimizer step. (No more than were drawn: the last batch of an epoch may be
-        smaller than the others.)"""
+        smaller than the others.) Returns how many those are."""
         holding = self.holdings[name]
         drawn = sum(one.size for one in self._drawn if one.name == name)
-        holding.delivered = min(holding.delivered + samples, drawn)
+        before, holding.delivered = holding.delivered, min(holding.delivered + samples, drawn)
+        return holding.delivered - before
 
     def _number(self, name: str, place: int) -> int:
         last = self._stretches[-1] if self._stretches else None
