@@ -449,6 +449,21 @@ class Trained(Plain, frozen=True):
     places: Places
 
 
+class LeaseStatement(Plain, frozen=True):
+    """What a member of a run without a server says of one dataset (coordination/shared_leases.py). `holds`, `dropped`,
+    `untrained`: as in `Lease`; `spare`: what it holds and has not drawn; `pace`: units that it trains from one exchange
+    to the next."""
+
+    SINCE: ClassVar[int] = 2
+
+    dataset: DatasetName
+    holds: Places = ()
+    spare: Places = ()
+    dropped: Places = ()
+    untrained: Count = 0
+    pace: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+
+
 # --- one exchange -------------------------------------------------------------------------------------------------
 
 

@@ -187,6 +187,28 @@ class LeaseTable:
         crowd = self.shares.among(live, now)
         return sum(crowd.pace(name) for name in crowd)
 
+    def progress(self, live: Collection[str], now: float) -> dict[str, Any]:
+        """How far it is: the fields of `DataStatus`."""
+        dataset = self.dataset
+        return {
+            "name": dataset.name,
+            "samples": dataset.samples,
+            "unit_samples": dataset.unit_samples,
+            "epochs": dataset.epochs,
+            "seed": dataset.seed,
+            "shuffle": dataset.shuffle,
+            "units": dataset.units * dataset.epochs,
+            "done": self.done.total,
+            "leased": sum(places.total for places in self.held.values()),
+            "free": self.free.total + self.unclaimed.total,
+            "lost": self.lost.total,
+            "spent": self.spent.total,
+            "repeated": self.repeated,
+            "done_by": dict(self.done_by),
+            "leased_to": {name: places.total for name, places in self.held.items()},
+            "units_per_second": round(self.pace(live, now), 4),
+        }
+
     # --- what becomes of it -----------------------------------------------------------------------------------------
 
     def accept(self, worker_id: str, fragment: int, version: int, places: Places, now: float) -> None:
@@ -294,12 +316,11 @@ class LeaseTable:
         self._put(self.held, worker_id, self.held.get(worker_id, NONE) - places)
         if may_bring:
             self._put(self.lapsed, worker_id, self.lapsed.get(worker_id, NONE) | places)
-        covered = self._covered_by(worker_id) & places
-        self._uncover(worker_id, places)
         if self.dataset.again:
-            self.repeated += covered.total
+            self.repeated += (self._covered_by(worker_id) & places).total
+            self._uncover(worker_id, places)
             self.free |= places
-        else:
+        else:  # nobody else will ever train them, so that what it brings of them still counts
             self.lost |= places
 
     def is_unused(self, live: Collection[str]) -> bool:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
+from typing import Any
 
 PACE_RATIO = 4.0
 PROVEN_RATIO = 2.0
@@ -74,6 +75,15 @@ class FairShares:
 
     def gone(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
+
+    def remembered(self) -> dict[str, dict[str, float]]:
+        return {name: asdict(worker) for name, worker in sorted(self._workers.items())}
+
+    @classmethod
+    def resumed(cls, units: int, facts: Mapping[str, Mapping[str, Any]]) -> FairShares:
+        made = cls(units)
+        made._workers = {str(name): _Worker(**worker) for name, worker in facts.items()}
+        return made
 
     def among(self, live: Collection[str], now: float) -> Crowd:
         """Those of them that train this dataset."""

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,9 +20,10 @@ import msgspec
 from ..coordination.worker.machine import Units, WorkerState
 from ..coordination.worker.units import LeasedWork, LeaseRequest
 from ..errors import Busy, ConfigError, OuterstepError, Refused, ServerError, Superseded, UnknownWorker, WorkerError
+from ..events import Event
 from ..topology.group.ranks import Ranks
-from ..topology.protocol import Lessor
-from ..types import Dataset, Trained
+from ..topology.protocol import Lessor, SharesData
+from ..types import Dataset, LeaseAnswer, LeaseStatement, Trained
 from .order import epoch_of, part_of, samples_of
 
 log = logging.getLogger(__name__)
@@ -53,13 +55,22 @@ class LeasedData:
     """Of one worker. `datasets`: what its samplers are of; `ranks`: the processes of its group. Those train in step, so
     they draw at the same points: rank 0 leases and draws, the others hear of it and train their parts of each unit."""
 
-    def __init__(self, datasets: Sequence[Dataset], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        ranks: Ranks | None = None,
+        tell: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        """`tell`: what members without a server have decided."""
+        self.datasets, self._tell = tuple(datasets), tell
         self._ranks = ranks
+        self._part = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._members: SharesData | None = None  # those who hold the lease table together with this worker
         self._work = LeasedWork(datasets, 1 if ranks is None else ranks.size)
         self._changed = threading.Condition()
         self._lessor: Lessor | None = None
         self._failure: OuterstepError | None = None
-        self._ended = False
+        self._ended = self._is_shared = False
         self._samples = 0  # delivered since the last step
         self._heard_of, self._unheard = False, 0  # was anything delivered? And steps without, though it was drawn
         self._share: Callable[[int], int | None] = lambda ahead: None
@@ -67,12 +78,50 @@ class LeasedData:
 
     # --- life -----------------------------------------------------------------------------------------------------
 
+    def join(self, topology: object) -> None:
+        """Before the worker does: where there is no server, those who meet lease together."""
+        if isinstance(topology, SharesData) and (self._ranks is None or self._ranks.rank == 0):
+            self._members = topology
+            if self._ranks is None:
+                self._part = topology.data_part
+                self._work.ranks = self._part[1]
+            topology.share_data(self)
+
+    def say(self, answer: Callable[[LeaseRequest], LeaseAnswer], sync_every: int) -> tuple[LeaseStatement, ...]:
+        """(`DataVoice`.)"""
+        with self._changed:
+            for name in self._work.holdings:
+                self._hear(name, answer)
+            return tuple(self._work.statement(name, sync_every) for name in self._work.holdings)
+
+    def decided(self, said: Sequence[LeaseStatement], events: Sequence[Event]) -> None:
+        """(`DataVoice`.)"""
+        with self._changed:
+            self._work.was_decided(said)
+        for event in events:
+            self._tell(event)
+
+    def _hear(self, name: str, answer: Callable[[LeaseRequest], LeaseAnswer]) -> None:
+        """(What was given up is not heard by this: it is in the next statement.)"""
+        request = replace(self._work.request(name), dropped=())
+        self._work.answered(request, answer(request))
+
+    def expect(self, name: str, step_samples: int) -> None:
+        """So many samples are in a step of this process."""
+        self._work.holdings[name].step_samples = step_samples
+
     def start(
         self, lessor: object, state: WorkerState, share: Callable[[int], int | None] = lambda ahead: None
     ) -> None:
         """`share`: as the method of this name."""
+        if self._members is not None or (self._ranks is not None and isinstance(lessor, SharesData)):
+            self._share, self._is_shared = share, True
+            self.exchanged(state)
+            return
         if not isinstance(lessor, Lessor):
-            raise ConfigError(f"{type(lessor).__name__} leases no data; leased data needs a run with a server")
+            raise ConfigError(
+                f"{type(lessor).__name__} leases no data; leased data needs a server, torchft or all-reduce"
+            )
         self._lessor, self._share = lessor, share
         self.exchanged(state)
         if self._ranks is not None and self._ranks.rank != 0:
@@ -83,6 +132,10 @@ class LeasedData:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+
+    def progress(self) -> list[dict[str, Any]]:
+        """Of each dataset, as far as this worker knows: where a server leases, only the server does."""
+        return [] if self._members is None else self._members.data_progress()
 
     # --- from the loader ------------------------------------------------------------------------------------------
 
@@ -115,7 +168,7 @@ class LeasedData:
             place, skipped = drawn
             epoch = epoch_of(dataset, place)
             samples = samples_of(dataset, place)
-            yield samples if self._ranks is None else part_of(samples, self._ranks.rank, self._ranks.size), skipped
+            yield part_of(samples, *self._part), skipped
 
     def _draw(self, name: str, epoch: int | None, *, measured: bool) -> tuple[int, int] | None:
         if self._ranks is None:
@@ -135,6 +188,8 @@ class LeasedData:
     def _draw_alone(self, name: str, epoch: int | None, *, measured: bool) -> tuple[int, int] | None:
         """Waits for a lease, if it must."""
         holding, began_at, said = self._work.holdings[name], time.monotonic(), False
+        if self._members is not None:
+            return self._draw_shared(self._members, name, epoch, measured=measured)
         with self._changed:
             if self._lessor is None:
                 raise WorkerError("leased data belongs to a worker: give it to attach(…, data=…), and start that first")
@@ -146,6 +201,21 @@ class LeasedData:
                 if not said and time.monotonic() - began_at > SAY_SO_S:
                     said = True
                     log.info("waiting for data: no unit of %r is leased to this worker", name)
+            return self._work.draw(name, epoch, measured=measured)
+
+    def _draw_shared(
+        self, members: SharesData, name: str, epoch: int | None, *, measured: bool
+    ) -> tuple[int, int] | None:
+        """Nobody can be waited for: the others wait for this worker's steps. It is through when it has no more."""
+        holding = self._work.holdings[name]
+        with self._changed:
+            if not self._is_shared:
+                raise WorkerError("leased data belongs to a worker: give it to attach(…, data=…), and start that first")
+            if holding.is_waiting and not self._ended:
+                self._hear(name, members.leased)
+            if holding.is_waiting:
+                log.info("%r: this worker has trained its part before the next exchange", name)
+                return None
             return self._work.draw(name, epoch, measured=measured)
 
     def delivered(self, name: str, samples: int, *, trained: bool = True) -> None:
@@ -186,6 +256,9 @@ class LeasedData:
     def exchanged(self, state: WorkerState) -> None:
         with self._changed:
             self._work.exchanged(state)
+            if self._members is not None:
+                for name in self._work.holdings:
+                    self._hear(name, self._members.leased)
 
     def state(self) -> dict[str, Any]:
         with self._changed:

@@ -69,10 +69,18 @@ class LeasedSampler(Sampler[int]):
             fingerprint=fingerprint,
         )
         self._leased: LeasedData | None = None
+        self._step_samples = 0
 
     def belongs_to(self, data: LeasedData | None) -> None:
         """Of the worker that trains it."""
         self._leased = data
+        self.expect(self._step_samples)
+
+    def expect(self, step_samples: int) -> None:
+        """A step has so many samples, as far as its loader knows."""
+        self._step_samples = step_samples
+        if self._leased is not None and step_samples:
+            self._leased.expect(self.spec.name, step_samples)
 
     def __iter__(self) -> Iterator[int]:
         return self._worker_data.samples(self.spec.name)
@@ -126,6 +134,7 @@ class LeasedLoader(DataLoader[Any]):
             if settings.pop(name, None):
                 raise ConfigError(f"{name} is decided by the leased data; leave it out")
         self._data, self._shares = data, None
+        data.expect(batch_size)
         if shared:
             self._shares = SharedBatches(data, batch_size, drop_last=settings.pop("drop_last", False))
             super().__init__(dataset, batch_sampler=self._shares, **settings)

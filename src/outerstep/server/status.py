@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 
-from ..coordination.leases import LeaseTable
 from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.membership import KnownWorker
 from ..coordination.server.remembered import changes_in
@@ -71,28 +70,6 @@ def _closes_in_s(coordinator: Coordinator, fragment: Fragment, now: float) -> fl
     return None if at is None else round(max(at - now, 0.0), 1)
 
 
-def _data(table: LeaseTable, live: Collection[str], now: float) -> DataStatus:
-    dataset = table.dataset
-    return DataStatus(
-        name=dataset.name,
-        samples=dataset.samples,
-        unit_samples=dataset.unit_samples,
-        epochs=dataset.epochs,
-        seed=dataset.seed,
-        shuffle=dataset.shuffle,
-        units=dataset.units * dataset.epochs,
-        done=table.done.total,
-        leased=sum(places.total for places in table.held.values()),
-        free=table.free.total + table.unclaimed.total,
-        lost=table.lost.total,
-        spent=table.spent.total,
-        repeated=table.repeated,
-        done_by=dict(table.done_by),
-        leased_to={name: places.total for name, places in table.held.items()},
-        units_per_second=round(table.pace(live, now), 4),
-    )
-
-
 def build_status(
     run: Run,
     intake: Intake,
@@ -154,7 +131,8 @@ def build_status(
         links=links_of_run(coordinator, intake.meter, now),
         layer=layer_of(coordinator.steering),
         data=[
-            _data(table, coordinator.members.live_ids, coordinator.now) for table in coordinator.leases.tables.values()
+            DataStatus(**table.progress(coordinator.members.live_ids, coordinator.now))
+            for table in coordinator.leases.tables.values()
         ],
         pool_held_bytes=coordinator.uploads.held_bytes,
         pool_memory_bytes=intake.pool.memory_bytes,

@@ -23,7 +23,18 @@ from torch import Tensor
 from ..coordination.worker.effects import Sight
 from ..coordination.worker.exchange import Orders
 from ..coordination.worker.units import LeaseRequest
-from ..types import LeaseAnswer, Manifest, Participant, Plan, Trained, Watched, Wishes
+from ..events import Event
+from ..types import (
+    Dataset,
+    LeaseAnswer,
+    LeaseStatement,
+    Manifest,
+    Participant,
+    Plan,
+    Trained,
+    Watched,
+    Wishes,
+)
 from .update import AnchorUpdate, WholeAnchor
 
 
@@ -189,6 +200,38 @@ class Lessor(Protocol):
         """From a thread of its own; waits for the answer."""
 
 
+class DataVoice(Protocol):
+    """What a worker says of its leased data, and hears of it. From any thread."""
+
+    @property
+    def datasets(self) -> Sequence[Dataset]: ...
+
+    def say(self, answer: Callable[[LeaseRequest], LeaseAnswer], sync_every: int) -> tuple[LeaseStatement, ...]:
+        """`answer`: what the table says that this worker holds; it is heard first."""
+
+    def decided(self, said: Sequence[LeaseStatement], events: Sequence[Event]) -> None:
+        """All members have heard this statement; and what came of it."""
+
+
+@runtime_checkable
+class SharesData(Protocol):
+    """Its members hold the lease table together (coordination/shared_leases.py). A topology may be one of these too;
+    `outerstep.data` asks."""
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """This process's number among those that train each unit together, and how many they are."""
+
+    def share_data(self, voice: DataVoice) -> None:
+        """Before joining."""
+
+    def leased(self, request: LeaseRequest) -> LeaseAnswer:
+        """By the own table, as it was decided last: nobody is asked."""
+
+    def data_progress(self) -> list[dict[str, Any]]:
+        """Of each dataset, the fields of `DataStatus`."""
+
+
 @runtime_checkable
 class Divided(Protocol):
     """A topology whose processes hold different tensors, or boxes of them."""
@@ -248,6 +291,7 @@ def anchors_of(topology: Topology, joined: Joined) -> list[tuple[Ticket, Agreed]
 __all__ = [
     "Agreed",
     "Contribution",
+    "DataVoice",
     "Deltas",
     "FinishedTicket",
     "Joined",
@@ -255,6 +299,7 @@ __all__ = [
     "LossTeller",
     "Orders",
     "Parting",
+    "SharesData",
     "Sight",
     "Ticket",
     "Topology",

@@ -142,7 +142,7 @@ def _differences(first: Rank, other: Rank) -> list[tuple[str, object, object]]:
 
 class ExchangeHeader(msgspec.Struct, frozen=True):
     """What a rank is about to exchange. `last`: it is at the end of its training; `started_over`: it has dropped steps
-    since its last exchange."""
+    since its last exchange. `data`: digest of the leased units that end in it; each rank has trained its part."""
 
     fragment: int
     base_version: int
@@ -151,6 +151,7 @@ class ExchangeHeader(msgspec.Struct, frozen=True):
     tokens: int
     last: bool
     started_over: bool = False
+    data: str = ""
 
 
 def check_headers(headers: Sequence[ExchangeHeader]) -> None:
@@ -168,9 +169,10 @@ def check_headers(headers: Sequence[ExchangeHeader]) -> None:
 
 def _subject(header: ExchangeHeader) -> tuple[object, ...]:
     """What must be the same on all ranks in any case."""
-    return header.fragment, header.base_version, header.last
+    return header.fragment, header.base_version, header.last, header.data
 
 
 def _shown(header: ExchangeHeader) -> str:
     end = " at the end of its training" if header.last else ""
-    return f"fragment {header.fragment} after {header.steps} steps on version {header.base_version}{end}"
+    data = f" with units {header.data[:8]}" if header.data else ""
+    return f"fragment {header.fragment} after {header.steps} steps on version {header.base_version}{data}{end}"

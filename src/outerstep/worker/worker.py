@@ -137,7 +137,7 @@ class DiLoCoWorker:
         self._sync: Synchronizer | None = None
         self._watch: OutsideWatch | None = None
         leased = (data,) if isinstance(data, Leased) else tuple(data)
-        self._data = LeasedData([one.spec for one in leased], ranks) if leased else None
+        self._data = LeasedData([one.spec for one in leased], ranks, self._events) if leased else None
         for one in leased:
             one.belongs_to(self._data)
         self._counts_samples = False  # the script does; else those of leased data are counted as they come
@@ -167,6 +167,10 @@ class DiLoCoWorker:
         self._check_saved()
         if self.config.topology == "server":
             hand_over_initial(self.model)
+        if self._data is not None:
+            if self._saved is not None and self._saved.data:
+                self._data.load_state(self._saved.data)
+            self._data.join(self._topology)
         self._sync = Synchronizer(
             self._topology,
             self._replica,
@@ -182,8 +186,6 @@ class DiLoCoWorker:
             describe=self._data.describe if self._data is not None else lambda units: (),
         )
         if self._data is not None:
-            if self._saved is not None and self._saved.data:
-                self._data.load_state(self._saved.data)
             self._data.start(self._topology, self._sync.machine.state, self._share)
         if self._watches:
             changed = self._saved is not None and self._saved.changed
@@ -462,6 +464,12 @@ class DiLoCoWorker:
             **self._started.watching.metrics,
             **({"state": self._topology.life_state} if isinstance(self._topology, Tracked) else {}),
         }
+
+    @property
+    def data_progress(self) -> list[dict[str, Any]]:
+        """How far the leased data is, where the members hold the table themselves; of a run with a server,
+        `outerstep data` shows it."""
+        return [] if self._data is None else self._data.progress()
 
     @property
     def steps_per_second(self) -> float:

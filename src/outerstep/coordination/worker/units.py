@@ -19,7 +19,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...ranges import NONE, Range, Ranges
-from ...types import MOST_RANGES, MOST_WANTED, Dataset, Lease, LeaseAnswer, Places, Trained
+from ...types import MOST_RANGES, MOST_WANTED, Dataset, Lease, LeaseAnswer, LeaseStatement, Places, Trained
 from .exchange import MemberFields
 from .machine import Units, WorkerState
 
@@ -72,6 +72,9 @@ class Holding:
     is_confirmed: bool = True  # by the run, since a restart: an earlier start may have sent some of it
     requests: int = 0
     pace: float = 0.0  # units per second
+    trained: int = 0  # units, since the last statement,
+    per_turn: float = 0.0  # and between the two before it; 0 = not known yet
+    step_samples: int = 0  # of a step of one process, as its loader says; 0 = unsaid
 
     @property
     def untrained(self) -> int:
@@ -218,6 +221,7 @@ class LeasedWork:
             holding.delivered -= one.size
             place = Ranges([(one.place, one.place + 1)])
             holding.drawn, holding.open = holding.drawn - place, holding.open | place
+            holding.trained += 1
             finished.append((one.number, one.number + 1))
         if finished:
             self._measure(len(finished), now)
@@ -281,6 +285,28 @@ class LeasedWork:
             holding.is_waiting,
             min(holding.pace, 1e9),
         )
+
+    def statement(self, name: str, steps: int) -> LeaseStatement:
+        """For those who hold the table together with this worker. `steps`: from one exchange to the next."""
+        holding = self.holdings[name]
+        trained, holding.trained = holding.trained, 0
+        if trained:
+            holding.per_turn = float(trained)
+        expected = steps * holding.step_samples * self.ranks / holding.dataset.unit_samples
+        holds = holding.queue | holding.drawn | holding.open
+        return LeaseStatement(
+            dataset=name,
+            holds=tuple(holds)[:MOST_RANGES],
+            spare=tuple(holding.queue)[:MOST_RANGES],
+            dropped=tuple(holding.dropped)[:MOST_RANGES],
+            untrained=holding.untrained,
+            pace=min(holding.per_turn or expected, 1e9),
+        )
+
+    def was_decided(self, statements: Iterable[LeaseStatement]) -> None:
+        """All have heard these."""
+        for said in statements:
+            self.holdings[said.dataset].dropped -= Ranges(said.dropped)
 
     def answered(self, request: LeaseRequest, answer: LeaseAnswer) -> None:
         """What is void and was not drawn is somebody else's by now, or done. (What it has is never drawn once more,

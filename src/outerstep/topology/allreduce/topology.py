@@ -28,20 +28,23 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...coordination.shared_leases import SharedLeases, terms_of
 from ...coordination.weights import rank_weights
+from ...coordination.worker.units import LeaseRequest
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...core.outer import OuterRule
 from ...core.own_outer import outer_everywhere
 from ...core.state import FragmentState
 from ...core.watch import watched
-from ...errors import AnchorsDiffer, RoundStuck, WorkerError
-from ...types import Manifest, Participant, Plan, WeightBy, Wishes
+from ...digest import data_hash
+from ...errors import AnchorsDiffer, ConfigError, RoundStuck, WorkerError
+from ...types import LeaseAnswer, Manifest, Participant, Plan, Trained, WeightBy, Wishes
 from ..carrying import CarryingThread, step_aside
 from ..encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
 from ..forms import forms_of
 from ..leadership import ClusterSettings
-from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
+from ..protocol import Agreed, Contribution, DataVoice, FinishedTicket, Joined, Orders, Sight
 from ..reduce import ReducedMean, Reducer, down_rules
 from ..terms import ExchangeHeader, Rank, check_headers, check_loaded, check_terms, draw_up, introduction
 from ..update import AnchorUpdate, MeanStep, WholeAnchor, anchor_hash, apply_to, copies, empty_anchor
@@ -52,6 +55,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NOT_YET_S = 0.001  # so that nobody waits in a tight loop for an exchange whose turn has not come
+ALL_RANKS = "ranks"  # hold the leases together
 LOOK_S = 1.0  # how often a thread that waits looks whether everybody is still there
 
 
@@ -72,7 +76,7 @@ class AllReduceTicket:
         self, topology: AllReduceTopology, contribution: Contribution, sequence: int, stuck_after_s: float | None
     ) -> None:
         self._topology = topology
-        self.fragment = contribution.fragment
+        self.fragment, self.data = contribution.fragment, contribution.data
         self.sequence = sequence
         self.base_version = contribution.base_version
         self.stuck_after_s = stuck_after_s
@@ -154,6 +158,8 @@ class AllReduceTopology:
         self._unadopted: set[int] | None = None  # and the fragments of the one under way that were not adopted yet
         self._momentum_held: dict[str, Tensor] = {}  # that of the one under way, before its step
         self._drain = ""
+        self._voice: DataVoice | None = None
+        self._leases: SharedLeases | None = None
         self._thread = CarryingThread("outerstep-allreduce")
         self._thread.submit(lambda: step_aside(self._links.device)).result()
 
@@ -170,6 +176,7 @@ class AllReduceTopology:
             heard = self._peers.exchange("join", msgspec.msgpack.encode(own))
             self._ranks = [msgspec.msgpack.decode(one, type=Rank) for one in heard]
             check_terms(self._ranks)
+            self._decide_data((0, 0), (), plan)
             self._peers.labels = [f"rank {number}, {one.label}" for number, one in enumerate(self._ranks)]
             forms, rules = forms_of(plan, manifest), down_rules(plan, manifest)
             roles = {spec.name: spec.role for spec in manifest.parameters}
@@ -220,6 +227,8 @@ class AllReduceTopology:
     def _introduction(self, manifest: Manifest, plan: Plan) -> Rank:
         own = introduction(self._worker_id, self._hostname, self._peers.size, manifest, plan, self._settings.outer)
         momentum = self._outer.momentum.tensors
+        if self._voice is not None:
+            own = msgspec.structs.replace(own, outer={**own.outer, **terms_of(self._voice.datasets)})
         if self._cluster_settings is not None:
             terms = loaded_terms(self._cluster_settings, self._loaded_state)
             own = msgspec.structs.replace(own, outer={**own.outer, **terms})
@@ -329,6 +338,7 @@ class AllReduceTopology:
             tokens=contribution.tokens,
             last=ticket.stuck_after_s is not None,
             started_over=contribution.owes_nothing,
+            data=data_hash([msgspec.json.encode(contribution.data)]) if contribution.data else "",
         )
         heard = self._peers.exchange("exchange", msgspec.msgpack.encode(own), stuck_after_s=ticket.stuck_after_s)
         headers = [msgspec.msgpack.decode(one, type=ExchangeHeader) for one in heard]
@@ -383,6 +393,7 @@ class AllReduceTopology:
             update, version, above = own.update, own.version, own.above
             others = tuple(self._agreed(f, a, plan) for f, a in ticket.ahead.items() if f != ticket.fragment)
             self._unadopted, self._drain = set(ticket.ahead), ticket.drain
+        self._decide_data((ticket.fragment, version), ticket.data, plan)
         participants = tuple(
             Participant(worker_id=rank.worker_id, sequence=ticket.sequence, weight=weight, norm=norm)
             for rank, weight, norm in zip(self._ranks, ticket.weights, mean.norms, strict=True)
@@ -409,6 +420,36 @@ class AllReduceTopology:
         except WorkerError as error:
             ticket.error = ticket.error or error
             ticket.done.set()
+
+    # --- leased data (SharesData) -------------------------------------------------------------------------------------
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        return self._peers.rank, self._peers.size
+
+    def share_data(self, voice: DataVoice) -> None:
+        if self._cluster_settings is not None:
+            raise ConfigError("ranks that are a cluster of a layer above lease no data yet; leave `data` out")
+        self._voice, self._leases = voice, SharedLeases(voice.datasets)
+        self._leases.go_on_from((self._loaded_state or {}).get("data"))
+
+    def leased(self, request: LeaseRequest) -> LeaseAnswer:
+        assert self._leases is not None
+        return self._leases.answer(ALL_RANKS, request)
+
+    def data_progress(self) -> list[dict[str, Any]]:
+        assert self._leases is not None
+        return self._leases.progress()
+
+    def _decide_data(self, round_: tuple[int, int], trained: tuple[Trained, ...], plan: Plan) -> None:
+        """The ranks train every unit together, in step: they are one holder of leases, and all of them decide the
+        same."""
+        if self._voice is None or self._leases is None:
+            return
+        said = self._voice.say(self.leased, plan.sync_every)
+        fragments = len(plan.fragments)
+        events = self._leases.decide({ALL_RANKS: ""}, {ALL_RANKS: said}, {ALL_RANKS: trained}, round_, fragments)
+        self._voice.decided(said, events)
 
     # --- the anchor -------------------------------------------------------------------------------------------------
 
@@ -496,6 +537,7 @@ class AllReduceTopology:
             "momentum": {**self._outer.momentum.flat, **self._momentum_held},
             "feedback": self._feedback.state_dict(under_way),
             "left_out": {name: e for reducer in self._reducers for name, e in reducer.left_out.items()},
+            **({"data": self._leases.kept} if self._leases is not None else {}),
             **({**self._cluster.state_dict(), "under_way": sorted(under_way)} if self._cluster is not None else {}),
         }
 

@@ -32,18 +32,21 @@ import torch
 from torch import Tensor
 
 from ...coordination.layers.replica_life import ReplicaLife
+from ...coordination.shared_leases import SharedLeases
 from ...coordination.weights import rank_weights
+from ...coordination.worker.units import LeaseRequest
 from ...core.codecs import Dither
 from ...core.own_outer import outer_everywhere
 from ...core.state import FragmentState
 from ...core.watch import watched
 from ...digest import data_hash
 from ...errors import AnchorsDiffer, ModelError, WorkerError
-from ...types import Participant, Watched
+from ...types import LeaseAnswer, LeaseStatement, Participant, Trained, Watched
 from ..cluster_part import ClusterPart
 from ..encode import Encoded
 from ..forms import forms_of
 from ..leadership import HANDED_OVER, Aside, KeptRecord, Leadership
+from ..protocol import DataVoice
 from ..reduce import ReducedMean, Reducer, down_rules, runs_of
 from ..terms import Rank, check_pair
 from ..update import AnchorUpdate, MeanStep, UpdateChain, WholeAnchor, anchor_hash, apply_to, copies, empty_anchor
@@ -84,6 +87,7 @@ class Brought:
     refused: str = ""
     squares: float = 0.0  # Σ Δ²
     waits: bool = False  # for what the leader of the cluster brings
+    trained: tuple[Trained, ...] = ()  # leased units whose last step is in it
     last: bool = False  # at the end of the training: for what becomes of it in the layer above
     _error: BaseException | None = None
     _filled: threading.Event = field(default_factory=threading.Event)
@@ -208,6 +212,10 @@ class Rounds:
         self._most_record_bytes = RECORD_BYTES + RECORD_BYTES_PER_VALUE * sum(t.numel() for t in tensors.values())
         self.drain = ""  # why the leader has all replicas end
         self.doubts = False  # by the leader's last word: unsent steps in a saved state may count above already
+        self._voice: DataVoice | None = None
+        self.leases: SharedLeases | None = None
+        self._data_lock = threading.Lock()  # the training thread draws while the carrying one decides
+        self._said: tuple[LeaseStatement, ...] = ()  # of leased data, at the last meeting
         self._not_held: set[int] = set()  # fragments of which the replica does not hold what is ahead
 
     @property
@@ -219,7 +227,9 @@ class Rounds:
     def snapshot(self) -> RunSnapshot:
         """Where this replica is, as it tells the others."""
         versions, hashes = [s.version for s in self.states], [s.anchor_hash for s in self.states]
-        return RunSnapshot(self.run_id, versions, hashes, [dict(counted) for counted in self._counted], self.cluster)
+        counted = [dict(counted) for counted in self._counted]
+        data, digest = (None, "") if self.leases is None else (self.leases.kept, self.leases.digest)
+        return RunSnapshot(self.run_id, versions, hashes, counted, self.cluster, data, digest)
 
     def _be_at(self, snapshot: RunSnapshot, anchors: dict[str, Tensor] | None) -> None:
         self.run_id, self.ahead = snapshot.run_id, anchors
@@ -227,6 +237,9 @@ class Rounds:
         if self._leadership is not None:
             self.cluster = snapshot.cluster or ClusterPart.fresh(len(self.forms))
         self._counted = [dict(counted) for counted in snapshot.counted]
+        if self.leases is not None:
+            with self._data_lock:
+                self.leases.go_on_from(snapshot.data)
         for state, version, digest in zip(self.states, snapshot.versions, snapshot.hashes, strict=True):
             state.arrive(version, digest, self._anchors if anchors is None else anchors)
 
@@ -324,6 +337,7 @@ class Rounds:
 
     def _tell(self, brought: Brought, quorums: Quorums, counted: bool) -> list[ReplicaOffer]:
         idle = counted or bool(brought.refused) or brought.is_empty
+        self._said = () if self._voice is None else self._voice.say(self.leased, self.plan.sync_every)
         own = ReplicaOffer(
             worker_id=self.own.worker_id,
             label=self._label,
@@ -345,6 +359,8 @@ class Rounds:
             record=self.record.digest,
             waits=brought.waits,
             last=brought.last,
+            data=self._said,
+            trained=() if idle else brought.trained,
         )
         if self._leadership is not None:
             reaches, up_bytes_per_s = self._leadership.reach()
@@ -467,6 +483,7 @@ class Rounds:
             state.arrive(state.version + 1, "")  # its hash is known when the step was applied
             self._not_held.add(turn)
             self._counted[turn] = note_counted(self._counted[turn], made.active)
+        self._decide_data(made)
         participants = tuple(
             Participant(worker_id=offer.worker_id, sequence=offer.sequence, weight=weight)
             for offer, weight in zip(made.active, made.weights, strict=True)
@@ -485,6 +502,33 @@ class Rounds:
         if mean is not None and mean.norms:
             seen = watched(math.sqrt(brought.squares), mean.norms, made.weights, mean.norm)
         return RoundOutcome(made.counted, updates, participants, sent, received, seen)
+
+    def share_data(self, voice: DataVoice) -> None:
+        self._voice, self.leases = voice, SharedLeases(voice.datasets)
+
+    def leased(self, request: LeaseRequest) -> LeaseAnswer:
+        assert self.leases is not None
+        with self._data_lock:
+            return self.leases.answer(self.own.worker_id, request)
+
+    def data_progress(self) -> list[dict[str, Any]]:
+        assert self.leases is not None
+        with self._data_lock:
+            return self.leases.progress()
+
+    def _decide_data(self, made: VotedRound) -> None:
+        """All replicas that have this round decide the same. (One that has not is healed, with the table.)"""
+        if self._voice is None or self.leases is None:
+            return
+        with self._data_lock:
+            events = self.leases.decide(
+                {offer.worker_id: offer.instance for offer in self._offers},
+                {offer.worker_id: offer.data for offer in self._offers},
+                {offer.worker_id: offer.trained for offer in made.active},
+                (made.turn, self.states[made.turn].version),
+                len(self.states),
+            )
+        self._voice.decided(self._said, events)
 
     def _left_out(self, brought: Brought) -> RoundOutcome:
         if self.ahead is not None:

@@ -22,7 +22,7 @@ from ...coordination.autoconfig.collected import ACCELERATOR, BACKENDS
 from ...coordination.autoconfig.members import backend_for
 from ...coordination.autoconfig.state import ClusterState
 from ...coordination.layers.leadership import MemberInSight, who_leads
-from ...types import InfoValue, Manifest
+from ...types import InfoValue, LeaseStatement, Manifest, Trained
 from ..cluster_part import ClusterPart
 from ..leadership import AsideKind
 from ..protocol import Deltas
@@ -35,13 +35,16 @@ NOTHING = -1  # instead of a fragment: a replica that joins, or has nothing to c
 
 
 class RunSnapshot(msgspec.Struct):
-    """By fragment; `counted`: by instance of a replica, the sequence of its last contribution that counted."""
+    """By fragment; `counted`: by instance of a replica, the sequence of its last contribution that counted. `data`: the
+    lease table (coordination/shared_leases.py), and its digest."""
 
     run_id: str
     versions: list[int]
     hashes: list[str]
     counted: list[dict[str, int]]
     cluster: ClusterPart | None = None
+    data: dict[str, Any] | None = None
+    data_digest: str = ""
 
     @classmethod
     def fresh(cls, fragments: int) -> RunSnapshot:
@@ -58,6 +61,7 @@ class RunSnapshot(msgspec.Struct):
     @property
     def digest(self) -> str:
         agreed = [self.run_id, self.versions, self.hashes, *([] if self.cluster is None else [self.cluster])]
+        agreed += [self.data_digest] if self.data_digest else []
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(agreed))
 
     def counts(self, fragment: int, instance: str, sequence: int) -> bool:
@@ -97,7 +101,9 @@ class ReplicaOffer(msgspec.Struct, frozen=True):
     order. `doubts`: all began from saved states, and what they had not sent then may count above. Every replica tells
     whether it `reaches` the layer above, and how fast (`up_bytes_per_s`); and, for those up there, what its
     `accelerator` is, which `backends` it can speak, which GPU it has (`place`), and where in its life it was
-    when it asked for this quorum (`came_from`)."""
+    when it asked for this quorum (`came_from`).
+
+    `data`: what it says of its leased data; `trained`: units that end in its contribution."""
 
     worker_id: str
     label: str
@@ -135,6 +141,8 @@ class ReplicaOffer(msgspec.Struct, frozen=True):
     backends: tuple[str, ...] = ()
     place: str = ""
     came_from: str = ""
+    data: tuple[LeaseStatement, ...] = ()
+    trained: tuple[Trained, ...] = ()
 
 
 def backend_among(offers: Sequence[ReplicaOffer]) -> Backend:

@@ -27,9 +27,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...coordination.shared_leases import terms_of
+from ...coordination.worker.units import LeaseRequest
 from ...core.feedback import ErrorFeedback
-from ...errors import AnchorsDiffer, RoundStuck, WorkerError
-from ...types import Manifest, Plan, Wishes
+from ...errors import AnchorsDiffer, ConfigError, RoundStuck, WorkerError
+from ...types import LeaseAnswer, Manifest, Plan, Wishes
 from ..carrying import step_aside
 from ..cluster_part import ClusterPart
 from ..encode import Encoded, as_deltas, sender_to_peers, write_at
@@ -37,7 +39,7 @@ from ..group.ranks import Ranks
 from ..group.topology import Amount, of_all
 from ..leadership import ClusterSettings, KeptRecord, Leadership
 from ..local_worker import Inner
-from ..protocol import Agreed, Contribution, FinishedTicket, Joined, Orders, Sight
+from ..protocol import Agreed, Contribution, DataVoice, FinishedTicket, Joined, Orders, Sight
 from ..terms import Rank, check_loaded, draw_up, introduction
 from ..update import MeanStep, copies
 from .process_groups import ProcessGroups
@@ -135,6 +137,7 @@ class TorchftTopology:
         self._cluster = cluster
         self._leadership = Leadership(cluster.wait_s, cluster.reach) if cluster is not None else None
         self._kinds = kinds
+        self._voice: DataVoice | None = None
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -162,6 +165,8 @@ class TorchftTopology:
         )
         quorums = Quorums(self._worker_id, self._settings, self._groups, self._ranks, state=self._state)
         self._joined = rounds, quorums
+        if self._voice is not None:
+            rounds.share_data(self._voice)
         if self._cluster is not None and self._leadership is not None:
             self._leadership.make_leader = self._cluster.lead(self._leadership, rounds, manifest)
         if self._saved is not None:
@@ -201,6 +206,7 @@ class TorchftTopology:
             "replica_backend": self._settings.backend,
         }
         terms = self._cluster.terms if self._cluster is not None else {}
+        terms = {**terms, **(terms_of(self._voice.datasets) if self._voice is not None else {})}
         return msgspec.structs.replace(own, outer={**own.outer, **shape, **terms})
 
     def _go_on_from(self, saved: Mapping[str, Any], plan: Plan) -> None:
@@ -209,6 +215,7 @@ class TorchftTopology:
         snapshot = RunSnapshot(
             saved["run_id"], list(saved["versions"]), list(saved["hashes"]), [dict(one) for one in counted]
         )
+        snapshot.data = saved.get("data")
         if self._leadership is not None and "cluster" in saved:
             snapshot.cluster = msgspec.json.decode(saved["cluster"], type=ClusterPart)
             self._rounds.record = KeptRecord(saved["record"])
@@ -259,6 +266,24 @@ class TorchftTopology:
             return []
         return [FinishedTicket(agreed, self.adopted) for agreed in landed]
 
+    # --- leased data (SharesData) -------------------------------------------------------------------------------------
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """Each replica trains its own units."""
+        return 0, 1
+
+    def share_data(self, voice: DataVoice) -> None:
+        if self._cluster is not None:
+            raise ConfigError("replicas that are a cluster of a layer above lease no data yet; leave `data` out")
+        self._voice = voice
+
+    def leased(self, request: LeaseRequest) -> LeaseAnswer:
+        return self._rounds.leased(request)
+
+    def data_progress(self) -> list[dict[str, Any]]:
+        return self._rounds.data_progress()
+
     @property
     def _rounds(self) -> Rounds:
         assert self._joined is not None
@@ -279,7 +304,14 @@ class TorchftTopology:
             contribution = of_all(contribution, self._ranks.gather(lambda: own, Amount))
         self._sequence += 1
         fragment = contribution.fragment
-        brought = Brought(fragment, self._sequence, contribution.steps, contribution.samples, contribution.tokens)
+        brought = Brought(
+            fragment,
+            self._sequence,
+            contribution.steps,
+            contribution.samples,
+            contribution.tokens,
+            trained=contribution.data,
+        )
         ticket = self._put(brought, stuck_after_s)  # the quorum forms while we encode
         measured = Measured(as_deltas(contribution.deltas))
         if contribution.owes_nothing:
@@ -469,6 +501,7 @@ class TorchftTopology:
             "anchors": dict(self._anchors),
             "momentum": self._rounds.outer.momentum.flat,
             "feedback": self._feedback.state_dict(()),
+            **({} if landed.data is None else {"data": landed.data}),
             **self._cluster_state(landed),
         }
 

@@ -1,0 +1,224 @@
+"""Leased data without a server, without I/O: every member holds the lease table, and changes it as all have decided.
+
+What members decide together anyway (a quorum of torchft, a block of peers, a round of ranks) says who is there, what
+each has contributed and what it says of its data. From equal tables and an equal decision come equal tables: so nobody
+asks and nobody answers, and a lease needs no message.
+
+    decide    what was contributed is done, as ever (leases.py)
+              what a member that is gone held is free
+              what is free, and what somebody holds beyond its part, is divided anew
+    answer    what is mine now? Read from the own table
+
+A member is given its part, by speed, of all that is left of an epoch, and of the next one before it runs out of it: it
+must last until the next decision, whenever that is. Time is counted in decisions: a pace is units per decision.
+
+What goes back is the end of what a member says it has not drawn (`spare`). It trains on while that is decided, so it
+may have drawn some of it by then: such a unit is in the model twice, and counted (`repeated`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ..digest import data_hash
+from ..errors import BadRequest
+from ..events import Event
+from ..ranges import NONE, Ranges
+from ..types import MOST_RANGES, Dataset, LeaseAnswer, LeaseStatement, Trained
+from .leases import ASK_AGAIN_S, HELD_PIECES, NO_END, Leases, LeaseTable
+from .shares import FairShares
+from .worker.units import LeaseRequest
+
+LEAD_TURNS = 4.0  # so many decisions' worth of units is held ahead
+SLACK = 8  # a member keeps up to an eighth more than its part: else units would wander at each decision
+MOST_OPENED = 16  # epochs, at one decision: tiny ones
+
+
+class SharedTable(LeaseTable):
+    """One dataset, as all members have it. `reserved` is `next`: nothing is leased beside the decisions."""
+
+    def hear(self, worker_id: str, said: LeaseStatement, now: float) -> None:
+        """What a member holds and has given up."""
+        self._absent.discard(worker_id)
+        self._hands.pop(worker_id, None)
+        self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) | Ranges(said.dropped))
+        self._settle_dropped(worker_id)
+        # (What some fragment's agreements hold already is among what it holds, or it will never bring the rest.)
+        self._take_back(worker_id, self.held.get(worker_id, NONE) - Ranges(said.holds))
+        self._reconcile(worker_id, Ranges(said.holds))
+        self.shares.told(worker_id, said.untrained, said.pace, now)
+
+    def divide(self, said: Mapping[str, LeaseStatement], members: Collection[str], now: float) -> None:
+        """All that is left, by speed. Every epoch by itself: all train the same one."""
+        weights, needs = self._weights(members, now)
+        if not weights:
+            return
+        self._level(said, weights)
+        self._give_out(weights)
+        opened = 0
+        while self.next < self.end and opened < MOST_OPENED and self._is_short(needs):
+            begin, opened = self.next, opened + 1
+            self.next = self.reserved = min((begin // self.dataset.units + 1) * self.dataset.units, self.end)
+            self.free |= Ranges([(begin, self.next)])
+            self._give_out(weights)
+
+    def _weights(self, members: Collection[str], now: float) -> tuple[dict[str, float], dict[str, float]]:
+        """By member, its part, and how many units it must hold."""
+        crowd = self.shares.among(members, now)
+        paces = {name: crowd.pace(name) if name in set(crowd) else 0.0 for name in sorted(members)}
+        known = [pace for pace in paces.values() if pace > 0.0]
+        usual = sum(known) / len(known) if known else 1.0
+        equal = self.dataset.units / max(len(paces), 1)
+        weights = {name: pace or usual for name, pace in paces.items()}
+        return weights, {name: LEAD_TURNS * pace if pace else equal for name, pace in paces.items()}
+
+    def _is_short(self, needs: Mapping[str, float]) -> bool:
+        return any(self._hand(name) < need for name, need in needs.items())
+
+    def _parts(self, weights: Mapping[str, float]) -> dict[str, int]:
+        """What each should hold, of all that is in hands or free."""
+        total, whole = self.free.total + sum(map(self._hand, weights)), sum(weights.values())
+        return {name: int(total * weight / whole) for name, weight in weights.items()}
+
+    def _level(self, said: Mapping[str, LeaseStatement], weights: Mapping[str, float]) -> None:
+        """What somebody holds beyond its part goes back. (One-way, nothing ever does.) One that holds twice as much
+        cannot keep it by saying that it has drawn it all."""
+        if not self.dataset.again:
+            return
+        for name, part in self._parts(weights).items():
+            hand = self.held.get(name, NONE) - self._under_way(name)
+            spare = hand & Ranges(said[name].spare) if name in said else NONE
+            kept = part + part // SLACK + 1
+            least = hand.total - spare.total
+            if name in said and least > 2 * part + HELD_PIECES:
+                spare, least = hand, 0
+            self._take_back(name, spare - spare.first(max(kept - least, 0)))
+
+    def _give_out(self, weights: Mapping[str, float]) -> None:
+        """What is free, to those that have least of their part; the lowest places first."""
+        parts = self._parts(weights)
+        wanting = {name: part - self._hand(name) for name, part in parts.items() if part > self._hand(name)}
+        wanting = wanting or {min(weights, key=lambda name: (self._hand(name) / weights[name], name)): 1}
+        whole, total, given = sum(wanting.values()), self.free.total, 0
+        wanted_before = 0
+        for name, wanted in wanting.items():
+            wanted_before += wanted
+            upto = total * wanted_before // whole
+            room = HELD_PIECES - self.held.get(name, NONE).pieces
+            self._hand_over(name, Ranges(list(self.free.first(upto - given))[: max(room, 0)]))
+            given = upto
+
+    def answer(self, worker_id: str, request: LeaseRequest) -> LeaseAnswer:
+        held, holds = self.held.get(worker_id, NONE), Ranges(request.holds)
+        granted = held - holds - self._under_way(worker_id)
+        over = not granted and not self.free and self.next >= self.end
+        return LeaseAnswer(
+            state="over" if over else "more",
+            granted=tuple(granted)[:MOST_RANGES],
+            void=tuple(holds - held)[:MOST_RANGES],
+            retry_after_s=0.0 if granted or over else ASK_AGAIN_S,
+        )
+
+    # --- over a restart, and for a member that heals ------------------------------------------------------------------
+
+    def remembered(self) -> dict[str, Any]:
+        """Everything from which anything follows: else two members would decide differently."""
+        counted = {name: [list(one) for one in places] for name, places in self._counted.items()}
+        return {**super().remembered(), "counted": counted, "shares": self.shares.remembered()}
+
+    @classmethod
+    def resumed(cls, facts: Mapping[str, Any], claimable_until: float = 0.0, *, forgetful: bool = False) -> SharedTable:
+        made = super().resumed(facts, claimable_until, forgetful=forgetful)
+        assert isinstance(made, SharedTable)
+        made._counted = {str(name): Ranges(places) for name, places in facts["counted"].items()}
+        made._forgotten = NONE  # nothing is leased but by decisions
+        made.shares = FairShares.resumed(made.dataset.units, facts["shares"])
+        return made
+
+
+class SharedLeases(Leases):
+    """All datasets of a run, as one member has them. `turn` counts decisions; `kept` is what others heal from, and
+    `digest` is of it."""
+
+    table_type: type[SharedTable] = SharedTable
+
+    def __init__(self, datasets: Iterable[Dataset]) -> None:
+        super().__init__()
+        self._datasets = tuple(datasets)
+        self.turn = 0
+        self.tables: dict[str, SharedTable] = {}  # type: ignore[assignment]  # of this type, all of them
+        for dataset in self._datasets:
+            if dataset.units * max(dataset.epochs, 1) > NO_END:
+                raise BadRequest(f"dataset {dataset.name!r} has too many units; make its units larger")
+            self.tables[dataset.name] = self.table_type(dataset)
+        self._keep()
+
+    def decide(
+        self,
+        members: Mapping[str, str],
+        said: Mapping[str, Collection[LeaseStatement]],
+        brought: Mapping[str, Collection[Trained]],
+        round_: tuple[int, int] = (0, 0),
+        fragments: int = 1,
+    ) -> list[Event]:
+        """`members`: who is there, and which start of it. `brought`: by those whose contributions are in the round, of
+        this fragment, that makes this version. What comes of it is the same wherever the table was the same."""
+        self.turn += 1
+        now, told = float(self.turn), list[Event]()
+        for worker_id in sorted(self._instances.keys() - members.keys()):
+            told += self.gone(worker_id)
+            del self._instances[worker_id]
+        for worker_id, instance in sorted(members.items()):
+            knows = any(one.holds for one in said.get(worker_id, ()))  # it goes on from a state of its own
+            if self._instances.get(worker_id, instance) != instance and not knows:
+                told += self.gone(worker_id)
+            self.joined(worker_id, instance)
+        for worker_id, trained in sorted(brought.items()):
+            for units in trained:
+                if units.dataset in self.tables:
+                    self.tables[units.dataset].accept(worker_id, *round_, units.places, now)
+        told += self.closed(*round_, (), fragments)
+        for name, table in self.tables.items():
+            words = {who: one for who, theirs in said.items() for one in theirs if one.dataset == name}
+            for worker_id, one in sorted(words.items()):
+                table.hear(worker_id, one, now)
+            table.divide(words, members, now)
+        self._keep()
+        return told
+
+    def answer(self, worker_id: str, request: LeaseRequest) -> LeaseAnswer:
+        return self.tables[request.dataset.name].answer(worker_id, request)
+
+    def progress(self) -> list[dict[str, Any]]:
+        """As one member sees it. (No clock tells how many units a second brings.)"""
+        return [{**table.progress((), 0.0), "units_per_second": 0.0} for table in self.tables.values()]
+
+    def _keep(self) -> None:
+        self.kept: dict[str, Any] = {
+            "turn": self.turn,
+            "instances": dict(self._instances),
+            "tables": self.remembered(),
+        }
+        self.digest = data_hash([msgspec.json.encode(self.kept, order="sorted")])
+
+    def go_on_from(self, kept: Mapping[str, Any] | None) -> None:
+        """Where another member is, or this one was. None: at the beginning."""
+        if kept is self.kept:
+            return
+        fresh = {dataset.name: self.table_type(dataset) for dataset in self._datasets}
+        found = {} if kept is None else {one["dataset"]["name"]: self.table_type.resumed(one) for one in kept["tables"]}
+        self.tables = {**fresh, **{name: table for name, table in found.items() if name in fresh}}
+        self.turn = 0 if kept is None else int(kept["turn"])
+        self._instances = {} if kept is None else {str(name): str(one) for name, one in kept["instances"].items()}
+        self._keep()
+
+
+def terms_of(datasets: Iterable[Dataset]) -> dict[str, str]:
+    """What all members must mean alike, to be compared when they meet."""
+    return {
+        f"dataset {one.name!r}": msgspec.json.encode(one, order="deterministic").decode()
+        for one in sorted(datasets, key=lambda one: one.name)
+    }

@@ -1,0 +1,61 @@
+"""A worker that trains leased data without a server, for tests: the batches that it trained are in FOLDER/NAME.log.
+
+    python shared_data_job.py TOPOLOGY FOLDER SAMPLES DIE_AT STEP_S    # DIE_AT: SIGKILL after that step, 0 = never
+
+Model and worker are saved after each step if FOLDER/saves exists; the job resumes from them. At the end it tells what
+the lease table holds, and the model's cells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outerstep import DiLoCoWorker
+from outerstep.data import LeasedLoader, LeasedSampler
+
+torch.set_num_threads(1)
+topology, folder = sys.argv[1], Path(sys.argv[2])
+samples, die_at, step_s = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
+name = os.environ["NAME"]
+settings: dict[str, dict[str, Any]] = {
+    "allreduce": {"outer_lr": 2.0},  # each of two ranks trains its part of a unit, and the mean halves it
+    "torchft": {"lighthouse": os.environ.get("LIGHTHOUSE"), "min_replicas": 1, "quorum_timeout_s": 3.0},
+}
+model = nn.ParameterDict({"cells": nn.Parameter(torch.zeros(samples))})
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+checkpoint = folder / f"{name}.pt"
+saved = torch.load(checkpoint, weights_only=False) if checkpoint.exists() else None
+if saved is not None:
+    model.load_state_dict(saved["model"])
+data = LeasedSampler(samples, unit_samples=4, seed=3)
+loader = LeasedLoader(list(range(samples)), data, batch_size=2)  # type: ignore[arg-type]
+outer = {"codec": "fp32", "outer_lr": 1.0, "outer_momentum": 0.0, "sync_every": 4}
+own_id = {} if topology == "allreduce" else {"worker_id": name}  # a rank has its number
+worker = DiLoCoWorker(
+    model, optimizer, topology, **own_id, data=data, exit_patience_s=10.0, **{**outer, **settings[topology]}
+)
+if saved is not None:
+    worker.load_state_dict(saved["worker"])
+with worker:
+    for step, batch in enumerate(loader):
+        grad = torch.zeros(samples)
+        grad[batch] = -1.0
+        model["cells"].grad = grad
+        optimizer.step()
+        with (folder / f"{name}.log").open("a") as file:
+            print(*batch.tolist(), file=file)
+        if (folder / "saves").exists():
+            torch.save({"model": model.state_dict(), "worker": worker.state_dict()}, checkpoint)
+        if step + 1 == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(step_s)
+print(json.dumps({"name": name, "ledger": worker.data_progress[0], "cells": model["cells"].tolist()}), flush=True)
