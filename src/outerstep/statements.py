@@ -22,10 +22,25 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta
 
-from .types import Amount, Count, Hash, Key, Label, Plain, Positive, RunId, Signature, WorkerId
+from .types import (
+    MOST_DATASETS,
+    Amount,
+    Count,
+    Hash,
+    Key,
+    Label,
+    LeaseStatement,
+    Plain,
+    Positive,
+    RunId,
+    Signature,
+    Trained,
+    WorkerId,
+)
 from .versions import Since2
 
 MOST_PEERS = 64
+MOST_TABLE_BYTES = 1 << 20  # of leased data
 MOST_STATEMENTS = 4096  # in one message
 MOST_DECISIONS = 32
 
@@ -57,7 +72,8 @@ class Statement(Plain, frozen=True, tag_field="says"):
 
 class Offered(Statement, frozen=True, tag="offered"):
     """`digest` is that of the encoded contribution (`digest_of_parts`); `base_hash` that of the anchor it started from:
-    a contribution that started elsewhere cannot be averaged with."""
+    a contribution that started elsewhere cannot be averaged with. `data`: what its peer says of its leased data;
+    `trained`: units whose last step is in it."""
 
     fragment: Count
     version: Positive  # that the round is to produce
@@ -68,6 +84,8 @@ class Offered(Statement, frozen=True, tag="offered"):
     steps: Count
     samples: Amount = 0
     tokens: Amount = 0
+    data: Since2[Annotated[tuple[LeaseStatement, ...], Meta(max_length=MOST_DATASETS)]] = UNSET
+    trained: Since2[Annotated[tuple[Trained, ...], Meta(max_length=MOST_DATASETS)]] = UNSET
 
 
 class Round(Plain, frozen=True, tag="round", tag_field="kind"):
@@ -185,7 +203,7 @@ class Name(Plain, frozen=True):
 
 class ChainState(Plain, frozen=True):
     """What all blocks up to `height` have made of the run. `tip`: the digest of the last one. `names`: whose they are
-    (not so in a run of protocol 1)."""
+    (not so in a run of protocol 1). `data`: the lease table (coordination/shared_leases.py), if the run leases data."""
 
     height: Count
     tip: Digest
@@ -193,6 +211,7 @@ class ChainState(Plain, frozen=True):
     versions: tuple[Count, ...]
     expelled: tuple[Member, ...] = ()
     names: Since2[tuple[Name, ...]] = UNSET
+    data: Since2[Annotated[bytes, Meta(max_length=MOST_TABLE_BYTES)]] = UNSET
 
 
 # --- the two ends of a conversation -------------------------------------------------------------------------------

@@ -452,7 +452,7 @@ class Trained(Plain, frozen=True):
 class LeaseStatement(Plain, frozen=True):
     """What a member of a run without a server says of one dataset (coordination/shared_leases.py). `holds`, `dropped`,
     `untrained`: as in `Lease`; `spare`: what it holds and has not drawn; `pace`: units that it trains from one exchange
-    to the next."""
+    to the next. `turn`: of the last decision that it knew of."""
 
     SINCE: ClassVar[int] = 2
 
@@ -462,6 +462,7 @@ class LeaseStatement(Plain, frozen=True):
     dropped: Places = ()
     untrained: Count = 0
     pace: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    turn: Count = 0
 
 
 # --- one exchange -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ from amounts import mostly_schedules
 from outerstep.coordination.shared_leases import SharedLeases, SharedTable
 from outerstep.events import Event
 from outerstep.ranges import NONE, Ranges
+from outerstep.simulate.gossip import run_gossip
+from outerstep.simulate.gossip_data import DataWorld
+from outerstep.simulate.gossip_scenario import GossipScenario
 from outerstep.simulate.shared_data import SharedMember, SharedScenario, SharedWorld
 from outerstep.types import LeaseStatement
+from outerstep.versions import PROTOCOL_VERSION
 
 QUICK, FULL, AT_ONCE, PLANTED = 40, 1_040, 50, 60
+PEERS_QUICK, PEERS, PEERS_AT_ONCE = 12, 300, 48
 
 
 def play_all(seeds: range, member_type: type[SharedMember] = SharedMember) -> Counter[str]:
@@ -75,6 +81,28 @@ class GivesToNobody(SharedTable):
     def divide(self, said: Mapping[str, LeaseStatement], members: Collection[str], now: float) -> None:
         if self.free == NONE:
             super().divide(said, members, now)
+
+
+def play_peers(seeds: range) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        scenario = replace(GossipScenario.drawn(seed), protocol=PROTOCOL_VERSION)
+        history = run_gossip(scenario, seed, world_type=DataWorld)
+        assert not history.violations, f"seed {seed}: {history.violations[:3]}"
+        found += history.faults
+    return found
+
+
+def test_peers_that_decide_block_by_block_hold_one_table_and_account_for_every_unit() -> None:
+    found = play_peers(range(PEERS_QUICK))
+    for what in ("crash", "disk_lost", "partition", "units_done", "units_repeated", "units_lost"):
+        assert found[what] > 0, f"no schedule had {what}"
+
+
+@pytest.mark.schedules
+@pytest.mark.parametrize("first", range(PEERS_QUICK, PEERS, PEERS_AT_ONCE))
+def test_three_hundred_schedules_of_peers_account_for_every_unit(first: int) -> None:
+    play_peers(range(first, min(first + PEERS_AT_ONCE, PEERS)))
 
 
 @pytest.mark.parametrize(

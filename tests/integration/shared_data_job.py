@@ -26,8 +26,25 @@ torch.set_num_threads(1)
 topology, folder = sys.argv[1], Path(sys.argv[2])
 samples, die_at, step_s = int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
 name = os.environ["NAME"]
+
+
+def place_to_join(folder: Path) -> str:
+    while not (folder / "join").exists():
+        time.sleep(0.05)
+    return (folder / "join").read_text()
+
+
 settings: dict[str, dict[str, Any]] = {
     "allreduce": {"outer_lr": 2.0},  # each of two ranks trains its part of a unit, and the mean halves it
+    "gossip": {
+        "listen": "127.0.0.1:0",
+        "insecure": True,
+        "heartbeat_timeout_s": 3.0,
+        "min_peers": 1,
+        "peers": place_to_join(folder) if topology == "gossip" and name != "a" else None,
+        "heartbeat_interval": 0.5,
+        "peer_dir": str(folder / f"peer-{name}"),
+    },
     "torchft": {"lighthouse": os.environ.get("LIGHTHOUSE"), "min_replicas": 1, "quorum_timeout_s": 3.0},
 }
 model = nn.ParameterDict({"cells": nn.Parameter(torch.zeros(samples))})
@@ -46,6 +63,9 @@ worker = DiLoCoWorker(
 if saved is not None:
     worker.load_state_dict(saved["worker"])
 with worker:
+    if topology == "gossip" and name == "a":
+        (folder / "joining").write_text(worker._topology._node.join_string)  # type: ignore[attr-defined]
+        (folder / "joining").rename(folder / "join")
     for step, batch in enumerate(loader):
         grad = torch.zeros(samples)
         grad[batch] = -1.0

@@ -79,3 +79,21 @@ def test_a_replica_of_torchft_killed_by_sigkill_heals_the_table_and_nothing_is_m
     assert set(times) == set(range(400))
     again_ = {sample for sample, count in times.items() if count > 1}
     assert len(again_) <= 2 * 8 + 8, "what the dead one had trained since its last round, and a unit it was in"
+
+
+def test_of_three_peers_one_is_killed_and_the_others_train_what_it_held(tmp_path: Path) -> None:
+    jobs = {name: launch(tmp_path, name, "gossip", 480, 40 if name == "c" else 0, 0.05) for name in "abc"}
+    assert jobs["c"].wait(90) == -9
+    assert [jobs[name].wait(120) for name in "ab"] == [0, 0], (tmp_path / "a.out").read_text()[-3000:]
+    last = [told(tmp_path / f"{name}.out") for name in "ab"]
+    newest = max(last, key=lambda one: one["ledger"]["done"])
+    assert newest["ledger"]["done"] == 120, newest["ledger"]
+    assert set(newest["ledger"]["done_by"]) == set("abc")
+    assert all(cell > 0.0 for cell in newest["cells"]), "nothing is missed"
+    times = Counter(sample for name in "abc" for sample in trained(tmp_path, name))
+    twice = {sample for sample, count in times.items() if count > 1}
+    dead = set(trained(tmp_path, "c"))
+    assert set(times) == set(range(480))
+    assert len(twice - dead) <= 4 * newest["ledger"]["repeated"], (
+        "what is trained twice was the dead one's, or is counted"
+    )

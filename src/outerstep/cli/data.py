@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..observe.quantities import counted, duration
-from ..observe.status import DataStatus, ServerStatus, read_status
+from ..observe.status import DataStatus, read_status
 from ..printable import printable
 from ..ranges import Ranges
 from ..types import Dataset
@@ -48,7 +48,7 @@ def data(
         raise ConfigError("--export and --events belong together: --events is the file that --event-log wrote")
     transport = HttpTransport(server_address(server), timeout_s=10.0, credentials=credentials_folder(credentials))
     status = read_status(transport.status())
-    found = status.data if isinstance(status, ServerStatus) else []
+    found = status.data
     if as_json:
         typer.echo(json.dumps(to_builtins(found), indent=2))
     elif export is not None and events is not None:

@@ -19,6 +19,7 @@ may have drawn some of it by then: such a unit is in the model twice, and counte
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -27,18 +28,42 @@ from ..digest import data_hash
 from ..errors import BadRequest
 from ..events import Event
 from ..ranges import NONE, Ranges
-from ..types import MOST_RANGES, Dataset, LeaseAnswer, LeaseStatement, Trained
-from .leases import ASK_AGAIN_S, HELD_PIECES, NO_END, Leases, LeaseTable
+from ..types import MOST_RANGES, Dataset, LeaseAnswer, LeaseStatement, Places, Trained
+from .leases import ASK_AGAIN_S, NO_END, Leases, LeaseTable
 from .shares import FairShares
 from .worker.units import LeaseRequest
 
 LEAD_TURNS = 4.0  # so many decisions' worth of units is held ahead
 SLACK = 8  # a member keeps up to an eighth more than its part: else units would wander at each decision
+MOST_PIECES = 48  # ranges that a member is given: what it says of them must fit an offer
+MOST_SAID, MOST_TRAINED = 32, 64  # ranges of each kind, where many statements make a block
+MOST_RECENT = 64  # gifts of which a member may not have heard yet
 MOST_OPENED = 16  # epochs, at one decision: tiny ones
 
 
 class SharedTable(LeaseTable):
     """One dataset, as all members have it. `reserved` is `next`: nothing is leased beside the decisions."""
+
+    def __init__(self, dataset: Dataset, owner: str = "") -> None:
+        super().__init__(dataset, owner)
+        self.recent: dict[str, list[tuple[int, Ranges]]] = {}  # what each was given, and at which decision
+        self.finished: dict[str, Ranges] = {}  # the last units that each has brought
+
+    def accept(self, worker_id: str, fragment: int, version: int, places: Places, now: float) -> None:
+        """One that was killed when it had offered something trains that once more, if it comes back before all have
+        decided: such units are in the model twice."""
+        mine = self.finished.get(worker_id, NONE)
+        again = mine & Ranges(places)
+        if again and fragment == 0:
+            self._put(self.finished, worker_id, mine - again)
+            self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | again
+        super().accept(worker_id, fragment, version, places, now)
+
+    def _finish(self, worker_id: str, places: Ranges) -> None:
+        super()._finish(worker_id, places)
+        newest = (self.finished.get(worker_id, NONE) - places, places)
+        kept = list(newest[0])[-MOST_RECENT:] + list(newest[1])[-MOST_RECENT:]
+        self._put(self.finished, worker_id, Ranges(kept))
 
     def hear(self, worker_id: str, said: LeaseStatement, now: float) -> None:
         """What a member holds and has given up."""
@@ -46,24 +71,31 @@ class SharedTable(LeaseTable):
         self._hands.pop(worker_id, None)
         self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) | Ranges(said.dropped))
         self._settle_dropped(worker_id)
+        news = self.recent[worker_id] = [one for one in self.recent.get(worker_id, ()) if one[0] > said.turn]
+        holds, held = Ranges(said.holds), self.held.get(worker_id, NONE)
+        for _, places in news:  # of which it had not heard when it said this
+            holds |= places & held
         # (What some fragment's agreements hold already is among what it holds, or it will never bring the rest.)
-        self._take_back(worker_id, self.held.get(worker_id, NONE) - Ranges(said.holds))
-        self._reconcile(worker_id, Ranges(said.holds))
+        self._take_back(worker_id, held - holds)
+        self._reconcile(worker_id, holds)
         self.shares.told(worker_id, said.untrained, said.pace, now)
 
     def divide(self, said: Mapping[str, LeaseStatement], members: Collection[str], now: float) -> None:
-        """All that is left, by speed. Every epoch by itself: all train the same one."""
+        """All that is left, by speed. Every epoch by itself: all train the same one. Where nobody has `said` anything,
+        members have come or gone, and everybody's part is cut at its end."""
         weights, needs = self._weights(members, now)
         if not weights:
             return
+        self.recent = {name: given for name, given in self.recent.items() if name in weights}
+        self.finished = {name: places for name, places in self.finished.items() if name in weights}
         self._level(said, weights)
-        self._give_out(weights)
+        self._give_out(weights, now)
         opened = 0
         while self.next < self.end and opened < MOST_OPENED and self._is_short(needs):
             begin, opened = self.next, opened + 1
             self.next = self.reserved = min((begin // self.dataset.units + 1) * self.dataset.units, self.end)
             self.free |= Ranges([(begin, self.next)])
-            self._give_out(weights)
+            self._give_out(weights, now)
 
     def _weights(self, members: Collection[str], now: float) -> tuple[dict[str, float], dict[str, float]]:
         """By member, its part, and how many units it must hold."""
@@ -90,14 +122,16 @@ class SharedTable(LeaseTable):
             return
         for name, part in self._parts(weights).items():
             hand = self.held.get(name, NONE) - self._under_way(name)
-            spare = hand & Ranges(said[name].spare) if name in said else NONE
+            spare = NONE if said else hand
+            if name in said:
+                spare = hand & Ranges(said[name].spare)
             kept = part + part // SLACK + 1
             least = hand.total - spare.total
-            if name in said and least > 2 * part + HELD_PIECES:
+            if name in said and least > 2 * part + MOST_PIECES:
                 spare, least = hand, 0
             self._take_back(name, spare - spare.first(max(kept - least, 0)))
 
-    def _give_out(self, weights: Mapping[str, float]) -> None:
+    def _give_out(self, weights: Mapping[str, float], now: float) -> None:
         """What is free, to those that have least of their part; the lowest places first."""
         parts = self._parts(weights)
         wanting = {name: part - self._hand(name) for name, part in parts.items() if part > self._hand(name)}
@@ -107,9 +141,12 @@ class SharedTable(LeaseTable):
         for name, wanted in wanting.items():
             wanted_before += wanted
             upto = total * wanted_before // whole
-            room = HELD_PIECES - self.held.get(name, NONE).pieces
-            self._hand_over(name, Ranges(list(self.free.first(upto - given))[: max(room, 0)]))
+            room = MOST_PIECES - self.held.get(name, NONE).pieces
+            granted = Ranges(list(self.free.first(upto - given))[: max(room, 0)])
             given = upto
+            if granted:
+                self._hand_over(name, granted)
+                self.recent[name] = [*self.recent.get(name, []), (int(now), granted)][-MOST_RECENT:]
 
     def answer(self, worker_id: str, request: LeaseRequest) -> LeaseAnswer:
         held, holds = self.held.get(worker_id, NONE), Ranges(request.holds)
@@ -127,13 +164,29 @@ class SharedTable(LeaseTable):
     def remembered(self) -> dict[str, Any]:
         """Everything from which anything follows: else two members would decide differently."""
         counted = {name: [list(one) for one in places] for name, places in self._counted.items()}
-        return {**super().remembered(), "counted": counted, "shares": self.shares.remembered()}
+        finished = {name: [list(one) for one in places] for name, places in self.finished.items()}
+        recent = {
+            name: [[turn, [list(one) for one in places]] for turn, places in given]
+            for name, given in self.recent.items()
+        }
+        return {
+            **super().remembered(),
+            "counted": counted,
+            "recent": recent,
+            "finished": finished,
+            "shares": self.shares.remembered(),
+        }
 
     @classmethod
     def resumed(cls, facts: Mapping[str, Any], claimable_until: float = 0.0, *, forgetful: bool = False) -> SharedTable:
         made = super().resumed(facts, claimable_until, forgetful=forgetful)
         assert isinstance(made, SharedTable)
         made._counted = {str(name): Ranges(places) for name, places in facts["counted"].items()}
+        made.recent = {
+            str(name): [(int(turn), Ranges(places)) for turn, places in given]
+            for name, given in facts["recent"].items()
+        }
+        made.finished = {str(name): Ranges(places) for name, places in facts["finished"].items()}
         made._forgotten = NONE  # nothing is leased but by decisions
         made.shares = FairShares.resumed(made.dataset.units, facts["shares"])
         return made
@@ -204,6 +257,20 @@ class SharedLeases(Leases):
         }
         self.digest = data_hash([msgspec.json.encode(self.kept, order="sorted")])
 
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.kept, order="sorted")
+
+    @classmethod
+    def decode(cls, table: bytes) -> SharedLeases:
+        """Of another member. Refused (BadRequest) if it is none."""
+        try:
+            kept = msgspec.json.decode(table)
+            made = cls([msgspec.convert(one["dataset"], Dataset) for one in kept["tables"]])
+            made.go_on_from(kept)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, LookupError, TypeError, ValueError) as error:
+            raise BadRequest(f"the run's lease table cannot be read: {error}") from error
+        return made
+
     def go_on_from(self, kept: Mapping[str, Any] | None) -> None:
         """Where another member is, or this one was. None: at the beginning."""
         if kept is self.kept:
@@ -222,3 +289,23 @@ def terms_of(datasets: Iterable[Dataset]) -> dict[str, str]:
         f"dataset {one.name!r}": msgspec.json.encode(one, order="deterministic").decode()
         for one in sorted(datasets, key=lambda one: one.name)
     }
+
+
+def shortened(said: Iterable[LeaseStatement]) -> tuple[LeaseStatement, ...]:
+    """In few ranges. What a member holds may be said too generously; what it can spare and has given up may not."""
+    return tuple(
+        msgspec.structs.replace(
+            one,
+            holds=covering(one.holds, MOST_SAID),
+            spare=one.spare[-MOST_SAID:],
+            dropped=one.dropped[:MOST_SAID],
+        )
+        for one in said
+    )
+
+
+def covering(places: Places, most: int) -> Places:
+    """The same, with the smallest gaps filled."""
+    gaps = sorted(range(1, len(places)), key=lambda i: places[i][0] - places[i - 1][1], reverse=True)
+    begins = [0, *sorted(gaps[: most - 1]), len(places)]
+    return tuple((places[a][0], places[b - 1][1]) for a, b in pairwise(begins) if a < b)

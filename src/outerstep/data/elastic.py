@@ -10,7 +10,7 @@
             for batch in loader:
                 ...
 
-Where nothing leases data (peers), `num_replicas` and `rank` make fixed shards of it, as PyTorch
+Where nothing leases data, `num_replicas` and `rank` make fixed shards of it, as PyTorch
 does:
 
     positions  rank, rank + num_replicas, rank + 2·num_replicas, …  of the epoch's order

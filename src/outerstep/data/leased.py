@@ -29,6 +29,7 @@ from .order import epoch_of, part_of, samples_of
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
+ADMITTED_S = 0.05
 RETRY_S = 2.0
 UNHEARD_STEPS = 4
 SAY_SO_S = 5.0  # a loop that waits longer than this for data is told why
@@ -87,12 +88,14 @@ class LeasedData:
                 self._work.ranks = self._part[1]
             topology.share_data(self)
 
-    def say(self, answer: Callable[[LeaseRequest], LeaseAnswer], sync_every: int) -> tuple[LeaseStatement, ...]:
+    def say(
+        self, answer: Callable[[LeaseRequest], LeaseAnswer], sync_every: int, turn: int
+    ) -> tuple[LeaseStatement, ...]:
         """(`DataVoice`.)"""
         with self._changed:
             for name in self._work.holdings:
                 self._hear(name, answer)
-            return tuple(self._work.statement(name, sync_every) for name in self._work.holdings)
+            return tuple(self._work.statement(name, sync_every, turn) for name in self._work.holdings)
 
     def decided(self, said: Sequence[LeaseStatement], events: Sequence[Event]) -> None:
         """(`DataVoice`.)"""
@@ -120,7 +123,7 @@ class LeasedData:
             return
         if not isinstance(lessor, Lessor):
             raise ConfigError(
-                f"{type(lessor).__name__} leases no data; leased data needs a server, torchft or all-reduce"
+                f"{type(lessor).__name__} leases no data; leased data needs a run whose members or server lease it"
             )
         self._lessor, self._share = lessor, share
         self.exchanged(state)
@@ -208,10 +211,12 @@ class LeasedData:
     ) -> tuple[int, int] | None:
         """Nobody can be waited for: the others wait for this worker's steps. It is through when it has no more."""
         holding = self._work.holdings[name]
+        while self._is_shared and not members.is_admitted() and not self._ended:
+            time.sleep(ADMITTED_S)
         with self._changed:
             if not self._is_shared:
                 raise WorkerError("leased data belongs to a worker: give it to attach(…, data=…), and start that first")
-            if holding.is_waiting and not self._ended:
+            if not holding.queue and not self._ended:
                 self._hear(name, members.leased)
             if holding.is_waiting:
                 log.info("%r: this worker has trained its part before the next exchange", name)

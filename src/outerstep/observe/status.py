@@ -316,6 +316,7 @@ class PeerStatus(Status, frozen=True, kw_only=True):
     refused: dict[str, int] = {}  # by name: how often it said, answered or sent what cannot be
     is_short_of_peers: bool = False
     losses: list[float] = []  # of the last rounds, the mean of what this peer knows of its contributors; newest last
+    data: list[DataStatus] = []
     held_bytes: int = 0
     spooled_bytes: int = 0
     fetches: dict[str, int] = {}

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b, sha256
+from typing import Any
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from ..coordination.gossip import GossipPeer, GossipRules, Keepsake
@@ -126,7 +128,11 @@ class SimPeer:
         kept = self.keepsake
         if kept is None:
             state = world.known_state() or chains.found(
-                member, world.scenario.fragments, owner=owner, protocol=world.rules.protocol
+                member,
+                world.scenario.fragments,
+                owner=owner,
+                protocol=world.rules.protocol,
+                data=world.found_data(member),
             )
             kept = Keepsake(run_id=RUN, state=state)
         else:
@@ -180,10 +186,17 @@ class SimPeer:
             if due and fragment not in machine.rounds_offered():
                 digest = sha256(f"{self.name} {self.identities} {self._life} {fragment} {version}".encode()).hexdigest()
                 self._held.add(digest)
-                machine.offer(fragment, digest, anchor, now, steps=10)
+                machine.offer(fragment, digest, anchor, now, steps=10, **self._leased(fragment))
                 break
         self._after_anything()
         self.world.agenda.after(self.round_s, self._mine(self._train))
+
+    def _leased(self, fragment: int) -> dict[str, Any]:
+        """What it says of leased data (gossip_data.py)."""
+        return {}
+
+    def _took(self, decision: Decision) -> None:
+        """One more block."""
 
     def _after_anything(self) -> None:
         """Write down, take what was decided, ask for what is missing, tell the others."""
@@ -191,6 +204,7 @@ class SimPeer:
         self.keepsake = machine.keepsake
         while (decision := machine.take()) is not None:
             self.world.history.decided(self.name, decision)
+            self._took(decision)
         self._move_anchors()
         if not self._lost and machine.wants == "watch":
             machine.belong(self.world.agenda.now)
@@ -296,6 +310,8 @@ class SimPeer:
 
 
 class GossipWorld:
+    peer_type: type[SimPeer] = SimPeer
+
     def __init__(self, scenario: GossipScenario, seed: int, log: list[str] | None = None) -> None:
         from .gossip_liars import Liar
 
@@ -317,12 +333,16 @@ class GossipWorld:
         )
         self.history = GossipHistory(log=log, clock=lambda: self.agenda.now)
         self.peers: list[SimPeer] = [
-            (Liar if number == scenario.liar else SimPeer)(self, number) for number in range(scenario.peers)
+            (Liar if number == scenario.liar else self.peer_type)(self, number) for number in range(scenario.peers)
         ]
 
     @property
     def honest(self) -> list[SimPeer]:
         return [peer for number, peer in enumerate(self.peers) if number != self.scenario.liar]
+
+    def found_data(self, founder: Member) -> bytes | UnsetType:
+        """The lease table that the run begins with (gossip_data.py)."""
+        return UNSET
 
     def known_state(self) -> ChainState | None:
         """What a newcomer is told by the peer that it joins through."""
@@ -384,6 +404,9 @@ class GossipWorld:
         self.network.cut |= links
         self.agenda.after(fault.lasts_s, lambda: self.network.cut.difference_update(links))
 
+    def check(self) -> None:
+        """What else must be true at the end."""
+
     # --- the whole of it ----------------------------------------------------------------------------------------------
 
     def is_well(self, floor: list[int]) -> bool:
@@ -397,8 +420,14 @@ class GossipWorld:
         return True
 
 
-def run_gossip(scenario: GossipScenario, seed: int, *, log: list[str] | None = None) -> GossipHistory:
-    world = GossipWorld(scenario, seed, log)
+def run_gossip(
+    scenario: GossipScenario,
+    seed: int,
+    *,
+    log: list[str] | None = None,
+    world_type: type[GossipWorld] = GossipWorld,
+) -> GossipHistory:
+    world = world_type(scenario, seed, log)
     try:
         _run(world)
     except Exception as error:  # noqa: BLE001 - whatever it is: a process would have ended there
@@ -425,6 +454,7 @@ def _run(world: GossipWorld) -> None:
     if not well:
         history.violated("rounds did not go on after the storm: " + _states(world))
     _check_justice(world)
+    world.check()
     history.virtual_s = agenda.now
 
 

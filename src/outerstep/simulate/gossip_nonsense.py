@@ -107,7 +107,7 @@ class Nonsense:
     def _offer(self) -> Offered:
         """To a fragment that no run has."""
         numbers = {"fragment": FAR, "version": FAR, "sequence": FAR, "size_bytes": FAR, "steps": FAR}
-        return Offered(run_id=self._run_id, digest=DIGEST, base_hash=HASH, **numbers)
+        return Offered(run_id=self._run_id, digest=DIGEST, base_hash=HASH, **numbers)  # type: ignore[arg-type]
 
     def _spoiled(self, statement: AnyStatement) -> bytes:
         """One field is of another type, or beyond its bounds."""

@@ -89,7 +89,7 @@ class SharedMember:
 
     def say(self) -> tuple[LeaseStatement, ...]:
         self.hear()
-        return (self.units.statement("train", SYNC_EVERY),)
+        return (self.units.statement("train", SYNC_EVERY, self.leases.turn),)
 
     def brings(self, fragment: int) -> Units:
         return tuple(self.unsent[fragment])

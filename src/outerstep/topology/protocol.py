@@ -206,8 +206,10 @@ class DataVoice(Protocol):
     @property
     def datasets(self) -> Sequence[Dataset]: ...
 
-    def say(self, answer: Callable[[LeaseRequest], LeaseAnswer], sync_every: int) -> tuple[LeaseStatement, ...]:
-        """`answer`: what the table says that this worker holds; it is heard first."""
+    def say(
+        self, answer: Callable[[LeaseRequest], LeaseAnswer], sync_every: int, turn: int
+    ) -> tuple[LeaseStatement, ...]:
+        """`answer`: what the table says that this worker holds; it is heard first. `turn`: of its last decision."""
 
     def decided(self, said: Sequence[LeaseStatement], events: Sequence[Event]) -> None:
         """All members have heard this statement; and what came of it."""
@@ -224,6 +226,9 @@ class SharesData(Protocol):
 
     def share_data(self, voice: DataVoice) -> None:
         """Before joining."""
+
+    def is_admitted(self) -> bool:
+        """Is this worker among those who lease? If not, it will be before long, whatever it does."""
 
     def leased(self, request: LeaseRequest) -> LeaseAnswer:
         """By the own table, as it was decided last: nobody is asked."""

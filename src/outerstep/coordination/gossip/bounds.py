@@ -19,11 +19,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from ...statements import MOST_PEERS, AnyStatement, Beat, Change, Decision, Proof, Proposed, Signed
+from ...statements import MOST_PEERS, AnyStatement, Beat, Change, Decision, Offered, Proof, Proposed, Signed
 
 MOST_MEMBERS = MOST_PEERS  # of a run: what a block can hold
 MOST_BEAT_BYTES, BEAT_BYTES_PER_FRAGMENT = 4 << 10, 64
-MOST_ROUND_BYTES = 128 << 10
+MOST_OFFER_BYTES = 4 << 10
+MOST_ROUND_BYTES = 288 << 10  # of offers with leased data; without, they are a tenth of that
 MOST_APPLIED_BYTES = 128 << 10  # of beats, in a change
 MOST_PROVEN_BYTES = 224 << 10  # of a statement in a proof
 MOST_PROOF_BYTES = 512 << 10  # of proofs, in a change; one fits, whatever it proves
@@ -45,6 +46,8 @@ def is_within_bounds(statement: AnyStatement, size_bytes: int, fragments: int) -
     """Could it be somebody's who means it?"""
     if isinstance(statement, Beat):
         return size_bytes <= MOST_BEAT_BYTES + BEAT_BYTES_PER_FRAGMENT * fragments
+    if isinstance(statement, Offered):
+        return size_bytes <= MOST_OFFER_BYTES
     if not isinstance(statement, Proposed):
         return True  # all its fields are short
     block = statement.block

@@ -11,9 +11,10 @@ ones are a quorum by themselves, as n > 3f. It is always more than half, so no t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from ...statements import (
     Block,
@@ -29,8 +30,10 @@ from ...statements import (
 )
 from ...types import Key
 from ...versions import PROTOCOL_VERSION
+from ..shared_leases import SharedLeases
 from . import names
 from .book import Book
+from .heard import signed_in
 
 GENESIS = "0" * 64
 MOST_EXPELLED = 256  # that are remembered; a new key is free, so that more would keep nobody out
@@ -56,14 +59,17 @@ def found(
     *,
     owner: Key | None = None,
     protocol: int = PROTOCOL_VERSION,
+    data: bytes | UnsetType = UNSET,
 ) -> ChainState:
-    """A run of one. `versions`: those of a saved state. `owner`: of the founder's name. `protocol`: the run's."""
+    """A run of one. `versions`: those of a saved state. `owner`: of the founder's name. `protocol`: the run's. `data`:
+    its lease table."""
     return ChainState(
         height=0,
         tip=GENESIS,
         members=(founder,),
         versions=versions or (0,) * fragments,
         names=(Name(peer_id=founder.peer_id, key=founder.key, owner=owner),) if protocol >= 2 else UNSET,
+        data=data,
     )
 
 
@@ -103,7 +109,33 @@ def after(block: Block, state: ChainState) -> ChainState:
         versions=versions,
         expelled=expelled,
         names=borne,
+        data=_data_after(block, state, members),
     )
+
+
+def _data_after(block: Block, state: ChainState, members: Iterable[Member]) -> bytes | UnsetType:
+    """The lease table: a round's offers say who has trained what, a change who is there."""
+    if state.data is UNSET:
+        return UNSET
+    leases, here = SharedLeases.decode(state.data), {member.peer_id: member.key for member in members}
+    if isinstance(block, Change):
+        leases.decide(here, {}, {})
+        return leases.encode()
+    names = {member.key: member.peer_id for member in state.members}
+    offers = {names[signed.author]: says for signed, says in signed_in(block) if signed.author in names}
+    leases.decide(
+        here,
+        {name: () if says.data is UNSET else says.data for name, says in offers.items()},
+        {name: () if says.trained is UNSET else says.trained for name, says in offers.items()},
+        (block.fragment, block.version),
+        len(state.versions),
+    )
+    return leases.encode()
+
+
+def leased_data(state: ChainState) -> list[dict[str, Any]]:
+    """How far the data is that the run leases: of each dataset, the fields of `DataStatus`."""
+    return [] if state.data is UNSET else SharedLeases.decode(state.data).progress()
 
 
 def is_decided(decision: Decision, state: ChainState, book: Book, attackers: int) -> bool:

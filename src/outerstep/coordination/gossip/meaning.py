@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import UNSET
 
+from ...errors import BadRequest
 from ...statements import (
     MOST_PEERS,
     Beat,
@@ -25,6 +26,7 @@ from ...statements import (
     Offered,
     Round,
 )
+from ..shared_leases import SharedLeases
 from . import chain
 from .book import Book
 from .names import MOST_NAMES, is_anothers, owner_of
@@ -56,6 +58,11 @@ def wrong_with_state(state: ChainState, fragments: int | None = None) -> str:
     """`fragments`: how many the run has, if that is known."""
     if not state.versions or fragments not in (None, len(state.versions)):
         return f"names a run of {len(state.versions)} fragments" + (f", not {fragments}" if fragments else "")
+    if state.data is not UNSET:
+        try:
+            SharedLeases.decode(state.data)
+        except BadRequest as error:
+            return f"names a run of which {error.message}"
     names = () if state.names is UNSET else [name.peer_id for name in state.names]
     if len(names) > MOST_NAMES or len(set(names)) != len(names):
         return f"names {len(names)} names, where a run has {MOST_NAMES} at most, each once"

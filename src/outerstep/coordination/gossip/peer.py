@@ -36,7 +36,7 @@ from ...statements import (
     Voted,
     Withdrawal,
 )
-from ...types import Plain, Positive
+from ...types import LeaseStatement, Plain, Positive, Trained
 from ...versions import Since2
 from . import bounds, chain
 from .ballot import Ballot, Ballots
@@ -228,7 +228,17 @@ class GossipPeer:
     # --- what it does -----------------------------------------------------------------------------------------------
 
     def offer(
-        self, fragment: int, digest: str, base_hash: str, now: float, *, steps: int, samples: int = 0, tokens: int = 0
+        self,
+        fragment: int,
+        digest: str,
+        base_hash: str,
+        now: float,
+        *,
+        steps: int,
+        samples: int = 0,
+        tokens: int = 0,
+        data: tuple[LeaseStatement, ...] = (),
+        trained: tuple[Trained, ...] = (),
     ) -> Offered:
         """Contribute to the fragment's next round. The bytes are here already."""
         self._sequences[fragment] += 1
@@ -243,6 +253,8 @@ class GossipPeer:
             steps=steps,
             samples=samples,
             tokens=tokens,
+            data=data or UNSET,
+            trained=trained or UNSET,
         )
         signed = self.book.write(says)
         self.book.enter(signed, says)

@@ -286,8 +286,9 @@ class LeasedWork:
             min(holding.pace, 1e9),
         )
 
-    def statement(self, name: str, steps: int) -> LeaseStatement:
-        """For those who hold the table together with this worker. `steps`: from one exchange to the next."""
+    def statement(self, name: str, steps: int, turn: int) -> LeaseStatement:
+        """For those who hold the table together with this worker. `steps`: from one exchange to the next; `turn`: of
+        the last decision that this one knows of."""
         holding = self.holdings[name]
         trained, holding.trained = holding.trained, 0
         if trained:
@@ -301,6 +302,7 @@ class LeasedWork:
             dropped=tuple(holding.dropped)[:MOST_RANGES],
             untrained=holding.untrained,
             pace=min(holding.per_turn or expected, 1e9),
+            turn=turn,
         )
 
     def was_decided(self, statements: Iterable[LeaseStatement]) -> None:

@@ -433,6 +433,9 @@ class AllReduceTopology:
         self._voice, self._leases = voice, SharedLeases(voice.datasets)
         self._leases.go_on_from((self._loaded_state or {}).get("data"))
 
+    def is_admitted(self) -> bool:
+        return True
+
     def leased(self, request: LeaseRequest) -> LeaseAnswer:
         assert self._leases is not None
         return self._leases.answer(ALL_RANKS, request)
@@ -446,7 +449,7 @@ class AllReduceTopology:
         same."""
         if self._voice is None or self._leases is None:
             return
-        said = self._voice.say(self.leased, plan.sync_every)
+        said = self._voice.say(self.leased, plan.sync_every, self._leases.turn)
         fragments = len(plan.fragments)
         events = self._leases.decide({ALL_RANKS: ""}, {ALL_RANKS: said}, {ALL_RANKS: trained}, round_, fragments)
         self._voice.decided(said, events)

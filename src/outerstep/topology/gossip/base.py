@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from ...coordination.shared_leases import terms_of
 from ...core.feedback import ErrorFeedback
 from ...core.state import FragmentSnapshot
-from ...types import Manifest, Participant, Watched, Wishes
+from ...errors import ConfigError, PlanMismatch
+from ...types import Dataset, Manifest, Participant, Watched, Wishes
 from ..carrying import CarryingThread
 from ..encode import CPU, Encoded, as_deltas, encode_frame, sender_to_peers, write_at
 from ..payload import Memory, Rooms
@@ -49,6 +52,7 @@ class PeerTopology(ABC):
         self._state, self._feedback = PeerState(tensors, anchors, node.events), ErrorFeedback()
         self._begins: dict[int, Agreed] = {}  # what this peer has to catch up with
         self._begun = 0
+        self._datasets: tuple[Dataset, ...] = ()  # that this peer trains
         self._traffic = (0, 0)  # bytes sent and received that were told of
         self._thread = CarryingThread("outerstep-gossip")
 
@@ -71,10 +75,27 @@ class PeerTopology(ABC):
         own = self._settings.wishes
         known = self._node.ask_terms(self._settings.join_timeout_s)
         if known is None:
-            return found(manifest, wishes, own, self._node.peer_id, self._node.key), None
+            return self._with_data(found(manifest, wishes, own, self._node.peer_id, self._node.key)), None
         terms = GossipTerms.decode(known.document)
         check_joiner(terms, manifest, wishes, own)
+        ours, theirs = terms_of(self._datasets), terms_of(terms.datasets or ())
+        for what in sorted(ours.keys() | theirs.keys()):
+            if ours.get(what) != theirs.get(what):
+                raise PlanMismatch(
+                    f"this peer trains {what} as {ours.get(what, 'none')}, the run has {theirs.get(what, 'none')}",
+                    hint="all peers of a run train the same data",
+                )
         return terms, known
+
+    def _with_data(self, terms: GossipTerms) -> GossipTerms:
+        if not self._datasets:
+            return terms
+        if terms.pattern != "all" or terms.rules.protocol < 2:
+            raise ConfigError(
+                "leased data needs rounds that all peers decide on, in protocol 2, got "
+                f"pattern={terms.pattern!r} and protocol {terms.rules.protocol}: leave `data` out, or the settings"
+            )
+        return msgspec.structs.replace(terms, datasets=self._datasets)
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
         self._node.note_progress(step, steps_per_second, loss)

@@ -19,7 +19,7 @@ from ...core.gossip import NoLoCo
 from ...core.outer import OuterRule, OwnRule
 from ...core.robust import RobustAggregator
 from ...errors import BadRequest, ConfigError, PlanMismatch
-from ...types import Key, Label, Manifest, Plain, Plan, Positive, WeightBy, Wishes
+from ...types import Dataset, Key, Label, Manifest, Plain, Plan, Positive, WeightBy, Wishes
 from ...versions import OLDEST_PROTOCOL, PROTOCOL_VERSION, Since2, as_spoken
 from ..terms import draw_up
 
@@ -70,6 +70,7 @@ class GossipTerms(Plain, frozen=True):
     by_hand: bool = False  # nobody trains a model: contributions are exchanged (gradient_gossip.py)
     protocol: Since2[Positive] = msgspec.UNSET  # in protocol 1 nobody said so
     inviter: Since2[Key] = msgspec.UNSET  # the founder's key, if a peer needs an invitation
+    datasets: Since2[tuple[Dataset, ...]] = msgspec.UNSET  # that the run leases
     own_outer: Since2[Label] = msgspec.UNSET  # the outer step of a user's own, that every peer must have named itself
 
     def encode(self) -> bytes:

@@ -15,18 +15,25 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from ...coordination.shared_leases import MOST_TRAINED, SharedLeases, shortened
+from ...coordination.worker.units import LeaseRequest
 from ...core.state import FragmentSnapshot
 from ...errors import ConfigError, ExchangeFailed, NotFinite, PeerLost, PlanMismatch, RoundStuck, WorkerError
 from ...statements import ChainState
-from ...types import Manifest, Wishes
+from ...types import LeaseAnswer, LeaseStatement, Manifest, Trained, Wishes
 from ..encode import Encoded
-from ..protocol import Agreed, Contribution, Joined, Sight
+from ..protocol import Agreed, Contribution, DataVoice, Joined, Sight
 from ..update import MeanStep, StepChain
 from .base import LOOK_S, GossipSettings, PeerTopology
 from .node import DecidedRound
+from .terms import GossipTerms
 
 log = logging.getLogger(__name__)
 
+MOST_DATASETS_OF_PEERS = 2
 LEAST_BEATS = 3  # that a peer must miss to be declared dead
 
 
@@ -40,6 +47,7 @@ class GossipTicket:
         self.sequence, self.stuck_after_s = sequence, stuck_after_s
         self.is_offered = threading.Event()
         self.offered_sequence = 0  # by which the others know it; 0: it was not offered
+        self.said: tuple[LeaseStatement, ...] = ()  # of leased data
         self.refusal = ""  # why its own peer has no use for it
         self.error: BaseException | None = None
         self.short_since: float | None = None
@@ -88,7 +96,8 @@ class GossipTopology(PeerTopology):
         loaded, fragments = state.loaded, range(len(state.forms))
         versions = loaded.versions if known is None and loaded is not None else ()
         sizes = [form.up.size_bytes for form in state.forms]
-        node.begin(terms.encode(), terms.rules, sizes, self, terms=known, versions=versions)
+        data = self._found_data(terms) if known is None and self._voice is not None else b""
+        node.begin(terms.encode(), terms.rules, sizes, self, terms=known, versions=versions, data=data)
         self._settings.announce(node)
         founding = known is None or self._is_alone(known.state)
         wholes = [state.found(f) if founding else self._fetch(f, after=-1) for f in fragments]
@@ -118,6 +127,64 @@ class GossipTopology(PeerTopology):
         self._feedback.forget(fragment, names)
         return self._as_agreed(fragment, whole, counted=True)
 
+    # --- leased data (SharesData) -------------------------------------------------------------------------------------
+
+    _voice: DataVoice | None = None
+    _read: tuple[bytes, SharedLeases] | None = None  # the table as it was last
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """Each peer trains its own units."""
+        return 0, 1
+
+    def share_data(self, voice: DataVoice) -> None:
+        self._voice, self._datasets = voice, tuple(voice.datasets)
+        if len(self._datasets) > MOST_DATASETS_OF_PEERS:
+            raise ConfigError(
+                f"peers lease at most {MOST_DATASETS_OF_PEERS} datasets, got {len(self._datasets)}: what they say of "
+                "them is in every block"
+            )
+
+    def _found_data(self, terms: GossipTerms) -> bytes:
+        """Of a run of one."""
+        assert self._voice is not None
+        leases, own = SharedLeases(self._datasets), self._node.peer_id
+        said = self._voice.say(lambda request: leases.answer(own, request), terms.plan.sync_every, 0)
+        leases.decide({own: self._node.key}, {own: said}, {})
+        return leases.encode()
+
+    def _table(self) -> SharedLeases:
+        """As the last block has made it."""
+        with self._node.lock:
+            state = self._node.peer.state
+        assert state.data is not UNSET
+        read = self._read
+        if read is None or read[0] != state.data:
+            read = self._read = state.data, SharedLeases.decode(state.data)
+        return read[1]
+
+    def leased(self, request: LeaseRequest) -> LeaseAnswer:
+        return self._table().answer(self._node.peer_id, request)
+
+    def is_admitted(self) -> bool:
+        self._node.shared.check()
+        with self._node.lock:
+            return self._node.peer.is_member
+
+    def data_progress(self) -> list[dict[str, Any]]:
+        return self._table().progress()
+
+    def _say(self) -> tuple[LeaseStatement, ...]:
+        """Not under the node's lock: whoever draws data holds the worker's, and asks the node."""
+        if self._voice is None:
+            return ()
+        table, own = self._table(), self._node.peer_id
+        said = self._voice.say(lambda request: table.answer(own, request), self._state.run.plan.sync_every, table.turn)
+        return shortened(said)
+
+    def _trained(self, contribution: Contribution) -> tuple[Trained, ...]:
+        return tuple(replace(one, places=one.places[:MOST_TRAINED]) for one in contribution.data)
+
     # --- what the node asks, in its own threads -----------------------------------------------------------------------
 
     def check(self, fragment: int, data: memoryview) -> str:
@@ -143,6 +210,7 @@ class GossipTopology(PeerTopology):
     def _offer(self, ticket: GossipTicket, contribution: Contribution, payload: Encoded, base_hash: str) -> None:
         """In the carrying thread."""
         try:
+            ticket.said = self._say()
             data, ticket.refusal = self._check_own(contribution.fragment, payload)
             offered = self._node.offer(
                 contribution.fragment,
@@ -152,6 +220,8 @@ class GossipTopology(PeerTopology):
                 steps=0 if ticket.refusal else contribution.steps,
                 samples=0 if ticket.refusal else contribution.samples,
                 tokens=0 if ticket.refusal else contribution.tokens,
+                said=ticket.said,
+                trained=() if ticket.refusal else self._trained(contribution),
             )
             ticket.offered_sequence = 0 if offered is None else offered.sequence
         except BaseException as error:  # noqa: BLE001 - it surfaces in finish(), in the training thread
@@ -250,6 +320,8 @@ class GossipTopology(PeerTopology):
                 steps.append((base_hash, last.step))
                 counted = counted or self._counts(ticket, decided)
             version += 1
+        if counted and self._voice is not None:
+            self._voice.decided(ticket.said, ())
         if last is None:
             return self._take_whole(ticket, counted=self._is_counted_in_lost(ticket))
         if self._feedback.is_used:

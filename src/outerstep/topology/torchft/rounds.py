@@ -337,7 +337,8 @@ class Rounds:
 
     def _tell(self, brought: Brought, quorums: Quorums, counted: bool) -> list[ReplicaOffer]:
         idle = counted or bool(brought.refused) or brought.is_empty
-        self._said = () if self._voice is None else self._voice.say(self.leased, self.plan.sync_every)
+        if self._voice is not None and self.leases is not None:
+            self._said = self._voice.say(self.leased, self.plan.sync_every, self.leases.turn)
         own = ReplicaOffer(
             worker_id=self.own.worker_id,
             label=self._label,

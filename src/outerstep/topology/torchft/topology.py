@@ -278,6 +278,9 @@ class TorchftTopology:
             raise ConfigError("replicas that are a cluster of a layer above lease no data yet; leave `data` out")
         self._voice = voice
 
+    def is_admitted(self) -> bool:
+        return True
+
     def leased(self, request: LeaseRequest) -> LeaseAnswer:
         return self._rounds.leased(request)
 

@@ -311,8 +311,9 @@ class TestHowLongAStatementMayBe:
         assert bounds.is_within_bounds(beat("x"), most, 3)
         assert not bounds.is_within_bounds(beat("x"), most + 1, 3)
 
-    def test_offers_and_votes_are_short_by_themselves(self) -> None:
-        assert bounds.is_within_bounds(offered(), MIB, 1)
+    def test_an_offer_by_what_it_says_of_leased_data(self) -> None:
+        assert bounds.is_within_bounds(offered(), bounds.MOST_OFFER_BYTES, 1)
+        assert not bounds.is_within_bounds(offered(), bounds.MOST_OFFER_BYTES + 1, 1)
 
     def test_a_round(self, world: World) -> None:
         signed = world.say("p0", offered())

@@ -53,6 +53,7 @@ from ....observe.status import PeerStatus
 from ....security import Credentials
 from ....security.signing import make_key, verify
 from ....statements import Beat, ChainState, Converse, Decision, Member, Offered, Ownership, Round, invitation_body
+from ....types import LeaseStatement, Trained
 from ....versions import OLDEST_PROTOCOL, as_spoken
 from ....wire.peers import MOST_DOCUMENT_BYTES, Terms, about_contribution
 from .contributions import DecidedRounds, Fetcher, Payloads
@@ -205,6 +206,7 @@ class Node:
         *,
         terms: Terms | None,
         versions: Sequence[int] = (),
+        data: bytes = b"",
     ) -> None:
         """Found the run (`terms` None; `versions`: those of a saved state), or take part in it: watching, until
         `belong`. `sizes`: how many bytes a contribution to each fragment has."""
@@ -215,7 +217,9 @@ class Node:
         member = Member(peer_id=self.peer_id, key=self.key)
         owner = Credentials(self.settings.credentials).worker_key(self.peer_id)
         if terms is None:
-            state = found(member, len(sizes), tuple(versions), owner=owner.public, protocol=rules.protocol)
+            state = found(
+                member, len(sizes), tuple(versions), owner=owner.public, protocol=rules.protocol, data=data or UNSET
+            )
             terms = Terms(run_id=secrets.token_hex(8), document=document, state=state, attackers=rules.attackers)
         if len(terms.state.versions) != len(sizes):
             raise ConfigError(f"the run has {len(terms.state.versions)} fragments, got sizes for {len(sizes)}")
@@ -354,6 +358,8 @@ class Node:
         steps: int,
         samples: int = 0,
         tokens: int = 0,
+        said: tuple[LeaseStatement, ...] = (),
+        trained: tuple[Trained, ...] = (),
     ) -> Offered | None:
         """Contribute to the round after `base_version`; the bytes are copied. None: that round is decided already. Who
         has just come back may hold a newer anchor than its blocks lead to: it waits for those first."""
@@ -372,7 +378,15 @@ class Node:
                 if self.peer.state.versions[fragment] > base_version:
                     return None
                 says = self.peer.offer(
-                    fragment, digest, base_hash, self.clock(), steps=steps, samples=samples, tokens=tokens
+                    fragment,
+                    digest,
+                    base_hash,
+                    self.clock(),
+                    steps=steps,
+                    samples=samples,
+                    tokens=tokens,
+                    data=said,
+                    trained=trained,
                 )
                 self.recorder.note()
             return says

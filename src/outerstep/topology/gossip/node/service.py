@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from ....coordination.gossip.chain import leased_data
 from ....errors import BadRequest, Busy, NotFound, OtherRun, RunFull, ServerFailed
 from ....observe.families import families_of
 from ....observe.prometheus import CONTENT_TYPE, METRICS_PATH, write_metrics
 from ....observe.sinks import EventCounts
-from ....observe.status import PEER_MODE, FragmentStatus, PeerMemberStatus, PeerStatus
+from ....observe.status import PEER_MODE, DataStatus, FragmentStatus, PeerMemberStatus, PeerStatus
 from ....statements import Converse
 from ....versions import check_spoken
 from ....wire.http_request import HttpRequest
@@ -190,6 +191,7 @@ def build_status(node: Node) -> PeerStatus:
             FragmentStatus(version=version, waiting_for=peer.waiting_for(fragment, now))
             for fragment, version in enumerate(peer.state.versions)
         ],
+        data=[DataStatus(**one) for one in leased_data(peer.state)],
         held_bytes=node.payloads.memory_bytes,
         spooled_bytes=node.payloads.spooled_bytes,
         fetches=node.counts,

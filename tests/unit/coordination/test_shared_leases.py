@@ -1,0 +1,131 @@
+"""The lease table that all members hold: what a decision makes of it, and what a liar can do to it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from outerstep.coordination.shared_leases import MOST_SAID, SharedLeases, covering, shortened, terms_of
+from outerstep.errors import BadRequest
+from outerstep.ranges import NONE, Ranges
+from outerstep.types import Dataset, LeaseStatement, Places, Trained
+
+UNITS = 120
+
+
+def made(**facts: Any) -> SharedLeases:
+    usual: dict[str, Any] = {"name": "train", "samples": UNITS, "unit_samples": 1}
+    return SharedLeases([Dataset(**{**usual, **facts})])
+
+
+def held(leases: SharedLeases, name: str) -> Ranges:
+    return leases.tables["train"].held.get(name, NONE)
+
+
+def word(leases: SharedLeases, name: str, **facts: Any) -> tuple[LeaseStatement, ...]:
+    """An honest one's: it has drawn nothing."""
+    places = tuple(held(leases, name))
+    usual: dict[str, Any] = {"holds": places, "spare": places, "untrained": held(leases, name).total, "pace": 4.0}
+    return (LeaseStatement(dataset="train", turn=leases.turn, **{**usual, **facts}),)
+
+
+def brings(places: Places) -> tuple[Trained, ...]:
+    return (Trained(dataset="train", places=places),)
+
+
+def test_members_share_an_epoch_and_one_that_comes_gets_its_part() -> None:
+    leases = made()
+    leases.decide({"a": "1"}, {}, {})
+    assert held(leases, "a").total == UNITS
+    leases.decide({"a": "1", "b": "1"}, {}, {})  # nobody has said anything: a's part is cut at its end
+    assert abs(held(leases, "a").total - held(leases, "b").total) <= UNITS // 8 + 2
+    assert 0 in held(leases, "a")
+    members = dict.fromkeys("abc", "1")
+    leases.decide(members, {name: word(leases, name) for name in "ab"}, {})
+    assert min(held(leases, name).total for name in "abc") >= UNITS // 5
+    assert sum(held(leases, name).total for name in "abc") == UNITS
+
+
+def test_parts_follow_the_paces() -> None:
+    leases, members = made(), {"a": "1", "b": "1", "c": "1"}
+    leases.decide(members, {n: word(leases, n, pace=p) for n, p in (("a", 1.0), ("b", 2.0), ("c", 4.0))}, {})
+    assert [held(leases, name).total for name in "abc"] == [17, 34, 69]
+
+
+def test_what_one_holds_that_is_gone_is_the_others_and_what_it_contributed_stays() -> None:
+    leases, members = made(), {"a": "1", "b": "1"}
+    leases.decide(members, {}, {})
+    first = tuple(held(leases, "b").first(5))
+    leases.decide(members, {n: word(leases, n) for n in "ab"}, {"b": brings(first)}, (0, 1))
+    leases.decide({"a": "1"}, {"a": word(leases, "a")}, {})
+    assert leases.tables["train"].done == Ranges(first)
+    assert held(leases, "a") == Ranges([(0, UNITS)]) - Ranges(first)
+
+
+def test_what_was_given_while_a_statement_was_under_way_is_not_taken_back() -> None:
+    leases = made(epochs=2)
+    leases.decide({"a": "1", "b": "1"}, {}, {})
+    old = word(leases, "a")
+    leases.decide({"a": "1"}, {}, {})  # b is gone, and a has what it had
+    leases.decide({"a": "1"}, {"a": old}, {})
+    assert held(leases, "a").total >= UNITS
+
+
+def test_a_liar_misreports_its_own_units_alone_and_gets_little_more_than_its_part() -> None:
+    leases, members = made(), dict.fromkeys(("a", "b", "c", "liar"), "1")
+    leases.decide(members, {}, {})
+    everything: Places = ((0, UNITS), (10**9, 10**9 + 7))
+    for turn in range(1, 6):
+        own, honest = held(leases, "liar"), {n: held(leases, n) for n in "abc"}
+        lie = LeaseStatement(dataset="train", holds=everything, dropped=everything, pace=1e9, turn=10**6)
+        odd = LeaseStatement(dataset="nobody has it")
+        said = {**{n: word(leases, n) for n in "abc"}, "liar": (lie, odd)}
+        leases.decide(members, said, {"liar": (*brings(everything), *odd_trained())}, (0, turn))
+        done = leases.tables["train"].done
+        assert not any(done & theirs for theirs in honest.values()), "only what it held is done"
+        assert (done & own) == own
+        assert held(leases, "liar").total <= 0.6 * UNITS
+
+
+def odd_trained() -> tuple[Trained, ...]:
+    return (Trained(dataset="nobody has it", places=((0, 1),)),)
+
+
+def test_a_table_is_the_same_after_it_was_written_and_read() -> None:
+    leases, members = made(epochs=3), {"a": "1", "b": "1"}
+    for turn in range(1, 4):
+        said = {name: word(leases, name) for name in members}
+        leases.decide(members, said, {"a": brings(tuple(held(leases, "a").first(3)))}, (0, turn), 2)
+    again = SharedLeases.decode(leases.encode())
+    assert again.digest == leases.digest
+    for one in (leases, again):
+        one.decide({"b": "1", "c": "1"}, {"b": word(leases, "b")}, {})
+    assert again.encode() == leases.encode()
+
+
+@pytest.mark.parametrize("table", [b"", b"{}", b'{"tables": [{}]}', b'{"tables": 3}', b"\xff", b"[" * 5000])
+def test_what_is_no_table_is_refused(table: bytes) -> None:
+    with pytest.raises(BadRequest, match="cannot be read"):
+        SharedLeases.decode(table)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_ranges_cover_many(seed: int) -> None:
+    rng = random.Random(seed)
+    places = tuple(Ranges((at, at + rng.randint(1, 3)) for at in rng.sample(range(1000), 80)))
+    for most in (1, 2, 7, 200):
+        cover = covering(places, most)
+        assert len(cover) <= max(most, 1)
+        assert not Ranges(places) - Ranges(cover)
+    assert covering((), 4) == ()
+    said = LeaseStatement(dataset="train", holds=places, spare=places, dropped=places)
+    (short,) = shortened([said])
+    assert max(len(short.holds), len(short.spare), len(short.dropped)) <= MOST_SAID
+    assert not Ranges(short.spare) - Ranges(places)
+
+
+def test_terms_name_each_dataset() -> None:
+    one = Dataset(name="b", samples=3, unit_samples=1)
+    assert list(terms_of([one, Dataset(name="a", samples=3, unit_samples=1)])) == ["dataset 'a'", "dataset 'b'"]
