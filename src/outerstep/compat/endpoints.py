@@ -17,7 +17,6 @@ from msgspec import Meta, Struct
 
 from ..digest import data_hash
 from ..errors import BadRequest, Busy, Fenced, OuterstepError, PlanMismatch, Refused, ServerError, UnknownWorker
-from ..observe.quantities import counted
 from ..pool import Pool
 from ..server import DiLoCoServer
 from ..topology.protocol import Agreed
@@ -105,7 +104,7 @@ class Endpoints:
         self._clients = {client.worker_id: client for client in itertools.islice(found, self._limits.max_workers)}
         self._heard.keep(self._clients.keys())
         if self._clients:
-            log.info("%s of the older protocol may continue", counted(len(self._clients), "client"))
+            log.info("clients of the older protocol that have their places again: %d", len(self._clients))
 
     @property
     def routes(self) -> Routes:
