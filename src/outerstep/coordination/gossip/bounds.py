@@ -26,8 +26,8 @@ MOST_BEAT_BYTES, BEAT_BYTES_PER_FRAGMENT = 4 << 10, 64
 MOST_OFFER_BYTES = 4 << 10
 MOST_ROUND_BYTES = 288 << 10  # of offers with leased data; without, they are a tenth of that
 MOST_APPLIED_BYTES = 128 << 10  # of beats, in a change
-MOST_PROVEN_BYTES = 224 << 10  # of a statement in a proof
-MOST_PROOF_BYTES = 512 << 10  # of proofs, in a change; one fits, whatever it proves
+MOST_PROVEN_BYTES = MOST_ROUND_BYTES  # of a statement in a proof: who proposes two rounds can always be shown to have
+MOST_PROOF_BYTES = 2 * MOST_PROVEN_BYTES  # of proofs, in a change; one fits, whatever it proves
 MOST_CHANGE_BYTES = MOST_APPLIED_BYTES + MOST_PROOF_BYTES + (64 << 10)
 
 MOST_PROOF_BYTES_TOLD = 2 << 20  # in a message
