@@ -2,8 +2,9 @@
 
 It reads events and asks for the status, like anybody. No round waits for it: events are kept in a ring, and the rest
 happens on a thread of its own, which looks into the ring; seldom while no page is open, for then it only keeps the
-curves for one that is opened later. That thread paces itself: it rests so long after each update that it takes no more
-than `SHARE` of a core, however many workers a status is about.
+curves for one that is opened later. That thread paces itself: it rests so long after each update that its updates take
+no more than `SHARE` of a core, however many workers a status is about. It sleeps until something may be due, for waking
+up costs as much as telling a few readers.
 
 | path | who | what |
 |---|---|---|
@@ -48,8 +49,7 @@ from .streams import PageStreams
 log = logging.getLogger(__name__)
 
 UPDATE_S = 2.0  # between two updates, if nothing happens
-SOONEST_S = 0.5  # if something does
-GLANCE_S = 0.2  # how often the ring is looked into while somebody watches
+SOONEST_S = 0.5  # if something does; the ring is looked into as often while somebody watches
 UNWATCHED_S = 10.0  # between two updates, if nobody does
 SHARE = 0.005  # of a core
 LOOK_S = 5.0
@@ -144,8 +144,7 @@ class Dashboard:
 
     def _turn(self) -> None:
         """Wait until something is to be done, and do it."""
-        wait_s = max(self._due_at() - time.monotonic(), 0.0)
-        self.streams.wait(min(wait_s, GLANCE_S) if self.streams.has_readers else wait_s)
+        self.streams.wait(max(self._wake_at() - time.monotonic(), 0.0))
         pace, began = self._pace, time.thread_time()
         self.streams.greet(self._greeting)
         now = time.monotonic()
@@ -157,6 +156,15 @@ class Dashboard:
             return
         self._update()
         pace.rest_s = (time.thread_time() - began) / SHARE
+
+    def _wake_at(self) -> float:
+        """When the next thing may be due. An event wakes nobody, so the ring is looked into now and then, but not while
+        no update could follow."""
+        due_at = self._due_at()
+        if not self.streams.has_readers:
+            return due_at
+        glance_at = max(time.monotonic() + SOONEST_S, self._pace.updated + self._pace.rest_s)
+        return min(due_at, glance_at, self._pace.look_at, self.streams.comment_at)
 
     def _due_at(self) -> float:
         """When the next update is: soon if something has happened, and seldom if nobody watches."""

@@ -9,6 +9,7 @@ take wait for it, up to `MOST_WAITING_BYTES` and for `PATIENCE_S`; then it is dr
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import ssl
@@ -46,6 +47,10 @@ class PageStream:
     waiting: bytearray = field(default_factory=lambda: bytearray(HEAD))
     stuck_since: float | None = None
     sent_at: float = 0.0
+
+    @property
+    def comment_at(self) -> float:
+        return self.sent_at + COMMENT_S
 
 
 class PageStreams:
@@ -121,11 +126,16 @@ class PageStreams:
         for stream in list(self._open.values()):
             self._give(stream, data)
 
+    @property
+    def comment_at(self) -> float:
+        """When the next comment is due, by the clock; never if nobody is here."""
+        return min((stream.comment_at for stream in self._open.values()), default=math.inf)
+
     def remind(self) -> None:
-        """Often: a comment for each that has been sent nothing for `COMMENT_S`."""
+        """A comment for each that has been sent nothing for `COMMENT_S`."""
         now = self._clock()
         for stream in list(self._open.values()):
-            if now - stream.sent_at >= COMMENT_S:
+            if now >= stream.comment_at:
                 self._give(stream, COMMENT)
 
     def look(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from outerstep.dashboard.dashboard import GLANCE_S, SHARE, UNWATCHED_S, UPDATE_S, Dashboard
+from outerstep.dashboard.dashboard import SHARE, SOONEST_S, UNWATCHED_S, UPDATE_S, Dashboard
 from outerstep.dashboard.streams import COMMENT, COMMENT_S
 from outerstep.events import WorkerLeft
 from outerstep.observe.status import ServerStatus
@@ -83,6 +83,42 @@ def test_the_thread_updates_seldom_while_nobody_watches(monkeypatch: pytest.Monk
     assert unwatched.asked == 4
 
 
+@pytest.mark.parametrize(("every_s", "updates_per_s"), [(0.1, 1.0 / SOONEST_S), (None, 1.0 / UPDATE_S)])
+def test_the_thread_wakes_no_more_often_than_the_soonest_update_and_tells_an_event_within_that_time(
+    monkeypatch: pytest.MonkeyPatch, every_s: float | None, updates_per_s: float
+) -> None:
+    """Events in quick succession are told together; where there are none the thread still sleeps as long."""
+    watched, turns, span_s = Unwatched(monkeypatch), 0, 60.0
+    poll = watched.page.streams.wait
+    reader = watched.watch()
+    waiting: list[tuple[float, str]] = []
+
+    def wait(seconds: float) -> None:
+        until = watched.now + seconds
+        while every_s is not None and watched.now + every_s <= until:
+            watched.now += every_s
+            waiting.append((watched.now, f"w{watched.now:.3f}"))
+            watched.page.happened(WorkerLeft(waiting[-1][1], "done"))
+        watched.now = until
+        poll(0.0)
+
+    watched.page._turn()
+    monkeypatch.setattr(watched.page.streams, "wait", wait)
+    watched.asked, late = 0, [0.0]
+    while watched.now < 100.0 + span_s:
+        watched.page._turn()
+        turns += 1
+        with contextlib.suppress(BlockingIOError):
+            heard = reader.recv(1 << 20)
+            late += [watched.now - at for at, name in waiting if name.encode() in heard]
+            waiting = [(at, name) for at, name in waiting if name.encode() not in heard]
+    assert turns <= 1.2 * span_s / SOONEST_S + 2, "a look at the streams every few seconds, and no more"
+    assert watched.asked == pytest.approx(span_s * updates_per_s, rel=0.1)
+    assert max(late) <= SOONEST_S + 1e-6
+    assert all(watched.now - at <= SOONEST_S + 1e-6 for at, _ in waiting), "every event is told"
+    watched.page.stop()
+
+
 def test_a_stream_is_never_without_bytes_for_longer_than_a_comment_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run with so many workers that the page rests for most of a minute after each update."""
     status_s = 3.0 * COMMENT_S * SHARE
@@ -101,7 +137,7 @@ def test_a_stream_is_never_without_bytes_for_longer_than_a_comment_takes(monkeyp
         with contextlib.suppress(BlockingIOError):
             heard.append((watched.now, reader.recv(1 << 20)))
     gaps = [after - before for (before, _), (after, _) in pairwise(heard)]
-    assert max(gaps) <= COMMENT_S + 2.0 * GLANCE_S
+    assert max(gaps) <= COMMENT_S + 1e-6
     assert min(gaps[1:]) > COMMENT_S / 2.0, "nor is a comment sent sooner than it must be"
     comments = sum(data == COMMENT for _, data in heard)
     updates = sum(b"event: update" in data for _, data in heard)
