@@ -36,7 +36,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from ..coordination.layers.between import wait_for_above_s, warnings_about
+from ..coordination.layers.between import check_patience, wait_for_above_s, warnings_about
 from ..coordination.layers.machine import ClusterMachine, RecordFacts
 from ..coordination.layers.pace import RoundPace
 from ..coordination.layers.tasks import (
@@ -360,7 +360,7 @@ class Leader:
         )
         worker.on_sent = self._sent
         saved, has_record = self._saved["worker"] if self._saved is not None else None, self._saved is not None
-        gives_up = saved is not None and not resumes
+        was_here, gives_up = saved is not None, saved is not None and not resumes
         if gives_up:
             log.warning("the cluster's run is not where it was: it begins with what the layer above has agreed on")
             saved = None
@@ -368,6 +368,8 @@ class Leader:
             worker.load_state_dict(saved)
         is_first = has_record and not gives_up and saved is None  # as far as the record knows
         worker.start()
+        if not was_here:
+            self._check_patience(worker, topology)
         self._worker, self._saved = worker, None  # from here on what it sends is written down with its state
         overtaken = set(topology.overtaken)
         if is_first and self.below.record_may_be_old and topology.has_contributed:
@@ -381,6 +383,14 @@ class Leader:
         self.below.joined(overtaken=gives_up or bool(overtaken))
         log.info("cluster %s has joined %s", self.name, redact(self._above))
         return saved is not None and any(fragment["contributions"] for fragment in saved["fragments"])
+
+    def _check_patience(self, worker: DiLoCoWorker, topology: UpwardTopology) -> None:
+        """Before anything says that this cluster was in the run above: once it was, a contradiction is warned of."""
+        try:
+            check_patience(self.below.terms, topology.terms_above(worker.plan))
+        except ConfigError as error:
+            worker.abandon(str(error))  # nobody above is to wait for it
+            raise
 
     def _compare(self, plan: Plan) -> None:
         """This layer's terms with those that the one above has told: what is wrong is said when it is new."""

@@ -102,6 +102,7 @@ class UpwardTopology:
             momentum=math.nan if told.outer_momentum is UNSET else told.outer_momentum,
             waits_s=plan.heartbeat_timeout_s or math.inf,
             deadline_s=None if plan.round_deadline_s is UNSET else plan.round_deadline_s,
+            is_decided=plan.assignments is not UNSET or plan.outer_lr is not UNSET,  # as only a decision says
         )
 
     @property

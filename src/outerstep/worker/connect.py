@@ -204,6 +204,7 @@ def _cluster(config: WorkerConfig) -> ClusterSettings | None:
             waits_s=config.torchft.transfer_timeout_s
             if config.topology == "torchft"
             else 0.0,  # a job ends with a rank
+            member_leads=config.topology == "torchft",
         ),
         any_may_lead=config.topology == "torchft",
     )

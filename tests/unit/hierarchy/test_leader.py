@@ -214,7 +214,7 @@ def test_one_that_never_joined_closes_its_way_up() -> None:
 def test_a_leader_compares_its_layers_terms_with_those_that_the_layer_above_tells(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said: dict[str, Any] = {"port": 0, "outer_momentum": 0.5, "round_deadline_s": 40.0, "heartbeat_timeout_s": 300.0}
+    said: dict[str, Any] = {"port": 0, "outer_momentum": 0.5, "heartbeat_timeout_s": 60.0}
     above = DiLoCoServer({"w": torch.zeros(2)}, 1, codec="fp32", **said)
     above.service.start()
     below = BelowInMemory()
@@ -223,12 +223,58 @@ def test_a_leader_compares_its_layers_terms_with_those_that_the_layer_above_tell
     wait_until(lambda: leader.is_at_rest)
     momentum, timeout = leader.describe().warnings
     assert "momentum must be on one level only, got 0.9 in this cluster and 0.5 in the run above" in momentum
-    assert "round_deadline_s of the run above, got 60 and 40 s" in timeout
+    assert "heartbeat_timeout_s of the run above, got 60 and 60 s" in timeout
     below.close_round(torch.ones(2))
     wait_until(lambda: leader.describe().exchanges > 0)
     leader.stop()
     kill(above)
     assert [record.message.count("one level only") for record in caplog.records].count(1) == 1, "said once"
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "member_leads", "said"),
+    [
+        (60.0, False, {"round_deadline_s": 40.0}),
+        (60.0, True, {"heartbeat_timeout_s": 60.0}),
+        (math.inf, False, {"heartbeat_timeout_s": 60.0}),
+    ],
+)
+def test_a_cluster_that_joins_with_more_patience_than_the_run_above_has_for_it_is_refused_and_leaves(
+    waits_s: float, member_leads: bool, said: dict[str, Any]
+) -> None:
+    above = DiLoCoServer({"w": torch.zeros(2)}, 1, port=0, codec="fp32", outer_momentum=0.0, **said)
+    above.service.start()
+    below = BelowInMemory()
+    below.terms = LayerTerms(momentum=0.0, waits_s=waits_s, member_leads=member_leads)
+    for _ in range(2):  # nothing is written down that would let it in after a restart
+        leader = leader_over(Line(above), below).start()
+        wait_until(lambda leader=leader: leader.machine.is_over)
+        assert "must be below" in leader.failure
+        assert f"got {waits_s:g} and" in leader.failure
+        assert not leader.describe().joined
+        assert above.service.coordinator.members.live_ids == set(), "nobody above waits for it"
+        below.close_round(torch.ones(2))
+        leader.stop()
+    assert above.get_global_params()["w"].tolist() == [0.0, 0.0]
+    kill(above)
+
+
+def test_a_cluster_that_was_in_the_run_is_warned_when_the_run_above_has_less_patience_since() -> None:
+    """Alone it would lose more than a place in a round."""
+    above, below = top(), BelowInMemory()
+    first = leader_over(Line(above), below).start()
+    wait_until(lambda: first.is_at_rest)
+    below.close_round(torch.ones(2))
+    wait_until(lambda: above.sync_round == 1 and first.is_at_rest)
+    first.stand_down("its process dies")
+    wait_until(lambda: first.machine.is_over)
+    below.terms = LayerTerms(momentum=0.0, waits_s=math.inf)
+    again = leader_over(Line(above), below).start()
+    wait_until(lambda: again.is_at_rest)
+    assert not again.failure
+    assert "got inf and 120 s" in again.describe().warnings[0]
+    again.stop()
+    kill(above)
 
 
 def test_a_leader_that_is_told_what_suits_it_warns_of_nothing() -> None:
@@ -248,7 +294,9 @@ def test_members_wait_as_long_as_the_run_above_gives_a_round_but_not_for_ever(
 ) -> None:
     above = DiLoCoServer({"w": torch.zeros(2)}, 1, port=0, outer_momentum=0.0, round_deadline_s=deadline_s)
     above.service.start()
-    leader = Leader(BelowInMemory(), "memory:1", "east", every=1, transport=Line(above), patience=EAGER, wait_s=said)
+    below = BelowInMemory()
+    below.terms = LayerTerms(momentum=0.0, waits_s=1.0)
+    leader = Leader(below, "memory:1", "east", every=1, transport=Line(above), patience=EAGER, wait_s=said)
     leader.start()
     wait_until(lambda: leader.is_at_rest)
     assert leader.machine.wait_s == waits_s

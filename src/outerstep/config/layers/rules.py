@@ -108,10 +108,10 @@ def _check_timeouts(file: LayersFile, cluster: ClusterTable) -> None:
     if not cluster.parent:
         return
     outer = file.clusters[cluster.parent]
-    wrong = too_patient(_terms(file, cluster), _terms(file, outer))
-    if wrong is None:
+    found = too_patient(_terms(file, cluster), _terms(file, outer))
+    if not found:
         return
-    name, value, beside, limit = wrong
+    name, value, beside, limit = found[0].name, found[0].value, found[0].beside, found[0].limit
     reason = f"else {COSTS_A_PLACE}; raise the outer or lower the inner one"
     if beside == "timeout":
         where = cluster.said.get("heartbeat_timeout_s") or cluster.said.get("transfer_timeout_s")
