@@ -315,7 +315,7 @@ class Stage:
         """What is to be seen next, and how many rounds across it takes, once `after` is true: the progress bar."""
         for task in self._progress.task_ids:
             self._progress.stop_task(task)
-        self._task = self._progress.add_task(what, total=rounds, facts="")
+        self._task, self._rounds = self._progress.add_task(what, total=rounds, facts=""), rounds
         self._first_round = self.round
         self.watch_until(after)
         self._first_round = self.round
@@ -362,7 +362,7 @@ class Stage:
         facts = f"loss {sum(losses) / len(losses):.3f}  " if losses else ""
         self._progress.update(
             self._task,
-            completed=self.round - self._first_round,
+            completed=min(self.round - self._first_round, self._rounds),  # a last one may close while it is ending
             facts=f"{facts}{self.across_bytes / 1e6:.1f} MB across",
         )
 
