@@ -40,6 +40,9 @@ MOST_SAID, MOST_TRAINED = 32, 64  # ranges of each kind, where many statements m
 MOST_RECENT = 64  # gifts of which a member may not have heard yet
 MOST_OPENED = 16  # epochs, at one decision: tiny ones
 
+# What reading a table comes upon if another peer wrote something else there. (The decoder's own are ValueErrors.)
+_NO_TABLE = (RecursionError, LookupError, TypeError, ValueError, AttributeError, OverflowError)
+
 
 class SharedTable(LeaseTable):
     """One dataset, as all members have it. `reserved` is `next`: nothing is leased beside the decisions."""
@@ -267,7 +270,7 @@ class SharedLeases(Leases):
             kept = msgspec.json.decode(table)
             made = cls([msgspec.convert(one["dataset"], Dataset) for one in kept["tables"]])
             made.go_on_from(kept)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError, LookupError, TypeError, ValueError) as error:
+        except _NO_TABLE as error:
             raise BadRequest(f"the run's lease table cannot be read: {error}") from error
         return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -109,6 +110,18 @@ def test_a_table_is_the_same_after_it_was_written_and_read() -> None:
 def test_what_is_no_table_is_refused(table: bytes) -> None:
     with pytest.raises(BadRequest, match="cannot be read"):
         SharedLeases.decode(table)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"instances": []}, {"instances": None}, {"tables": [{"done_by": []}]}, {"tables": [{"shares": 1}]}]
+)
+def test_a_table_of_which_one_part_is_something_else_is_refused_too(wrong: dict[str, Any]) -> None:
+    """One peer says so to another that would join, which must go on and ask the next."""
+    kept = json.loads(made().encode())
+    for name, value in wrong.items():
+        kept[name] = [{**kept["tables"][0], **value[0]}] if name == "tables" else value
+    with pytest.raises(BadRequest, match="cannot be read"):
+        SharedLeases.decode(json.dumps(kept).encode())
 
 
 @pytest.mark.parametrize("seed", range(20))
