@@ -253,7 +253,7 @@ class ModelTiling:
 
     @staticmethod
     def _checked(tiling: Tiling, parameters: Sequence[ParameterSpec]) -> tuple[int, ...]:
-        """Each pattern is looked at once: what covers one shape covers no other."""
+        """Each pattern is looked at once: what covers one shape covers no other, unless they are empty."""
         if len(tiling.tensors) != len(parameters):
             raise BadRequest(f"the tiling is of {len(tiling.tensors)} tensors, the manifest has {len(parameters)}")
         shapes: dict[int, Shape] = {}
@@ -270,7 +270,7 @@ class ModelTiling:
                     f"the sections hold more than {MOST_HELD} boxes in all",
                     hint="divide the job into several workers, or hold fewer tensors on every rank",
                 )
-            if i not in shapes:
+            if i not in shapes or not tiling.patterns[i]:
                 check_boxes(spec.name, spec.shape, tiling.patterns[i], tiling.sections)
             elif shapes[i] != spec.shape:
                 raise BadRequest(f"pattern {i} is of {list(shapes[i])}, and {spec.name!r} is {list(spec.shape)}")

@@ -129,6 +129,14 @@ class TestATiling:
         with pytest.raises(BadRequest, match="does not say who holds 'c'"):
             good.fragment(("c",))
 
+    def test_empty_tensors_of_any_shape_may_have_the_same_pattern_or_two_alike(self) -> None:
+        """A journal holds it as it is said of a fragment, where patterns that are alike are one."""
+        specs = [of("a", 0, 4), of("b", 0, 8)]
+        made = ModelTiling(self.tiling((), (), tensors=(0, 1)), specs).fragment(("a", "b")).as_said()
+        assert ModelTiling(made, specs).tiling.patterns == ((),)
+        with pytest.raises(BadRequest, match="'c' is"):
+            ModelTiling(self.tiling((), tensors=(0, 0)), [of("a", 0, 4), of("c", 1)])
+
     def test_its_size_is_bounded(self) -> None:
         everywhere = tuple(Box((i,), (1,), (i, *(s for s in range(512) if s != i))) for i in range(1))
         many = Tiling(sections=512, patterns=(everywhere,), tensors=(0,) * 1025)
