@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from ..core.watch import sum_of_squares
 from ..digest import data_hash, tree_hash
 from ..errors import ModelError
 from ..threads import ThreadTeam, process_team
-from ..tiling import Cutting
+from ..tiling import Cutting, FragmentTiling
 from ..types import ParameterSpec, Participant
 from ..wire.frames import Layout, layout, most_bytes, row_pieces, tiled_layout
 from .blocks import Block, cut, pieces_of
@@ -171,7 +172,9 @@ class FragmentStore:
         self.specs, self._first_codec = specs, up.name
         # The coordinator says which codecs a contribution may have: they are few.
         self._uplinks, self._decoders = lru_cache(maxsize=8)(self._uplink), lru_cache(maxsize=8)(self._decoder)
-        self.max_payload_bytes = lru_cache(maxsize=64)(self._max_payload_bytes)
+        self._row_sizes = lru_cache(maxsize=64)(self._max_payload_bytes)
+        # Tilings are large: nothing here keeps one whose worker is gone.
+        self._tiled_sizes: WeakKeyDictionary[FragmentTiling, dict[str, int]] = WeakKeyDictionary()
         self.statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
         for earlier, values in (statistics or {}).items():
             if ours := {name: values[name].clone() for name in self.state.averaged if name in values}:
@@ -200,8 +203,16 @@ class FragmentStore:
     def decoder(self, sections: Cutting, codec: str = "") -> Decoder:
         return self._decoders(sections, codec or self._first_codec)
 
-    def _max_payload_bytes(self, sections: Cutting, codec: str = "") -> int:
+    def max_payload_bytes(self, sections: Cutting, codec: str = "") -> int:
         """Of a contribution that comes in so many sections."""
+        if isinstance(sections, int):
+            return self._row_sizes(sections, codec)
+        known = self._tiled_sizes.setdefault(sections, {})
+        if codec not in known:
+            known[codec] = self._max_payload_bytes(sections, codec)
+        return known[codec]
+
+    def _max_payload_bytes(self, sections: Cutting, codec: str) -> int:
         return self.uplink(codec).most_bytes(sections) + SLACK_BYTES
 
     def _uplink(self, codec: str) -> Uplink:

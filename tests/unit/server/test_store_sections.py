@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 
 import pytest
@@ -15,6 +17,7 @@ from outerstep.core.outer import Nesterov
 from outerstep.digest import tree_hash
 from outerstep.errors import BadFrame, BadTensors, NotFinite
 from outerstep.server.store import Addend, FragmentStore
+from outerstep.tiling import ModelTiling, make_tiling
 from outerstep.topology.encode import encode_frame
 from outerstep.topology.update import anchor_tree
 from outerstep.types import ParameterSpec, Participant
@@ -73,6 +76,18 @@ def test_pushes_in_sections_move_the_model_as_whole_ones_do() -> None:
         for store, pushes in ((whole, in_one), (cut, in_three))
     ]
     assert made[0] == made[1] != before
+
+
+def test_a_tiling_is_forgotten_with_its_worker() -> None:
+    """It may be half a million boxes, and whoever joins again and again brings as many as it likes."""
+    store, specs = make_store("fp32"), [ParameterSpec(name=n, shape=s, dtype="float32") for n, s in SHAPES.items()]
+    tiling = make_tiling(SHAPES, [{name: ((0,) * len(shape), shape) for name, shape in SHAPES.items()}])
+    fragment = ModelTiling(tiling, specs).fragment(tuple(SHAPES))
+    assert store.max_payload_bytes(fragment, "fp32") == store.max_payload_bytes(fragment, "fp32") > 0
+    kept = weakref.ref(fragment)
+    del fragment
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_range_hash_is_over_the_rows_of_its_section() -> None:
