@@ -26,6 +26,9 @@ from .types import MOST_BOXES, MOST_CUT_DIMENSIONS, MOST_HELD, Box, ParameterSpe
 
 Shape = tuple[int, ...]
 
+READ_VALUES = 1 << 19  # of a tensor that are read at once, of whichever boxes they are
+MOST_PIECES, VALUES_PER_PIECE = 1024, 1024  # of a tensor, or so many values in each: it takes time to begin
+
 
 # --- one box --------------------------------------------------------------------------------------------------------
 
@@ -99,6 +102,11 @@ class Cutout:
             if not begin <= index < begin + n:
                 break
         return count
+
+    @property
+    def pieces(self) -> int:
+        """How often reading it begins anew: at each of its stretches, and every so many values of the tensor."""
+        return math.prod(n for n, _ in self.levels[:-2]) - 1 + (self.last - self.first) // READ_VALUES
 
     def stretches(self, start: int, stop: int) -> Iterator[Stretch]:
         """Values [start, stop) of the box."""
@@ -175,6 +183,12 @@ def check_boxes(name: str, shape: Shape, boxes: Sequence[Box], sections: int) ->
         held.update(box.holders)
     if len(cut_dimensions(shape, boxes)) > MOST_CUT_DIMENSIONS:
         raise BadRequest(f"{name!r} is cut in more than {MOST_CUT_DIMENSIONS} dimensions")
+    pieces, most = sum(Cutout.of(shape, box).pieces for box in boxes), math.prod(shape) // VALUES_PER_PIECE
+    if pieces > max(most, MOST_PIECES):
+        raise BadRequest(
+            f"the boxes of {name!r} would be read in too small pieces: {pieces}, at most {max(most, MOST_PIECES)}",
+            hint="shard it in fewer or in earlier dimensions",
+        )
     wrong = uncovered(shape, boxes)
     if wrong is not None:
         place, count = wrong

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import random
 from typing import Any
 
@@ -108,6 +110,32 @@ class TestWhetherEachValueIsInOneBox:
         halves = [Box((i,) * 5, (1,) * 5, (i,)) for i in range(2)]
         with pytest.raises(BadRequest, match="more than 4 dimensions"):
             check_boxes("w", (2,) * 5, halves, sections=2)
+
+    @pytest.mark.parametrize(
+        ("shape", "boxes"),
+        [
+            ((1 << 18, 4096), [Box((0, i), (1 << 18, 1), (i,)) for i in range(4096)]),
+            (
+                (64, 64, 3, 3),
+                [Box((0, 0, a, b), (64, 64, 2 - a // 2, 2 - b // 2), (a + b // 2,)) for a in (0, 2) for b in (0, 2)],
+            ),
+        ],
+    )
+    def test_what_would_be_read_in_crumbs_is_refused(self, shape: tuple[int, ...], boxes: list[Box]) -> None:
+        """A column of one value, or a corner of each kernel: a server would take a thousand times as long for it."""
+        with pytest.raises(BadRequest, match="too small pieces"):
+            check_boxes("w", shape, boxes, sections=4096)
+
+    def test_what_jobs_hold_is_read_in_few_pieces(self) -> None:
+        for shape, parts in [
+            ((1 << 18, 4096), (64, 64)),
+            ((256, 2048, 768), (1, 16, 8)),
+            ((512, 512, 3, 3), (8, 8, 1, 1)),
+        ]:
+            size = tuple(n // part for n, part in zip(shape, parts, strict=True))
+            places = list(itertools.product(*map(range, parts)))
+            begins = [tuple(map(operator.mul, place, size)) for place in places]
+            check_boxes("w", shape, [Box(begin, size, (i,)) for i, begin in enumerate(begins)], sections=4096)
 
 
 class TestATiling:
