@@ -29,7 +29,7 @@ from ..errors import BadRequest
 from ..events import Event
 from ..ranges import NONE, Ranges
 from ..types import MOST_RANGES, Dataset, LeaseAnswer, LeaseStatement, Places, Trained
-from .leases import ASK_AGAIN_S, NO_END, Leases, LeaseTable
+from .leases import ASK_AGAIN_S, HELD_PIECES, NO_END, Leases, LeaseTable
 from .shares import FairShares
 from .worker.units import LeaseRequest
 
@@ -37,6 +37,7 @@ LEAD_TURNS = 4.0  # so many decisions' worth of units is held ahead
 SLACK = 8  # a member keeps up to an eighth more than its part: else units would wander at each decision
 MOST_PIECES = 48  # ranges that a member is given: what it says of them must fit an offer
 MOST_SAID, MOST_TRAINED = 32, 64  # ranges of each kind, where many statements make a block
+MOST_LOST = 16  # ranges that go back at one decision because their member does not say that it holds them
 MOST_RECENT = 64  # gifts of which a member may not have heard yet
 MOST_OPENED = 16  # epochs, at one decision: tiny ones
 
@@ -55,6 +56,8 @@ class SharedTable(LeaseTable):
     def accept(self, worker_id: str, fragment: int, version: int, places: Places, now: float) -> None:
         """One that was killed when it had offered something trains that once more, if it comes back before all have
         decided: such units are in the model twice."""
+        if self._crumbles(worker_id, Ranges(places)):
+            return
         mine = self.finished.get(worker_id, NONE)
         again = mine & Ranges(places)
         if again and fragment == 0:
@@ -68,19 +71,29 @@ class SharedTable(LeaseTable):
         kept = list(newest[0])[-MOST_RECENT:] + list(newest[1])[-MOST_RECENT:]
         self._put(self.finished, worker_id, Ranges(kept))
 
+    def _crumbles(self, worker_id: str, places: Ranges) -> bool:
+        """Would what is left of its places be in crumbs without these? The table would grow with each, in the hands of
+        all members, and none of them could be joined or resumed. An honest member trains them in their order."""
+        whole = self.held.get(worker_id, NONE) | self.lapsed.get(worker_id, NONE)
+        return (whole - places).pieces > max(whole.pieces, HELD_PIECES)
+
     def hear(self, worker_id: str, said: LeaseStatement, now: float) -> None:
         """What a member holds and has given up."""
         self._absent.discard(worker_id)
         self._hands.pop(worker_id, None)
-        self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) | Ranges(said.dropped))
+        dropped = Ranges(said.dropped)
+        if not self._crumbles(worker_id, dropped):
+            self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) | dropped)
         self._settle_dropped(worker_id)
         news = self.recent[worker_id] = [one for one in self.recent.get(worker_id, ()) if one[0] > said.turn]
         holds, held = Ranges(said.holds), self.held.get(worker_id, NONE)
         for _, places in news:  # of which it had not heard when it said this
             holds |= places & held
         # (What some fragment's agreements hold already is among what it holds, or it will never bring the rest.)
-        self._take_back(worker_id, held - holds)
-        self._reconcile(worker_id, holds)
+        lost = Ranges(list(held - holds)[:MOST_LOST])
+        self._take_back(worker_id, lost)
+        left = held - lost
+        self._reconcile(worker_id, left | holds if (left | holds).pieces <= max(left.pieces, HELD_PIECES) else left)
         self.shares.told(worker_id, said.untrained, said.pace, now)
 
     def divide(self, said: Mapping[str, LeaseStatement], members: Collection[str], now: float) -> None:
@@ -127,7 +140,7 @@ class SharedTable(LeaseTable):
             hand = self.held.get(name, NONE) - self._under_way(name)
             spare = NONE if said else hand
             if name in said:
-                spare = hand & Ranges(said[name].spare)
+                spare = hand & Ranges(said[name].spare[-MOST_SAID:])
             kept = part + part // SLACK + 1
             least = hand.total - spare.total
             if name in said and least > 2 * part + MOST_PIECES:

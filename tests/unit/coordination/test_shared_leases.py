@@ -11,7 +11,7 @@ import pytest
 from outerstep.coordination.shared_leases import MOST_SAID, SharedLeases, covering, shortened, terms_of
 from outerstep.errors import BadRequest
 from outerstep.ranges import NONE, Ranges
-from outerstep.types import Dataset, LeaseStatement, Places, Trained
+from outerstep.types import MOST_RANGES, Dataset, LeaseStatement, Places, Trained
 
 UNITS = 120
 
@@ -88,6 +88,34 @@ def test_a_liar_misreports_its_own_units_alone_and_gets_little_more_than_its_par
         assert not any(done & theirs for theirs in honest.values()), "only what it held is done"
         assert (done & own) == own
         assert held(leases, "liar").total <= 0.6 * UNITS
+
+
+@pytest.mark.parametrize("trick", ["trains", "loses", "drops", "spares"])
+def test_a_liar_cannot_crumble_the_table(trick: str) -> None:
+    """All members hold it, and a newcomer fetches it: it must stay small."""
+    leases, members = made(samples=100_000), dict.fromkeys("abcd", "1")
+    for turn in range(40):
+        said = {name: word(leases, name, pace=200.0) for name in members}
+        brought = {name: brings(tuple(held(leases, name).first(200))[:64]) for name in members}
+        mine = held(leases, "a")
+        every_second = tuple((at, at + 1) for at in list(mine.numbers())[::2][:250])
+        rest = tuple(mine - Ranges(every_second))
+        match trick:
+            case "trains":
+                between = Ranges((after + 1, after + 2) for after, _ in every_second[:-1])
+                brought["a"] = brings(every_second)
+                said["a"] = word(leases, "a", holds=tuple(mine - between)[-MOST_RANGES:], pace=200.0)
+            case "loses":
+                said["a"] = word(leases, "a", holds=rest[-1:] + rest[: MOST_RANGES - 1], pace=200.0)
+            case "drops":
+                said["a"] = word(leases, "a", dropped=every_second, pace=200.0)
+            case "spares":
+                said["a"] = word(leases, "a", spare=every_second, pace=1e-3 if turn % 2 else 1e9)
+        leases.decide(members, said, brought, (0, turn + 1), 1)
+    table = leases.tables["train"]
+    assert table.done.pieces + table.free.pieces < 1000
+    assert len(leases.encode()) < 1 << 16
+    assert all(table.done_by[name] > 1000 for name in "bcd")
 
 
 def odd_trained() -> tuple[Trained, ...]:
