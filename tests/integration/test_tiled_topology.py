@@ -13,17 +13,18 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from integration.groups_in_threads import Wire, finish
+from outerstep import tiling
 from outerstep.errors import BadRequest, ModelError, TransportError
 from outerstep.server import DiLoCoServer
 from outerstep.server.persistence import RecordedPush, RoundRecord, recorded_addends
-from outerstep.server.store import Addend
+from outerstep.server.store import Addend, Uplink
 from outerstep.tiling import ModelTiling, Place, make_tiling
 from outerstep.topology.group.ranks import Ranks
 from outerstep.topology.group.tiled import TiledTopology
 from outerstep.topology.protocol import Agreed, Contribution, anchors_of
 from outerstep.topology.server.topology import ServerTopology
 from outerstep.topology.update import anchor_tree
-from outerstep.types import Join, JoinAnswer, Manifest, Offer, ParameterSpec, Poll, Request, Wishes
+from outerstep.types import Join, JoinAnswer, Manifest, Offer, OfferAnswer, ParameterSpec, Poll, Request, Wishes
 from outerstep.wire.memory import MemoryTransport
 from support import EAGER, memory_topology
 from thread_ranks import failures, in_ranks
@@ -274,6 +275,34 @@ def test_a_start_of_a_worker_has_one_tiling_and_as_many_sections_as_it_says() ->
             transport.call(Poll(**who, fragment=0, after=-1, sections=3, tiled=True))
         with pytest.raises(BadRequest, match="the manifest that comes with it"):
             transport.call(replace(join, worker_id="other", manifest=None))
+
+
+def test_nobody_waits_for_the_lock_while_a_tiling_is_checked_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of half a million boxes it takes a second, and whoever has a token may bring them."""
+    with server_of(codec="fp32") as server:
+        transport, done = MemoryTransport(server.service), list[tuple[str, bool]]()
+
+        def noted(what: str, work: Callable[..., Any]) -> Callable[..., Any]:
+            def noting(*args: Any) -> Any:
+                if not isinstance(args[-1], int) or what == "checked":
+                    done.append((what, server.service.changed._is_owned()))  # type: ignore[attr-defined]  # mine?
+                return work(*args)
+
+            return noting
+
+        monkeypatch.setattr(tiling, "check_boxes", noted("checked", tiling.check_boxes))
+        monkeypatch.setattr(Uplink, "most_bytes", noted("measured", Uplink.most_bytes))
+        told = make_tiling(SHAPES, JOBS["rows and columns"])
+        answer = transport.call(
+            Join(protocol=2, worker_id="job", instance="0123456789", manifest=MANIFEST, tiling=told)
+        )
+        assert isinstance(answer, JoinAnswer)
+        who = {"run_id": answer.run_id, "worker_id": "job", "incarnation": answer.incarnation}
+        facts = {"fragment": 0, "sequence": 1, "base_version": 0, "oldest_base": 0, "steps": 1, "codec": "fp32"}
+        offer = Offer(**who, **facts, size_bytes=4096, section_bytes=(1024,) * 4, tiled=True)
+        assert isinstance(transport.call(offer), OfferAnswer)
+        assert {what for what, _ in done} == {"checked", "measured"}
+        assert not any(is_locked for _, is_locked in done)
 
 
 def test_a_server_that_knows_no_tilings_is_left_with_words_that_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..config import ServerConfig
 from ..coordination.autoconfig import ControllerState, LayerDecision
+from ..coordination.server.admission import check_tiling
 from ..coordination.server.commits import Commits, is_news
 from ..coordination.server.coordinator import Coordinator
 from ..coordination.server.effects import AskAgain, DropUpload, StopServer
@@ -71,6 +72,7 @@ from ..printable import printable
 from ..security import Caller
 from ..security.joining import Nonces, check_signature
 from ..security.signing import derive_key
+from ..tiling import ModelTiling
 from ..types import (
     MOST_CARRIED_BYTES,
     Answer,
@@ -396,7 +398,8 @@ class ParameterService:
             check_signature(request, self._nonces, shown.token)
             worker_id, members = request.worker_id, self.coordinator.members
             vouched = _is_own_token(worker_id, shown) or members.holds_session(worker_id, shown.session)
-            answer = self._decide(request, vouched=vouched, token=shown.caller.name)
+            tiling = check_tiling(request)  # not under the lock: it may take a second
+            answer = self._decide(request, vouched=vouched, token=shown.caller.name, tiling=tiling)
         except Refused as refusal:
             self._note_refusal(request, refusal, shown)
             raise
@@ -451,6 +454,7 @@ class ParameterService:
     ) -> CompleteOfferAnswer:
         """The body is read once its offer is taken, and the contribution counts when all of it is checked."""
         self._check_health()
+        self._measure(request)
         try:
             return take_complete(request, self._decide, lambda part: self.put_part(part, body), self._commit)
         except Refused as refusal:
@@ -461,6 +465,7 @@ class ParameterService:
         """While there is no room, the answer waits for the worker's turn, for as long as the worker allows."""
         began_at = self.clock()
         until = began_at + min(request.wait_s or 0.0, LONGEST_POLL_S)
+        self._measure(request)
         while True:
             with self.changed:
                 answer = self.answer(request, shown)
@@ -477,6 +482,22 @@ class ParameterService:
             with self.changed:
                 if self._turns.get(request.key) is turn:  # it has not come
                     del self._turns[request.key]
+
+    def _measure(self, request: Offer) -> None:
+        """How large a contribution in boxes may be, once per tiling: before anybody waits for the lock, as half a
+        million boxes take a second."""
+        if request.tiled is not True:
+            return
+        with self.changed:
+            coordinator = self.coordinator
+            if request.fragment >= len(coordinator.fragments) or request.codec not in coordinator.codecs:
+                return
+            fragment = coordinator.fragments[request.fragment]
+            try:
+                cutting = coordinator.cutting(request)
+            except Refused:  # the decision says why
+                return
+        fragment.max_payload_bytes(cutting, request.codec)
 
     def turn_away(self, worker_id: str, fragments: Sequence[int], refusal: Refused) -> None:
         """Refuse what a worker brought by another way than these messages."""
@@ -638,9 +659,14 @@ class ParameterService:
     # --- decisions, under the lock --------------------------------------------------------------------------------
 
     def _decide(
-        self, request: Join | Heartbeat | Leave | Lease | Offer | Control, *, vouched: bool = False, token: str = ""
+        self,
+        request: Join | Heartbeat | Leave | Lease | Offer | Control,
+        *,
+        vouched: bool = False,
+        token: str = "",
+        tiling: ModelTiling | None = None,
     ) -> Answer:
-        """The answer, once the record that it depends on is durable. `vouched`, `token`: of a join."""
+        """The answer, once the record that it depends on is durable. `vouched`, `token`, `tiling`: of a join."""
         with self.changed:
             self._check_health()  # it may have stopped since the message came in
             if isinstance(request, Join) and self.coordinator.plan is None:
@@ -651,7 +677,9 @@ class ParameterService:
                 self._between_tasks()
                 settle_by_manifest(self.run, request)
             try:
-                answer, record = self._commits.answer(request, self.clock(), vouched=vouched, token=token)
+                answer, record = self._commits.answer(
+                    request, self.clock(), vouched=vouched, token=token, tiling=tiling
+                )
             finally:
                 self._flush()
                 if isinstance(request, Join | Leave | Control):  # the clock has others to watch

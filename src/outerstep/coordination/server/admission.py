@@ -22,7 +22,7 @@ from ...errors import (
     TooLarge,
     TooOld,
 )
-from ...tiling import Cutting, FragmentTiling
+from ...tiling import Cutting, FragmentTiling, ModelTiling
 from ...types import Commit, Join, Offer, Plan, PutPart
 from ..weights import reported
 from .rounds import Fragment, RoundRules
@@ -43,6 +43,13 @@ def other_run(named: str, held: str) -> OtherRun:
     return OtherRun(
         f"this server holds run {held}, not {named}", hint="restart the worker to join the new run from its beginning"
     )
+
+
+def check_tiling(message: Join) -> ModelTiling | None:
+    """What its sections hold, checked. That needs nothing but the message, and may take a second."""
+    if message.tiling is UNSET or message.manifest is None:
+        return None
+    return ModelTiling(message.tiling, message.manifest.parameters)
 
 
 def check_same_offer(message: Offer, known: Offer) -> None:

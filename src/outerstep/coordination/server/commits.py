@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from ...events import GroupStateChanged, GroupStateUnclear, WorkerQuarantined
+from ...tiling import ModelTiling
 from ...types import Answer, Control, Heartbeat, Join, Lease, Leave, Offer
 from ..backoff import Backoff
 from .coordinator import Coordinator
@@ -207,8 +208,10 @@ class Commits:
         *,
         vouched: bool = False,
         token: str = "",
+        tiling: ModelTiling | None = None,
     ) -> tuple[Answer, int]:
-        """The answer, and the record to wait for before it may be given; 0 = none. `vouched`, `token`: of a join.
+        """The answer, and the record to wait for before it may be given; 0 = none. `vouched`, `token`, `tiling`: of a
+        join.
 
         A join is durable before the worker hears of it: its incarnation must not be given away twice. A join that is
         repeated waits again. A leave is recorded, so that a restarted server does not wait for a worker that left; but
@@ -218,7 +221,7 @@ class Commits:
         try:
             match request:
                 case Join():
-                    answer: Answer = self.coordinator.join(request, now, vouched=vouched, token=token)
+                    answer: Answer = self.coordinator.join(request, now, vouched=vouched, token=token, tiling=tiling)
                 case Heartbeat():
                     answer = self.coordinator.heartbeat(request, now)
                 case Leave():

@@ -84,6 +84,7 @@ from .admission import (
     check_same_offer,
     check_same_part,
     check_sections,
+    check_tiling,
     other_run,
 )
 from .claims import PATIENCE_S, ClaimedWork, allowed, settle
@@ -242,15 +243,17 @@ class Coordinator:
         everything = [*self.fragments[:kept], *fragments]
         self.fix(plan=plan, settled=settled, manifest=manifest, fragments=everything, naming=naming)
 
-    def join(self, message: Join, now: float, *, vouched: bool = False, token: str = "") -> JoinAnswer:
+    def join(
+        self, message: Join, now: float, *, vouched: bool = False, token: str = "", tiling: ModelTiling | None = None
+    ) -> JoinAnswer:
         """`vouched`: something other than a key proves that the id is the sender's (membership.py). `token`: the name
-        of the token that came with it."""
+        of the token that came with it. `tiling`: the message's own, if it was checked before (`check_tiling`)."""
         self.check_join(message, vouched=vouched)
         self.now = now
         self._check_joins(message, now, vouched, token)
         assert self.plan is not None, "fix() comes before the first join"
         assert self.manifest is not None
-        before, tiling = self.members.live_ids, self._tiling_of(message)
+        before, tiling = self.members.live_ids, self._tiling_of(message, tiling)
         worker, arrived = self.members.join(message, now, vouched=vouched)
         worker.protocol, worker.token, worker.plan_revision = message.protocol, token, self.plan.revision
         if arrived:
@@ -295,7 +298,7 @@ class Coordinator:
         self.quotas.check("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
         self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
 
-    def _tiling_of(self, message: Join) -> ModelTiling | None:
+    def _tiling_of(self, message: Join, checked: ModelTiling | None) -> ModelTiling | None:
         """What its sections hold, checked. A start of a worker has one: what was sent by it is under way."""
         worker, told = self.members.find(message.worker_id), message.tiling
         known = worker.tiling if worker is not None and worker.instance == message.instance else None
@@ -307,7 +310,7 @@ class Coordinator:
             return None
         if message.manifest is None:
             raise BadRequest("a tiling is of the manifest that comes with it, and there is none")
-        return ModelTiling(told, message.manifest.parameters)
+        return checked or check_tiling(message)
 
     def cutting(self, message: Offer | Poll) -> Cutting:
         """How the sections that it speaks of are cut."""
