@@ -36,7 +36,7 @@ from .worker.units import LeaseRequest
 LEAD_TURNS = 4.0  # so many decisions' worth of units is held ahead
 SLACK = 8  # a member keeps up to an eighth more than its part: else units would wander at each decision
 MOST_PIECES = 48  # ranges that a member is given: what it says of them must fit an offer
-MOST_SAID, MOST_TRAINED = 32, 64  # ranges of each kind, where many statements make a block
+MOST_SAID, MOST_TRAINED = 32, 64  # ranges of each kind, where many offers make a block
 MOST_LOST = 16  # ranges that go back at one decision because their member does not say that it holds them
 MOST_RECENT = 64  # gifts of which a member may not have heard yet
 MOST_OPENED = 16  # epochs, at one decision: tiny ones
@@ -308,15 +308,15 @@ def terms_of(datasets: Iterable[Dataset]) -> dict[str, str]:
 
 
 def shortened(said: Iterable[LeaseStatement]) -> tuple[LeaseStatement, ...]:
-    """In few ranges. What a member holds may be said too generously; what it can spare and has given up may not."""
+    """In few ranges, all datasets together. What a member holds may be said too generously; what it can spare and has
+    given up may not."""
+    statements = tuple(said)
+    most = max(MOST_SAID // max(len(statements), 1), 1)
     return tuple(
         msgspec.structs.replace(
-            one,
-            holds=covering(one.holds, MOST_SAID),
-            spare=one.spare[-MOST_SAID:],
-            dropped=one.dropped[:MOST_SAID],
+            one, holds=covering(one.holds, most), spare=one.spare[-most:], dropped=one.dropped[:most]
         )
-        for one in said
+        for one in statements
     )
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from outerstep.coordination.shared_leases import MOST_SAID, SharedLeases, covering, shortened, terms_of
+from outerstep.coordination.gossip.bounds import MOST_OFFER_BYTES
+from outerstep.coordination.shared_leases import MOST_SAID, MOST_TRAINED, SharedLeases, covering, shortened, terms_of
 from outerstep.errors import BadRequest
 from outerstep.ranges import NONE, Ranges
+from outerstep.statements import Offered, body_of
 from outerstep.types import MOST_RANGES, Dataset, LeaseStatement, Places, Trained
 
 UNITS = 120
@@ -165,6 +167,28 @@ def test_few_ranges_cover_many(seed: int) -> None:
     (short,) = shortened([said])
     assert max(len(short.holds), len(short.spare), len(short.dropped)) <= MOST_SAID
     assert not Ranges(short.spare) - Ranges(places)
+
+
+def test_what_a_peer_says_of_two_datasets_fits_its_offer() -> None:
+    """A larger offer nobody reads, and its peer would have no part in any round."""
+    places = tuple((2**32 - 1000 + 2 * i, 2**32 - 999 + 2 * i) for i in range(200))
+    names = ["a" * 128, "b" * 128]
+    said = [LeaseStatement(dataset=name, holds=places, spare=places, dropped=places, pace=0.1) for name in names]
+    offer = Offered(
+        run_id="r" * 64,
+        fragment=2**16,
+        version=2**32,
+        sequence=2**32,
+        digest="0" * 64,
+        size_bytes=2**40,
+        base_hash="0" * 32,
+        steps=2**20,
+        samples=2**32,
+        tokens=2**40,
+        data=shortened(said),
+        trained=tuple(Trained(dataset=name, places=places[:MOST_TRAINED]) for name in names),
+    )
+    assert len(body_of(offer)) <= MOST_OFFER_BYTES
 
 
 def test_terms_name_each_dataset() -> None:
