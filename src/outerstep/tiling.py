@@ -289,6 +289,9 @@ class ModelTiling:
             elif shapes[i] != spec.shape:
                 raise BadRequest(f"pattern {i} is of {list(shapes[i])}, and {spec.name!r} is {list(spec.shape)}")
             shapes[i] = spec.shape
+        unused = next((i for i in range(len(tiling.patterns)) if i not in shapes), None)
+        if unused is not None:
+            raise BadRequest(f"pattern {unused} is of no tensor; leave it out")
         return tiling.tensors
 
 

@@ -174,6 +174,12 @@ class TestATiling:
         with pytest.raises(BadRequest, match=str(MOST_BOXES)):
             ModelTiling(Tiling(sections=1, patterns=((box,) * 4096,) * 17, tensors=()), [])
 
+    def test_it_has_no_pattern_that_is_of_no_tensor(self) -> None:
+        """Nobody would look at one, and it could be as large as a message."""
+        everywhere = (Box((0,), (1,), tuple(range(2))),)
+        with pytest.raises(BadRequest, match="pattern 1 is of no tensor"):
+            ModelTiling(self.tiling(everywhere, everywhere, tensors=(0,)), [of("a", 1)])
+
     def test_of_sections_that_hold_the_same_one_sends_and_large_boxes_are_shared_out(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {"small": (4,), "big": (1 << 16,), "other": (1 << 16,)}
         everything: dict[str, Any] = {name: ((0,), shape) for name, shape in shapes.items()}
