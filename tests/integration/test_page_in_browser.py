@@ -91,7 +91,10 @@ def test_the_demo_is_watched_by_the_link_that_it_prints(tmp_path: Path, browser:
     with DemoTerminal(tmp_path, "--steps", "4000", "--sync-every", "5") as demo:
         address = open_page(browser, demo.link())
         assert address.startswith("http://127.0.0.1:"), "no certificate is in its way"
-        wait_until(lambda: {"worker-0", "worker-1"} <= set(browser.text("#workers").split()))
+        try:
+            wait_until(lambda: {"worker-0", "worker-1"} <= set(browser.text("#workers").split()))
+        except AssertionError as error:
+            raise AssertionError(f"the page: {browser.text('body')[:2000]}\nthe demo: {demo.said[-2000:]}") from error
         wait_until(lambda: int(browser.text("#tiles dd") or 0) >= 2)
         wait_until(lambda: {"worker-0", "worker-1"} <= set(browser.text("#loss-chart .legend").split()))
         before = points(browser)
