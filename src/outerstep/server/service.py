@@ -823,14 +823,13 @@ class ParameterService:
         with self.changed:
             steering, now = self.coordinator.steering, self.clock()
             assert steering is not None
-            return steering.state(self.coordinator, self.intake.meter.reports(now), now)
+            return steering.state(self.coordinator.steered, self.intake.meter.reports(now), now)
 
     def _steer(self, decision: LayerDecision) -> None:
         with self.changed:
-            steering = self.coordinator.steering
-            if self._ended or self.failure or steering is None:
+            if self._ended or self.failure:
                 return
-            if steering.carry_out(self.coordinator, decision):
+            if self.coordinator.steer(decision):
                 self._commits.note()
             self._flush()
 
