@@ -337,7 +337,7 @@ class FragmentStore:
         return combine(
             [
                 *(
-                    Candidate[TensorSpan](w, _Reader(self, addend, version), addend.weight)
+                    Candidate[TensorSpan](w, _AddendReader(self, addend, version), addend.weight)
                     for w, addend in offered.items()
                 ),
                 *(
@@ -493,7 +493,7 @@ class FragmentStore:
 
     def _push(self, made: NextVersion, addend: Addend, buffer_size: int, *, follows: bool) -> None:
         """Move T by one contribution; `follows`: and θ after it."""
-        steps, reader = list[FragmentStep](), _Reader(self, addend)
+        steps, reader = list[FragmentStep](), _AddendReader(self, addend)
 
         def prepare() -> Pass:
             targets = self.down.by_name(made.target)
@@ -601,7 +601,7 @@ class FragmentStore:
             del self.statistics[old]
 
 
-class _Reader:
+class _AddendReader:
     """The values of one contribution, block by block. `version`: the one that is made from it; if the contribution is
     based on an earlier one than the version before, its averaged buffers are rebased (`FragmentStore.rebase`)."""
 
@@ -627,7 +627,7 @@ class _Gather:
     including theirs. It is added up one by one, so that its bits do not depend on which were added together."""
 
     def __init__(self, store: FragmentStore, version: int, addends: Sequence[Addend], onto: float) -> None:
-        self._weighted = [(_Reader(store, addend, version), addend.weight) for addend in addends]
+        self._weighted = [(_AddendReader(store, addend, version), addend.weight) for addend in addends]
         self._onto, self.weight = onto > 0.0, onto
         for addend in addends:
             self.weight += addend.weight
