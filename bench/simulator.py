@@ -201,8 +201,9 @@ def moments(rng: random.Random, per_s: float, until: float) -> Iterator[float]:
 
 def simulated(run: RealRun, seed: int) -> float:
     """The same, with what the machine really took for a step and a restart."""
+    from outerstep.coordination.failures import Failures
     from outerstep.simulate.fleet import FleetScenario, run_fleet
-    from outerstep.simulate.fleet.scenario import Failures, FleetClusters, LayerSetting
+    from outerstep.simulate.fleet.scenario import FleetClusters, LayerSetting
 
     rate = LINK.bytes_per_s
     report = run_fleet(

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from integration.groups_in_threads import Wire, finish
 from outerstep import tiling
-from outerstep.errors import BadRequest, ModelError, TransportError
+from outerstep.coordination.server.quotas import QuotaLimits, Quotas
+from outerstep.errors import BadRequest, ModelError, QuotaExceeded, TransportError
 from outerstep.server import DiLoCoServer
 from outerstep.server.persistence import RecordedPush, RoundRecord, recorded_addends
 from outerstep.server.store import Addend, Uplink
@@ -275,6 +276,25 @@ def test_a_start_of_a_worker_has_one_tiling_and_as_many_sections_as_it_says() ->
             transport.call(Poll(**who, fragment=0, after=-1, sections=3, tiled=True))
         with pytest.raises(BadRequest, match="the manifest that comes with it"):
             transport.call(replace(join, worker_id="other", manifest=None))
+
+
+def test_a_join_that_is_refused_settles_nothing() -> None:
+    """Not what is trained, nor how; a worker of another shape begins the run as it likes."""
+    with server_of(codec=None) as server:
+        transport, told = MemoryTransport(server.service), make_tiling(SHAPES, JOBS["rows and columns"])
+        join = Join(protocol=2, worker_id="job", instance="0123456789", wishes=Wishes(codec="int8"))
+        with pytest.raises(BadRequest, match="the manifest that comes with it"):
+            transport.call(replace(join, tiling=told))
+        quotas = server.service.coordinator.quotas
+        quotas.charge("joins", "", "others", server.service.clock(), is_newcomer=True, amount=10**6)
+        with pytest.raises(QuotaExceeded):
+            transport.call(join)
+        assert server.service.coordinator.plan is None
+        assert server.service.run.stores == []
+        server.service.coordinator.quotas = Quotas(QuotaLimits())
+        answer = transport.call(replace(join, worker_id="other", wishes=Wishes(codec="bf16")))
+        assert isinstance(answer, JoinAnswer)
+        assert answer.plan.codec == "bf16"
 
 
 def test_nobody_waits_for_the_lock_while_a_tiling_is_checked_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:

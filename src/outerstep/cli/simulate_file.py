@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ..coordination.cost import NOMINAL, NONE, Line
+from ..coordination.failures import Failures
 from ..coordination.planning import Choice
-from ..coordination.planning.situation import LOCAL_NETWORK
+from ..coordination.planning.situation import HEARTBEAT_TIMEOUT_S, LOCAL_NETWORK
 from ..errors import ConfigError
 from ..simulate.fleet.scenario import (
     DEFAULT_POOL_BYTES,
     Churn,
-    Failures,
     FleetClusters,
     FleetScenario,
     LayerSetting,
@@ -60,6 +60,9 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
     parameters = given.read("params", units.count)
     if parameters is None:
         raise ConfigError(f'{name} must have params, the size of the model; e.g. params = "1B"')
+    heartbeat_s = given.seconds("heartbeat", 30.0)
+    noticed_s = given.seconds("heartbeat_timeout", max(HEARTBEAT_TIMEOUT_S, 3.0 * heartbeat_s))
+    failures = _failures(given)
     overheads = NONE if given.flag("ideal") else NOMINAL
     chosen = recommended(
         parameters,
@@ -70,14 +73,16 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
             plan.whole("fragments", None),
             plan.whole("delay", None),
             inside_every=inside.whole("sync_every", None),
+            rounds_delay=plan.whole("delay", None),
         ),
         overheads.with_servers(speed),
         server_in_bytes_per_s=into,
         server_out_bytes_per_s=out,
         target=given.read("target", units.share) or 0.95,
         topology=given.text("topology"),
+        failures=failures,
+        noticed_s=noticed_s,
     )
-    heartbeat_s = given.seconds("heartbeat", 30.0)
     return FleetScenario(
         parameters=parameters,
         clusters=clusters,
@@ -87,7 +92,7 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
         hours=given.number("hours", 1.0, least=0.0, most=1e6) if hours is None else hours,
         seed=(given.whole("seed", 0) or 0) if seed is None else seed,
         heartbeat_s=heartbeat_s,
-        heartbeat_timeout_s=given.seconds("heartbeat_timeout", max(120.0, 3.0 * heartbeat_s)),
+        heartbeat_timeout_s=noticed_s,
         start_deadline_s=given.seconds("start_deadline", 600.0),
         wait_above_s=given.seconds("wait_above", 60.0),
         server_in_bytes_per_s=into,
@@ -95,7 +100,7 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
         overheads=overheads,
         server_speed=speed,
         pool_bytes=server.read("pool", size_bytes) or DEFAULT_POOL_BYTES,
-        failures=_failures(given),
+        failures=failures,
         churn=_churn(given),
         liars=_liars(given),
         why=chosen.why,
@@ -138,17 +143,18 @@ def _clusters(given: Table, name: str) -> list[FleetClusters]:
 
 
 def _setting(table: Table, chosen: LayerSetting) -> LayerSetting:
-    """What the planner chose, and how rounds close."""
+    """What the planner chose, unless the file says otherwise."""
     sync_every, codec = chosen.sync_every, table.text("codec") or chosen.codec
     fragments = table.whole("fragments", None) or chosen.num_fragments
     delay = table.whole("delay", None)
+    is_planned = not {"quorum", "deadline"} & table.said.keys()  # when rounds close
     return LayerSetting(
         sync_every,
         codec,
         fragments,
         chosen.delay if delay is None else delay,
-        quorum=table.read("quorum", _share),
-        grace_s=table.seconds("grace", 0.0),
+        quorum=chosen.quorum if is_planned else table.read("quorum", _share),
+        grace_s=table.seconds("grace", chosen.grace_s if is_planned else 0.0),
         round_deadline_s=table.seconds("deadline", 0.0) if "deadline" in table.said else None,
     )
 

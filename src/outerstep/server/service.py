@@ -669,13 +669,13 @@ class ParameterService:
         """The answer, once the record that it depends on is durable. `vouched`, `token`, `tiling`: of a join."""
         with self.changed:
             self._check_health()  # it may have stopped since the message came in
-            if isinstance(request, Join) and self.coordinator.plan is None:
-                self.coordinator.check_join(request, vouched=vouched)
-                self.run.start(request)
-            elif isinstance(request, Join) and request.manifest is not None and self.coordinator.naming is not None:
-                self.coordinator.check_join(request, vouched=vouched)
-                self._between_tasks()
-                settle_by_manifest(self.run, request)
+            if isinstance(request, Join):
+                self._settle(
+                    request,
+                    lambda: self.coordinator.check_join(
+                        request, self.clock(), vouched=vouched, token=token, tiling=tiling
+                    ),
+                )
             try:
                 answer, record = self._commits.answer(
                     request, self.clock(), vouched=vouched, token=token, tiling=tiling
@@ -687,6 +687,17 @@ class ParameterService:
         if record > self._commits.written:
             self._wait_for(record)
         return answer
+
+    def _settle(self, request: Join, check: Callable[[], object]) -> None:
+        """What nobody has settled yet, this worker settles; but not one that is refused, so that is found out first."""
+        if self.coordinator.plan is None:
+            check()
+            self.run.start(request)
+        elif request.manifest is not None and self.coordinator.naming is not None:
+            check()
+            self._between_tasks()  # others may come meanwhile
+            check()
+            settle_by_manifest(self.run, request)
 
     def name_tensors(self, fragment: int | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """A client without a manifest has sent these tensors, as a fragment or (None) as the whole model. If nobody has

@@ -175,8 +175,18 @@ class Coordinator:
 
     # --- joining and leaving --------------------------------------------------------------------------------------
 
-    def check_join(self, message: Join, *, vouched: bool = False) -> None:
-        """Check everything about a join that does not depend on who is here."""
+    def check_join(
+        self, message: Join, now: float, *, vouched: bool = False, token: str = "", tiling: ModelTiling | None = None
+    ) -> ModelTiling | None:
+        """Refuse a join, or say what the worker's sections hold. It changes nothing: a worker that is refused must not
+        have settled what the run trains. (The arguments are those of `join`.)"""
+        self._check_fits(message, vouched)
+        self._check_quotas(message, now, vouched, token)
+        self.members.check_joins(message, now, vouched=vouched)
+        return self._tiling_of(message, tiling)
+
+    def _check_fits(self, message: Join, vouched: bool) -> None:
+        """What does not depend on who is here."""
         check_spoken(message.protocol, "this worker")
         if self.require_identity:
             check_identity(message, vouched=vouched)
@@ -245,9 +255,11 @@ class Coordinator:
     ) -> JoinAnswer:
         """`vouched`: something other than a key proves that the id is the sender's (membership.py). `token`: the name
         of the token that came with it. `tiling`: the message's own, if it was checked before (`check_tiling`)."""
-        self.check_join(message, vouched=vouched)
+        self._check_fits(message, vouched)
         self.now = now
-        self._check_joins(message, now, vouched, token)
+        if self._check_quotas(message, now, vouched, token):  # trying costs, whatever comes of it
+            is_newcomer = self.members.is_newcomer(message.worker_id)
+            self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
         assert self.plan is not None, "fix() comes before the first join"
         assert self.manifest is not None
         before, tiling = self.members.live_ids, self._tiling_of(message, tiling)
@@ -283,17 +295,16 @@ class Coordinator:
             outer_momentum=UNSET if self.outer_momentum is None else self.outer_momentum,
         )
 
-    def _check_joins(self, message: Join, now: float, vouched: bool, token: str) -> None:
-        """A repeated join costs nothing, and no worker pays for what another one sends under its id."""
-        worker = self.members.find(message.worker_id)
-        if worker is not None:
-            self.members.check_owner(worker, message, vouched)
-            if worker.live and worker.instance == message.instance:
-                return
-        is_newcomer = worker is None or worker.is_newcomer
+    def _check_quotas(self, message: Join, now: float, vouched: bool, token: str) -> bool:
+        """Does this join cost something? A repeated one does not, and no worker pays for what another one sends under
+        its id."""
+        self.members.check_owner(message, vouched)
+        if self.members.is_here(message):
+            return False
+        is_newcomer = self.members.is_newcomer(message.worker_id)
         self.quotas.check("records", token, message.worker_id, now, is_newcomer=is_newcomer)
         self.quotas.check("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
-        self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
+        return True
 
     def _tiling_of(self, message: Join, checked: ModelTiling | None) -> ModelTiling | None:
         """What its sections hold, checked. A start of a worker has one: what was sent by it is under way."""
