@@ -779,12 +779,11 @@ class ParameterService:
             store, version = self.run.stores[request.fragment], answer.agreement.version
             payloads = store.payloads(version, request.worker_id, request.held, request.held_hash, self.clock())
             trees = request.trees is True or request.tiled is True
+            with self.changed:
+                cutting = self.coordinator.cutting(request)
             anchor_hash = answer.agreement.anchor_hash if trees else store.down.flat_hash(version)
-            hashes: tuple[str, ...] | None = ()
-            if request.sections > 1 or request.tiled is True:  # a group, each process of which holds a part
-                with self.changed:
-                    cutting = self.coordinator.cutting(request)
-                hashes = store.range_hashes(version, cutting, trees=trees)
+            asks = request.sections > 1 or not isinstance(cutting, int)
+            hashes = store.range_hashes(version, cutting, trees=trees) if asks else ()
             if payloads is not None and anchor_hash is not None and hashes is not None:
                 told = replace(answer.agreement, anchor_hash=anchor_hash, payloads=payloads, range_hashes=hashes)
                 return replace(answer, agreement=told)

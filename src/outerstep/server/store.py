@@ -44,9 +44,9 @@ from .places import (
 )
 from .publish import Downlink, NextVersion, Published
 
-GROUP_SIZES = 8  # range hashes kept per version: a worker cannot make us keep them for every number of sections
-FEW_SECTIONS = 256  # allowed even if a fragment has fewer rows
-SLACK_BYTES = 64 << 10  # by so much a frame may be too long and is still read, so that the refusal can name the tensor
+GROUP_SIZES = 8  # kept range hashes per version: nobody can make us remember them for every number of sections
+FEW_SECTIONS = 256  # however few rows a fragment has
+SLACK_BYTES = 64 << 10  # a frame that is a little too long is read, so that the refusal can name the tensor
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ class FragmentStore:
         team: ThreadTeam | None = None,
         on_full: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """`statistics`: averaged buffers of earlier versions (of any fragment), from an earlier `self.statistics`.
-        `keeps_centre`: the run's rule begins each round where the last one ended, at `centre` (by name). `on_full` is
-        called with the reason when the fragment has to leave its device."""
+        """`statistics`: averaged buffers of earlier versions (of any fragment), as `self.statistics` had them.
+        `keeps_centre`: the run's rule begins each round where the last ended; `centre`, by name, is that place.
+        `on_full`: told why, when it has left the device that it was worked on."""
         self.index = index
         self._shelf, self._team, self._on_full = shelf or Shelf(), team or process_team(), on_full
         self._host = HostBlocks(self._team)
@@ -170,14 +170,12 @@ class FragmentStore:
         self.payloads, self.part = self.down.payloads, self.down.part  # how workers get it
         self.numel = (self.down.full.size_bytes - self.down.full.data_begin) // 4  # of the flat memory, gaps included
         self.specs, self._first_codec = specs, up.name
-        # Never many: the coordinator says which codecs a contribution may have.
+        # The coordinator says which codecs a contribution may have: they are few.
         self._uplinks, self._decoders = lru_cache(maxsize=8)(self._uplink), lru_cache(maxsize=8)(self._decoder)
         self._row_sizes = lru_cache(maxsize=64)(self._max_payload_bytes)
-        # Tilings are large: the weak keys let go of one when its worker is gone.
+        # Tilings are large: nothing here keeps one whose worker is gone.
         self._tiled_sizes: WeakKeyDictionary[FragmentTiling, dict[str, int]] = WeakKeyDictionary()
-        self.statistics: dict[
-            int, dict[str, Tensor]
-        ] = {}  # averaged buffers of each version that a late contribution may be based on
+        self.statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
         for earlier, values in (statistics or {}).items():
             if ours := {name: values[name].clone() for name in self.state.averaged if name in values}:
                 self.statistics[earlier] = ours
@@ -206,7 +204,7 @@ class FragmentStore:
         return self._decoders(sections, codec or self._first_codec)
 
     def max_payload_bytes(self, sections: Cutting, codec: str = "") -> int:
-        """The size limit of a contribution cut into these sections."""
+        """Of a contribution that comes in so many sections."""
         if isinstance(sections, int):
             return self._row_sizes(sections, codec)
         known = self._tiled_sizes.setdefault(sections, {})
