@@ -62,7 +62,7 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
         raise ConfigError(f'{name} must have params, the size of the model; e.g. params = "1B"')
     heartbeat_s = given.seconds("heartbeat", 30.0)
     noticed_s = given.seconds("heartbeat_timeout", max(HEARTBEAT_TIMEOUT_S, 3.0 * heartbeat_s))
-    failures = _failures(given)
+    failures, topology = _failures(given), given.text("topology")
     overheads = NONE if given.flag("ideal") else NOMINAL
     chosen = recommended(
         parameters,
@@ -71,15 +71,16 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
             plan.whole("sync_every", None),
             plan.text("codec"),
             plan.whole("fragments", None),
-            plan.whole("delay", None),
+            plan.whole("delay", None) if topology != "hierarchy" else None,
             inside_every=inside.whole("sync_every", None),
+            inside_codec=inside.text("codec"),
             rounds_delay=plan.whole("delay", None),
         ),
         overheads.with_servers(speed),
         server_in_bytes_per_s=into,
         server_out_bytes_per_s=out,
         target=given.read("target", units.share) or 0.95,
-        topology=given.text("topology"),
+        topology=topology,
         failures=failures,
         noticed_s=noticed_s,
     )
@@ -148,12 +149,13 @@ def _setting(table: Table, chosen: LayerSetting) -> LayerSetting:
     fragments = table.whole("fragments", None) or chosen.num_fragments
     delay = table.whole("delay", None)
     is_planned = not {"quorum", "deadline"} & table.said.keys()  # when rounds close
+    waits_for_all = table.said.get("quorum", "all") == "all"
     return LayerSetting(
         sync_every,
         codec,
         fragments,
         chosen.delay if delay is None else delay,
-        quorum=chosen.quorum if is_planned else table.read("quorum", _share),
+        quorum=chosen.quorum if is_planned else None if waits_for_all else table.read("quorum", _share),
         grace_s=table.seconds("grace", chosen.grace_s if is_planned else 0.0),
         round_deadline_s=table.seconds("deadline", 0.0) if "deadline" in table.said else None,
     )
@@ -161,12 +163,12 @@ def _setting(table: Table, chosen: LayerSetting) -> LayerSetting:
 
 def _failures(given: Table) -> Failures:
     table = given.table("failures", frozenset({"per_hour", "restart"}))
-    return Failures(table.read("per_hour", _rate_per_hour) or 0.0, table.seconds("restart", 600.0))
+    return Failures(table.read("per_hour", _share) or 0.0, table.seconds("restart", 600.0))
 
 
 def _churn(given: Table) -> Churn:
     table = given.table("churn", frozenset({"per_hour", "away"}))
-    return Churn(table.read("per_hour", _rate_per_hour) or 0.0, table.seconds("away", 600.0))
+    return Churn(table.read("per_hour", _share) or 0.0, table.seconds("away", 600.0))
 
 
 def _liars(given: Table) -> Liars:
@@ -176,10 +178,7 @@ def _liars(given: Table) -> Liars:
 
 def _share(text: str, what: str) -> float:
     """ "5%" or "0.05"; 0 too."""
-    return 0.0 if text.strip() in ("0", "0%") else units.share(text, what)
-
-
-_rate_per_hour = _share
+    return units.share(text, what, zero=True)
 
 
 def size_bytes(text: str, what: str) -> int:

@@ -55,11 +55,11 @@ from ..digest import (
 from ..errors import BadRequest, Busy, ServerFailed, Superseded
 from ..pool import private_memory, watched
 from ..threads import ThreadTeam
-from ..tiling import Cutting
 from ..types import MOST_PAYLOADS, Agreement, GetPart, ParameterSpec, Participant, Payload, Watched
 from ..wire.frames import Layout, layout
 from .blocks import Block
 from .places import leaves_on, pinned, pinned_memory
+from .section_hashes import SectionHashes
 
 READING_S = 60.0  # a worker that has not asked for a part for this long has stopped reading
 OLDER_HELD = 1  # versions of θ beside the newest, for those in the middle of them: memory must not grow with readers
@@ -151,7 +151,7 @@ class Published(Served):
     def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
         super().__init__(frame, part_size_bytes)
         self.agreement, self.version = agreement, agreement.version
-        self.range_hashes: dict[tuple[Cutting, bool], tuple[str, ...]] = {}  # and whether trees, as asked for
+        self.section_hashes = SectionHashes()
         self._hashing = threading.Lock()
         self._part_hashes: tuple[str, ...] = ()
 

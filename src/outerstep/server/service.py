@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from msgspec import UNSET
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -398,7 +399,7 @@ class ParameterService:
             check_signature(request, self._nonces, shown.token)
             worker_id, members = request.worker_id, self.coordinator.members
             vouched = _is_own_token(worker_id, shown) or members.holds_session(worker_id, shown.session)
-            tiling = check_tiling(request)  # not under the lock: it may take a second
+            tiling = self._check_tiling(request, vouched, shown.caller.name)
             answer = self._decide(request, vouched=vouched, token=shown.caller.name, tiling=tiling)
         except Refused as refusal:
             self._note_refusal(request, refusal, shown)
@@ -408,6 +409,14 @@ class ParameterService:
             if member is not None and member.live:  # it may have left already
                 self.addresses[worker_id] = shown.address
         return answer
+
+    def _check_tiling(self, request: Join, vouched: bool, token: str) -> ModelTiling | None:
+        """Not under the lock: it may take a second. So not for a worker that has joined too often."""
+        if request.tiling is UNSET:
+            return None
+        with self.changed:
+            self.coordinator.check_quotas(request, self.clock(), vouched=vouched, token=token)
+        return check_tiling(request)
 
     def answer(self, request: Request, shown: Presented = FROM_HERE) -> Answer:
         self._check_health()
@@ -779,11 +788,14 @@ class ParameterService:
             store, version = self.run.stores[request.fragment], answer.agreement.version
             payloads = store.payloads(version, request.worker_id, request.held, request.held_hash, self.clock())
             trees = request.trees is True or request.tiled is True
-            with self.changed:
-                cutting = self.coordinator.cutting(request)
             anchor_hash = answer.agreement.anchor_hash if trees else store.down.flat_hash(version)
-            asks = request.sections > 1 or not isinstance(cutting, int)
-            hashes = store.range_hashes(version, cutting, trees=trees) if asks else ()
+            hashes: tuple[str, ...] | None = ()
+            if request.sections > 1 or request.tiled is True:  # a group, each process of which holds a part
+                with self.changed:
+                    cutting = self.coordinator.cutting(request)
+                    needed = store.hashing_bytes(version, cutting, trees=trees)
+                    self.coordinator.charge_hashing(request.worker_id, needed, self.clock())
+                hashes = store.range_hashes(version, cutting, trees=trees)
             if payloads is not None and anchor_hash is not None and hashes is not None:
                 told = replace(answer.agreement, anchor_hash=anchor_hash, payloads=payloads, range_hashes=hashes)
                 return replace(answer, agreement=told)

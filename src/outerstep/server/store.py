@@ -31,7 +31,7 @@ from ..types import ParameterSpec, Participant
 from ..wire.frames import Layout, layout, most_bytes, row_pieces, tiled_layout
 from .blocks import Block, cut, pieces_of
 from .boxes import box_hashes
-from .decoding import Decoder, UpTensor
+from .decoding import Decoder, Decoders, UpTensor
 from .places import (
     DEVICE_BLOCK_VALUES,
     DeviceBlocks,
@@ -44,9 +44,9 @@ from .places import (
 )
 from .publish import Downlink, NextVersion, Published
 
-GROUP_SIZES = 8  # kept range hashes per version: nobody can make us remember them for every number of sections
-FEW_SECTIONS = 256  # however few rows a fragment has
-SLACK_BYTES = 64 << 10  # a frame that is a little too long is read, so that the refusal can name the tensor
+PIECE_COST_BYTES = 32 << 10  # in the time that it takes to begin one, so much is hashed
+FEW_SECTIONS = 256  # allowed even if a fragment has fewer rows
+SLACK_BYTES = 64 << 10  # by so much a frame may be too long and is still read, so that the refusal can name the tensor
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,11 @@ class FragmentStore:
         centre: Mapping[str, Tensor] | None = None,
         team: ThreadTeam | None = None,
         on_full: Callable[[str], None] = lambda why: None,
+        decoders: Decoders | None = None,
     ) -> None:
-        """`statistics`: averaged buffers of earlier versions (of any fragment), as `self.statistics` had them.
-        `keeps_centre`: the run's rule begins each round where the last ended; `centre`, by name, is that place.
-        `on_full`: told why, when it has left the device that it was worked on."""
+        """`statistics`: averaged buffers of earlier versions (of any fragment), from an earlier `self.statistics`.
+        `keeps_centre`: the run's rule begins each round where the last one ended, at `centre` (by name). `on_full` is
+        called with the reason when the fragment has to leave its device. `decoders`: of the run."""
         self.index = index
         self._shelf, self._team, self._on_full = shelf or Shelf(), team or process_team(), on_full
         self._host = HostBlocks(self._team)
@@ -170,12 +171,14 @@ class FragmentStore:
         self.payloads, self.part = self.down.payloads, self.down.part  # how workers get it
         self.numel = (self.down.full.size_bytes - self.down.full.data_begin) // 4  # of the flat memory, gaps included
         self.specs, self._first_codec = specs, up.name
-        # The coordinator says which codecs a contribution may have: they are few.
-        self._uplinks, self._decoders = lru_cache(maxsize=8)(self._uplink), lru_cache(maxsize=8)(self._decoder)
+        # Never many: the coordinator says which codecs a contribution may have.
+        self._uplinks, self._decoders = lru_cache(maxsize=8)(self._uplink), decoders or Decoders()
+        self._own = object()  # of which store a decoder is
         self._row_sizes = lru_cache(maxsize=64)(self._max_payload_bytes)
-        # Tilings are large: nothing here keeps one whose worker is gone.
+        # Tilings are large: the weak keys let go of one when its worker is gone.
         self._tiled_sizes: WeakKeyDictionary[FragmentTiling, dict[str, int]] = WeakKeyDictionary()
-        self.statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
+        # Averaged buffers of each version that a late contribution may be based on.
+        self.statistics: dict[int, dict[str, Tensor]] = {}
         for earlier, values in (statistics or {}).items():
             if ours := {name: values[name].clone() for name in self.state.averaged if name in values}:
                 self.statistics[earlier] = ours
@@ -201,10 +204,13 @@ class FragmentStore:
         return self._uplinks(codec or self._first_codec)
 
     def decoder(self, sections: Cutting, codec: str = "") -> Decoder:
-        return self._decoders(sections, codec or self._first_codec)
+        codec = codec or self._first_codec
+        return self._decoders.find(
+            (self._own, codec, sections), lambda: Decoder(codec, self.uplink(codec).tensors, sections)
+        )
 
     def max_payload_bytes(self, sections: Cutting, codec: str = "") -> int:
-        """Of a contribution that comes in so many sections."""
+        """The size limit of a contribution cut into these sections."""
         if isinstance(sections, int):
             return self._row_sizes(sections, codec)
         known = self._tiled_sizes.setdefault(sections, {})
@@ -218,9 +224,6 @@ class FragmentStore:
     def _uplink(self, codec: str) -> Uplink:
         recipe = Recipe.parse(codec)
         return Uplink(codec, [UpTensor(spec.name, spec.shape, recipe.codec(spec)) for spec in self.specs])
-
-    def _decoder(self, sections: Cutting, codec: str) -> Decoder:
-        return Decoder(codec, self.uplink(codec).tensors, sections)
 
     @property
     def newest(self) -> Published:
@@ -245,7 +248,7 @@ class FragmentStore:
         with self.down.reading(version) as published:
             if published is None:
                 return None
-            known = published.range_hashes.get((sections, trees))
+            known = published.section_hashes.get(sections, trees)
             if known is None:
                 full = self.down.full
                 data = published.frame.view[full.data_begin :]
@@ -257,9 +260,17 @@ class FragmentStore:
                     )
                 else:
                     known = box_hashes(self.down.params(published), sections)
-                if len(published.range_hashes) < GROUP_SIZES:
-                    published.range_hashes[sections, trees] = known
+                published.section_hashes.put(sections, trees, known)
             return known
+
+    def hashing_bytes(self, version: int, sections: Cutting, *, trees: bool = True) -> int:
+        """What it costs to say the range hashes of this version: as many bytes of values, and as if each place at which
+        reading begins were some more. 0 = they are known, or the version is not held."""
+        published = self.down.newest
+        if published.version != version or published.section_hashes.get(sections, trees) is not None:
+            return 0
+        pieces = sections * len(self.specs) if isinstance(sections, int) else sections.box_count
+        return 4 * self.numel + PIECE_COST_BYTES * pieces
 
     # --- a contribution -------------------------------------------------------------------------------------------
 

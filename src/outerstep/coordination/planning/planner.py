@@ -336,7 +336,7 @@ def _hierarchies(situation: Situation) -> Iterator[Option]:
 
 def inner_codec(situation: Situation) -> str:
     """Inside the sites: the one that was fixed, or the usual one."""
-    return situation.choice.codec or INNER_CODEC
+    return situation.choice.inside_codec or situation.choice.codec or INNER_CODEC
 
 
 def _inside(situation: Situation, inner: int) -> tuple[Engine, RoundCost, RoundClosing]:

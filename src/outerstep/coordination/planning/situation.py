@@ -43,8 +43,8 @@ class PlannedSite:
 @dataclass(frozen=True)
 class Choice:
     """What the planner may choose from; None = as the controller would. One value fixes a setting. `delay`: in steps,
-    of a server; `rounds_delay`: in rounds of a site, between sites. `engine`, `inside_every`: of the rounds inside a
-    site, by what and every how many steps."""
+    of a server; `rounds_delay`: in rounds of a site, between sites. `engine`, `inside_…`: of the rounds inside a
+    site, by what, every how many steps, and in which codec; None = that of `codec`."""
 
     sync_every: int | None = None
     codec: str | None = None
@@ -52,6 +52,7 @@ class Choice:
     delay: int | None = None
     engine: Engine | None = None
     inside_every: int | None = None
+    inside_codec: str | None = None
     rounds_delay: int | None = None
 
 

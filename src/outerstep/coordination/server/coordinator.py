@@ -97,9 +97,11 @@ from .plan import Settled, changed, check_manifest, check_wishes
 from .quotas import QuotaLimits, Quotas
 from .remembered import LEAP, Acceptance, Remembered, WorkerRecord, changes_in
 from .rounds import MOST_REFUSALS, Closed, Fragment, RoundRules, RoundVerdict, TokenBudget
+from .tilings import Tilings
 from .turns import ASK_AGAIN_S, ASK_AGAIN_SOON_S
 from .uploads import Upload, Uploads
 
+TILING_PER_JOIN = 1 << 14  # of a tiling's weight
 BUDGET_SPENT = "the token budget is spent"
 THE_LAYER_ABOVE = "the layer above"  # for which members wait, at most until `withheld_until`
 
@@ -128,6 +130,7 @@ class Coordinator:
         self.require_identity = require_identity
         self.uploads = Uploads(capacity_bytes=pool_bytes, part_size_bytes=part_size_bytes)
         self.quotas = Quotas(quotas)
+        self.tilings = Tilings()
         self.fragments: list[Fragment] = []
         self.plan: Plan | None = None
         self.codecs: tuple[str, ...] = ()  # of all plans that the run has had: what is under way may be of any
@@ -181,9 +184,11 @@ class Coordinator:
         """Refuse a join, or say what the worker's sections hold. It changes nothing: a worker that is refused must not
         have settled what the run trains. (The arguments are those of `join`.)"""
         self._check_fits(message, vouched)
-        self._check_quotas(message, now, vouched, token)
+        self.check_quotas(message, now, vouched=vouched, token=token)
         self.members.check_joins(message, now, vouched=vouched)
-        return self._tiling_of(message, tiling)
+        tiling = self._tiling_of(message, tiling)
+        self._check_tiling_room(message, tiling, token)
+        return tiling
 
     def _check_fits(self, message: Join, vouched: bool) -> None:
         """What does not depend on who is here."""
@@ -214,7 +219,7 @@ class Coordinator:
         brought a manifest; what is not named yet may still change."""
         self.settled, self.manifest, self.naming = settled, manifest, naming
         self._follow(plan)
-        self.model_bytes = 4 * sum(spec.numel for spec in manifest.parameters)
+        self.model_bytes = self.quotas.model_bytes = 4 * sum(spec.numel for spec in manifest.parameters)
         self.fragments = list(fragments)
         self.budget.fix(len(self.fragments))
 
@@ -257,12 +262,15 @@ class Coordinator:
         of the token that came with it. `tiling`: the message's own, if it was checked before (`check_tiling`)."""
         self._check_fits(message, vouched)
         self.now = now
-        if self._check_quotas(message, now, vouched, token):  # trying costs, whatever comes of it
-            is_newcomer = self.members.is_newcomer(message.worker_id)
-            self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
+        if self.check_quotas(message, now, vouched=vouched, token=token):  # trying costs, whatever comes of it
+            is_newcomer, cost = self.members.is_newcomer(message.worker_id), 1.0
+            if tiling is not None:  # to look at a large one takes as long as many joins
+                cost += tiling.weight / TILING_PER_JOIN
+            self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer, amount=cost)
         assert self.plan is not None, "fix() comes before the first join"
         assert self.manifest is not None
         before, tiling = self.members.live_ids, self._tiling_of(message, tiling)
+        self._check_tiling_room(message, tiling, token)
         worker, arrived = self.members.join(message, now, vouched=vouched)
         worker.protocol, worker.token, worker.plan_revision = message.protocol, token, self.plan.revision
         if arrived:
@@ -284,7 +292,7 @@ class Coordinator:
                 self.members.order(worker.worker_id, "drain", self.closing)
             self._start_if_ready(now)
             self._close_rounds(now)
-        worker.tiling = tiling
+        worker.tiling = self.tilings.shared(tiling) if tiling is not None else None
         return JoinAnswer(
             run_id=self.run_id,
             incarnation=worker.incarnation,
@@ -295,9 +303,9 @@ class Coordinator:
             outer_momentum=UNSET if self.outer_momentum is None else self.outer_momentum,
         )
 
-    def _check_quotas(self, message: Join, now: float, vouched: bool, token: str) -> bool:
-        """Does this join cost something? A repeated one does not, and no worker pays for what another one sends under
-        its id."""
+    def check_quotas(self, message: Join, now: float, *, vouched: bool = False, token: str = "") -> bool:
+        """Refuse a join that is one too many. Does this one cost something? A repeated one does not, and no worker pays
+        for what another one sends under its id."""
         self.members.check_owner(message, vouched)
         if self.members.is_here(message):
             return False
@@ -319,6 +327,21 @@ class Coordinator:
         if message.manifest is None:
             raise BadRequest("a tiling is of the manifest that comes with it, and there is none")
         return checked or check_tiling(message)
+
+    def _check_tiling_room(self, message: Join, tiling: ModelTiling | None, token: str) -> None:
+        if tiling is not None and self.members.is_newcomer(message.worker_id):
+            self.tilings.check_room(tiling, token, message.worker_id, self.members)
+
+    def charge_hashing(self, worker_id: str, size_bytes: int, now: float) -> None:
+        """What a group is told of its sections is hashed for it. Refused if it, or newcomers with its token, had too
+        much of that lately."""
+        worker = self.members.find(worker_id)
+        if worker is None or not size_bytes:
+            return
+        self.quotas.check("hashed", worker.token, worker_id, now, is_newcomer=worker.is_newcomer)
+        self.quotas.charge(
+            "hashed", worker.token, worker_id, now, is_newcomer=worker.is_newcomer, amount=float(size_bytes)
+        )
 
     def cutting(self, message: Offer | Poll) -> Cutting:
         """How the sections that it speaks of are cut."""
