@@ -103,7 +103,7 @@ class Frame:
 
 
 @dataclass
-class _Reading:
+class _Download:
     """One worker that fetches a frame part by part."""
 
     asked_at: float
@@ -117,17 +117,17 @@ class Served:
         self.frame, self.size_bytes = frame, len(frame.view)
         self.part_count = part_count(self.size_bytes, part_size_bytes)
         self._part_size_bytes = part_size_bytes
-        self._readers: dict[str, _Reading] = {}
+        self._readers: dict[str, _Download] = {}
 
     def promised(self, worker_id: str, now: float) -> None:
         """This worker was told to fetch it, and will."""
-        self._readers.setdefault(worker_id, _Reading(now)).asked_at = now
+        self._readers.setdefault(worker_id, _Download(now)).asked_at = now
 
     def lend(self, worker_id: str, part: int, now: float) -> memoryview:
         """One part, to be sent."""
         if part >= self.part_count:
             raise BadRequest(f"part {part} is out of range: there are {self.part_count}")
-        reading = self._readers.setdefault(worker_id, _Reading(now))
+        reading = self._readers.setdefault(worker_id, _Download(now))
         reading.asked_at = now
         reading.parts.add(part)
         if len(reading.parts) == self.part_count:

@@ -472,7 +472,8 @@ class ParameterService:
     ) -> CompleteOfferAnswer:
         """The body is read once its offer is taken, and the contribution counts when all of it is checked."""
         self._check_health()
-        self._measure(request)
+        if request.tiled is True:
+            self._measure(request)
         try:
             return take_complete(request, self._decide, lambda part: self.put_part(part, body), self._commit)
         except Refused as refusal:
@@ -483,7 +484,8 @@ class ParameterService:
         """While there is no room, the answer waits for the worker's turn, for as long as the worker allows."""
         began_at = self.clock()
         until = began_at + min(request.wait_s or 0.0, LONGEST_POLL_S)
-        self._measure(request)
+        if request.tiled is True:
+            self._measure(request)
         while True:
             with self.changed:
                 answer = self.answer(request, shown)
@@ -507,8 +509,6 @@ class ParameterService:
     def _measure(self, request: Offer) -> None:
         """How large a contribution in boxes may be, once per tiling: before anybody waits for the lock, as half a
         million boxes take a second."""
-        if request.tiled is not True:
-            return
         with self.changed:
             coordinator = self.coordinator
             if request.fragment >= len(coordinator.fragments) or request.codec not in coordinator.codecs:
@@ -800,14 +800,14 @@ class ParameterService:
             store, version = self.run.stores[request.fragment], answer.agreement.version
             payloads = store.payloads(version, request.worker_id, request.held, request.held_hash, self.clock())
             trees = request.trees is True or request.tiled is True
-            with self.changed:
-                cutting = self.coordinator.cutting(request)
-                asks = request.sections > 1 or not isinstance(cutting, int)
-                if asks:
+            anchor_hash = answer.agreement.anchor_hash if trees else store.down.flat_hash(version)
+            hashes: tuple[str, ...] | None = ()
+            if request.sections > 1 or request.tiled is True:  # a group, each process of which holds a part
+                with self.changed:
+                    cutting = self.coordinator.cutting(request)
                     needed = store.hashing_bytes(version, cutting, trees=trees)
                     self.coordinator.charge_hashing(request.worker_id, needed, self.clock())
-            anchor_hash = answer.agreement.anchor_hash if trees else store.down.flat_hash(version)
-            hashes = store.range_hashes(version, cutting, trees=trees) if asks else ()
+                hashes = store.range_hashes(version, cutting, trees=trees)
             if payloads is not None and anchor_hash is not None and hashes is not None:
                 told = replace(answer.agreement, anchor_hash=anchor_hash, payloads=payloads, range_hashes=hashes)
                 return replace(answer, agreement=told)
@@ -857,14 +857,13 @@ class ParameterService:
         with self.changed:
             steering, now = self.coordinator.steering, self.clock()
             assert steering is not None
-            return steering.state(self.coordinator, self.intake.meter.reports(now), now)
+            return steering.state(self.coordinator.steered, self.intake.meter.reports(now), now)
 
     def _steer(self, decision: LayerDecision) -> None:
         with self.changed:
-            steering = self.coordinator.steering
-            if self._ended or self.failure or steering is None:
+            if self._ended or self.failure:
                 return
-            if steering.carry_out(self.coordinator, decision):
+            if self.coordinator.steer(decision):
                 self._commits.note()
             self._flush()
 

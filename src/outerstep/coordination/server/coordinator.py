@@ -72,7 +72,8 @@ from ...types import (
 )
 from ...versions import check_spoken
 from ..autoconfig.collected import lacks_link
-from ..autoconfig.steering import Steering
+from ..autoconfig.layer_plan import LayerDecision
+from ..autoconfig.steering import SteeredRun, Steering
 from ..leases import Leases
 from ..weights import UsualWeight, reported, staleness_factor
 from .admission import (
@@ -169,10 +170,6 @@ class Coordinator:
         effects, self._effects = [*self._effects, *map(AskAgain, self.uploads.take_to_ask())], []
         waits_above = any(self._holds_back(fragment, self.now) for fragment in self.fragments)
         return [*effects, *self.lives.heard(effects, self.fragments, waits_above=waits_above)]
-
-    def tell(self, event: events.Event) -> None:
-        """Pass an event on to the listeners."""
-        self._effects.append(event)
 
     @property
     def sync_round(self) -> int:
@@ -1052,6 +1049,30 @@ class Coordinator:
             self.stop_at = None
             self._effects.append(StopServer(self.closing))
 
+    # --- the controller's orders ----------------------------------------------------------------------------------
+
+    @property
+    def steered(self) -> SteeredRun:
+        """The run as the controller is shown it."""
+        live = tuple(member for member in self.members if member.live)
+        is_open = self.naming is None and not self.closing
+        return SteeredRun(self.next_plan or self.plan, self.manifest, self.settled, live, self.sync_round, is_open)
+
+    def steer(self, decision: LayerDecision) -> bool:
+        """Carry out what the controller has decided. True: there is a new plan, which is to be written down."""
+        assert self.steering is not None, "nobody has named a target"
+        plan, told = self.steering.carry_out(self.steered, decision)
+        self._effects += told
+        if plan is None:
+            return False
+        self.next_plan = plan
+        self._follow_deadline(self.steering)
+        return True
+
+    def _follow_deadline(self, steering: Steering) -> None:
+        if steering.round_deadline_s is not None:
+            self.rules = replace_fields(self.rules, round_deadline_s=steering.round_deadline_s)
+
     # --- over a restart of the server -----------------------------------------------------------------------------
 
     def remember(self) -> Remembered:
@@ -1137,7 +1158,8 @@ class Coordinator:
             worker.conduct = Conduct.resumed(facts.get("conduct", {}).get(worker_id, {}), now)
             self.members.restore(worker)
         if self.steering is not None:
-            self.steering.resume(self, facts)
+            self.steering.resume(facts)
+            self._follow_deadline(self.steering)
         claimable_until, forgetful = now + self.members.return_s, first_incarnation > 1
         self.leases.resume(facts.get("data", ()), claimable_until, self.members.live_ids, forgetful=forgetful)
         if facts.get("started", False):
