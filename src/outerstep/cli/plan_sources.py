@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
@@ -17,7 +18,9 @@ from ..types import THE_SERVER
 from . import units
 
 SITE_KEYS: Final = frozenset({"name", "workers", "link", "up", "down", "latency", "step_time"})
-KEYS: Final = frozenset({"params", "dtype", "target", "server_link", "lan", *SITE_KEYS, "sites"})
+KEYS: Final = frozenset(
+    {"params", "dtype", "target", "server_link", "lan", "failures_per_hour", "restart_after"} | SITE_KEYS | {"sites"}
+)
 MOST_FILE_BYTES: Final = 1 << 20
 COMMAND_LINE: Final = "the command line"
 FLAGS: Final = {"up": "--link-up", "down": "--link-down"}  # the others are called as the keys of a file
@@ -34,6 +37,8 @@ class Source:
     target: float | None = None
     server_bytes_per_s: float | None = None
     local_bytes_per_s: float | None = None
+    failures_per_hour: float | None = None
+    restart_s: float | None = None
     now: Choice | None = None
     assumed: tuple[str, ...] = ()
     is_measured: bool = False
@@ -67,6 +72,8 @@ def from_file(name: str, otherwise: Mapping[str, Any]) -> Source:
         target=_read(said, "target", units.share, name),
         server_bytes_per_s=_read(said, "server_link", units.rate, name),
         local_bytes_per_s=_read(said, "lan", units.rate, name),
+        failures_per_hour=_read(said, "failures_per_hour", partial(units.share, zero=True), name),
+        restart_s=_read(said, "restart_after", units.seconds, name),
     )
 
 

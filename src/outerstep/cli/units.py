@@ -35,9 +35,9 @@ def seconds(text: str, what: str) -> float:
     return _read(text, what, TIMES, "a time such as 50ms or 3s", zero=True)
 
 
-def share(text: str, what: str) -> float:
+def share(text: str, what: str, *, zero: bool = False) -> float:
     """ "95%" or "0.95"."""
-    return round(_read(text, what, {"": 1.0, "%": 0.01}, "a share such as 95% or 0.95"), 9)
+    return round(_read(text, what, {"": 1.0, "%": 0.01}, "a share such as 95% or 0.95", zero=zero), 9)
 
 
 def _read(
