@@ -73,7 +73,7 @@ from ...types import (
 from ...versions import check_spoken
 from ..autoconfig.collected import lacks_link
 from ..autoconfig.steering import Steering
-from ..leases import Leases
+from ..sub_leases import LayerLeases
 from ..weights import UsualWeight, reported, staleness_factor
 from .admission import (
     check_accepted,
@@ -105,7 +105,7 @@ THE_LAYER_ABOVE = "the layer above"  # for which members wait, at most until `wi
 
 class Coordinator:
     lives_type: type[Lives] = Lives
-    leases_type: type[Leases] = Leases
+    leases_type: type[LayerLeases] = LayerLeases
 
     def __init__(
         self,
