@@ -7,6 +7,7 @@ carries the messages. `docs/reference/wire.md` is the same in prose.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct
@@ -695,6 +696,8 @@ class Control(Plain, frozen=True):
     forget the keys that a worker id belongs to; the next start that brings a key owns it. forget: forget the leased
     dataset `dataset`; the next worker that asks for it says what it is. lead: let a cluster be led by its member
     `leader`. shutdown: drain all, save, stop."""
+
+    SINCE_KIND: ClassVar[Mapping[str, int]] = {"release": 2, "forget": 2, "lead": 2}
 
     kind: Literal["save", "kick", "pardon", "release", "forget", "drain", "sync", "lead", "plan", "budget", "shutdown"]
     worker_id: WorkerId | None = None

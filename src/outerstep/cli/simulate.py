@@ -87,7 +87,7 @@ def show(scenario: FleetScenario, report: FleetReport, console: Console) -> None
         console.print(f"between them:     {_said(scenario.across, 'rounds of theirs')}", highlight=False)
     else:
         console.print(f"server: {_said(scenario.across, 'steps')}", highlight=False)
-    planned = "" if report.planned is None else f"; planned, if nothing fails: {100 * report.planned:.1f} %"
+    planned = "" if report.planned is None else f"; planned: {100 * report.planned:.1f} %"
     console.print(f"[bold]Useful work: {100 * report.useful_share:.1f} %[/bold] of all workers' time{planned}")
     console.print(_time_table(report))
     console.print(_layer_table(report.layers))

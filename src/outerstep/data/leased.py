@@ -47,7 +47,7 @@ class Leased(Protocol):
     def belongs_to(self, data: LeasedData | None) -> None: ...
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _DrawnByRank0(msgspec.Struct, frozen=True):
     """What rank 0 drew: a place, and how many samples of a rank's part to leave out."""
 
     drawn: tuple[int, int] | None
@@ -183,7 +183,7 @@ class LeasedData:
                 f"{name!r}: the ranks of a group cannot share a shard of unknown size; lease samples, or let each rank "
                 "be a worker of its own (group='off')"
             )
-        told = self._ranks.tell(lambda: _Told(self._draw_alone(name, epoch, measured=True)), _Told)
+        told = self._ranks.tell(lambda: _DrawnByRank0(self._draw_alone(name, epoch, measured=True)), _DrawnByRank0)
         drawn = told.drawn
         if drawn is not None and self._ranks.rank != 0:
             with self._changed:

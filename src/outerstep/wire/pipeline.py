@@ -149,7 +149,7 @@ class _Lines(io.RawIOBase):
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._reader = _Reader(self)
+        self._reader = _AnswerReader(self)
 
     def makefile(self, *_: object) -> io.BufferedReader:
         return self._reader
@@ -161,7 +161,7 @@ class _Lines(io.RawIOBase):
         return sockets.receive_some(self._sock, memoryview(buffer))
 
 
-class _Reader(io.BufferedReader):
+class _AnswerReader(io.BufferedReader):
     def close(self) -> None:
         """Only one answer is over."""
 

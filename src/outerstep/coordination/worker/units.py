@@ -31,7 +31,7 @@ UNMEASURED = 1 << 60  # samples of a shard that nobody has read to its end yet
 
 
 @dataclass
-class _Stretch:
+class _NumberedPlaces:
     """Numbers from `first` on, of places from `begin` to `end`."""
 
     first: int
@@ -137,7 +137,7 @@ class LeasedWork:
         self.holdings = {dataset.name: Holding(dataset) for dataset in self.datasets}
         if len(self.holdings) < len(self.datasets):
             raise ConfigError("two leased datasets have the same name; give each a name of its own")
-        self._stretches: deque[_Stretch] = deque()  # which place each number stands for, while anybody may ask
+        self._stretches: deque[_NumberedPlaces] = deque()  # which place each number stands for, while anybody may ask
         self._next = 0
         self._drawn: deque[_Drawn] = deque()
         self._put_back = NONE  # numbers of units that were drawn and never trained
@@ -204,7 +204,7 @@ class LeasedWork:
         if last is not None and (last.dataset, last.end, last.last) == (name, place, self._next):
             last.end += places
         else:
-            self._stretches.append(_Stretch(self._next, name, place, place + places))
+            self._stretches.append(_NumberedPlaces(self._next, name, place, place + places))
         self._next += places
         return self._next - places
 
@@ -358,7 +358,9 @@ class LeasedWork:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._stretches = deque(_Stretch(int(a), str(name), int(b), int(c)) for a, name, b, c in state["numbers"])
+        self._stretches = deque(
+            _NumberedPlaces(int(a), str(name), int(b), int(c)) for a, name, b, c in state["numbers"]
+        )
         self._next, self._put_back = int(state["next"]), Ranges(state["put_back"])
         for name, facts in state["datasets"].items():
             holding = self.holdings.get(name)

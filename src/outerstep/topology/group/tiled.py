@@ -114,9 +114,9 @@ class TiledTopology(ShardedTopology):
     def _excerpts(self, form: Form) -> dict[str, Excerpt]:
         """`whole` makes the noise of each box its own: so many values of the tensor are in boxes before it."""
         found, section = dict[str, Excerpt](), self._shards.section
-        for name, _, boxes in self._tiling.fragment([entry.name for entry in form.up.entries]).tensors:
+        for name, pattern in self._tiling.fragment([entry.name for entry in form.up.entries]).tensors:
             before = 0
-            for box in boxes:
+            for box in pattern.boxes:
                 if box.holders[0] == section:
                     found[name] = Excerpt(whole=before)
                 before += torch.Size(box.size).numel()
