@@ -29,6 +29,7 @@ from ..errors import BadRequest
 from ..events import Event
 from ..ranges import NONE, Ranges
 from ..types import MOST_RANGES, Dataset, LeaseAnswer, LeaseStatement, Places, Trained
+from .kept_leases import check_kept, read_kept
 from .leases import ASK_AGAIN_S, HELD_PIECES, NO_END, Leases, LeaseTable
 from .shares import FairShares
 from .worker.units import LeaseRequest
@@ -40,9 +41,6 @@ MOST_SAID, MOST_TRAINED = 32, 64  # ranges of each kind, where many offers make 
 MOST_LOST = 16  # ranges that go back at one decision because their member does not say that it holds them
 MOST_RECENT = 64  # gifts of which a member may not have heard yet
 MOST_OPENED = 16  # epochs, at one decision: tiny ones
-
-# What reading a table comes upon if another peer wrote something else there. (The decoder's own are ValueErrors.)
-_NO_TABLE = (RecursionError, LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class SharedTable(LeaseTable):
@@ -279,24 +277,36 @@ class SharedLeases(Leases):
     @classmethod
     def decode(cls, table: bytes) -> SharedLeases:
         """Of another member. Refused (BadRequest) if it is none."""
-        try:
-            kept = msgspec.json.decode(table)
-            made = cls([msgspec.convert(one["dataset"], Dataset) for one in kept["tables"]])
-            made.go_on_from(kept)
-        except _NO_TABLE as error:
-            raise BadRequest(f"the run's lease table cannot be read: {error}") from error
+        made = cls(one.dataset for one in read_kept(table).tables)
+        made._resume(msgspec.json.decode(table))
         return made
 
-    def go_on_from(self, kept: Mapping[str, Any] | None) -> None:
-        """Where another member is, or this one was. None: at the beginning."""
-        if kept is self.kept:
+    def check(self, kept: Mapping[str, Any] | None) -> None:
+        """Can it go on from there? Refused (BadRequest) if not."""
+        if kept is None or kept is self.kept:
             return
+        theirs, ours = {one.dataset for one in check_kept(kept).tables}, set(self._datasets)
+        if theirs != ours:
+            raise BadRequest(f"the run's lease table is of {_named(theirs)}, and this member trains {_named(ours)}")
+
+    def go_on_from(self, kept: Mapping[str, Any] | None) -> None:
+        """Where another member is, or this one was. None: at the beginning. Refused (BadRequest) if nobody can be
+        there."""
+        self.check(kept)
+        if kept is not self.kept:
+            self._resume(kept)
+
+    def _resume(self, kept: Mapping[str, Any] | None) -> None:
         fresh = {dataset.name: self.table_type(dataset) for dataset in self._datasets}
         found = {} if kept is None else {one["dataset"]["name"]: self.table_type.resumed(one) for one in kept["tables"]}
         self.tables = {**fresh, **{name: table for name, table in found.items() if name in fresh}}
         self.turn = 0 if kept is None else int(kept["turn"])
         self._instances = {} if kept is None else {str(name): str(one) for name, one in kept["instances"].items()}
         self._keep()
+
+
+def _named(datasets: Iterable[Dataset]) -> str:
+    return ", ".join(sorted(map(repr, datasets))) or "nothing"
 
 
 def terms_of(datasets: Iterable[Dataset]) -> dict[str, str]:

@@ -8,7 +8,7 @@
 A reader registers nobody, and no round waits for it. The weights are sent from where they lie (publish.py): as long as
 a reader is in the middle of a version, that version does not change, and the next one is made in other memory. So what
 readers may cost is bounded: so many at a time, of one token at one address fewer, and all together they hold back one
-older model when another begins. Who has had `TURN_S` makes way for the next.
+older model when another begins. A reader that has had `TURN_S` makes way for the next.
 """
 
 from __future__ import annotations

@@ -51,6 +51,9 @@ class TestPace:
         assert crowd(make(a=100.0, b=1.0)).pace("a") == PACE_RATIO * 1.0
         assert crowd(make(a=3.0, b=9.0, c=100.0)).pace("c") == PACE_RATIO * 6.0
 
+    def test_slow_workers_are_compared_like_fast_ones(self) -> None:
+        assert crowd(make(a=0.9, b=0.1)).pace("a") == PACE_RATIO * 0.1
+
     def test_while_no_other_knows_its_pace_so_much_is_believed(self) -> None:
         assert crowd(make(a=100.0, b=0.0)).pace("a") == UNKNOWN_PACE
         assert crowd(make(a=1.0, b=0.0)).pace("a") == 1.0
@@ -131,6 +134,12 @@ class TestUntrained:
         shares.brought("b", 3, 30.0)
         shares.brought("c", 5, 30.0)
         assert crowd(shares, 30.0).untrained("a", 80) == 80.0 - AT_ONCE * 4.0
+
+    def test_the_one_that_brings_least_is_not_among_the_others(self) -> None:
+        shares = make(a=9.0, b=9.0, c=9.0)
+        for name, brought in (("a", 1), ("b", 5), ("c", 9)):
+            shares.brought(name, brought, 100.0)
+        assert crowd(shares, 110.0).untrained("a", 200) == 200.0 - AT_ONCE * 7.0
 
     def test_nor_much_more_than_it_brought_before(self) -> None:
         shares = make(a=2.0, b=2.0)

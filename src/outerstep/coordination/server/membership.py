@@ -1,4 +1,4 @@
-"""Who is here, what each worker has had accepted, what is held against it, and what it is yet to be told.
+"""The workers: which are here, what was accepted of each, what is held against it, and what it is still to be told.
 
 Three sets that are easily confused, and kept apart:
 

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...coordination.gossip.meaning import wrong_with_state
 from ...coordination.shared_leases import terms_of
 from ...core.feedback import ErrorFeedback
 from ...core.state import FragmentSnapshot
@@ -85,6 +86,12 @@ class PeerTopology(ABC):
                     f"this peer trains {what} as {ours.get(what, 'none')}, the run has {theirs.get(what, 'none')}",
                     hint="all peers of a run train the same data",
                 )
+        wrong = wrong_with_state(known.state, datasets=terms.datasets or ())
+        if wrong:
+            raise PlanMismatch(
+                f"what is known of the run cannot be: it {wrong}",
+                hint="join through another peer; if it lies in this peer's own folder, give it an empty one",
+            )
         return terms, known
 
     def _with_data(self, terms: GossipTerms) -> GossipTerms:

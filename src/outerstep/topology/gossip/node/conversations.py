@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ from ....errors import BadRequest, Busy, OuterstepError, ServerUnreachable, Tran
 from ....security import Access
 from ....security.signing import SigningKey, verify
 from ....statements import Beat, ChainState, Converse, Signed
-from ....types import PROTOCOL_VERSION
+from ....types import PROTOCOL_VERSION, Dataset
 from ....wire.http_transport import HttpTransport
 from ....wire.peers import AskTerms, Terms
 from .calls import ask, ask_member
@@ -242,10 +242,12 @@ class Survey:
         finally:
             transport.close()
 
-    def _ask(self, transport: HttpTransport, fragments: int | None = None) -> Terms:
+    def _ask(
+        self, transport: HttpTransport, fragments: int | None = None, datasets: Collection[Dataset] | None = None
+    ) -> Terms:
         """What it says of the run, if that can be."""
         terms = ask(transport, AskTerms(sender=self._peer_id, protocol=PROTOCOL_VERSION), Terms, timeout_s=TIMEOUT_S)
-        wrong = wrong_with_state(terms.state, fragments)
+        wrong = wrong_with_state(terms.state, fragments, datasets)
         if wrong:
             raise BadRequest(f"what {transport.address} says of the run cannot be: it {wrong}", hint="ask another peer")
         return replace(terms, beats=tuple(signed for signed, _ in self._newest_beats(terms)))
@@ -288,12 +290,12 @@ class Survey:
         self,
         contacts: Contacts,
         keys: list[str],
-        known: tuple[str, int],
+        known: tuple[str, int, Collection[Dataset]],
         needed: int,
         blame: Callable[[str, str], None],
     ) -> tuple[ChainState, tuple[Signed, ...]] | None:
-        """The newest that at least `needed` of these members name. `known`: the run and how many fragments it has;
-        `blame` is told who says what cannot be, and why not."""
+        """The newest that at least `needed` of these members name. `known`: the run, how many fragments it has,
+        and which datasets it leases; `blame` is told who says what cannot be, and why not."""
         named: Counter[ChainState] = Counter()
         beats: tuple[Signed, ...] = ()
         for key in keys:
@@ -301,7 +303,7 @@ class Survey:
             if transport is None:
                 continue
             try:
-                terms = self._ask(transport, known[1])
+                terms = self._ask(transport, *known[1:])
             except BadRequest as error:
                 blame(key, error.message)
                 continue

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from ....coordination.gossip import Keepsake
 from ....coordination.gossip.ballot import Ballots
+from ....coordination.gossip.meaning import wrong_with_state
 from ....durable.disk import replace_synced
 from ....durable.lock import lock
 from ....errors import ConfigError
@@ -86,9 +87,9 @@ class Recorder:
 
     def leap(self, state: ChainState) -> None:
         """With the lock held: resume from this state."""
-        self._shared.peer.leap(state, self._shared.clock())
-        self._leap = state
-        self.note()
+        if self._shared.peer.leap(state, self._shared.clock()):
+            self._leap = state
+            self.note()
 
     def wait_until_kept(self, timeout_s: float) -> bool:
         """With the lock held: is all that the peer has said so far on the disk?"""
@@ -187,6 +188,7 @@ class PeerFolder:
             self.keepsake: Keepsake | None = None
             if self.kept is not None and is_whole:
                 self.keepsake = decode_kept(self.place / "keepsake", self.kept, Keepsake)
+                self._check_state(self.keepsake.state)
             self.beats = self._read_beats()
         except OSError as error:
             self.close()
@@ -196,6 +198,14 @@ class PeerFolder:
         except BaseException:
             self.close()
             raise
+
+    def _check_state(self, state: ChainState) -> None:
+        wrong = wrong_with_state(state)
+        if wrong:
+            raise ConfigError(
+                f"the peer's folder {self.place} {wrong}: give this peer an empty folder, with which it joins as "
+                "somebody new"
+            )
 
     @property
     def document(self) -> bytes:
