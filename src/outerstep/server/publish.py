@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -151,9 +152,13 @@ class Published(Served):
     def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
         super().__init__(frame, part_size_bytes)
         self.agreement, self.version = agreement, agreement.version
-        self.section_hashes = SectionHashes()
         self._hashing = threading.Lock()
         self._part_hashes: tuple[str, ...] = ()
+
+    @cached_property
+    def section_hashes(self) -> SectionHashes:
+        """For the groups, if any asks. (Of two made at once one is lost, and what was in it is hashed again.)"""
+        return SectionHashes()
 
     def part_hashes(self) -> tuple[str, ...]:
         """Computed once, for the first worker that asks; others wait for it. Only while a part of the frame is lent."""
