@@ -66,7 +66,8 @@ from ..coordination.layers.tasks import (
 from ..coordination.server.claims import NOTHING
 from ..coordination.worker.exchange import Patience
 from ..coordination.worker.machine import Units
-from ..errors import ConfigError, Fenced, Kicked, OuterstepError
+from ..coordination.worker.units import LeaseRequest
+from ..errors import ConfigError, ExchangeFailed, Fenced, Kicked, OuterstepError
 from ..lanes import MOST
 from ..observe.status import AboveStatus
 from ..printable import printable
@@ -75,7 +76,7 @@ from ..topology.leadership import MoveRefused
 from ..topology.payload import KEPT, Memory
 from ..topology.server.build import OTHER_CONNECTIONS
 from ..topology.server.topology import ServerTopology
-from ..types import MemberFacts, Plan, Trained
+from ..types import LeaseAnswer, MemberFacts, Plan, Trained
 from ..wire.transport import Transport
 from ..worker import DiLoCoWorker
 from .below import Below, NotKept
@@ -255,8 +256,7 @@ class Leader:
                 self._release()
             if task is not None:
                 self._carry_out(task)
-        if self._lease_thread is not None:
-            self._lease_thread.end()
+        self._end_leasing()
         if self._worker is None and self._topology is not None:  # a worker closes it when it leaves
             self._topology.close()
 
@@ -338,6 +338,7 @@ class Leader:
                     log.warning("cluster %s is led by another process now: %s", self.name, why)
                 else:
                     log.error("cluster %s goes on alone, without the layer above: %s", self.name, why)
+                self._end_leasing()
                 if self._worker is not None:
                     self._worker.abandon(why)
                 self._with_data(lambda data: data.lost(why))
@@ -394,7 +395,7 @@ class Leader:
             shadow.forget(worker.plan.fragments[fragment])
         if gives_up or overtaken or not (has_record or self._is_new):
             self._with_data(lambda data: data.begin(shadow.versions, gives_up=True))
-        self._lease(worker, topology)
+        self._lease(worker)
         self._compare(worker.plan)
         self.below.joined(overtaken=gives_up or bool(overtaken))
         log.info("cluster %s has joined %s", self.name, redact(self._above))
@@ -416,13 +417,24 @@ class Leader:
 
         below.change(change)
 
-    def _lease(self, worker: DiLoCoWorker, topology: UpwardTopology) -> None:
+    def _lease(self, worker: DiLoCoWorker) -> None:
         """From now on the layer above is asked for what members train."""
         state = worker.machine_state
         self._with_data(lambda data: data.exchanged(state))
         below, data = self.below.data, self._data
         if below is not None and data is not None and self._lease_thread is None:
-            self._lease_thread = LeaseThread(data, below.change, topology.lease).start()
+            self._lease_thread = LeaseThread(data, below.change, self._ask_above).start()
+
+    def _ask_above(self, request: LeaseRequest) -> LeaseAnswer:
+        topology = self._topology
+        if topology is None or self._is_silent:
+            raise ExchangeFailed("this cluster has not joined the layer above")
+        return topology.lease(request)
+
+    def _end_leasing(self) -> None:
+        """Before it leaves the layer above."""
+        if self._lease_thread is not None:
+            self._lease_thread.end()
 
     def _describe(self, units: Units) -> tuple[Trained, ...]:
         found: list[Trained] = []
@@ -492,6 +504,7 @@ class Leader:
                 self._count(worker)
                 self._step(worker, int(self._has_rest(worker)))
             case LeaveAbove():
+                self._end_leasing()
                 worker.stop()
             case _:
                 worker.force_sync()

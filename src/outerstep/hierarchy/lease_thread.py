@@ -16,6 +16,7 @@ from ..types import LeaseAnswer
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.2
+AFTER_TROUBLE_S = 5.0
 PASSING = (Busy, ServerError, Superseded, UnknownWorker)  # the next request may be answered
 
 Change = Callable[[float, Collection[str]], bool]
@@ -52,9 +53,13 @@ class LeaseThread:
                 due += self._machine.due(now, live)
                 return self._take_note()
 
-            self._change(look)
-            for request in due:
-                self._lease(request)
+            try:
+                self._change(look)
+                for request in due:
+                    self._lease(request)
+            except Exception:
+                log.exception("the cluster leases nothing from the layer above for now")
+                self._ended.wait(AFTER_TROUBLE_S)
 
     def _lease(self, request: LeaseRequest) -> None:
         name = request.dataset.name
