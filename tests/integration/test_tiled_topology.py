@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from outerstep.server.boxes import box_hashes
 from outerstep.server.persistence import RecordedPush, RoundRecord, recorded_addends
 from outerstep.server.store import Addend, Uplink
 from outerstep.tiling import FragmentTiling, ModelTiling, Place, make_tiling
+from outerstep.topology.group import tiled as tiled_module
 from outerstep.topology.group.ranks import Ranks
 from outerstep.topology.group.tiled import TiledTopology
 from outerstep.topology.protocol import Agreed, Contribution, anchors_of
@@ -41,7 +42,7 @@ from outerstep.types import (
 )
 from outerstep.wire.memory import MemoryTransport
 from support import EAGER, memory_topology
-from thread_ranks import failures, in_ranks
+from thread_ranks import ThreadRanks, failures, in_ranks
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (24, 1040), "deep": (7, 3, 300), "bias": (41,), "scale": ()}
 MANIFEST = Manifest(parameters=tuple(ParameterSpec(name=n, shape=s, dtype="float32") for n, s in SHAPES.items()))
@@ -153,6 +154,31 @@ def test_every_rank_holds_its_boxes_of_the_servers_model_bit_for_bit(job: str, c
 
         in_ranks(len(JOBS[job]), run)
         assert server.sync_round == 3
+
+
+def test_ranks_pass_on_what_they_fetched_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each would need as much memory again for what is on its way."""
+    monkeypatch.setattr(tiled_module, "PASSED_ON_BYTES", 1)
+    job, most, swap = JOBS["rows and columns"], list[int](), ThreadRanks.swap
+
+    def noted(ranks: ThreadRanks, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        most.append(sum(data.numel() for data in outgoing))
+        return swap(ranks, outgoing, sizes)
+
+    monkeypatch.setattr(ThreadRanks, "swap", noted)
+    with server_of(codec="bf16", down_codec="bf16") as server:
+
+        def run(ranks: Ranks) -> None:
+            held, anchors = job[ranks.rank], dict[str, Tensor]()
+            topology = tiled(server, ranks, held)
+            ((_, agreed),) = anchors_of(topology, topology.join(manifest_of(held), Wishes()))
+            assert_held(agreed, anchors, server, held)
+            agreed = finish(topology.begin(contribution(agreed, cut(deltas(1, exact=True), held))))
+            assert_held(agreed, anchors, server, held)
+
+        in_ranks(4, run)
+    assert len(most) > 40
+    assert max(most) <= 4096  # a part
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int4+feedback"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,21 +50,15 @@ class Source:
 
 def from_file(name: str, otherwise: Mapping[str, Any]) -> Source:
     """`otherwise`: by key of a site, what the command line says; the file's own table wins, its top level too."""
-    path = Path(name)
-    try:
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise ConfigError(f"{name} must be a TOML file of at most {MOST_FILE_BYTES >> 20} MiB")
-        said = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read as TOML: {error}") from error
-    _check_keys(said, KEYS, name)
+    said = read_toml(name, otherwise="docs/operating/planning.md shows one")
+    check_keys(said, KEYS, name)
     tables = said.pop("sites", None)
     if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
         raise ConfigError(f"{name} must have at least one table [[sites]]")
     common = {**otherwise, **{key: value for key, value in said.items() if key in SITE_KEYS}}
     sites = []
     for number, table in enumerate(tables, 1):
-        _check_keys(table, SITE_KEYS, f"{name}, site {number}")
+        check_keys(table, SITE_KEYS, f"{name}, site {number}")
         sites.append(site({"name": f"site{number}", **common, **table}, f"{name}, site {number}"))
     return Source(
         parameters=_read(said, "params", units.count, name),
@@ -94,9 +89,24 @@ def site(said: Mapping[str, Any], where: str) -> PlannedSite:
     return PlannedSite(str(said["name"]), up, down, latency_s, step_s, workers)
 
 
-def _check_keys(said: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+def check_keys(said: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     if unknown := sorted(said.keys() - known):
-        raise ConfigError(f"{where}: {unknown[0]!r} is not known; known: {', '.join(sorted(known))}")
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{where}: {unknown[0]!r} is not known; {meant}known: {', '.join(sorted(known))}")
+
+
+def read_toml(name: str, *, otherwise: str) -> dict[str, Any]:
+    """`otherwise`: what to do if there is no such file."""
+    path = Path(name)
+    try:
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise ConfigError(f"{name} must be a TOML file of at most {MOST_FILE_BYTES >> 20} MiB")
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no file {name}; {otherwise}") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be read as TOML: {error}") from error
 
 
 def _text(said: Mapping[str, Any], key: str, where: str) -> str | None:

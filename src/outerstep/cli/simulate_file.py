@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ..coordination.cost import NOMINAL, NONE, Line
@@ -22,7 +20,7 @@ from ..simulate.fleet.scenario import (
     recommended,
 )
 from . import units
-from .plan_sources import MOST_FILE_BYTES
+from .plan_sources import check_keys, read_toml
 
 T = TypeVar("T")
 TOP_KEYS: Final = frozenset(
@@ -40,13 +38,7 @@ CLUSTER_KEYS: Final = frozenset(
 
 def read_scenario(name: str, *, seed: int | None = None, hours: float | None = None) -> FleetScenario:
     """`seed`, `hours`: instead of the file's."""
-    path = Path(name)
-    try:
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise ConfigError(f"{name} must be a TOML file of at most {MOST_FILE_BYTES >> 20} MiB")
-        said = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{name} cannot be read as TOML: {error}") from error
+    said = read_toml(name, otherwise="outerstep plan … --scenario FILE writes one")
     given = Table(said, name, TOP_KEYS)
     clusters = tuple(_clusters(given, name))
     server, plan, inside = (
@@ -191,8 +183,7 @@ class Table:
     """One table of the file. Every value is checked by its type, and named where it is wrong."""
 
     def __init__(self, said: Mapping[str, Any], where: str, known: frozenset[str]) -> None:
-        if unknown := sorted(said.keys() - known):
-            raise ConfigError(f"{where}: {unknown[0]!r} is not known; known: {', '.join(sorted(known))}")
+        check_keys(said, known, where)
         self.said, self.where = said, where
 
     def table(self, key: str, known: frozenset[str]) -> Table:

@@ -68,6 +68,7 @@ class KeptTable(Plain, frozen=True):
     counted: ByWorker
     recent: dict[WorkerId, tuple[tuple[Turn, Stretch], ...]]
     finished: ByWorker
+    doubted: ByWorker
     shares: dict[WorkerId, KeptShare]
 
 
@@ -117,7 +118,7 @@ def _wrong_with(table: KeptTable, turn: int) -> str:
         return f"{dataset.name!r} has too many units"
     if not table.next == table.reserved <= end_of(dataset) or sets.unclaimed:
         return f"of {dataset.name!r} more is leased than there is, or than was decided"
-    by_worker = (table.held, table.lapsed, table.dropped, table.overtaken, table.counted, table.finished)
+    by_worker = (table.held, table.lapsed, table.dropped, table.overtaken, table.counted, table.finished, table.doubted)
     places = chain(
         (sets.free, sets.done, sets.lost, sets.spent),
         chain.from_iterable(theirs.values() for theirs in by_worker),

@@ -247,7 +247,7 @@ class LeaseTable:
             self._put(self.overtaken, worker_id, overtaken - foreign)
             self._forgotten -= foreign  # once: who says so again and again shall not be believed
             self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | foreign
-        self.shares.brought(worker_id, (brought - self._under_way(worker_id)).total, now)
+        self._note_brought(worker_id, (brought - self._under_way(worker_id)).total, now)
         if brought:
             open_round = self.pending.setdefault((fragment, version), {})
             open_round[worker_id] = open_round.get(worker_id, NONE) | brought
@@ -255,6 +255,9 @@ class LeaseTable:
 
     def accept_parts(self, fragment: int, version: int, places: Places) -> None:
         """The contribution may hold a part of these. (Who gives nothing up need not know.)"""
+
+    def _note_brought(self, worker_id: str, units: int, now: float) -> None:
+        self.shares.brought(worker_id, units, now)
 
     def closed(self, fragment: int, version: int, left_out: Collection[str], fragments: int) -> list[Event]:
         """The round that makes this version was decided, without those left out."""
@@ -267,12 +270,17 @@ class LeaseTable:
                 continue
             places = self._not_overtaken(worker_id, places)
             finished = self._cover(worker_id, fragment, places, fragments) if places else NONE
-            if finished:
-                self._finish(worker_id, finished)
-                told.append(UnitsDone(self.dataset.name, worker_id, version, tuple(finished)))
+            told += self._complete(worker_id, finished, version)
             self._settle_dropped(worker_id)
             self._settle_absent(worker_id)
         return told
+
+    def _complete(self, worker_id: str, finished: Ranges, version: int) -> list[Event]:
+        """All fragments have these."""
+        if not finished:
+            return []
+        self._finish(worker_id, finished)
+        return [UnitsDone(self.dataset.name, worker_id, version, tuple(finished))]
 
     def _cover(self, worker_id: str, fragment: int, places: Ranges, fragments: int) -> Ranges:
         """This fragment's agreement has them. Returns those that all fragments have now."""

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec import UNSET
@@ -183,6 +184,14 @@ class HealthMonitor:
             self._nudge.clear()
 
 
+@dataclass
+class _Turn:
+    """An offer whose answers wait: one for each process of a job that has made it."""
+
+    come: threading.Event = field(default_factory=threading.Event)
+    waiting: int = 0
+
+
 class ParameterService:
     def __init__(
         self,
@@ -234,7 +243,7 @@ class ParameterService:
         lock = threading.RLock()  # guards the coordinator and everything below
         self.changed = threading.Condition(lock)
         self._news = 0  # how often there was something that polls wait for
-        self._turns: dict[ContributionKey, threading.Event] = {}  # of offers whose answer waits
+        self._turns: dict[ContributionKey, _Turn] = {}  # of offers whose answer waits
         self.intake = Intake(
             config,
             self.coordinator,
@@ -311,7 +320,7 @@ class ParameterService:
         """Let everything that waits look again. With the lock held."""
         self.wake_polls()
         for turn in self._turns.values():
-            turn.set()
+            turn.come.set()
         self._turns.clear()
 
     def stop(self) -> None:
@@ -487,11 +496,14 @@ class ParameterService:
                     return answer
                 if left_s <= 0.0:  # it has waited here
                     return replace(answer, retry_after_s=max(answer.retry_after_s - (now - began_at), 0.0))
-                turn = self._turns.setdefault(request.key, threading.Event())
+                turn = self._turns.setdefault(request.key, _Turn())
+                turn.waiting += 1
             with shown.away():
-                turn.wait(left_s)
+                turn.come.wait(left_s)
             with self.changed:
-                if self._turns.get(request.key) is turn:  # it has not come
+                turn.waiting -= 1
+                # It has not come; and no other process of a job waits for the same.
+                if self._turns.get(request.key) is turn and not turn.waiting:
                     del self._turns[request.key]
 
     def _measure(self, request: Offer) -> None:
@@ -759,7 +771,7 @@ class ParameterService:
                 case AskAgain():
                     turn = self._turns.pop(effect.key, None)
                     if turn is not None:
-                        turn.set()
+                        turn.come.set()
                 case StopServer():
                     log.info("stopping: %s", printable(effect.reason))
                     self._on_stop()

@@ -182,7 +182,7 @@ class TestThePlan:
             ("--params 1B --link 1gbit --step-time 1s --latency 5", "^--latency must be a time"),
             ("--params 1B --link 1gbit --step-time 1s --dtype int3", "one of fp32, bf16, fp16"),
             ("--params 1B --link 1gbit --step-time 1s --codec mine", "size of codec 'mine' is not known"),
-            ("missing.toml --params 1B", "cannot be read"),
+            ("missing.toml --params 1B", "there is no file missing.toml"),
             ("sites.toml --from 127.0.0.1:8512", "one source at a time"),
         ],
     )

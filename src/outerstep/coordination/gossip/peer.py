@@ -506,7 +506,7 @@ class GossipPeer:
             if wrong or not chain.is_decided(decision, self.state, self.book, self.rules.attackers):
                 self.refusals.note(teller, f"passed on a decision that was not made: it {wrong or 'has no quorum'}")
                 return
-        self.state = chain.after(decision.block, self.state)
+        self.state = chain.after(decision.block, self.state, self.rules.attackers)
         self._remember(decision)
         self._taken.append(decision)
         self._others.changed(self.state.members, now)

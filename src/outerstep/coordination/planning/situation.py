@@ -97,6 +97,12 @@ class Situation:
         )
         if said.sync_every is not None and said.delay is not None:
             must(said.delay < said.sync_every, "the delay must be shorter than the interval", said.delay)
+        if said.sync_every is not None and said.num_fragments is not None:
+            must(
+                1 <= said.num_fragments <= said.sync_every,
+                f"there must be no more fragments than steps between two exchanges ({said.sync_every}), and at least 1",
+                said.num_fragments,
+            )
         for site in self.sites:
             must(site.workers >= 1, f"site {site.name!r} must have at least one worker", site.workers)
             for what, value, least, most in (

@@ -83,7 +83,12 @@ class LayerSetting:
             self.num_fragments,
         )
         must(0 <= self.delay < self.sync_every, f"{of}: delay must be below sync_every ({self.sync_every})", self.delay)
-        must(self.quorum is None or 0.0 < self.quorum <= 1.0, f"{of}: quorum must be a share above 0", self.quorum)
+        must(
+            self.quorum is None or 0.0 < self.quorum <= 1.0,
+            f"{of}: quorum must be a share above 0 and at most 100 %",
+            self.quorum,
+            'e.g. "75%"',
+        )
         must(0.0 <= self.grace_s <= 86_400.0, f"{of}: grace must be at most a day", self.grace_s)
         deadline_s = self.round_deadline_s
         must(deadline_s is None or 0.0 <= deadline_s <= 86_400.0, f"{of}: deadline must be at most a day", deadline_s)
