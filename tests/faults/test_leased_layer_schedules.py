@@ -24,11 +24,13 @@ from outerstep.coordination.server.rounds import RoundRules
 from outerstep.coordination.sub_leases import LayerLeases, SubLeaseTable
 from outerstep.coordination.worker.machine import Units
 from outerstep.ranges import NONE, Ranges
+from outerstep.simulate.data import SimDataWorker
 from outerstep.simulate.hierarchy_data import LeasingWorld
 from outerstep.simulate.hierarchy_scenario import ClusterPlan, HierarchyScenario
 from outerstep.simulate.layer_server import LayerServer
 from outerstep.simulate.leader import SimLeader
 from outerstep.simulate.leader_data import SimLeaseAsking
+from outerstep.simulate.network import Conditions
 from outerstep.types import Dataset, Trained
 
 QUICK, FULL, AT_ONCE = 50, 600, 110
@@ -113,6 +115,30 @@ def test_without_faults_no_unit_is_trained_twice_and_none_is_missed(sites: int, 
     assert table.done == Ranges([(0, 160)])
     assert (table.repeated, table.spent, table.lost) == (0, NONE, NONE)
     assert len(table.done_by) == 2, "both had their part"
+
+
+@pytest.mark.parametrize("delay_s", [0.1, 1.5])
+def test_nobody_waits_for_the_way_to_the_layer_above(delay_s: float) -> None:
+    """What a cluster leases ahead outlasts it. (A step without a unit is one for which none was there.)"""
+    dry: list[float] = []
+
+    class Watched(SimDataWorker):
+        def _step(self) -> None:
+            before = self.units.holdings["train"].queue
+            if not before and self._agenda.now > 60.0:
+                dry.append(self._agenda.now)
+            super()._step()
+
+    plans = tuple(ClusterPlan("server", 2, 0.0) for _ in range(2))
+    rules = RoundRules(num_workers=1, max_staleness=1000)
+    calm = HierarchyScenario(clusters=plans, across=rules, inside=rules, every=8, sync_every=4, calm_after_s=300.0)
+    world = LeasingWorld(calm, 1, Dataset(name="train", samples=100_000, unit_samples=1), worker_type=Watched)
+    world.top.network.conditions = Conditions(delay_s=delay_s)
+    assert world.agenda.run_until(lambda: False, limit_s=300.0) is False
+    table = world.table(world.top)
+    assert table is not None
+    assert table.done.total > 100
+    assert not dry
 
 
 def test_a_seed_replays_exactly() -> None:

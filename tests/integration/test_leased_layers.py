@@ -100,11 +100,11 @@ def test_four_workers_of_two_clusters_share_an_epoch_and_every_unit_is_done_once
 @pytest.mark.parametrize(
     ("name", "times", "comes_first"),
     [
-        ("_write", 3, False),  # before it is durable that it sends
+        pytest.param("_write", 3, False, marks=pytest.mark.slow),  # before it is durable that it sends
         ("_sent", 1, True),  # after it has sent
-        ("_write", 4, False),  # before it is durable what was agreed
-        ("_move", 1, False),  # before what was agreed is in its model
-        ("_move", 2, True),  # and after
+        pytest.param("_write", 4, False, marks=pytest.mark.slow),  # before it is durable what was agreed
+        pytest.param("_move", 1, False, marks=pytest.mark.slow),  # before what was agreed is in its model
+        pytest.param("_move", 2, True, marks=pytest.mark.slow),  # and after
     ],
 )
 def test_no_unit_is_missed_or_trained_twice_when_a_clusters_server_dies(
