@@ -150,9 +150,7 @@ def shapes() -> None:
     for rank, lines in enumerate((("table", "layers.0", "layers.1"), ("layers.2", "layers.3", "head"))):
         for row, text in enumerate(lines):
             made.box(590, 50 + 75 * rank + 25 * row, 150, 23, text, colours[rank])
-    made.words(
-        380, 262, "each rank sends its boxes as one section; together they send the model once"
-    )
+    made.words(380, 262, "each rank sends its boxes as one section; together they send the model once")
     made.words(
         380,
         284,

@@ -636,6 +636,14 @@ class ParameterService:
             self._flush()
         return moves.published
 
+    def change_leases(self, change: Callable[[float, Collection[str]], bool]) -> None:
+        """Let a layer above change what is leased here: at this time, with these workers here. `change` says whether
+        that must be recorded; who is leased something from then on hears of it when it is."""
+        with self.changed:
+            if change(self.clock(), self.coordinator.members.live_ids):
+                self._commits.note()
+            self._flush()
+
     def restore(self, found: ResumePoint) -> None:
         """Resume a saved run. Before anybody has joined."""
         with self.changed:

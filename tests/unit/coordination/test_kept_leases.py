@@ -97,7 +97,7 @@ def test_a_table_that_is_refused_changes_nothing() -> None:
 
 def test_a_loaded_state_of_other_data_is_refused_with_what_to_do() -> None:
     other = SharedLeases([Dataset(name="train", samples=3, unit_samples=1)])
-    with pytest.raises(ConfigError, match="loaded state does not fit.*another name"):
+    with pytest.raises(ConfigError, match=r"loaded state does not fit.*another name"):
         check_loaded_table(played(), other.kept)
     check_loaded_table(played(), None)
     check_loaded_table(played(), played().kept)

@@ -172,6 +172,7 @@ class Commits:
     ) -> None:
         self.coordinator, self.durability = coordinator, durability
         self.journals = coordinator.leases.is_durable = durability == "round"
+        coordinator.leases.goes_back = durability == "checkpoint"
         self._save_every, self._deterministic = save_every, deterministic
         self._keeps = keeps_contributions or deterministic or not coordinator.rules.aggregation.is_plain
         self._effects: list[Effect] = []

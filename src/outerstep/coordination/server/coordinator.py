@@ -74,7 +74,7 @@ from ...versions import check_spoken
 from ..autoconfig.collected import lacks_link
 from ..autoconfig.layer_plan import LayerDecision
 from ..autoconfig.steering import SteeredRun, Steering
-from ..leases import Leases
+from ..sub_leases import LayerLeases
 from ..weights import UsualWeight, reported, staleness_factor
 from .admission import (
     check_accepted,
@@ -108,7 +108,7 @@ THE_LAYER_ABOVE = "the layer above"  # for which members wait, at most until `wi
 
 class Coordinator:
     lives_type: type[Lives] = Lives
-    leases_type: type[Leases] = Leases
+    leases_type: type[LayerLeases] = LayerLeases
 
     def __init__(
         self,

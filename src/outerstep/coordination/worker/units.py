@@ -198,14 +198,31 @@ class LeasedWork:
         before, holding.delivered = holding.delivered, min(holding.delivered + samples, drawn)
         return holding.delivered - before
 
-    def _number(self, name: str, place: int) -> int:
+    def _number(self, name: str, place: int, places: int = 1) -> int:
+        """The number of the first of so many."""
         last = self._stretches[-1] if self._stretches else None
         if last is not None and (last.dataset, last.end, last.last) == (name, place, self._next):
-            last.end += 1
+            last.end += places
         else:
-            self._stretches.append(_NumberedPlaces(self._next, name, place, place + 1))
-        self._next += 1
-        return self._next - 1
+            self._stretches.append(_NumberedPlaces(self._next, name, place, place + places))
+        self._next += places
+        return self._next - places
+
+    # --- of a cluster, whose members draw and train ---------------------------------------------------------------
+
+    def add(self, dataset: Dataset) -> Holding:
+        """One more, or another one of this name."""
+        holding = self.holdings.setdefault(dataset.name, Holding(dataset))
+        holding.dataset = dataset
+        return holding
+
+    def trained_below(self, name: str, places: Ranges) -> Units:
+        """These are in the cluster's own model. Their numbers."""
+        holding, first = self.holdings[name], self._next
+        for begin, end in places:
+            self._number(name, begin, end - begin)
+        holding.queue, holding.open = holding.queue - places, holding.open | places
+        return ((first, self._next),) if places else ()
 
     # --- training ---------------------------------------------------------------------------------------------------
 
