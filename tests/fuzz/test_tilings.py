@@ -40,6 +40,20 @@ def check(tiling: Tiling) -> None:
                 if other == name:
                     sent[tuple(slice(b, b + n) for b, n in zip(box.begin, box.size, strict=True))] += 1
         assert bool((sent == 1).all()), name
+    said = found.as_said()
+    again = ModelTiling(said, SPECS).fragment(tuple(SHAPES))
+    assert list(again.sent) == list(found.sent)
+    assert list(again.held) == list(found.held)
+    assert again.as_said() == said
+    for section in range(found.sections):
+        ours = [
+            (name, i)
+            for name, pattern in found.tensors
+            for i, box in enumerate(pattern.boxes)
+            if section in box.holders
+        ]
+        assert [(name, i) for name, _, i in found.held.numbers(section)] == ours
+        assert {name for name, _ in found.sent[section]} <= {name for name, _ in ours}
 
 
 def test_the_right_one_is_taken() -> None:

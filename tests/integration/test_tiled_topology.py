@@ -16,6 +16,7 @@ from integration.groups_in_threads import Wire, finish
 from outerstep import tiling
 from outerstep.coordination.server.quotas import QuotaLimits, Quotas
 from outerstep.errors import BadRequest, ModelError, QuotaExceeded, TransportError
+from outerstep.events import WorkerDied
 from outerstep.server import DiLoCoServer, store
 from outerstep.server.boxes import box_hashes
 from outerstep.server.persistence import RecordedPush, RoundRecord, recorded_addends
@@ -476,6 +477,41 @@ def test_what_a_worker_holds_is_forgotten_when_it_has_left() -> None:
             assert worker.tiling is None
 
         in_ranks(2, run)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4+feedback"])
+def test_a_job_that_was_thought_dead_joins_again_by_itself_and_says_what_it_holds(codec: str) -> None:
+    """Its ranks are the same start of the worker, so nothing is lost."""
+    job = JOBS["rows and columns"]
+    with server_of(codec=codec) as server:
+
+        def forget() -> None:
+            with server.service.changed:
+                coordinator = server.service.coordinator
+                worker = coordinator.members.find("job")
+                assert worker is not None
+                coordinator.remove(worker, WorkerDied("job", 9.0), server.service.clock())
+                assert worker.tiling is None
+
+        def run(ranks: Ranks) -> None:
+            held, anchors = job[ranks.rank], dict[str, Tensor]()
+            topology = tiled(server, ranks, held)
+            ((_, agreed),) = anchors_of(topology, topology.join(manifest_of(held), Wishes()))
+            assert_held(agreed, anchors, server, held)
+            for seed in range(3):
+                ranks.check(lambda: None)
+                if ranks.rank == 0:
+                    forget()
+                ranks.check(lambda: None)
+                agreed = finish(topology.begin(contribution(agreed, cut(deltas(seed, exact=False), held))))
+                assert agreed.counted
+                assert_held(agreed, anchors, server, held)
+                worker = server.service.coordinator.members.find("job")
+                assert worker is not None
+                assert worker.tiling is not None
+
+        in_ranks(4, run)
+        assert server.sync_round == 3
 
 
 def test_a_contribution_that_never_arrived_is_sent_again_as_it_was_after_a_start_in_the_same_shape() -> None:
