@@ -29,7 +29,7 @@ from ..wire.http_transport import HttpTransport
 from . import units
 from .options import CredentialsFolder, credentials_folder
 from .plan_scenario import pool_bytes, write_scenario
-from .plan_sources import Source, from_file, from_status, site
+from .plan_sources import COMMAND_LINE, Source, from_file, from_status, site
 from .status import count
 
 LINKS = "Sites and links"
@@ -191,7 +191,7 @@ def _sites(number: int, given: Mapping[str, Any]) -> Iterator[Any]:
                 f"a plan needs {flag}; e.g. --link 200mbit --step-time 3s, or a FILE, or --from HOST:PORT"
             )
     for i in range(1, number + 1):
-        yield site({**given, "name": f"site{i}"}, "the command line")
+        yield site({**given, "name": f"site{i}"}, COMMAND_LINE)
 
 
 def _ask(address: str, credentials: str | None) -> Source:
@@ -290,23 +290,34 @@ def commands(situation: Situation, option: Option) -> list[tuple[str, str]]:
     if option.delay:
         top = top[0], f"{top[1]} --fragments 1 --fragment-delay {option.delay}"
     top = top[0], top[1] + _closes(option.closing) + _spools(option.members, option)
-    workers = max(each.workers for each in situation.sites)
+    sizes = sorted({each.workers for each in situation.sites})
+    called = {  # where sites differ, each has a line of its own kind
+        size: "NAME its own"
+        if len(sizes) == 1
+        else "NAME: " + ", ".join(each.name for each in situation.sites if each.workers == size)
+        for size in sizes
+    }
     if inside.engine == "allreduce":
         below = [
             (
-                "each site, NAME its own",
+                f"each site, {called[size]}",
                 f"outerstep worker --server allreduce --sync-every {inside.sync_every} --codec {inside.codec} {every} "
-                f"-- torchrun --nproc-per-node {workers} train.py    # or --nnodes: {workers} ranks in all",
+                f"-- torchrun --nproc-per-node {size} train.py"
+                + (f"    # or --nnodes: {size} ranks in all" if size > 1 else ""),
             )
+            for size in sizes
         ]
         return [top, ("each site, once, where rank 0 runs", joins[1]), *below]
     return [
         top,
         ("each site's server, once", joins[1]),
-        (
-            "each site's server, NAME its own",
-            f"{model} -n {workers} --sync-every {inside.sync_every} --codec {inside.codec} {every}"
-            f"{_closes(inside.closing)}{_spools(workers, option)}",
+        *(
+            (
+                f"each site's server, {called[size]}",
+                f"{model} -n {size} --sync-every {inside.sync_every} --codec {inside.codec} {every}"
+                f"{_closes(inside.closing.of(size, sizes[-1]))}{_spools(size, option)}",
+            )
+            for size in sizes
         ),
         ("each worker, once", "outerstep join    # with the line that its site's server prints"),
         ("and there", "outerstep worker --server SITE:8512 -- python train.py"),
@@ -367,7 +378,8 @@ def _mbit(bytes_per_s: float) -> str:
 
 
 def _name(option: Option) -> str:
-    how = f"{option.num_fragments} fragments, τ = {option.delay}" if option.delay else "blocking"
+    pieces = "1 fragment" if option.num_fragments == 1 else f"{option.num_fragments} fragments"
+    how = f"{pieces}, τ = {option.delay}" if option.delay else "blocking"
     inside = f", inside every {option.inside.sync_every} by {option.inside.engine}" if option.inside else ""
     return f"{option.topology}, H = {option.sync_every}, {option.codec}, {how}{inside}"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
 
+from ..coordination.autoconfig.meter import SMALLEST_BYTES
 from ..coordination.planning import Choice, PlannedSite
 from ..errors import ConfigError
 from ..observe.status import PeerStatus, ServerStatus
@@ -22,6 +23,8 @@ KEYS: Final = frozenset(
     {"params", "dtype", "target", "server_link", "lan", "failures_per_hour", "restart_after"} | SITE_KEYS | {"sites"}
 )
 MOST_FILE_BYTES: Final = 1 << 20
+COMMAND_LINE: Final = "the command line"
+FLAGS: Final = {"up": "--link-up", "down": "--link-down"}  # the others are called as the keys of a file
 T = TypeVar("T")
 
 
@@ -75,8 +78,10 @@ def site(said: Mapping[str, Any], where: str) -> PlannedSite:
     step_s = _read(said, "step_time", units.seconds, where)
     if up is None or down is None:
         raise ConfigError(f"{where}: a site must have a link: link, or up and down; e.g. 200mbit")
+    if step_s is None:
+        raise ConfigError(f"{where}: a site must have a step_time, e.g. 3s")
     if not step_s:
-        raise ConfigError(f"{where}: a site must have a step_time above 0, e.g. 3s")
+        raise ConfigError(f"{_called(where, 'step_time')} must be above 0, got {said['step_time']!r}; e.g. 3s")
     workers = said.get("workers", 1)
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ConfigError(f"{where}: workers must be a whole number from 1 up, got {workers!r}")
@@ -113,7 +118,12 @@ def _text(said: Mapping[str, Any], key: str, where: str) -> str | None:
 
 def _read(said: Mapping[str, Any], key: str, read: Callable[[str, str], T], where: str) -> T | None:
     text = _text(said, key, where)
-    return None if text is None else read(text, f"{where}: {key}")
+    return None if text is None else read(text, _called(where, key))
+
+
+def _called(where: str, key: str) -> str:
+    """What the user would change."""
+    return FLAGS.get(key, f"--{key.replace('_', '-')}") if where == COMMAND_LINE else f"{where}: {key}"
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
@@ -143,7 +153,9 @@ def from_status(status: ServerStatus | PeerStatus, address: str) -> Source:
     measured = sorted(steps.keys() & (up.keys() | down.keys()) & status.workers.keys())
     if not measured:
         raise ConfigError(
-            f"{address} has not measured the speed of a worker and its link yet; ask again after the first rounds"
+            f"{address} must have measured the speed and the link of one worker at least, and has not; ask again after "
+            f"the first rounds. A link is measured by pieces of {SMALLEST_BYTES >> 10} KiB and more: for a smaller "
+            "model take the rates that outerstep doctor measures, and give them with --link-up and --link-down"
         )
     usual_s = median(steps[name] for name in measured)
     usual_up, usual_down = (

@@ -16,7 +16,7 @@ hours ends every twelve minutes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ..errors import ConfigError
@@ -60,8 +60,19 @@ class RoundClosing:
     quorum: int | None = None
     grace_s: float = 0.0
 
+    def of(self, members: int, planned: int) -> RoundClosing:
+        """Of fewer members than it was planned for: with the same share of them, as far as that is a quorum."""
+        if self.quorum is None or members == planned:
+            return self
+        quorum = math.floor(self.quorum * members / planned)
+        return replace(self, quorum=quorum) if _is_quorum(quorum, members) else ALL
+
 
 ALL: Final = RoundClosing()
+
+
+def _is_quorum(quorum: int, members: int) -> bool:
+    return members >= LEAST_FOR_QUORUM and members / 2 < quorum < members
 
 
 @dataclass(frozen=True)
@@ -100,11 +111,11 @@ class Losses:
         return ALL if quorum is None else RoundClosing(quorum, grace_s)
 
     def _quorum(self, round_s: float) -> int | None:
-        if not self.may_close_early or self.is_one_job or self.members < LEAST_FOR_QUORUM:
+        if not self.may_close_early or self.is_one_job:
             return None
         away = self._away(round_s)
         quorum = math.floor(self.members - away - CERTAIN * math.sqrt(away))
-        return quorum if self.members / 2 < quorum < self.members else None
+        return quorum if _is_quorum(quorum, self.members) else None
 
     def _away(self, round_s: float) -> float:
         """How many are away, or back and out of step with the others, at a moment."""

@@ -12,6 +12,10 @@ asks and nobody answers, and a lease needs no message.
 A member is given its part, by speed, of all that is left of an epoch, and of the next one before it runs out of it: it
 must last until the next decision, whenever that is. Time is counted in decisions: a pace is units per decision.
 
+What is in all fragments' agreements is done as far as its member is believed: at the pace of the others, or its own
+(`Crowd.believable`). The rest is doubted: it stays that member's, is done a little later, and goes to others if it is
+much. So one that calls its whole part trained at each decision gets no more than the fastest that is believed.
+
 What goes back is the end of what a member says it has not drawn (`spare`). It trains on while that is decided, so it
 may have drawn some of it by then: such a unit is in the model twice, and counted (`repeated`).
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import msgspec
@@ -29,8 +34,10 @@ from ..errors import BadRequest
 from ..events import Event
 from ..ranges import NONE, Ranges
 from ..types import MOST_RANGES, Dataset, LeaseAnswer, LeaseStatement, Places, Trained
+from .kept_leases import check_kept, read_kept
 from .leases import ASK_AGAIN_S, HELD_PIECES, NO_END, Leases, LeaseTable
 from .shares import FairShares
+from .weights import MAX_WEIGHT_RATIO
 from .worker.units import LeaseRequest
 
 LEAD_TURNS = 4.0  # so many decisions' worth of units is held ahead
@@ -41,9 +48,6 @@ MOST_LOST = 16  # ranges that go back at one decision because their member does 
 MOST_RECENT = 64  # gifts of which a member may not have heard yet
 MOST_OPENED = 16  # epochs, at one decision: tiny ones
 
-# What reading a table comes upon if another peer wrote something else there. (The decoder's own are ValueErrors.)
-_NO_TABLE = (RecursionError, LookupError, TypeError, ValueError, AttributeError, OverflowError)
-
 
 class SharedTable(LeaseTable):
     """One dataset, as all members have it. `reserved` is `next`: nothing is leased beside the decisions."""
@@ -52,6 +56,54 @@ class SharedTable(LeaseTable):
         super().__init__(dataset, owner)
         self.recent: dict[str, list[tuple[int, Ranges]]] = {}  # what each was given, and at which decision
         self.finished: dict[str, Ranges] = {}  # the last units that each has brought
+        self.doubted: dict[str, Ranges] = {}  # in all fragments' agreements, more than their member is believed
+        self._ratio = inf
+        self._crowd = self.shares.among((), 0.0)  # as it was when this decision began
+        self._credited: dict[str, int] = {}  # units by this decision
+
+    def open(self, members: Collection[str], now: float, *, may_lie: bool) -> None:
+        """A decision begins. `may_lie`: some member may, so that nobody counts for more data than for weight."""
+        self._ratio = MAX_WEIGHT_RATIO if may_lie else inf
+        self._crowd = self.shares.among(members, now, self._ratio)
+        self._credited = {}
+
+    def _believed(self, worker_id: str, places: Ranges) -> Ranges:
+        """The first of them, as many as it can have trained beside what this decision counts already."""
+        room = int(min(self._crowd.believable(worker_id), NO_END)) - self._credited.get(worker_id, 0)
+        believed = places.first(max(room, 0))
+        self._credited[worker_id] = self._credited.get(worker_id, 0) + believed.total
+        return believed
+
+    def _hand(self, worker_id: str) -> int:
+        """Where members may lie, with what is doubted: it is not given more instead."""
+        hand = super()._hand(worker_id)
+        return hand if self._ratio == inf else hand + self.doubted.get(worker_id, NONE).total
+
+    def _note_brought(self, worker_id: str, units: int, now: float) -> None:
+        """When the decision ends, and as far as it is believed."""
+
+    def closed(self, fragment: int, version: int, left_out: Collection[str], fragments: int) -> list[Event]:
+        told = super().closed(fragment, version, left_out, fragments)
+        for worker_id in sorted(self.doubted) if version else ():
+            told += self._complete(worker_id, NONE, version)
+        return told
+
+    def _complete(self, worker_id: str, finished: Ranges, version: int) -> list[Event]:
+        places = self.doubted.get(worker_id, NONE) | finished
+        believed = self._believed(worker_id, places)
+        self._put(self.doubted, worker_id, places - believed)
+        return super()._complete(worker_id, believed, version)
+
+    def _uncover(self, worker_id: str, places: Ranges) -> None:
+        super()._uncover(worker_id, places)
+        self._put(self.doubted, worker_id, self.doubted.get(worker_id, NONE) - places)
+
+    def _give_up(self, worker_id: str, places: Ranges) -> None:
+        """What is spent counts as done: as far as its member is believed to have trained it."""
+        places &= self.held.get(worker_id, NONE)
+        believed = self._believed(worker_id, places)
+        self._take_back(worker_id, places - believed)
+        super()._give_up(worker_id, believed)
 
     def accept(self, worker_id: str, fragment: int, version: int, places: Places, now: float) -> None:
         """One that was killed when it had offered something trains that once more, if it comes back before all have
@@ -90,7 +142,7 @@ class SharedTable(LeaseTable):
         for _, places in news:  # of which it had not heard when it said this
             holds |= places & held
         # (What some fragment's agreements hold already is among what it holds, or it will never bring the rest.)
-        lost = Ranges(list(held - holds)[:MOST_LOST])
+        lost = Ranges(list(held - holds - self.doubted.get(worker_id, NONE))[:MOST_LOST])
         self._take_back(worker_id, lost)
         left = held - lost
         self._reconcile(worker_id, left | holds if (left | holds).pieces <= max(left.pieces, HELD_PIECES) else left)
@@ -99,6 +151,8 @@ class SharedTable(LeaseTable):
     def divide(self, said: Mapping[str, LeaseStatement], members: Collection[str], now: float) -> None:
         """All that is left, by speed. Every epoch by itself: all train the same one. Where nobody has `said` anything,
         members have come or gone, and everybody's part is cut at its end."""
+        for worker_id, units in sorted(self._credited.items()):
+            self.shares.brought(worker_id, units, now)
         weights, needs = self._weights(members, now)
         if not weights:
             return
@@ -115,7 +169,7 @@ class SharedTable(LeaseTable):
 
     def _weights(self, members: Collection[str], now: float) -> tuple[dict[str, float], dict[str, float]]:
         """By member, its part, and how many units it must hold."""
-        crowd = self.shares.among(members, now)
+        crowd = self.shares.among(members, now, self._ratio)
         paces = {name: crowd.pace(name) if name in set(crowd) else 0.0 for name in sorted(members)}
         known = [pace for pace in paces.values() if pace > 0.0]
         usual = sum(known) / len(known) if known else 1.0
@@ -136,7 +190,9 @@ class SharedTable(LeaseTable):
         cannot keep it by saying that it has drawn it all."""
         if not self.dataset.again:
             return
-        for name, part in self._parts(weights).items():
+        parts = self._parts(weights)
+        is_more = self.free or self.next < self.end or any(map(super()._hand, weights))
+        for name, part in parts.items():
             hand = self.held.get(name, NONE) - self._under_way(name)
             spare = NONE if said else hand
             if name in said:
@@ -146,6 +202,8 @@ class SharedTable(LeaseTable):
             if name in said and least > 2 * part + MOST_PIECES:
                 spare, least = hand, 0
             self._take_back(name, spare - spare.first(max(kept - least, 0)))
+            doubted = self.doubted.get(name, NONE) & self.held.get(name, NONE)
+            self._take_back(name, doubted - doubted.first(2 * part + MOST_PIECES if is_more else 0))
 
     def _give_out(self, weights: Mapping[str, float], now: float) -> None:
         """What is free, to those that have least of their part; the lowest places first."""
@@ -190,6 +248,7 @@ class SharedTable(LeaseTable):
             "counted": counted,
             "recent": recent,
             "finished": finished,
+            "doubted": {name: [list(one) for one in places] for name, places in self.doubted.items()},
             "shares": self.shares.remembered(),
         }
 
@@ -203,6 +262,7 @@ class SharedTable(LeaseTable):
             for name, given in facts["recent"].items()
         }
         made.finished = {str(name): Ranges(places) for name, places in facts["finished"].items()}
+        made.doubted = {str(name): Ranges(places) for name, places in facts["doubted"].items()}
         made._forgotten = NONE  # nothing is leased but by decisions
         made.shares = FairShares.resumed(made.dataset.units, facts["shares"])
         return made
@@ -232,11 +292,16 @@ class SharedLeases(Leases):
         brought: Mapping[str, Collection[Trained]],
         round_: tuple[int, int] = (0, 0),
         fragments: int = 1,
+        *,
+        may_lie: bool = False,
     ) -> list[Event]:
         """`members`: who is there, and which start of it. `brought`: by those whose contributions are in the round, of
-        this fragment, that makes this version. What comes of it is the same wherever the table was the same."""
+        this fragment, that makes this version. `may_lie`: a member that is not one's own may be among them. What comes
+        of it is the same wherever the table was the same."""
         self.turn += 1
         now, told = float(self.turn), list[Event]()
+        for table in self.tables.values():
+            table.open(members, now, may_lie=may_lie)
         for worker_id in sorted(self._instances.keys() - members.keys()):
             told += self.gone(worker_id)
             del self._instances[worker_id]
@@ -279,24 +344,36 @@ class SharedLeases(Leases):
     @classmethod
     def decode(cls, table: bytes) -> SharedLeases:
         """Of another member. Refused (BadRequest) if it is none."""
-        try:
-            kept = msgspec.json.decode(table)
-            made = cls([msgspec.convert(one["dataset"], Dataset) for one in kept["tables"]])
-            made.go_on_from(kept)
-        except _NO_TABLE as error:
-            raise BadRequest(f"the run's lease table cannot be read: {error}") from error
+        made = cls(one.dataset for one in read_kept(table).tables)
+        made._resume(msgspec.json.decode(table))
         return made
 
-    def go_on_from(self, kept: Mapping[str, Any] | None) -> None:
-        """Where another member is, or this one was. None: at the beginning."""
-        if kept is self.kept:
+    def check(self, kept: Mapping[str, Any] | None) -> None:
+        """Can it go on from there? Refused (BadRequest) if not."""
+        if kept is None or kept is self.kept:
             return
+        theirs, ours = {one.dataset for one in check_kept(kept).tables}, set(self._datasets)
+        if theirs != ours:
+            raise BadRequest(f"the run's lease table is of {_named(theirs)}, and this member trains {_named(ours)}")
+
+    def go_on_from(self, kept: Mapping[str, Any] | None) -> None:
+        """Where another member is, or this one was. None: at the beginning. Refused (BadRequest) if nobody can be
+        there."""
+        self.check(kept)
+        if kept is not self.kept:
+            self._resume(kept)
+
+    def _resume(self, kept: Mapping[str, Any] | None) -> None:
         fresh = {dataset.name: self.table_type(dataset) for dataset in self._datasets}
         found = {} if kept is None else {one["dataset"]["name"]: self.table_type.resumed(one) for one in kept["tables"]}
         self.tables = {**fresh, **{name: table for name, table in found.items() if name in fresh}}
         self.turn = 0 if kept is None else int(kept["turn"])
         self._instances = {} if kept is None else {str(name): str(one) for name, one in kept["instances"].items()}
         self._keep()
+
+
+def _named(datasets: Iterable[Dataset]) -> str:
+    return ", ".join(sorted(map(repr, datasets))) or "nothing"
 
 
 def terms_of(datasets: Iterable[Dataset]) -> dict[str, str]:

@@ -85,17 +85,23 @@ class FairShares:
         made._workers = {str(name): _Worker(**worker) for name, worker in facts.items()}
         return made
 
-    def among(self, live: Collection[str], now: float) -> Crowd:
-        """Those of them that train this dataset."""
-        return Crowd({name: one for name, one in self._workers.items() if name in live}, self._units, now)
+    def among(self, live: Collection[str], now: float, ratio: float = inf) -> Crowd:
+        """Those of them that train this dataset. `ratio`: times the median of the others', above which nobody counts,
+        whatever it has brought before."""
+        here = {name: one for name, one in self._workers.items() if name in live}
+        return Crowd(here, self._units, now, ratio, len(live))
 
 
 class Crowd:
     """Workers that train one dataset, as they are now. `hand`: how many units the run believes a worker to hold that
     are in no contribution of it. Every question takes time in the logarithm of their number."""
 
-    def __init__(self, workers: Mapping[str, _Worker], units: int, now: float) -> None:
-        self._workers, self._units, self._now = workers, units, now
+    def __init__(
+        self, workers: Mapping[str, _Worker], units: int, now: float, ratio: float = inf, count: int = 0
+    ) -> None:
+        """`count`: with those of which nothing is known."""
+        self._workers, self._units, self._now, self._ratio = workers, units, now, ratio
+        self._count = max(count, len(workers), 1)
         self._paces = sorted(one.claimed for one in workers.values() if one.claimed > 0.0)
         self._at_once = sorted(one.would_bring(now) for one in workers.values() if one.brought)
 
@@ -108,8 +114,27 @@ class Crowd:
         if len(self._workers) == 1:
             return worker.claimed
         others = _median_without(self._paces, worker.claimed if worker.claimed > 0.0 else None)
-        believed = UNKNOWN_PACE if others is None else PACE_RATIO * others
-        return min(worker.claimed, max(believed, PROVEN_RATIO * worker.proven))
+        if others is None:
+            return min(worker.claimed, max(UNKNOWN_PACE, PROVEN_RATIO * worker.proven))
+        return min(worker.claimed, self._bounded(worker, others))
+
+    def _bounded(self, worker: _Worker, others: float) -> float:
+        """Units per second: so many times the others', or what it has shown."""
+        return max(PACE_RATIO * others, min(PROVEN_RATIO * worker.proven, self._ratio * others))
+
+    def believable(self, worker_id: str) -> float:
+        """How many units it can have trained since it last brought some."""
+        if self._count == 1:
+            return inf
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return self._few
+        elapsed_s = max(self._now - worker.since, LEAST_INTERVAL_S)
+        proven = sorted(one.proven for one in self._workers.values() if one.proven > 0.0)
+        others = _median_without(proven, worker.proven if worker.proven > 0.0 else None)
+        if others is None:
+            return max(self._few, PROVEN_RATIO * worker.proven * elapsed_s)
+        return self._bounded(worker, others) * elapsed_s
 
     def untrained(self, worker_id: str, hand: int) -> float:
         worker, pace = self._workers[worker_id], self.pace(worker_id)
@@ -125,8 +150,11 @@ class Crowd:
         """How many more it may hold; negative: so many fewer."""
         if len(self._workers) == 1:
             return inf
-        few = max(FEW, self._units / (FEW_PART * len(self._workers)))
-        return max(few, AHEAD_S * self.pace(worker_id)) - self.untrained(worker_id, hand)
+        return max(self._few, AHEAD_S * self.pace(worker_id)) - self.untrained(worker_id, hand)
+
+    @property
+    def _few(self) -> float:
+        return max(FEW, self._units / (FEW_PART * self._count))
 
 
 def _median_without(values: Sequence[float], one: float | None) -> float | None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from ..coordination.layers.machine import RecordFacts
 from ..coordination.layers.tasks import JoinAbove
 from ..coordination.worker.effects import Send
+from ..coordination.worker.machine import Units
+from ..coordination.worker.units import LeaseRequest
 from ..errors import Fenced, Kicked, OuterstepError
-from ..types import Answer
+from ..types import Answer, Trained
 from .agenda import Agenda
 from .carried_leader import CarriedLeader, CarriedUpward, Then
 from .history import StepName
 from .layer_history import LayerHistory, Model
+from .leader_data import SimDataBelow, SimLeaseAsking
 from .network import Network
 from .scenario import Scenario
 from .server import SimServer
@@ -40,6 +43,7 @@ class SimLeaderRecord:
     moved: Mapping[int, int]
     version: int
     rounds: int
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 Change = Callable[[int], tuple[set[StepName], set[StepName]]]
@@ -51,6 +55,9 @@ class SimBelow(Protocol):
 
     def model(self, fragment: int) -> Model: ...
     def version(self) -> int: ...
+    def versions(self) -> dict[int, int]:
+        """By fragment: what `model` is now."""
+
     def rounds_since(self, version: int) -> int: ...
     def moves_known(self) -> dict[int, int]: ...
     def keep(self, record: SimLeaderRecord, then: Callable[[str], None]) -> None:
@@ -64,6 +71,9 @@ class SimBelow(Protocol):
     def hold(self, limit_s: float) -> None: ...
     def release(self) -> None: ...
     def end(self) -> None: ...
+    @property
+    def data(self) -> SimDataBelow | None:
+        """None: it leases none."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,15 @@ class SimUpward(CarriedUpward[Named], SimWorker):
         self.overtaken = [i for i, state in enumerate(saved.fragments) if last[i] > state.sequence]
         super()._resume(saved)
 
+    def lease(self, request: LeaseRequest, then: Callable[[Answer | OuterstepError], None]) -> None:
+        self._carrier.fire(request.message(self._session.head), then)
+
+    def trained(self, units: Units) -> None:
+        self.machine.count(0, 0, units)
+
+    def _describe(self, send: Send) -> tuple[Trained, ...]:
+        return self._leader.describe(send.units)
+
     # --- how it differs from one that trains -----------------------------------------------------------------------
 
     def _send(self, send: Send) -> None:
@@ -173,6 +192,7 @@ class SimLeader(CarriedLeader[Model]):
 
     worker: SimUpward | None
     worker_type: type[SimUpward] = SimUpward
+    asking_type: type[SimLeaseAsking] = SimLeaseAsking
 
     def __init__(
         self,
@@ -194,6 +214,11 @@ class SimLeader(CarriedLeader[Model]):
         self._shadow: list[Model] = list(self._before)  # S, while there is no worker
         self._saved: SimLeaderRecord | None = None
         self._paused_until = 0.0
+        self.asking: SimLeaseAsking | None = None
+        if below.data is not None:
+            self.asking = self.asking_type(below.data, agenda, self.later, self._ask)
+            self.asking.machine.begin(below.versions())
+        self._versions, self._is_new = below.versions(), is_new  # of B, before it has followed anything
         self.machine.began(is_new=is_new)
         self.work()
 
@@ -245,6 +270,19 @@ class SimLeader(CarriedLeader[Model]):
     def _violated(self, rule: str) -> None:
         self._above.history.violated(rule)
 
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: LeaseRequest, then: Callable[[Answer | OuterstepError], None]) -> None:
+        if self.worker is not None and self.worker.alive:
+            self.worker.lease(request, then)
+
+    def describe(self, units: Units) -> tuple[Trained, ...]:
+        return self.asking.machine.describe(units) if self.asking is not None else ()
+
+    def _settle_data(self) -> None:
+        if self.asking is not None and self.worker is not None:
+            self.asking.machine.exchanged(self.worker.machine.state)
+
     # --- the layer below ----------------------------------------------------------------------------------------------
 
     def _read(self) -> tuple[RecordFacts | None, Mapping[int, int]]:
@@ -253,7 +291,15 @@ class SimLeader(CarriedLeader[Model]):
         return facts, self._below.moves_known()
 
     def _keep(self, then: Then) -> None:
-        self._below.keep(self._record(), then)
+        record = self._record()
+        versions = dict(self.asking.machine.versions) if self.asking is not None else {}
+
+        def kept(why: str) -> None:
+            if not why and self.asking is not None and self.alive:
+                self.asking.machine.kept(versions)
+            then(why)
+
+        self._below.keep(record, kept)
 
     def _move(self, serial: int, fragments: tuple[int, ...], then: Then) -> None:
         self._below.move(serial, fragments, self._change, then)
@@ -272,6 +318,9 @@ class SimLeader(CarriedLeader[Model]):
 
     def _join(self, task: JoinAbove) -> None:
         saved = self._saved.worker if task.resumes and self._saved is not None else None
+        has_left_a_worker = self._saved.worker is not None if self._saved is not None else not self._is_new
+        if has_left_a_worker and not task.resumes and self.asking is not None:
+            self.asking.machine.begin(self._versions, gives_up=True)
         self._instance += 1
         worker = self.worker_type(self, self._instance, self._above, self._agenda, self._rng, saved)
         self.workers.append(worker)
@@ -286,6 +335,9 @@ class SimLeader(CarriedLeader[Model]):
 
     def _joined(self, task: JoinAbove) -> None:
         self.worker = self.workers[-1]
+        self._settle_data()
+        if self.asking is not None:
+            self.asking.look()
         if self.worker.overtaken and self._below.has_newest():
             self._above.history.violated(f"{self.cluster} sent what the newest record does not know of")
         for fragment in self.worker.overtaken:
@@ -296,6 +348,10 @@ class SimLeader(CarriedLeader[Model]):
         self._above.history.faults["successor"] += saved is not None
         self._above.history.faults["unsettled"] += bool(under_way)
         self.machine.joined(self._moving(), unsettled=bool(under_way))
+
+    def _exchanged(self) -> None:
+        self._settle_data()
+        super()._exchanged()
 
     def _end_above(self) -> None:
         for worker in self.workers:
@@ -317,12 +373,16 @@ class SimLeader(CarriedLeader[Model]):
         self._before = [self._below.model(f) for f in self._fragments]
         for fragment, target in enumerate(self._before):
             self.worker.follow(fragment, target)
+        if self.asking is not None:
+            self.worker.trained(self.asking.machine.followed(self._below.versions()))
 
     def _restore(self, is_in: tuple[int, ...]) -> None:
         saved = self._saved
         assert saved is not None
         self._shadow = list(saved.shadow)
         self._before = [saved.shadow[f] if f in is_in else saved.before[f] for f in self._fragments]
+        if self.asking is not None:
+            self.asking.machine.load_state(deepcopy(dict(saved.data)))
         self.machine.restored(self._moving(), rounds=saved.rounds + self._below.rounds_since(saved.version))
 
     def _record(self) -> SimLeaderRecord:
@@ -335,6 +395,7 @@ class SimLeader(CarriedLeader[Model]):
             moved=dict(machine.moved),
             version=self._below.version(),
             rounds=machine.rounds,
+            data=deepcopy(self.asking.machine.state()) if self.asking is not None else {},
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,7 +135,12 @@ class SharedHistory:
 class SharedWorld:
     """`play` goes through faulty meetings, then through quiet ones until nobody has anything to train."""
 
-    def __init__(self, scenario: SharedScenario, seed: int, member_type: type[SharedMember] = SharedMember) -> None:
+    def __init__(
+        self,
+        scenario: SharedScenario,
+        seed: int,
+        member_type: Callable[[SharedScenario, str, str, int], SharedMember] = SharedMember,
+    ) -> None:
         self._scenario, self._type, self._rng = scenario, member_type, random.Random(f"shared world {seed}")
         self.history = SharedHistory([Counter() for _ in range(scenario.fragments)])
         self._kept: dict[str, Any] | None = None  # of those who are not behind

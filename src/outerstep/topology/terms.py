@@ -7,16 +7,18 @@ the first difference is refused by name, on every rank alike.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from ..coordination.server.plan import check_manifest, settle
+from ..coordination.shared_leases import SharedLeases
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..core.outer import OuterRule
 from ..defaults import PART_SIZE_BYTES
-from ..errors import ConfigError, ManifestMismatch, OutOfStep, PlanMismatch
+from ..errors import BadRequest, ConfigError, ManifestMismatch, OutOfStep, PlanMismatch
 from ..types import Manifest, Plan, WeightBy, Wishes
 
 MAX_STALENESS = 4  # rounds that a worker's own steps may wait, after a wait that was interrupted
@@ -102,6 +104,17 @@ def check_loaded(plan: Plan, versions: Sequence[int], names: Collection[str]) ->
             f"the loaded state has {len(versions)} fragments and this run {len(plan.fragments)}; of this model it "
             f"lacks {', '.join(missing[:3]) or 'nothing'}: load a state of the same model and num_fragments"
         )
+
+
+def check_loaded_table(leases: SharedLeases, kept: Mapping[str, Any] | None) -> None:
+    """Is the lease table of a loaded state one that these members can go on from?"""
+    try:
+        leases.check(kept)
+    except BadRequest as error:
+        raise ConfigError(
+            f"the loaded state does not fit: {error.message}; load a state of the same data, or give the new data "
+            "another name"
+        ) from error
 
 
 def check_terms(ranks: Sequence[Rank]) -> None:

@@ -173,8 +173,13 @@ class TestThePlan:
             ("--sites 2 --link 1gbit --step-time 1s", "needs the size of the model"),
             ("--params 1B --step-time 1s", "needs --link"),
             ("--params 1B --link 1gbit", "needs --step-time"),
-            ("--params 1B --link 1gbit --step-time 0s", "step_time above 0"),
-            ("--params 1B --link fast --step-time 1s", "a rate such as 200mbit"),
+            ("--params 1B --link 1gbit --step-time 0s", "^--step-time must be above 0, got '0s'"),
+            ("--params 1B --link fast --step-time 1s", "^--link must be a rate such as 200mbit"),
+            (
+                "--params 1B --link-up 25 --link-down 1gbit --step-time 1s",
+                "^--link-up must be .*; units: .*, MB/s, GB/s$",
+            ),
+            ("--params 1B --link 1gbit --step-time 1s --latency 5", "^--latency must be a time"),
             ("--params 1B --link 1gbit --step-time 1s --dtype int3", "one of fp32, bf16, fp16"),
             ("--params 1B --link 1gbit --step-time 1s --codec mine", "size of codec 'mine' is not known"),
             ("missing.toml --params 1B", "there is no file missing.toml"),
@@ -234,6 +239,20 @@ class TestCommands:
         else:
             assert words == ["outerstep", "join"]
 
+    @pytest.mark.parametrize("engine", ["allreduce", "server"])
+    def test_of_sites_with_different_numbers_of_workers_are_one_for_each(self, engine: Any) -> None:
+        sites = (_site("home", 2), _site("lab", 8), _site("hall", 8))
+        situation = Situation(10**8, sites, choice=Choice(engine=engine))
+        option = next(each for each in propose(situation).options if each.topology == "hierarchy")
+        made = dict(commands(situation, option))
+        place = "each site" if engine == "allreduce" else "each site's server"
+        home, labs = made[f"{place}, NAME: home"], made[f"{place}, NAME: lab, hall"]
+        flag = "--nproc-per-node" if engine == "allreduce" else "-n"
+        assert f" {flag} 2 " in home
+        assert f" {flag} 8 " in labs
+        for command in (home, labs):
+            self._understood(command)
+
     def test_of_unequal_sites_count_the_fastest_ones_steps(self) -> None:
         situation = Situation(10**8, (_site("a", 1, 1.0), _site("b", 1, 2.0)), choice=Choice(100, "bf16", 1, 0))
         line = commands(situation, propose(situation).recommended)[0][1]
@@ -287,8 +306,8 @@ class TestFromAServer:
         ("changes", "said"),
         [
             ({"num_parameters": None}, "has no model yet"),
-            ({"links": []}, "has not measured"),
-            ({"workers": {}}, "has not"),
+            ({"links": []}, "must have measured .* pieces of 32 KiB and more: for a smaller model"),
+            ({"workers": {}}, "must have measured"),
         ],
     )
     def test_says_what_it_lacks(self, changes: dict[str, Any], said: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from outerstep.config.server import ServerConfig
 from outerstep.coordination.cost import NOMINAL, RoundCost, with_failures
-from outerstep.coordination.failures import ALL, NEVER, Failures, Losses
+from outerstep.coordination.failures import ALL, NEVER, Failures, Losses, RoundClosing
 from outerstep.coordination.planning import Choice, PlannedSite, Situation, propose
 from outerstep.coordination.planning.situation import HEARTBEAT_TIMEOUT_S
 from outerstep.errors import ConfigError
@@ -58,6 +58,15 @@ def test_a_quorum_is_a_majority_that_is_nearly_always_there_and_only_where_it_pa
     assert 90 <= closing.quorum < 99
     assert 1.0 <= closing.grace_s <= 60.0
     assert Losses(Failures(5.0), 3, 120.0).closing(550.0) == ALL  # one out of step would close rounds alone
+
+
+def test_a_smaller_site_closes_with_the_same_share_of_its_members_or_with_all() -> None:
+    planned = RoundClosing(quorum=90, grace_s=10.0)
+    assert planned.of(100, 100) is planned
+    assert planned.of(50, 100) == RoundClosing(quorum=45, grace_s=10.0)
+    assert planned.of(3, 100) == ALL
+    assert RoundClosing(quorum=51, grace_s=10.0).of(4, 100) == ALL  # two of four are no majority
+    assert ALL.of(50, 100) is ALL
     assert Losses(Failures(0.001), 8, 120.0).closing(550.0) == ALL  # hardly anybody dies
     assert Losses(Failures(60.0, 3600.0), 100, 120.0).closing(550.0) == ALL  # hardly anybody is there
     assert Losses(OFTEN, 100, 120.0, is_one_job=True).closing(550.0) == ALL

@@ -10,7 +10,7 @@ ones are a quorum by themselves, as n > 3f. It is always more than half, so no t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -90,8 +90,8 @@ def withdrawn_in(block: Change) -> tuple[Withdrawal, ...]:
     return () if block.withdrawn is UNSET else block.withdrawn
 
 
-def after(block: Block, state: ChainState) -> ChainState:
-    """The run after one more decided block."""
+def after(block: Block, state: ChainState, attackers: int = 0) -> ChainState:
+    """The run after one more decided block. `attackers`: as in its rules."""
     members, versions, expelled, borne = state.members, state.versions, state.expelled, state.names
     if isinstance(block, Round):
         versions = tuple(block.version if f == block.fragment else v for f, v in enumerate(versions))
@@ -109,11 +109,11 @@ def after(block: Block, state: ChainState) -> ChainState:
         versions=versions,
         expelled=expelled,
         names=borne,
-        data=_data_after(block, state, members),
+        data=_data_after(block, state, members, attackers),
     )
 
 
-def _data_after(block: Block, state: ChainState, members: Iterable[Member]) -> bytes | UnsetType:
+def _data_after(block: Block, state: ChainState, members: Sequence[Member], attackers: int) -> bytes | UnsetType:
     """The lease table: a round's offers say who has trained what, a change who is there."""
     if state.data is UNSET:
         return UNSET
@@ -126,9 +126,10 @@ def _data_after(block: Block, state: ChainState, members: Iterable[Member]) -> b
     leases.decide(
         here,
         {name: () if says.data is UNSET else says.data for name, says in offers.items()},
-        {name: () if says.trained is UNSET else says.trained for name, says in offers.items()},
+        {name: () if says.trained is UNSET or not says.steps else says.trained for name, says in offers.items()},
         (block.fragment, block.version),
         len(state.versions),
+        may_lie=attackers_among(len(members), attackers) > 0,
     )
     return leases.encode()
 

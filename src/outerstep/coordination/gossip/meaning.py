@@ -11,7 +11,7 @@ this peer is for it.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from msgspec import UNSET
 
@@ -26,7 +26,8 @@ from ...statements import (
     Offered,
     Round,
 )
-from ..shared_leases import SharedLeases
+from ...types import Dataset
+from ..kept_leases import read_kept
 from . import chain
 from .book import Book
 from .names import MOST_NAMES, is_anothers, owner_of
@@ -54,19 +55,31 @@ def wrong_with_offer(offer: Offered, fragments: int) -> str:
     return "" if offer.fragment < fragments else f"offers to fragment {offer.fragment}, and the run has {fragments}"
 
 
-def wrong_with_state(state: ChainState, fragments: int | None = None) -> str:
-    """`fragments`: how many the run has, if that is known."""
+def wrong_with_state(
+    state: ChainState, fragments: int | None = None, datasets: Collection[Dataset] | None = None
+) -> str:
+    """`fragments`: how many the run has, if that is known; `datasets`: which it leases."""
     if not state.versions or fragments not in (None, len(state.versions)):
         return f"names a run of {len(state.versions)} fragments" + (f", not {fragments}" if fragments else "")
-    if state.data is not UNSET:
-        try:
-            SharedLeases.decode(state.data)
-        except BadRequest as error:
-            return f"names a run of which {error.message}"
+    try:
+        leased = leased_datasets(state)
+    except BadRequest as error:
+        return f"names a run of which {error.message}"
+    if datasets is not None and leased != set(datasets):
+        return f"names a run that leases {_named(leased)}, not {_named(datasets)}"
     names = () if state.names is UNSET else [name.peer_id for name in state.names]
     if len(names) > MOST_NAMES or len(set(names)) != len(names):
         return f"names {len(names)} names, where a run has {MOST_NAMES} at most, each once"
     return _wrong_with_members(state.members)
+
+
+def leased_datasets(state: ChainState) -> set[Dataset]:
+    """What the run leases. Refused (BadRequest) if its table cannot be read."""
+    return set() if state.data is UNSET else {one.dataset for one in read_kept(state.data).tables}
+
+
+def _named(datasets: Iterable[Dataset]) -> str:
+    return ", ".join(sorted(one.name for one in datasets)) or "nothing"
 
 
 def wrong_with_block(block: Block, state: ChainState, book: Book) -> str:

@@ -43,7 +43,15 @@ from .ballot import Ballot, Ballots
 from .blocks import Blocks
 from .book import Book, Sign, Verify
 from .heard import Acquaintances, HeardOffer, Offers, digests_of, signed_in
-from .meaning import CanCall, anywhere, wrong_with_beat, wrong_with_block, wrong_with_offer, wrong_with_state
+from .meaning import (
+    CanCall,
+    anywhere,
+    leased_datasets,
+    wrong_with_beat,
+    wrong_with_block,
+    wrong_with_offer,
+    wrong_with_state,
+)
 from .refusals import GossipRefusals
 from .rules import GossipRules
 
@@ -498,7 +506,7 @@ class GossipPeer:
             if wrong or not chain.is_decided(decision, self.state, self.book, self.rules.attackers):
                 self.refusals.note(teller, f"passed on a decision that was not made: it {wrong or 'has no quorum'}")
                 return
-        self.state = chain.after(decision.block, self.state)
+        self.state = chain.after(decision.block, self.state, self.rules.attackers)
         self._remember(decision)
         self._taken.append(decision)
         self._others.changed(self.state.members, now)
@@ -527,11 +535,13 @@ class GossipPeer:
             del self._convicted_at[key]
             self.book.proofs.pop(key, None)
 
-    def leap(self, state: ChainState, now: float) -> None:
+    def leap(self, state: ChainState, now: float) -> bool:
         """Go on from here, as more than f members say that the run stands here: the blocks in between are forgotten by
-        those that decided them. What this peer has said about earlier heights binds it no more."""
-        if state.height <= self.state.height or wrong_with_state(state, len(self.state.versions)):
-            return
+        those that decided them. What this peer has said about earlier heights binds it no more. False: nobody can go on
+        from there."""
+        wrong = wrong_with_state(state, len(self.state.versions), leased_datasets(self.state))
+        if state.height <= self.state.height or wrong:
+            return False
         self.state = state
         self._decisions.clear()
         self._taken.clear()
@@ -542,6 +552,7 @@ class GossipPeer:
         self._offers.prune(state.versions, {*self._keys, self.member.key}, [])
         self.stirred = True
         self._beat(now)
+        return True
 
     def _blocks_in_question(self) -> list[Round]:
         """Rounds that are voted on, and the last that were decided: their contributions are needed."""

@@ -46,7 +46,16 @@ from ..forms import forms_of
 from ..leadership import ClusterSettings
 from ..protocol import Agreed, Contribution, DataVoice, FinishedTicket, Joined, Orders, Sight
 from ..reduce import ReducedMean, Reducer, down_rules
-from ..terms import ExchangeHeader, Rank, check_headers, check_loaded, check_terms, draw_up, introduction
+from ..terms import (
+    ExchangeHeader,
+    Rank,
+    check_headers,
+    check_loaded,
+    check_loaded_table,
+    check_terms,
+    draw_up,
+    introduction,
+)
 from ..update import AnchorUpdate, MeanStep, WholeAnchor, anchor_hash, apply_to, copies, empty_anchor
 from .cluster import NewAnchor, RankCluster, SavedCluster, loaded_terms, wait_for_device
 from .peers import Links, Peers, make_links, peers_of_job
@@ -429,9 +438,14 @@ class AllReduceTopology:
 
     def share_data(self, voice: DataVoice) -> None:
         if self._cluster_settings is not None:
-            raise ConfigError("ranks that are a cluster of a layer above lease no data yet; leave `data` out")
+            raise ConfigError(
+                "ranks that are a cluster of a layer above lease no data yet; leave `data` out, or let the job be a "
+                "worker of a server that has the layer above (docs/concepts/data.md#clusters)"
+            )
         self._voice, self._leases = voice, SharedLeases(voice.datasets)
-        self._leases.go_on_from((self._loaded_state or {}).get("data"))
+        kept = (self._loaded_state or {}).get("data")
+        check_loaded_table(self._leases, kept)
+        self._leases.go_on_from(kept)
 
     def is_admitted(self) -> bool:
         return True

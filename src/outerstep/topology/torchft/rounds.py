@@ -40,7 +40,7 @@ from ...core.own_outer import outer_everywhere
 from ...core.state import FragmentState
 from ...core.watch import watched
 from ...digest import data_hash
-from ...errors import AnchorsDiffer, ModelError, WorkerError
+from ...errors import AnchorsDiffer, BadRequest, ModelError, WorkerError
 from ...types import LeaseAnswer, LeaseStatement, Participant, Trained, Watched
 from ..cluster_part import ClusterPart
 from ..encode import Encoded
@@ -701,6 +701,7 @@ class Rounds:
     def _heal(self, state: Mapping[str, Any]) -> None:
         """From here on this replica stands where the others do; it takes the anchors over when it lands."""
         snapshot = read_snapshot(state)
+        self._check_table(snapshot)
         anchors, momentum, worker = state["anchors"], state["momentum"], state["worker"]
         log.warning("healed: from versions %s to %s", self.snapshot.versions, snapshot.versions)
         self.healed_from = None if self.run_id else worker  # a replica with an optimizer's state keeps it
@@ -708,6 +709,14 @@ class Rounds:
             self._leadership.step_down()
             self.record = KeptRecord(state.get("record"))
         self.begin_at(snapshot, copies(anchors), copies(momentum))  # into memory that may be written to
+
+    def _check_table(self, snapshot: RunSnapshot) -> None:
+        """Before anything is changed. What is wrong there the vote will say, and the next quorum heals anew."""
+        try:
+            if self.leases is not None:
+                self.leases.check(snapshot.data)
+        except BadRequest as error:
+            raise RuntimeError(f"the state to heal from cannot be used: {error.message}") from error
 
     def begin_at(self, snapshot: RunSnapshot, anchors: dict[str, Tensor], momentum: dict[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():

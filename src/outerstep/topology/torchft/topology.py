@@ -40,7 +40,7 @@ from ..group.topology import Amount, of_all
 from ..leadership import ClusterSettings, KeptRecord, Leadership
 from ..local_worker import Inner
 from ..protocol import Agreed, Contribution, DataVoice, FinishedTicket, Joined, Orders, Sight
-from ..terms import Rank, check_loaded, draw_up, introduction
+from ..terms import Rank, check_loaded, check_loaded_table, draw_up, introduction
 from ..update import MeanStep, copies
 from .process_groups import ProcessGroups
 from .quorum import Quorums, TorchftSettings
@@ -219,6 +219,8 @@ class TorchftTopology:
         if self._leadership is not None and "cluster" in saved:
             snapshot.cluster = msgspec.json.decode(saved["cluster"], type=ClusterPart)
             self._rounds.record = KeptRecord(saved["record"])
+        if self._rounds.leases is not None:
+            check_loaded_table(self._rounds.leases, snapshot.data)
         anchors = {name: tensor.reshape(self._tensors[name].shape) for name, tensor in copies(saved["anchors"]).items()}
         self._rounds.begin_at(snapshot, anchors, copies(saved["momentum"]))
         self._quorums.step = saved["step"]
@@ -275,7 +277,10 @@ class TorchftTopology:
 
     def share_data(self, voice: DataVoice) -> None:
         if self._cluster is not None:
-            raise ConfigError("replicas that are a cluster of a layer above lease no data yet; leave `data` out")
+            raise ConfigError(
+                "replicas that are a cluster of a layer above lease no data yet; leave `data` out, or let workers of a "
+                "server be that cluster (docs/concepts/data.md#clusters)"
+            )
         self._voice = voice
 
     def is_admitted(self) -> bool:

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ from ....errors import BadRequest, Busy, OuterstepError, ServerUnreachable, Tran
 from ....security import Access
 from ....security.signing import SigningKey, verify
 from ....statements import Beat, ChainState, Converse, Signed
-from ....types import PROTOCOL_VERSION
+from ....types import PROTOCOL_VERSION, Dataset
 from ....wire.http_transport import HttpTransport
 from ....wire.peers import AskTerms, Terms
 from .calls import ask, ask_member
@@ -45,18 +45,18 @@ log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 30.0
 DISK_PATIENCE_S = 60.0
 FAILURES_OF_THE_GONE = 2
-MOST_TROUBLE = 300  # letters of what another peer answered
+MOST_TROUBLE = 300  # characters of what another peer answered
 STALLED_S = 120.0  # a worker reports several times a minute, or it has stopped to on purpose (stalled_after_s)
 
 
 @dataclass(eq=False)
 class _Conversation:
-    """What is known of the conversations with one member."""
+    """The state of the conversations with one member."""
 
     key: str
-    height: int = -1  # of the last block that it knows; -1 = it has not said yet
-    seen: int = -1  # the news that it was told of
-    heard: int = -1  # those that it has answered to
+    height: int = -1  # of the last block that it knows; -1 = unknown
+    seen: int = -1  # the number of the last news that it was told
+    heard: int = -1  # the last that it has answered
     failures: int = 0
     not_before: float = 0.0
     is_wanted: bool = True
@@ -69,7 +69,7 @@ class Conversations:
         self._beat_every_s = beat_every_s
         self._open: dict[str, _Conversation] = {}
         self._draw = random.Random()
-        self.stuck_at = -1  # a height at which nobody has the next block any more, as it seems
+        self.stuck_at = -1  # a height for which nobody seems to have the next block
         self.conversations = 0
 
     def start(self) -> None:
@@ -179,7 +179,7 @@ class Conversations:
         self._recorder.note()
 
     def _put_off(self, talk: _Conversation, error: OuterstepError) -> None:
-        """It did not answer, or not as it should."""
+        """Call it later: it did not answer, or not as it should."""
         with self._shared.lock:
             backoff = Backoff(self._beat_every_s, LONGEST_PAUSE_S)
             talk.not_before = self._shared.clock() + backoff.pause_s(talk.failures, self._draw)
@@ -242,10 +242,12 @@ class Survey:
         finally:
             transport.close()
 
-    def _ask(self, transport: HttpTransport, fragments: int | None = None) -> Terms:
+    def _ask(
+        self, transport: HttpTransport, fragments: int | None = None, datasets: Collection[Dataset] | None = None
+    ) -> Terms:
         """What it says of the run, if that can be."""
         terms = ask(transport, AskTerms(sender=self._peer_id, protocol=PROTOCOL_VERSION), Terms, timeout_s=TIMEOUT_S)
-        wrong = wrong_with_state(terms.state, fragments)
+        wrong = wrong_with_state(terms.state, fragments, datasets)
         if wrong:
             raise BadRequest(f"what {transport.address} says of the run cannot be: it {wrong}", hint="ask another peer")
         return replace(terms, beats=tuple(signed for signed, _ in self._newest_beats(terms)))
@@ -288,12 +290,12 @@ class Survey:
         self,
         contacts: Contacts,
         keys: list[str],
-        known: tuple[str, int],
+        known: tuple[str, int, Collection[Dataset]],
         needed: int,
         blame: Callable[[str, str], None],
     ) -> tuple[ChainState, tuple[Signed, ...]] | None:
-        """The newest that at least `needed` of these members name. `known`: the run and how many fragments it has;
-        `blame` is told who says what cannot be, and why not."""
+        """The newest that at least `needed` of these members name. `known`: the run, how many fragments it has,
+        and which datasets it leases; `blame` is told who says what cannot be, and why not."""
         named: Counter[ChainState] = Counter()
         beats: tuple[Signed, ...] = ()
         for key in keys:
@@ -301,7 +303,7 @@ class Survey:
             if transport is None:
                 continue
             try:
-                terms = self._ask(transport, known[1])
+                terms = self._ask(transport, *known[1:])
             except BadRequest as error:
                 blame(key, error.message)
                 continue

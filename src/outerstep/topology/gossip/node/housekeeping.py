@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ....coordination.gossip.chain import witnesses
+from ....coordination.gossip.meaning import leased_datasets
 from ....statements import Converse
 from .conversations import Survey
 from .hearing import blame, hear
@@ -59,7 +60,7 @@ class Housekeeping:
             peer, height = node.peer, node.peer.state.height
             keys = [member.key for member in peer.state.members if member.key != node.key]
             needed = witnesses(len(peer.state.members), peer.rules.attackers)
-            known = (peer.run_id, len(peer.state.versions))
+            known = (peer.run_id, len(peer.state.versions), leased_datasets(peer.state))
         found = self._survey.newest_state(self._contacts, keys, known, needed, self._blame)
         if found is None:
             return
