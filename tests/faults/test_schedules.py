@@ -35,9 +35,10 @@ from outerstep.durable.disk import Disk
 from outerstep.durable.journal import Journal, Record
 from outerstep.events import WorkerDied
 from outerstep.simulate import History, Scenario, run
+from outerstep.simulate.carried import SimSent
 from outerstep.simulate.history import StepName
 from outerstep.simulate.server import SimServer
-from outerstep.simulate.worker import SimFragment, SimSent, SimWorker
+from outerstep.simulate.worker import Named, SimFragment, SimWorker
 from outerstep.types import (
     Commit,
     CommitAnswer,
@@ -422,7 +423,7 @@ class StillCountsWhatItGaveUp(WorkerMachine):
 class ForgetsTheLate(SimWorker):
     """Believes "accepted", though the round is not on any disk yet."""
 
-    def _settle(self, fragment: SimFragment, sent: SimSent, outcome: Outcome) -> list[StepName]:
+    def _settle(self, fragment: SimFragment, sent: SimSent[Named], outcome: Outcome) -> Named | None:
         lost = super()._settle(fragment, sent, outcome)
         if fragment.late is sent:
             fragment.late = None

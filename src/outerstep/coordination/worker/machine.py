@@ -6,7 +6,7 @@
 
 `do` carries effects out in order (effects.py). After Finish it reports the result to `outcome`, after a move whether
 the anchor is the agreed one to `confirmed`, and carries out what those return before it goes on. What goes wrong on the
-way ends the wait: `interrupted`. worker/sync.py does it with tensors, simulate/worker.py with sets of steps.
+way ends the wait: `interrupted`. worker/sync.py does it with tensors, simulate/carried.py with sets of steps.
 
     stepped ──▶ due ──▶ Send ──▶ waiting ──▶ Finish ──▶ outcome ──▶ Adopt, Carry, Mix     our steps are in it
                  │               │  ▲  │                    ├─────▶ Rebase                it came about without us

@@ -1,50 +1,24 @@
 """A cluster of a fleet: a server with members, and the real machine of a cluster, which is a worker of the top.
 
-    T    what the cluster's server has         S    Θ and the rounds that are not in it
-    Θ    what the top had agreed on            B    T as it was when S last followed it
-
-Each of them is two things: a version of the top, for all that others did, and the cluster's own rounds (by the version
-that each made below). hierarchy/leader.py does the same on tensors, simulate/leader.py on named steps, with faults of
-the leader itself, which a fleet does not have.
+Each of T, Θ, S and B (carried_leader.py) is two things: a version of the top, for all that others did, and the
+cluster's own rounds (by the version that each made below).
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...coordination.layers.machine import ClusterMachine, RecordFacts
-from ...coordination.layers.tasks import (
-    ClusterTask,
-    ContributeRest,
-    EndBelow,
-    FollowBelow,
-    GoAlone,
-    JoinAbove,
-    KeepRecord,
-    LeaveAbove,
-    LetGo,
-    MarkMoved,
-    MoveBelow,
-    ReadRecord,
-    ReleaseMembers,
-    Rest,
-    Restore,
-    SettleAbove,
-    TakeRest,
-    TakeRounds,
-    Withdraw,
-)
-from ...coordination.worker.effects import Send, Sight
+from ...coordination.layers.machine import RecordFacts
+from ...coordination.layers.tasks import JoinAbove
 from ...events import Event, VersionPublished
 from ...ranges import Ranges
-from ...schedule import due_fragment
 from ..agenda import Agenda
+from ..carried_leader import CarriedLeader, CarriedUpward, Then
 from .ledger import NOTHING, LayerLedger
 from .member import Clocks, FleetMember, Seat
 from .server import RECORD_S, FleetServer
-
-TAKES_S = 0.01  # whatever is not carried by a line
 
 
 @dataclass(frozen=True)
@@ -55,28 +29,18 @@ class ClusterHolding:
     own: Ranges = NOTHING
 
 
-class FleetUpward(FleetMember):
+class FleetUpward(CarriedUpward[Ranges], FleetMember):
     """The cluster, to the top. Its steps are rounds."""
 
     def __init__(
         self, leader: FleetLeader, seat: Seat, top: FleetServer, agenda: Agenda, rng: random.Random, clocks: Clocks
     ) -> None:
-        self._leader = leader
-        self._readied: dict[int, bool] = {}  # contributions held back, by fragment: is it the last?
-        self.begun = 0
-        self.is_told_to_end = False
-        super().__init__(seat, 1, top, agenda, rng, clocks)
+        self._led_by(leader)
+        FleetMember.__init__(self, seat, 1, top, agenda, rng, clocks)
 
-    def take_round(self) -> None:
-        self._drive(self.machine.stepped)
-
-    def sync(self) -> None:
-        self._drive(self.machine.sync_all)
-
-    def let_go(self) -> None:
-        readied, self._readied = self._readied, {}
-        for index, last in readied.items():
-            self._again(index, last=last)
+    @property
+    def has_unsent(self) -> bool:
+        return any(one.unsent for one in self.fragments)
 
     def agreed(self, index: int) -> ClusterHolding:
         """Θ."""
@@ -93,46 +57,15 @@ class FleetUpward(FleetMember):
         fragment = self.fragments[index]
         fragment.unsent, fragment.until = target.own - agreed.own, 1 << 62
 
-    @property
-    def exchanges_next(self) -> bool:
-        machine = self.machine
-        cycle = machine.state.cycle
-        is_due = due_fragment(cycle.step + 1, cycle.sync_every, len(self.fragments)) is not None
-        return is_due and machine.plan.delay == 0 and not machine.in_flight
-
-    # --- how it differs from one that trains --------------------------------------------------------------------------
-
     def _train(self) -> None:
-        orders = self._inbox.take()
         self._be("training")
-        self.machine.state.cycle.assigned = orders.sync_every
-        self.is_told_to_end = self.is_told_to_end or bool(orders.drain)
-        if orders.sync:
-            self.sync()
-        else:
-            self._leader.rests()
-
-    def _send(self, send: Send) -> None:
-        super()._send(send)
-        self.begun += 1
-
-    def _ready(self, index: int, *, last: bool) -> None:
-        """Held back until the leader lets it go."""
-        self.fragments[index].exchange = None
-        self._readied[index] = last
-        self._leader.sent()
-
-    def _sight(self, index: int) -> Sight:
-        return super()._sight(index) if index not in self._readied else Sight(done=False)
-
-    def _check(self) -> None:
-        """Its steps are rounds; what is unsent are the rounds that T has and Θ has not."""
+        super()._train()
 
 
-class FleetLeader:
+class FleetLeader(CarriedLeader[ClusterHolding]):
     """Of one cluster. It lives as long as the run."""
 
-    machine_type: type[ClusterMachine] = ClusterMachine
+    worker: FleetUpward | None
 
     def __init__(
         self,
@@ -145,26 +78,20 @@ class FleetLeader:
         wait_s: float,
         record_s: float = RECORD_S,
     ) -> None:
-        self.seat, self.below, self._top, self._agenda, self._rng = seat, below, top, agenda, rng
+        holding = [ClusterHolding() for _ in range(top.terms.setting.num_fragments)]
+        super().__init__(seat.name, agenda, list(holding), wait_s)
+        self.seat, self.below, self._top, self._rng = seat, below, top, rng
         self._record_s = record_s
-        self._indices = range(top.terms.setting.num_fragments)
-        self.machine = self.machine_type(wait_s)
-        self.upward: FleetUpward | None = None
         self._joining: FleetUpward | None = None
         self.clocks = Clocks()
-        self.t = [ClusterHolding() for _ in self._indices]
-        self._made = [NOTHING for _ in self._indices]  # all of the cluster's own rounds
-        self._before = list(self.t)  # B
-        self._task: ClusterTask | None = None
-        self._is_offering = self._is_resting = False
-        self._rounds_left = self._begun = 0
-        self._moving_now: dict[
-            int, tuple[ClusterHolding, ClusterHolding]
-        ] = {}  # by fragment: S and B of the move under way
-        self._is_unclear = False
+        self.t = holding
+        self._made = [NOTHING for _ in holding]  # all of the cluster's own rounds
+        # By fragment: S and B of the move under way; and who waits for it.
+        self._moving_now: dict[int, tuple[ClusterHolding, ClusterHolding]] = {}
+        self._then: Then = self._next
         below.heard = self._heard
         self.machine.began(is_new=True)
-        self._work()
+        self.work()
 
     # --- what happens below -------------------------------------------------------------------------------------------
 
@@ -172,25 +99,17 @@ class FleetLeader:
         if isinstance(event, VersionPublished):
             agreement = event.agreement
             if agreement.participants:
-                self._round_closed(agreement.fragment, agreement.version)
+                self._made_round(agreement.fragment, agreement.version)
             else:
                 self._moved(agreement.fragment)
         elif not self.below.coordinator.members.live_ids:
-            self.machine.emptied()
-            self._work()
+            self.emptied()
 
-    def _round_closed(self, fragment: int, version: int) -> None:
+    def _made_round(self, fragment: int, version: int) -> None:
         held, made = self.t[fragment], Ranges([(version, version + 1)])
         self.t[fragment] = ClusterHolding(held.above, held.own | made)
         self._made[fragment] = self._made[fragment] | made
-        if fragment:
-            self.machine.other_closed()
-            return
-        exchanges_next = self.machine.is_idle and self.upward is not None and self.upward.exchanges_next
-        hold_s = self.machine.round_closed(exchanges_next=exchanges_next)
-        if hold_s > 0.0:
-            self.below.hold(hold_s)
-        self._work()
+        self.round_closed(fragment)
 
     def _moved(self, fragment: int) -> None:
         """T′ = T + (S − B)."""
@@ -200,153 +119,53 @@ class FleetLeader:
             self.below.ledger.violated(f"a move from version {b.above} of the top was made on version {held.above}")
         self.t[fragment] = ClusterHolding(s.above, (held.own | (s.own - b.own)) - (b.own - s.own))
         if not self._moving_now:
-            self._reported()
+            self._then()
 
-    # --- one task after the other -------------------------------------------------------------------------------------
+    def _violated(self, rule: str) -> None:
+        self.below.ledger.violated(rule)
 
-    def _work(self) -> None:
-        if self._task is not None:
-            return
-        task = self.machine.next()
-        if self.machine.life.unclear and not self._is_unclear:
-            self._is_unclear = True
-            self.below.ledger.violated(f"the life of the cluster has no such edge: {self.machine.life.unclear}")
-        if task is not None:
-            self._task = task
-            self._agenda.after(TAKES_S, lambda: self._carry_out(task))
+    def _read(self) -> tuple[RecordFacts | None, Mapping[int, int]]:
+        return None, {f: one.upper_version for f, one in enumerate(self.below.coordinator.fragments)}
 
-    def _reported(self) -> None:
-        """The task is carried out."""
-        self._task = None
-        self.machine.done()
-        self._work()
+    def _keep(self, then: Then) -> None:
+        self.later(self._record_s, then)
 
-    def _next(self) -> None:
-        """The machine was told more than that."""
-        self._task = None
-        self._work()
+    def _move(self, serial: int, fragments: tuple[int, ...], then: Then) -> None:
+        self._moving_now, self._then = {f: (self._s(f), self._before[f]) for f in fragments}, then
+        self.below.move(serial, fragments)
 
-    def _carry_out(self, task: ClusterTask) -> None:
-        match task:
-            case ReadRecord():
-                known = {f: one.upper_version for f, one in enumerate(self.below.coordinator.fragments)}
-                facts: RecordFacts | None = None
-                self.machine.found(facts, known)
-                self._next()
-            case JoinAbove():
-                self._joining = FleetUpward(self, self.seat, self._top, self._agenda, self._rng, self.clocks)
-            case KeepRecord():
-                self._agenda.after(self._record_s, self._reported)
-            case FollowBelow():
-                self._follow()
-                self._reported()
-            case TakeRounds(rounds):
-                self._rounds_left, self._begun = rounds, self._up.begun
-                self._take_one()
-            case TakeRest():
-                self._rounds_left = int(any(one.unsent for one in self._up.fragments))
-                self._begun = self._up.begun
-                self._take_one()
-            case SettleAbove() | ContributeRest():
-                self._up.sync()
-            case MoveBelow(serial, fragments):
-                self._moving_now = {f: (self._s(f), self._before[f]) for f in fragments}
-                self.below.move(serial, fragments)
-            case MarkMoved():
-                self._before = [self._s(f) for f in self._indices]
-                self._reported()
-            case ReleaseMembers():
-                self.below.release()
-                self._reported()
-            case Rest(seconds):
-                self._agenda.after(seconds, self._reported)
-            case LetGo() | Withdraw() | Restore() | LeaveAbove() | EndBelow() | GoAlone():
-                raise AssertionError(f"a leader that lives as long as its run is not asked to {type(task).__name__}")
+    def _hold(self, limit_s: float) -> None:
+        self.below.hold(limit_s)
 
-    @property
-    def _up(self) -> FleetUpward:
-        assert self.upward is not None, "not joined yet"
-        return self.upward
+    def _release(self) -> None:
+        self.below.release()
 
-    # --- in the middle of an exchange ---------------------------------------------------------------------------------
+    def _join(self, task: JoinAbove) -> None:
+        self._joining = FleetUpward(self, self.seat, self._top, self._agenda, self._rng, self.clocks)
 
-    def sent(self) -> None:
-        self.machine.sent()
-        if not self._is_offering:
-            self._is_offering = True
-            self._agenda.after(TAKES_S, self._offer)
-
-    def _offer(self) -> None:
-        if not self.machine.is_offering:
-            self._is_offering = False
-            if self._is_resting:
-                self.rests()
-            return
-        task = self.machine.next()
-        if isinstance(task, LetGo):
-            self._up.let_go()
-            self._offered()
-        else:
-            assert isinstance(task, KeepRecord), task
-            self._agenda.after(self._record_s, self._offered)
-
-    def _offered(self) -> None:
-        self.machine.done()
-        self._offer()
-
-    # --- up -----------------------------------------------------------------------------------------------------------
-
-    def rests(self) -> None:
-        """The worker above waits for nothing. (A real one goes on only after what it sent is let go.)"""
-        self._is_resting = self._is_offering
-        if self._is_offering:
-            return
-        match self._task:
-            case JoinAbove():
-                self.upward = self._joining
-                self.machine.joined(self._moving(), unsettled=False)
-                self._next()
-            case TakeRounds() | TakeRest():
-                self._take_one()
-            case SettleAbove() | ContributeRest():
-                self._exchanged()
-            case _:
-                pass  # an order to exchange, while nothing is asked of it
-
-    def _take_one(self) -> None:
-        """So many rounds have closed. However many: what they did goes up at once."""
-        if self._rounds_left and self._up.begun == self._begun:
-            self._rounds_left -= 1
-            self._up.take_round()
-        else:
-            self._exchanged()
-
-    def _exchanged(self) -> None:
-        deferred = self._up.machine.state.metrics.offline_exchanges
-        self.machine.exchanged(self._moving(), deferred=deferred, told_to_end=self._up.is_told_to_end)
-        self._next()
+    def _joined(self, task: JoinAbove) -> None:
+        self.worker = self._joining
+        self.machine.joined(self._moving(), unsettled=False)
 
     # --- S and B ------------------------------------------------------------------------------------------------------
 
     def _s(self, fragment: int) -> ClusterHolding:
-        if self.upward is None:
+        if self.worker is None:
             if self._joining is None or self._joining.fragments[fragment].held is None:
                 return self._before[fragment]
             return self._joining.agreed(fragment)
-        agreed = self._up.agreed(fragment)
-        return ClusterHolding(agreed.above, agreed.own | self._up.fragments[fragment].unsent)
-
-    def _moving(self) -> list[int]:
-        return [f for f in self._indices if self._s(f) != self._before[f]]
+        agreed = self.worker.agreed(fragment)
+        return ClusterHolding(agreed.above, agreed.own | self.worker.fragments[fragment].unsent)
 
     def _follow(self) -> None:
+        assert self.worker is not None
         self._before = list(self.t)
         for fragment, target in enumerate(self._before):
-            self._up.follow(fragment, target)
+            self.worker.follow(fragment, target)
 
     def settle(self) -> None:
         """The end of the run: what the cluster holds back is said, so that every round is somewhere."""
-        upward = self.upward or self._joining
+        upward = self.worker or self._joining
         if upward is None:
             return
         ledger: LayerLedger = self._top.ledger

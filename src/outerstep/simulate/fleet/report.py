@@ -168,9 +168,9 @@ def _steps(world: FleetWorld) -> StepAccount:
 
 def _in_top(world: FleetWorld, leader: Any, fragment: int) -> tuple[Any, Any]:
     """The cluster's rounds in the top's model, and those that it gave up."""
-    if leader.upward is None:
+    if leader.worker is None:
         return (), ()
-    book = world.top.ledger.books[leader.upward.life]
+    book = world.top.ledger.books[leader.worker.life]
     return book.applied[fragment], book.given_up[fragment] - book.applied[fragment]
 
 
